@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         PlanMismatch,
         QuorumLost,
     )
+    from diloco.inner.optimizer import step_bound
+    from diloco.inner.state import mend_moments_
     from diloco.launch.connect import connect
     from diloco.sync.boxes import declare_part
     from diloco.sync.session import DiLoCo
@@ -34,9 +36,12 @@ __all__ = [
     "IslandFailed",
     "PlanMismatch",
     "QuorumLost",
+    "RunHalted",
     "connect",
     "declare_part",
     "load_config",
+    "mend_moments_",
+    "step_bound",
 ]
 
 _MODULES = {
@@ -44,6 +49,8 @@ _MODULES = {
     "connect": "diloco.launch.connect",
     "declare_part": "diloco.sync.boxes",
     "load_config": "diloco.config.load",
+    "mend_moments_": "diloco.inner.state",
+    "step_bound": "diloco.inner.optimizer",
 }
 
 

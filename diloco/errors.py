@@ -6,10 +6,11 @@
       PlanMismatch                  10   join refused: another plan
       FingerprintMismatch           10   join refused: another identity configuration or start
       CodecError, AggregationError  20   own numerics broken three times in a row
-      CoordinatorUnavailable        30   control or data plane unreachable for too long, or stopped
-                                         by the operator while the run is not over
+      CoordinatorUnavailable        30   control or data plane unreachable for too long
+      RunHalted                     31   stopped by the operator while the run is not over
       IslandFailed                  40   a rank of the island died
       Fenced                        41   another start of the island, or a resume, took its place
+      RunReturned                   42   the run went back to a checkpoint by itself: start again
       QuorumLost                    50   three EXPIRED attempts in a row of one fragment, or a stop
                                          that an island stayed away from
 
@@ -89,6 +90,12 @@ class CoordinatorUnavailable(DilocoError):
     exit_code = 30
 
 
+class RunHalted(DilocoError):
+    """The operator has stopped the run without a checkpoint; it can be started again."""
+
+    exit_code = 31
+
+
 class IslandFailed(DilocoError):
     """A rank of the island died; the others were stopped."""
 
@@ -99,6 +106,12 @@ class Fenced(DilocoError):
     """This start of an island is not the current one; the same start again would not be either."""
 
     exit_code = 41
+
+
+class RunReturned(DilocoError):
+    """The run went back to an earlier checkpoint by itself; another start goes on from there."""
+
+    exit_code = 42
 
 
 class QuorumLost(DilocoError):
@@ -112,9 +125,11 @@ def error_of_exit_code(exit_code: int) -> type[DilocoError]:
     kinds = (
         CodecError,
         CoordinatorUnavailable,
+        RunHalted,
         FingerprintMismatch,
         IslandFailed,
         Fenced,
+        RunReturned,
         QuorumLost,
     )
     return {kind.exit_code: kind for kind in kinds}.get(exit_code, DilocoError)

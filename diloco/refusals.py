@@ -24,7 +24,7 @@ class Cause(StrEnum):
     SIZE = "size"
     DIGEST = "digest"
     CONTENT = "content"  # a payload that no encoder makes: NaN, infinity, codes of no level
-    OUTLIER = "outlier"  # its norm is too far from the others' (`outer.reject_norm_ratio`)
+    OUTLIER = "outlier"  # it is not of this training (`outer.guard`)
     CONFLICT = "conflict"  # another contribution, or version, than was sent or published before
     PIN = "pin"
     # Of a join.
@@ -39,5 +39,6 @@ class Cause(StrEnum):
     STOPPED = "stopped"  # the run is over for this island
     FULL = "full"  # as many islands as the run can have are there
     KICKED = "kicked"  # the island was taken out
+    BOUNDS = "bounds"  # a number or text that cannot be in this run (diloco/peer_bounds.py)
     # Of a message: it has a field that cannot be, or more than this run can have.
     FRAME = "frame"

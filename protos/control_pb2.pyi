@@ -25,6 +25,7 @@ class JoinStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOIN_STATUS_VERSION_MISMATCH: _ClassVar[JoinStatus]
     JOIN_STATUS_RUN_STOPPED: _ClassVar[JoinStatus]
     JOIN_STATUS_RUN_FULL: _ClassVar[JoinStatus]
+    JOIN_STATUS_BATCH_TOO_LARGE: _ClassVar[JoinStatus]
     JOIN_STATUS_KICKED: _ClassVar[JoinStatus]
 ROLE_UNSPECIFIED: Role
 ROLE_ISLAND: Role
@@ -39,10 +40,11 @@ JOIN_STATUS_WRONG_RUN: JoinStatus
 JOIN_STATUS_VERSION_MISMATCH: JoinStatus
 JOIN_STATUS_RUN_STOPPED: JoinStatus
 JOIN_STATUS_RUN_FULL: JoinStatus
+JOIN_STATUS_BATCH_TOO_LARGE: JoinStatus
 JOIN_STATUS_KICKED: JoinStatus
 
 class Grant(_message.Message):
-    __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac")
+    __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac", "tokens_per_inner_step")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +52,7 @@ class Grant(_message.Message):
     ROLES_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     island: str
@@ -57,10 +60,11 @@ class Grant(_message.Message):
     roles: _containers.RepeatedScalarFieldContainer[Role]
     expiry_unix_s: float
     mac: bytes
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ...) -> None: ...
+    tokens_per_inner_step: int
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ..., tokens_per_inner_step: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "num_ranks", "start_id", "corpus_sha256", "start_step", "tokenizer_digest")
+    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "num_ranks", "start_id", "corpus_sha256", "start_step", "tokenizer_digest", "tokens_per_inner_step")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +75,7 @@ class JoinRequest(_message.Message):
     CORPUS_SHA256_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_INNER_STEP_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     run: str
     island: str
@@ -81,7 +86,8 @@ class JoinRequest(_message.Message):
     corpus_sha256: str
     start_step: int
     tokenizer_digest: str
-    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
+    tokens_per_inner_step: int
+    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., tokens_per_inner_step: _Optional[int] = ...) -> None: ...
 
 class SyncerAssignment(_message.Message):
     __slots__ = ("address", "fragment_ids")
@@ -120,7 +126,7 @@ class JoinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut", "heal")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut", "heal", "alarms", "held_out")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +147,8 @@ class ReportRequest(_message.Message):
     POSITION_JSON_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     HEAL_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
+    HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     inner_step: int
@@ -161,7 +169,45 @@ class ReportRequest(_message.Message):
     position_json: str
     cut: CutPart
     heal: HealWord
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., heal: _Optional[_Union[HealWord, _Mapping]] = ...) -> None: ...
+    alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
+    held_out: _containers.RepeatedCompositeFieldContainer[HeldOut]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., heal: _Optional[_Union[HealWord, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
+
+class Alarm(_message.Message):
+    __slots__ = ("kind", "island", "fragment_id", "text", "count")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    island: str
+    fragment_id: int
+    text: str
+    count: int
+    def __init__(self, kind: _Optional[str] = ..., island: _Optional[str] = ..., fragment_id: _Optional[int] = ..., text: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class HeldOut(_message.Message):
+    __slots__ = ("checkpoint", "nats_per_byte")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    NATS_PER_BYTE_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: int
+    nats_per_byte: float
+    def __init__(self, checkpoint: _Optional[int] = ..., nats_per_byte: _Optional[float] = ...) -> None: ...
+
+class AlarmStatus(_message.Message):
+    __slots__ = ("alarm", "reporter", "first_age_s", "last_age_s", "holds")
+    ALARM_FIELD_NUMBER: _ClassVar[int]
+    REPORTER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    alarm: Alarm
+    reporter: str
+    first_age_s: float
+    last_age_s: float
+    holds: bool
+    def __init__(self, alarm: _Optional[_Union[Alarm, _Mapping]] = ..., reporter: _Optional[str] = ..., first_age_s: _Optional[float] = ..., last_age_s: _Optional[float] = ..., holds: _Optional[bool] = ...) -> None: ...
 
 class HealWord(_message.Message):
     __slots__ = ("is_wished", "declined", "reason")
@@ -274,7 +320,7 @@ class IslandStatus(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ..., lease: _Optional[str] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage")
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage", "lost_version", "holders", "wants_header")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +332,9 @@ class FragmentStatus(_message.Message):
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     SOLO_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    LOST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_HEADER_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     attempt: int
@@ -297,7 +346,10 @@ class FragmentStatus(_message.Message):
     rounds: int
     solo_rounds: int
     damage: str
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ...) -> None: ...
+    lost_version: int
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    wants_header: bool
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ..., lost_version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., wants_header: _Optional[bool] = ...) -> None: ...
 
 class RefusalCount(_message.Message):
     __slots__ = ("service", "island", "cause", "count")
@@ -312,7 +364,7 @@ class RefusalCount(_message.Message):
     def __init__(self, service: _Optional[str] = ..., island: _Optional[str] = ..., cause: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers", "alarms")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +382,7 @@ class StatusReply(_message.Message):
     IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SYNCERS_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -347,7 +400,8 @@ class StatusReply(_message.Message):
     is_paused: bool
     total_tokens: int
     syncers: _containers.RepeatedCompositeFieldContainer[SyncerStatus]
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ...) -> None: ...
+    alarms: _containers.RepeatedCompositeFieldContainer[AlarmStatus]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ..., alarms: _Optional[_Iterable[_Union[AlarmStatus, _Mapping]]] = ...) -> None: ...
 
 class SyncerStatus(_message.Message):
     __slots__ = ("syncer_id", "address", "syncer_epoch", "fragment_ids", "age_s")
@@ -447,7 +501,7 @@ class SyncerHelloReply(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
-    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry")
+    __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +513,7 @@ class RoundReport(_message.Message):
     PINNED_CUT_FIELD_NUMBER: _ClassVar[int]
     SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     syncer_epoch: int
@@ -470,7 +525,8 @@ class RoundReport(_message.Message):
     pinned_cut: int
     syncer_id: int
     expiry: Expiry
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., pinned_cut: _Optional[int] = ..., syncer_id: _Optional[int] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
+    alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., syncer_epoch: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., record_json: _Optional[str] = ..., fatal_reason: _Optional[str] = ..., fatal_exit_code: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., pinned_cut: _Optional[int] = ..., syncer_id: _Optional[int] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ...) -> None: ...
 
 class Expiry(_message.Message):
     __slots__ = ("fragment_id", "version", "attempt", "missing", "reason")

@@ -8,7 +8,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import pytest
+import pytest_timeout
 from hypothesis import settings
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
@@ -25,3 +29,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # An example takes the time that a loaded machine gives it.
 settings.register_profile("diloco", deadline=None)
 settings.load_profile("diloco")
+
+_LEAST_TIMER_S = 1.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Count the timeout of a test in what the machine grants, as every wait of the tests does."""
+    from tests.waiting import Patience  # found by the path above
+
+    if settings.method != "signal":
+        return None
+    patience = Patience(settings.timeout)
+
+    def over(number: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        if (left_s := patience.left_s()) > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, _LEAST_TIMER_S))
+        else:
+            pytest_timeout.timeout_sigalrm(item, settings)
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]  # called by the plugin
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    return True

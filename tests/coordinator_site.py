@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from diloco.config.load import load_config
 from diloco.launch.state_dir import StateDir, stop_syncer
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from protos import control_pb2 as control
+from tests.waiting import wait_until
 from transport.contracts import PROTOCOL_VERSION, Reply
 from transport.errors import TransportError
 from transport.grpc_client import GrpcTransport
@@ -145,16 +145,19 @@ def call(address: str, method: str, request, payload: bytes = b"") -> Reply:
 
 def eventually(check: Callable[[], _T], what: str, within_s: float = 60) -> _T:
     """Return the first true result of `check`; calls that fail on the way are tried again."""
-    deadline = time.monotonic() + within_s
-    while True:
+    last = ""
+
+    def checked() -> _T | None:
+        nonlocal last
         try:
-            if result := check():
-                return result
-            last = ""
+            return check()
         except TransportError as error:
             last = str(error)
-        assert time.monotonic() < deadline, f"{what} within {within_s:g} s {last}"
-        time.sleep(0.05)
+            return None
+
+    found = wait_until(checked, within_s, what=lambda: f"{what} {last}")
+    assert found is not None
+    return found
 
 
 def status(address: str) -> control.StatusReply:

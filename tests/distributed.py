@@ -14,6 +14,7 @@ and no grpc started, so that a rank costs a tenth of a second and not several of
 forking cannot show (each process with hash values of its own) whole runs do: theirs are spawned.
 """
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing
@@ -22,6 +23,7 @@ import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -32,8 +34,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.waiting import Patience
+
 # How long a failure of another rank may trail the first one and still be shown below it.
 _DRAIN_S = 0.3
+# How long ranks that are given up have to print where they stand.
+_STACKS_S = 0.3
+# Ranks leave it to the caller to give up: it knows how much of a loaded machine they were granted.
+_COLLECTIVE_TIMEOUT = timedelta(hours=1)
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Imported once, by the server; what is missing here a rank imports for itself.
 _IMPORTED = [
@@ -64,8 +72,9 @@ def run_ranks(
         fn: Top-level function of an importable module; arguments and result must be picklable.
         world_size: Number of ranks, 1 or more.
         args: Further arguments, equal on all ranks.
-        timeout_s: Seconds for everything, starting the processes included; stay below the timeout
-            of the test, so that this message is the one seen. Ranks print their stacks just before.
+        timeout_s: Seconds for everything on an idle machine, starting the processes included; stay
+            below the timeout of the test, so that this message is the one seen. Ranks that are
+            given up print their stacks.
 
     Returns:
         The results, by rank.
@@ -73,9 +82,9 @@ def run_ranks(
     Raises:
         RankFailed: If a rank raised (the earliest one, with its traceback), died or hung.
     """
-    deadline = time.monotonic() + timeout_s
+    patience = Patience(timeout_s)
     store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_COLLECTIVE_TIMEOUT
     )
     context = _context()
     processes, pipes = [], []
@@ -84,14 +93,14 @@ def run_ranks(
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(sender, store.port, rank, world_size, timeout_s, fn, args),
+                args=(sender, store.port, rank, world_size, fn, args),
                 daemon=True,
             )
             process.start()
             sender.close()  # so that the death of the rank ends the pipe
             processes.append(process)
             pipes.append(receiver)
-        return _gather(processes, pipes, deadline, timeout_s)
+        return _gather(processes, pipes, patience)
     finally:
         for process in processes:
             process.kill()
@@ -111,19 +120,23 @@ def _context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _gather(processes: list[Any], pipes: list[Any], deadline: float, timeout_s: float) -> list[Any]:
+def _gather(processes: list[Any], pipes: list[Any], patience: Patience) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[tuple[float, str]] = []
     pending = dict(enumerate(pipes))
     while pending:
-        ready = multiprocessing.connection.wait(
-            list(pending.values()), max(0.0, deadline - time.monotonic())
-        )
-        if not ready and not failures:
-            message = f"ranks {sorted(pending)} of {len(pipes)} did not finish in {timeout_s:g} s"
-            raise RankFailed(message)
-        if not ready:
+        wait_s = _DRAIN_S if failures else max(0.0, patience.left_s())
+        ready = multiprocessing.connection.wait(list(pending.values()), wait_s)
+        if not ready and failures:
             break
+        if not ready and patience.left_s() <= 0:
+            for rank in pending:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(processes[rank].pid, signal.SIGUSR1)
+            time.sleep(_STACKS_S)
+            raise RankFailed(
+                f"ranks {sorted(pending)} of {len(pipes)} did not finish in {patience.within_s:g} s"
+            )
         for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             try:
                 is_ok, when, value = pickle.loads(pending.pop(rank).recv_bytes())
@@ -134,8 +147,6 @@ def _gather(processes: list[Any], pipes: list[Any], deadline: float, timeout_s: 
             if is_ok:
                 results[rank] = value
                 continue
-            if not failures:
-                deadline = min(deadline, time.monotonic() + _DRAIN_S)
             failures.append((when, f"rank {rank} of {len(pipes)}: {value}"))
     if failures:
         raise RankFailed("\n".join(text for _, text in sorted(failures)))
@@ -147,18 +158,16 @@ def _run_rank(
     port: int,
     rank: int,
     world_size: int,
-    timeout_s: float,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.9 * timeout_s)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_COLLECTIVE_TIMEOUT)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT
         )
         value = fn(rank, *args)
         dist.barrier()  # nobody tears its connections down while another still needs them
@@ -170,4 +179,3 @@ def _run_rank(
     sender.close()
     if message[0]:
         dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,8 @@
 """A run that islands of a test can join: real membership and syncer behind handlers of a few lines.
 
 Both are served over gRPC by a thread of this process, so a run begins at once. What islands say is
-kept; `hold` asks for a graceful stop, `resume` takes the store back to a pinned checkpoint.
+kept; `hold` asks for a graceful stop, `resume` takes the store back to a pinned checkpoint. A last
+report of an island that failed is answered by `last_answer`, if that is set.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from diloco.outer.fragments import Plan
 from diloco.rounds.pins import restore
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.worker import Workers
 from diloco.sync.io_thread import IoThread
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
@@ -59,6 +61,7 @@ class ServedRun:
         self.reports: dict[str, ReportRequest] = {}
         self.address = ""
         self.resume_step: int | None = None
+        self.last_answer: ReportReply | None = None
         self._store = directory / "store"
         self._thread = IoThread()
         self._syncer: Syncer | None = None
@@ -131,7 +134,7 @@ class ServedRun:
             syncer_epoch=1 + self.membership.timeline,
             incarnations=MemoryIncarnations(),
             is_granted=lambda grant: True,
-            worker=InlineWorker(),
+            workers=Workers.all_by(InlineWorker()),
             on_record=lambda header: None,
             on_change=lambda: None,
         )
@@ -201,6 +204,8 @@ class ServedRun:
             stop_step=membership.stop_step or 0,
             checkpoint_steps=membership.checkpoints,
         )
+        if report.state == "failed" and self.last_answer is not None:
+            reply = self.last_answer
         return Reply(reply.SerializeToString())
 
     async def _leave(self, call: IncomingCall) -> Reply:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waiting import said_by
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 ISLANDS = ("eu-west", "us-east")
 
@@ -49,7 +51,7 @@ def test_the_loop_of_the_readme_trains(tmp_path: Path, number: int) -> None:
         assert "listens on" in coordinator.stdout.readline()
         processes += [start(tmp_path, f"{island}.py") for island in ISLANDS]
         for process in reversed(processes):
-            output, _ = process.communicate(timeout=120)
+            output, _ = said_by(process, 120)
             assert process.returncode == 0, output
     finally:
         for process in processes:

@@ -78,7 +78,9 @@ class AllReduceRun:
             membership=self.membership,
             journal=self.journal,
             secret=b"secret",
-            rules=DeciderRules(setting.round_deadline_s, setting.downlink_codec, 4),
+            rules=DeciderRules(
+                setting.round_deadline_s, setting.downlink_codec, 4, setting.weights
+            ),
             decider_id=f"decider {self.num_deciders}",
             is_granted=lambda held: self.membership.is_current(
                 held.island, held.incarnation, held.timeline
@@ -123,6 +125,7 @@ class AllReduceRun:
             calls=calls,
             grant=held,
             worker=self.worker,
+            beside=self.worker,
         )
         await peer.start()
         address = f"peer {name} {joined.incarnation}"

@@ -28,8 +28,9 @@ from diloco.rounds.publication import PublicationRules
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.terms import Weights
 from diloco.rounds.timing import TimingRules
-from diloco.rounds.worker import Worker
+from diloco.rounds.worker import Worker, Workers
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.io_thread import Waits
@@ -37,7 +38,7 @@ from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards
 from diloco.telemetry.events import Event
 from protos.control_pb2 import ROLE_ISLAND, Grant
-from transport.contracts import Transport
+from transport.contracts import Handlers, Transport
 from transport.loopback import LoopbackNetwork
 
 RUN = "virtual"
@@ -124,6 +125,7 @@ class Setting:
     uplink_codec: str = "float32"
     downlink_codec: str = "float32"
     error_feedback: bool = False
+    error_feedback_decay: float = 1.0
     round_deadline_s: float = 60.0
     unreachable_s: float = 600.0
     num_unsure_pins: int = 4
@@ -138,7 +140,9 @@ class Setting:
     timing: TimingRules | None = None
     lease_s: float = 10.0
     total_tokens: int = 0
+    num_threads: int = 1
     late: Literal["drop", "carry"] = "drop"
+    weights: Weights = field(default_factory=Weights)
     #: Names of those that are no parameters but buffers.
     buffers: tuple[str, ...] = ()
     #: Seconds of an inner step of islands that differ from `step_s`.
@@ -201,6 +205,8 @@ class Setting:
             total_tokens=self.total_tokens,
             has_flush=self.flush,
             spool_bytes=self.spool_bytes,
+            num_threads=self.num_threads,
+            weights=self.weights,
         )
 
 
@@ -245,8 +251,9 @@ class VirtualIsland:
         incarnation: int = 1,
         timeline: int = 0,
         ways: Sequence[SyncerWay] = (),
+        held: Grant | None = None,
     ) -> None:
-        """With `ways` to several syncers, `control` and `data` are not used."""
+        """With `ways` to several syncers, `control` and `data` are not used; `held`: its grant."""
         self.name = name
         self.setting = setting
         self.events: list[Event] = []
@@ -265,7 +272,7 @@ class VirtualIsland:
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             ways=ways or [SyncerWay(range(len(plan.fragments)), control, data)],
-            grant=grant(name, incarnation, timeline),
+            grant=held or grant(name, incarnation, timeline),
             rules=ExchangeRules(
                 setting.uplink_codec,
                 setting.error_feedback,
@@ -274,6 +281,7 @@ class VirtualIsland:
                 seed=0,
                 on_arrival=setting.min_members is not None,
                 is_carried=setting.late == "carry",
+                error_feedback_decay=setting.error_feedback_decay,
             ),
             rng=random.Random(0),
             on_event=self.events.append,
@@ -416,11 +424,12 @@ class VirtualRun:
         self.events: list[Event] = []
         self.records: list[Mapping[str, Any]] = []
         self.worker: Worker = InlineWorker()
-        self.beside: Worker | None = None
+        self.workers: Workers | None = None  # all of them the one above
         self.epoch = 0
         self.timeline = 0
         self.retained_versions = 4
         self.keeps_all = False
+        self.intercept: Callable[[Handlers], Handlers] = lambda handlers: handlers
 
     async def start_syncer(self) -> Syncer:
         self.epoch += 1
@@ -442,8 +451,7 @@ class VirtualRun:
             syncer_epoch=self.epoch,
             incarnations=self.incarnations,
             is_granted=lambda held: held.run == RUN,
-            worker=self.worker,
-            beside=self.beside,
+            workers=self.workers or Workers.all_by(self.worker),
             on_record=self.records.append,
             on_change=lambda: None,
             orders=self.orders,
@@ -451,7 +459,7 @@ class VirtualRun:
             unix_clock=asyncio.get_running_loop().time,
         )
         await self.syncer.start()
-        self.server = self.network.server(self.name, self.syncer.handlers)
+        self.server = self.network.server(self.name, self.intercept(self.syncer.handlers))
         await self.server.start()
         return self.syncer
 
@@ -474,7 +482,7 @@ class VirtualRun:
         self.incarnations.saved = {}
         await self.start_syncer()
 
-    def island(self, name: str, incarnation: int = 1) -> VirtualIsland:
+    def island(self, name: str, incarnation: int = 1, held: Grant | None = None) -> VirtualIsland:
         return VirtualIsland(
             name,
             self.setting,
@@ -482,6 +490,7 @@ class VirtualRun:
             self.network.connect("syncer"),
             incarnation,
             self.timeline,
+            held=held,
         )
 
     async def run(self) -> dict[str, VirtualIsland]:

@@ -1,10 +1,11 @@
-"""The deadlines of one transport's calls, all of which its `close` can end."""
+"""How long is waited for: the deadlines of a transport's calls, and a server's for its callers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from transport.errors import DeadlineExceeded, TransportClosed
 
@@ -51,6 +52,49 @@ class Deadlines:
     def _check_open(self, method: str) -> None:
         if self._is_closed:
             raise TransportClosed("this transport was closed", peer=self._peer, method=method)
+
+
+#: Silences for which a stream may be still while others of its connection move.
+STILL = 4
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Movement:
+    """When a message moved last over a connection, either way, in seconds of its loop's clock."""
+
+    at: float = float("-inf")
+
+    @contextlib.asynccontextmanager
+    async def within(self, silence_s: float) -> AsyncIterator[None]:
+        """Wait for a message of one stream until the connection has been silent for so long.
+
+        Where many streams share a line, the message of each may be long on its way; a stream that
+        is still `STILL` times as long is given up although others move.
+
+        Raises:
+            TimeoutError: If it was.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        looking: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal looking
+            due = min(max(began, self.at) + silence_s, began + STILL * silence_s)
+            if due > loop.time():
+                looking = loop.call_at(due, look)
+            else:
+                looking = None
+                scope.reschedule(due)
+
+        async with asyncio.timeout(None) as scope:
+            look()
+            try:
+                yield
+            finally:
+                if looking is not None:
+                    looking.cancel()
+        self.at = loop.time()
 
 
 def seconds_left(scope: asyncio.Timeout) -> float:

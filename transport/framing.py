@@ -14,7 +14,8 @@ attempt, or of a first one that waits for its turn (flag 1), says how many bytes
 reply, at which position the payload goes on. In a reply, `reply` is its name and `offset` the byte
 at which its chunks begin; 0 when the caller's part of it is worth nothing. Flag 2: payloads of
 other calls go first. Flag 4: the payload is in this message, there is no other; at most
-`WHOLE_BYTES`, and never with flag 1. Flag 8: the caller takes no payload in reply.
+`WHOLE_BYTES`, and never with flag 1. Flag 8: the caller takes no payload in reply. Flag 16: the
+reply comes in chunks of about `SMALL_CHUNK_BYTES`, as the way is thin or damages what travels.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
 it in its message. Both directions of a call use the same form. Pure; content is never parsed.
@@ -31,10 +32,13 @@ import xxhash
 from transport.contracts import PROTOCOL_VERSION, Buffer
 from transport.errors import (
     ChecksumMismatch,
+    DamagedFrame,
+    DeadlineExceeded,
     FrameError,
     HandlerFailed,
     MessageTooLarge,
     NotYet,
+    OutOfRange,
     Overloaded,
     TransportError,
     Unauthorised,
@@ -50,6 +54,9 @@ DEFAULT_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 8 << 20
 #: A payload of up to so many bytes travels in the first message; a broken one is sent again.
 WHOLE_BYTES = 256 << 10
+#: Chunk of a payload over a way that is thin or damages: what has come of one that does not come
+#: whole is lost.
+SMALL_CHUNK_BYTES = 64 << 10
 #: Most chunks of one payload: 64 GiB at the usual size. Without it a peer could declare a payload
 #: without end, or one of single bytes that costs a message each.
 MAX_CHUNKS = 1 << 16
@@ -60,7 +67,7 @@ _CHECKSUM_BYTES = 8
 _RELEASE = struct.Struct("<4sH")  # what an opening of any version begins with
 _OPENING = struct.Struct("<4sHHIIQB16s16sQ")
 _POSITION = struct.Struct("<4sQ")
-_IS_RESUMING, _IS_BULK, _IS_WHOLE, _TAKES_NONE = 1, 2, 4, 8
+_IS_RESUMING, _IS_BULK, _IS_WHOLE, _TAKES_NONE, _TAKES_SMALL = 1, 2, 4, 8, 16
 #: Failures by their number on the wire; numbers are never used again.
 _FAILURES: dict[int, type[TransportError]] = {
     1: HandlerFailed,
@@ -71,6 +78,9 @@ _FAILURES: dict[int, type[TransportError]] = {
     6: Unauthorised,
     7: Overloaded,
     8: NotYet,
+    9: OutOfRange,
+    10: DamagedFrame,
+    11: DeadlineExceeded,
 }
 _MAX_FAILURE_BYTES = 1 << 16
 #: Largest message of this protocol.
@@ -88,6 +98,7 @@ class Resumption:
         is_resuming: Whether an earlier attempt may have left something at the peer.
         is_bulk: Whether its payloads let those of other calls go first.
         takes_none: Whether its caller takes no payload in reply.
+        takes_small: Whether its caller takes a reply in small chunks.
         reply: Name of a reply.
         offset: Bytes of that reply.
     """
@@ -96,6 +107,7 @@ class Resumption:
     is_resuming: bool = False
     is_bulk: bool = False
     takes_none: bool = False
+    takes_small: bool = False
     reply: bytes = NO_NAME
     offset: int = 0
 
@@ -232,6 +244,7 @@ def _frame_first(
         | _IS_BULK * resumption.is_bulk
         | _IS_WHOLE * (whole is not None)
         | _TAKES_NONE * resumption.takes_none
+        | _TAKES_SMALL * resumption.takes_small
     )
     opening = (_MAGIC, PROTOCOL_VERSION, failure, len(header), chunk_bytes, payload_bytes)
     named = (flags, resumption.transfer, resumption.reply, resumption.offset)
@@ -255,9 +268,10 @@ class FrameReader:
         """Parse the first message.
 
         Raises:
-            FrameError: If it is not a first message of this protocol.
-            VersionMismatch: If the peer speaks another version.
+            DamagedFrame: If it is not a first message of this protocol.
             ChecksumMismatch: If it arrived damaged.
+            VersionMismatch: If the peer speaks another version.
+            FrameError: If it says what no peer says.
             MessageTooLarge: If it declares a header over `MAX_HEADER_BYTES`.
             TransportError: The failure that the peer sent instead of a reply.
         """
@@ -265,19 +279,19 @@ class FrameReader:
         if len(body) >= _RELEASE.size:  # before the rest, which has other sizes in other versions
             magic, version = _RELEASE.unpack_from(body)
             if magic != _MAGIC:
-                raise FrameError(
+                raise DamagedFrame(
                     f"first message starts with {magic!r}: the peer is not a diloco peer"
                 )
+            _verify(first_message, "the first message")  # of every version
             if version != PROTOCOL_VERSION:
                 raise VersionMismatch(
                     f"the peer speaks wire protocol {version}, this process {PROTOCOL_VERSION}: "
                     "run the same release at both ends"
                 )
         if len(body) < _OPENING.size:
-            raise FrameError(f"first message has {len(first_message)} bytes, too few for a frame")
+            raise DamagedFrame(f"first message has {len(first_message)} bytes, too few for a frame")
         _, _, failure, header_bytes, chunk_bytes, payload_bytes, *named = _OPENING.unpack_from(body)
         check_header(header_bytes)
-        _verify(first_message, "the first message")
         flags, transfer, reply, offset = named
         self.is_whole = bool(flags & _IS_WHOLE)
         if self.is_whole and (payload_bytes > WHOLE_BYTES or flags & _IS_RESUMING):
@@ -306,6 +320,7 @@ class FrameReader:
             is_resuming=bool(flags & _IS_RESUMING),
             is_bulk=bool(flags & _IS_BULK),
             takes_none=bool(flags & _TAKES_NONE),
+            takes_small=bool(flags & _TAKES_SMALL),
             reply=reply,
             offset=offset,
         )
@@ -357,7 +372,7 @@ class FrameReader:
         """Take the next chunk.
 
         Raises:
-            FrameError: If the chunk has not exactly the size that is due.
+            DamagedFrame: If the chunk has not exactly the size that is due.
             ChecksumMismatch: If it arrived damaged.
         """
         assert self.partial is not None, "chunk fed before the size was accepted"
@@ -365,7 +380,7 @@ class FrameReader:
         data = memoryview(message)[_CHECKSUM_BYTES:]
         due = min(self._chunk_bytes, self.payload_bytes - filled)
         if len(message) != _CHECKSUM_BYTES + due or due == 0:
-            raise FrameError(
+            raise DamagedFrame(
                 f"chunk of {len(data)} bytes where {due} are due, "
                 f"at byte {filled} of {self.payload_bytes}"
             )
@@ -377,10 +392,10 @@ class FrameReader:
             self.partial.payload[filled : filled + due] = data
         self.partial.filled += due
 
-    def truncated(self) -> FrameError:
+    def truncated(self) -> DamagedFrame:
         """The error of a peer that ended before its declared size."""
         filled = self.partial.filled if self.partial else 0
-        return FrameError(f"the peer sent {filled} bytes of {self.payload_bytes} and stopped")
+        return DamagedFrame(f"the peer sent {filled} bytes of {self.payload_bytes} and stopped")
 
 
 def _seal(*parts: Buffer) -> bytes:

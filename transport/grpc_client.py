@@ -43,6 +43,7 @@ from transport.requesting import Request
 from transport.tcp_counters import can_count, segment_counts
 from transport.tls import ClientEnd, Tls
 from transport.transfer import Transfer
+from transport.turns import LineTurns
 
 _log = logging.getLogger(__name__)
 
@@ -116,13 +117,14 @@ class GrpcTransport:
         self._metadata = ((TOKEN_METADATA, token),) if token else ()
         self._proxy = proxy
         self._pacer = pacer or Pacer()
+        self._turns = LineTurns(chunk_bytes)
         self._dealt = Channels(channels or 1)
         self._meter = None if channels else LossMeter()
         self._looked_at = float("-inf")
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         self._ends: dict[grpc.aio.Channel, ClientEnd] = {}
         self._stamp: object = None
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._is_closed = False
 
     @property
@@ -143,55 +145,78 @@ class GrpcTransport:
         """Call `method`; see `contracts.Transport`."""
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         self._check_open(method)
+        size, is_bulk = memoryview(payload).nbytes, bool(transfer and transfer.is_bulk)
+        async with self._turns.turn(size, max_reply_bytes, is_bulk=is_bulk) as under_way:
+            self._check_open(method)
+            request = Request(
+                header,
+                payload,
+                transfer,
+                max_reply_bytes=max_reply_bytes,
+                chunk_bytes=self._chunk_bytes,
+                pacer=self._pacer,
+                under_way=under_way,
+            )
+            try:
+                async with asyncio.timeout(deadline_s) as scope:
+                    if transfer is not None:
+                        under_way.extend(scope, deadline_s)
+                    # The wait for its turn comes first: a connection is proved when it is used.
+                    message = await request.whole() if request.is_whole else b""
+                    self._check_open(method)
+                    # This end keeps the deadline; the one that travels only lets the server give
+                    # up too, if it is that of the whole call.
+                    timeout = None if transfer else deadline_s + 1.0
+                    return await self._call_any(
+                        method, request, message, size + max_reply_bytes, timeout
+                    )
+            except TimeoutError:
+                late = self._error(DeadlineExceeded, f"no answer within {deadline_s:g} s", method)
+                request.failed(late)
+                raise late from None
+            except TransportError as error:
+                request.failed(error)
+                raise
+            finally:
+                request.close()
+
+    async def _call_any(
+        self,
+        method: str,
+        request: Request,
+        message: bytes,
+        num_bytes: int,
+        timeout: float | None,
+    ) -> Reply:
+        """Call the peer at the first of its addresses that answers."""
         num_candidates, first = len(self._candidates), self._first
-        num_bytes = memoryview(payload).nbytes + max_reply_bytes
-        request = Request(
-            header,
-            payload,
-            transfer,
-            max_reply_bytes=max_reply_bytes,
-            chunk_bytes=self._chunk_bytes,
-            pacer=self._pacer,
-        )
-        dealt = None
+        dealt = self._deal(num_bytes)
         try:
-            async with asyncio.timeout(deadline_s) as scope:
-                until = scope.when()
-                assert until is not None
-                # The wait for its turn comes first: a connection is proved when it is used.
-                message = await request.whole() if request.is_whole else b""
-                self._check_open(method)
-                dealt = self._deal(num_bytes)
-                for n in range(num_candidates):
-                    index = (first + n) % num_candidates
-                    channel = self._channel(self._candidates[index], dealt)
-                    try:
-                        reply = await self._call(channel, method, request, message, until)
-                    except ConnectError:
-                        if n == num_candidates - 1:
-                            raise
-                    else:
-                        self._first = index
-                        return reply
-        except TimeoutError:
-            late = f"no answer within {deadline_s:g} s"
-            raise self._error(DeadlineExceeded, late, method) from None
+            for n in range(num_candidates):
+                index = (first + n) % num_candidates
+                channel = self._channel(self._candidates[index], dealt)
+                try:
+                    reply = await self._call(channel, method, request, message, timeout)
+                except ConnectError:
+                    if n == num_candidates - 1:
+                        raise
+                else:
+                    self._first = index
+                    return reply
         finally:
-            request.close()
-            if dealt is not None:
-                self._dealt.leave(dealt, num_bytes)
+            self._dealt.leave(dealt, num_bytes)
         raise AssertionError("a peer has at least one address")
 
     async def close(self) -> None:
         """Release the connection; calls in flight raise `TransportClosed`."""
         self._is_closed = True
         channels, self._channels = self._channels, {}
-        retiring, self._retiring = self._retiring, set()
+        retiring, self._retiring = self._retiring, {}
         for task in retiring:
             task.cancel()
-        for channel in channels.values():
-            await channel.close(None)
         await asyncio.gather(*retiring, return_exceptions=True)
+        for channel in (*channels.values(), *retiring.values()):
+            await channel.close(None)
 
     async def _call(
         self,
@@ -199,7 +224,7 @@ class GrpcTransport:
         method: str,
         request: Request,
         message: bytes,
-        until: float,
+        timeout: float | None,
     ) -> Reply:
         """Call the peer at one of its addresses."""
         end = self._ends.get(channel)
@@ -210,7 +235,7 @@ class GrpcTransport:
         challenge = end.challenge() if end else b""
         asked = ((CHALLENGE_METADATA, challenge),) if end else ()
         try:
-            call = _begin(channel, method, request, message, until, (*self._metadata, *asked))
+            call = _begin(channel, method, request, message, timeout, (*self._metadata, *asked))
         except grpc.aio.UsageError as error:  # closed while the server proved itself
             self._check_open(method)
             replaced = f"its connection was replaced, with the certificates: {error}"
@@ -301,13 +326,16 @@ class GrpcTransport:
             retired, self._channels, self._stamp = self._channels, {}, stamp
             self._ends.clear()
             for channel in retired.values():
-                task = asyncio.get_running_loop().create_task(_retire(channel))
-                self._retiring.add(task)
-                task.add_done_callback(self._retiring.discard)
+                task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_S))
+                self._retiring[task] = channel
+                task.add_done_callback(self._retired)
         key = candidate, dealt
         if key not in self._channels:
             self._channels[key] = self._open(candidate)
         return self._channels[key]
+
+    def _retired(self, task: asyncio.Task[None]) -> None:
+        self._retiring.pop(task, None)
 
     def _open(self, candidate: str) -> grpc.aio.Channel:
         options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
@@ -360,7 +388,7 @@ def _begin(
     method: str,
     request: Request,
     message: bytes,
-    until: float,
+    timeout: float | None,
     metadata: tuple[tuple[str, str | bytes], ...],
 ) -> _Call:
     """Start a call as the cheapest kind that can carry it; to the server, all are byte streams.
@@ -368,8 +396,6 @@ def _begin(
     Nothing is awaited here: what was proved of the connection is true of what is sent.
     """
     path = f"/{SERVICE}/{method}"
-    # This end keeps the deadline; the one that travels only lets the server give up too.
-    timeout = max(until - asyncio.get_running_loop().time(), 0.0) + 1.0
     if not request.is_whole:
         messages = request.messages()
         return channel.stream_stream(path, None, None)(messages, timeout=timeout, metadata=metadata)
@@ -382,15 +408,6 @@ async def _read(call: _Call) -> bytes | None:
     """Return a call's next message; None at the end, which gRPC says by another type."""
     message = await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
     return message if isinstance(message, bytes) else None
-
-
-async def _retire(channel: grpc.aio.Channel) -> None:
-    """Let the calls in progress of a connection end, for some time."""
-    try:
-        await channel.close(_RETIRE_S)
-    except asyncio.CancelledError:
-        await channel.close(None)
-        raise
 
 
 def _tls_hint(details: str, days_left: float) -> str:

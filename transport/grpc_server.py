@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeAlias, cast
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
 
 from transport.addresses import is_loopback, is_own, split_address
 from transport.contracts import Buffer, Handlers
-from transport.errors import FrameError, Overloaded, TransportError, Unauthorised
+from transport.deadlines import Movement
+from transport.errors import (
+    DamagedFrame,
+    DeadlineExceeded,
+    Overloaded,
+    TransportError,
+    Unauthorised,
+)
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
+from transport.grpc_listener import GrpcListener
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
     CHALLENGE_METADATA,
     PROOF_METADATA,
     PROVE_METHOD,
     REVOKED_METADATA,
-    SERVER_OPTIONS,
     SERVICE,
     TOKEN_METADATA,
 )
 from transport.identity import Identity
-from transport.limits import Limits, Refusals, Turnstile
+from transport.limits import Limits, Lines, Refusals, Turnstile
 from transport.pacing import Pacer
 from transport.serving import Answer, Attempt
 from transport.tls import Tls
@@ -79,7 +86,6 @@ class GrpcServer:
             )
         check_chunk_bytes(chunk_bytes)
         self._bind = bind
-        self._host = host
         self._handlers = handlers
         self._tls = tls
         self._tokens = tokens
@@ -87,13 +93,16 @@ class GrpcServer:
         self._turnstile = Turnstile(self._limits)
         self._proving = Turnstile(self._limits)
         self._refusals = Refusals(self._limits)
+        self._failures = Lines(self._limits.refusals_logged_per_s)
         self._transfers = TransferTable(
             kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
         )
         self._chunk_bytes = chunk_bytes
         self._pacer = pacer or Pacer()
+        #: By connection.
+        self._movements: WeakValueDictionary[str, Movement] = WeakValueDictionary()
         self._address = ""
-        self._server: grpc.aio.Server | None = None
+        self._listener: GrpcListener | None = None
 
     @property
     def address(self) -> str:
@@ -107,30 +116,17 @@ class GrpcServer:
         Raises:
             OSError: If the address cannot be bound, another process using it included.
         """
-        bound = (("grpc.max_allowed_incoming_connections", self._limits.connections),)
-        server = grpc.aio.server(options=SERVER_OPTIONS + bound)
         router = cast("grpc.GenericRpcHandler[bytes, bytes]", _Router(self._serve))
-        server.add_generic_rpc_handlers((router,))
-        try:
-            if self._tls is None:
-                port = server.add_insecure_port(self._bind)
-            else:
-                port = server.add_secure_port(self._bind, self._tls.server_credentials())
-        except RuntimeError as error:
-            raise OSError(
-                errno.EADDRINUSE,
-                f"cannot listen on {self._bind}: is another process using it? ({error})",
-            ) from error
-        await server.start()
-        self._server = server
-        self._address = f"{self._host}:{port}"
+        listener = GrpcListener(self._bind, router, tls=self._tls, limits=self._limits)
+        self._address = await listener.start()
+        self._listener = listener
         _log.info("listening address=%s", self._address)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Accept nothing new, let calls finish for `drain_timeout_s`, then cancel the rest."""
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop(drain_timeout_s)
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.stop(drain_timeout_s)
 
     async def _serve(self, method: str, context: _Context) -> None:
         if method == PROVE_METHOD and self._tls is not None:
@@ -167,11 +163,14 @@ class GrpcServer:
             self._proving.leave(key, PROVE_METHOD)
 
     async def _answer(self, method: str, context: _Context) -> None:
-        stream = _Stream(context, self._limits.silence_s)
+        movement = self._movements.setdefault(context.peer(), Movement())
+        stream = _Stream(context, movement, self._limits.silence_s)
         try:
             caller = self._identify(context)
             key = caller.uri if caller else context.peer()
             self._turnstile.enter(key, method, asyncio.get_running_loop().time())
+            if self._listener is not None:
+                self._listener.called(stream.peer)
         except TransportError as error:
             await self._refuse(error, method, stream)
             return
@@ -185,7 +184,7 @@ class GrpcServer:
             attempt = Attempt(self._transfers, caller.uri if caller else "", frames, stream)
             try:
                 call = _GrpcCall(method, attempt, stream, caller)
-                answer = await attempt.answer(self._handlers, call)
+                answer = await attempt.answer(self._handlers, call, self._failures)
                 await answer.send(stream.write, self._chunk_bytes, self._pacer)
                 if attempt.may_hear_more:
                     await stream.hear_out()
@@ -269,28 +268,29 @@ class _Router:
 class _Stream:
     """What a caller sends and is sent, message by message, none waited for without end."""
 
-    def __init__(self, context: _Context, silence_s: float) -> None:
+    def __init__(self, context: _Context, movement: Movement, silence_s: float) -> None:
         self.peer = context.peer()
+        self._movement = movement
         self._context = context
         self._silence_s = silence_s
 
     async def first(self) -> bytes:
         message = await self.read()
         if message is None:
-            raise FrameError("the call ended before its first message")
+            raise DamagedFrame("the call ended before its first message")
         return message
 
     async def read(self) -> bytes | None:
         """Return the next message; None at the end, which gRPC says by another type."""
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with self._movement.within(self._silence_s):
                 message = await self._context.read()
         except TimeoutError:
-            raise FrameError(f"the caller sent nothing for {self._silence_s:g} s") from None
+            raise DeadlineExceeded(f"the caller sent nothing for {self._silence_s:g} s") from None
         return message if isinstance(message, bytes) else None
 
     async def write(self, message: bytes) -> None:
-        async with asyncio.timeout(self._silence_s):
+        async with self._movement.within(self._silence_s):
             await self._context.write(message)
 
     async def abort(self, reason: str) -> NoReturn:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from grpc import StatusCode
 
 from transport.errors import (
+    DamagedFrame,
     DeadlineExceeded,
     FrameError,
-    MessageTooLarge,
     PeerReset,
     TransportError,
 )
@@ -27,8 +27,11 @@ REVOKED_METADATA = "diloco-revoked-bin"
 PROVE_METHOD = "transport.prove"
 
 KEEPALIVE_TIME_MS = 20_000
-# A ping waits behind the data before it: a full socket buffer takes seconds on a thin link.
+#: Without a single byte of the peer's after a ping, its connection is dead.
 KEEPALIVE_TIMEOUT_MS = 30_000
+#: Until the answer to a ping itself must have come, however much else has: it waits behind what its
+#: sender's socket holds, some megabytes, which take a minute at 1 Mbit/s.
+PING_TIMEOUT_MS = 600_000
 CONNECT_TIMEOUT_MS = 5_000
 #: The same where the next address is waiting to be tried.
 CANDIDATE_TIMEOUT_MS = 2_000
@@ -45,7 +48,7 @@ _BOTH = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # Payloads are compressed by codecs, if at all; a message that swells is refused unread.
@@ -71,8 +74,6 @@ CHANNEL_OPTIONS = (
 
 SERVER_OPTIONS = (
     *_BOTH,
-    # Two servers on one port would split the calls between them in silence.
-    ("grpc.so_reuseport", 0),
     # Clients ping every KEEPALIVE_TIME_MS: allow that with room, or they get too_many_pings.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 4),
     # And to measure bandwidth, as data arrives that left long before: the usual two would end it.
@@ -93,6 +94,7 @@ STATUS_ERRORS: dict[StatusCode, type[TransportError]] = {
     StatusCode.CANCELLED: PeerReset,
     StatusCode.INTERNAL: PeerReset,
     StatusCode.UNKNOWN: PeerReset,
-    StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
+    # No peer sends a message over the bound: its length came to harm.
+    StatusCode.RESOURCE_EXHAUSTED: DamagedFrame,
     StatusCode.UNIMPLEMENTED: FrameError,  # a gRPC server, but not of this service
 }

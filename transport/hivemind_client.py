@@ -12,6 +12,7 @@ from transport.hivemind_address import parse_peer_address
 from transport.hivemind_daemon import Daemon, DaemonFailed, HivemindMissing, Stream, Swarm
 from transport.hivemind_wire import (
     ACCEPTED,
+    LONGEST_S,
     Opening,
     largest_chunk,
     read_message,
@@ -20,6 +21,7 @@ from transport.hivemind_wire import (
 from transport.pacing import Pacer
 from transport.requesting import Request
 from transport.transfer import Transfer
+from transport.turns import LineTurns
 
 #: Seconds that a daemon is kept at least, although it does not try a peer again yet.
 _KEEP_S = 2.0
@@ -64,6 +66,7 @@ class HivemindTransport:
         self._started_at = 0.0
         self._ending: set[asyncio.Task[None]] = set()
         self._deadlines = Deadlines(address)
+        self._turns = LineTurns(chunk_bytes)
 
     @property
     def peer(self) -> str:
@@ -87,10 +90,15 @@ class HivemindTransport:
         """
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         try:
-            async with self._deadlines.within(method, deadline_s):
+            size, is_bulk = memoryview(payload).nbytes, bool(transfer and transfer.is_bulk)
+            async with (
+                self._turns.turn(size, max_reply_bytes, is_bulk=is_bulk) as under_way,
+                self._deadlines.within(method, deadline_s) as scope,
+            ):
+                if transfer is not None:
+                    under_way.extend(scope, deadline_s)
                 reader, writer, is_relayed = await self._open()
                 try:
-                    size = memoryview(payload).nbytes
                     request = Request(
                         header,
                         payload,
@@ -98,8 +106,9 @@ class HivemindTransport:
                         max_reply_bytes=max_reply_bytes,
                         chunk_bytes=largest_chunk(self._chunk_bytes, size, is_relayed=is_relayed),
                         pacer=self._pacer,
+                        under_way=under_way,
                     )
-                    opening = Opening(method, self._token, deadline_s)
+                    opening = Opening(method, self._token, LONGEST_S if transfer else deadline_s)
                     return await self._exchange(opening, request, reader, writer)
                 finally:
                     writer.transport.abort()
@@ -131,6 +140,9 @@ class HivemindTransport:
                 return await _read_reply(reader, request)
             finally:
                 await _end(sending)
+        except TransportError as error:
+            request.failed(error)
+            raise
         finally:
             request.close()
 

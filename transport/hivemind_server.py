@@ -9,10 +9,18 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from transport.addresses import is_own, split_address
 from transport.contracts import Buffer, Handlers
-from transport.errors import FrameError, MessageTooLarge, PeerReset, TransportError
+from transport.deadlines import Movement
+from transport.errors import (
+    DamagedFrame,
+    DeadlineExceeded,
+    MessageTooLarge,
+    PeerReset,
+    TransportError,
+)
 from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from transport.hivemind_address import (
     PeerAddress,
@@ -35,7 +43,7 @@ from transport.hivemind_wire import (
     write_message,
 )
 from transport.identity import Identity
-from transport.limits import Limits, Refusals, Turnstile
+from transport.limits import Limits, Lines, Refusals, Turnstile
 from transport.pacing import Pacer
 from transport.serving import Answer, Attempt
 from transport.tokens import TokenTable
@@ -93,6 +101,7 @@ class HivemindServer:
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
         self._refusals = Refusals(self._limits)
+        self._failures = Lines(self._limits.refusals_logged_per_s)
         self._transfers = TransferTable(
             kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
         )
@@ -103,6 +112,7 @@ class HivemindServer:
         self._keeper: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._peers: Counter[str] = Counter()
+        self._movements: WeakValueDictionary[str, Movement] = WeakValueDictionary()  # by peer
         self._is_full = False
         self._is_stopping = False
 
@@ -197,7 +207,8 @@ class HivemindServer:
         if self._is_stopping or not self._has_room(peer):
             writer.transport.abort()
             return
-        stream = _Stream(address, reader, writer)
+        movement = self._movements.setdefault(peer, Movement())
+        stream = _Stream(address, reader, writer, movement)
         task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._calls.add(task)
         self._peers[peer] += 1
@@ -229,7 +240,7 @@ class HivemindServer:
                 stream.writer.write(ACCEPTED)
                 try:
                     opening = await stream.opening()
-                except FrameError as error:
+                except TransportError as error:
                     await self._refuse("", stream, stream.peer, error)
                     return
                 # The caller keeps its deadline; past it nobody waits for the answer.
@@ -308,7 +319,7 @@ class HivemindServer:
     async def _handle(self, call: _HivemindCall, attempt: Attempt) -> Answer:
         """Run the handler, and end it when its caller goes away."""
         loop = asyncio.get_running_loop()
-        work = loop.create_task(attempt.answer(self._handlers, call))
+        work = loop.create_task(attempt.answer(self._handlers, call, self._failures))
         gone = loop.create_task(call.until_gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -327,8 +338,13 @@ class _Stream:
     """The pipe of one call, nothing of it waited for without end."""
 
     def __init__(
-        self, address: PeerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        address: PeerAddress,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        movement: Movement,
     ) -> None:
+        self._movement = movement
         self.peer = address.peer_id
         self.hosts = [direct_host(way) for way in address.ways]
         self.is_relayed = any(map(is_relayed_way, address.ways))
@@ -340,7 +356,8 @@ class _Stream:
         """Return what the caller wants.
 
         Raises:
-            FrameError: If it does not say so in time, or it is nothing of ours.
+            DeadlineExceeded: If it does not say so in time.
+            DamagedFrame: If it is nothing of ours.
             EOFError: If it went away.
         """
         within_s = min(self.silence_s, _OPENING_S)
@@ -348,25 +365,26 @@ class _Stream:
             async with asyncio.timeout(within_s):
                 return await read_opening(self.reader)
         except TimeoutError:
-            raise FrameError(f"the caller sent no opening for {within_s:g} s") from None
+            raise DeadlineExceeded(f"the caller sent no opening for {within_s:g} s") from None
 
     async def read(self) -> bytes:
         """Return the next message.
 
         Raises:
             PeerReset: If the caller went away.
-            FrameError: If none comes, or it is none.
+            DeadlineExceeded: If none comes.
+            DamagedFrame: If it is none.
         """
         try:
-            async with asyncio.timeout(self.silence_s):
+            async with self._movement.within(self.silence_s):
                 return await read_message(self.reader)
         except TimeoutError:
-            raise FrameError(f"the caller sent nothing for {self.silence_s:g} s") from None
+            raise DeadlineExceeded(f"the caller sent nothing for {self.silence_s:g} s") from None
         except (EOFError, OSError) as error:
             raise PeerReset(f"the caller went away: {error}") from error
 
     async def write(self, message: bytes) -> None:
-        async with asyncio.timeout(self.silence_s):
+        async with self._movement.within(self.silence_s):
             await write_message(self.writer, message)
 
 
@@ -403,9 +421,9 @@ class _HivemindCall:
         """Return when the caller has hung up; seen once its payload has been read.
 
         Raises:
-            FrameError: If it sends more than it declared.
+            DamagedFrame: If it sends more than it declared.
         """
         await self._has_all.wait()
         with contextlib.suppress(OSError):
             if await self._stream.reader.read(1):
-                raise FrameError(f"the caller sent more than the {self.payload_bytes} declared")
+                raise DamagedFrame(f"the caller sent more than the {self.payload_bytes} declared")

@@ -14,7 +14,7 @@ import asyncio
 import struct
 from dataclasses import dataclass
 
-from transport.errors import FrameError, MessageTooLarge
+from transport.errors import DamagedFrame, MessageTooLarge
 from transport.framing import MAX_CHUNKS, MAX_MESSAGE_BYTES
 from transport.units import format_bytes
 
@@ -26,6 +26,8 @@ ACCEPTED = b"\x01"
 #: each of them must get on by a chunk before.
 RELAYED_CHUNK_BYTES = 4 << 10
 
+#: Deadline that travels with a call whose own one counts from its last movement, in seconds.
+LONGEST_S = 1e6
 MAX_METHOD_BYTES = 256
 MAX_TOKEN_BYTES = 1024
 
@@ -68,16 +70,16 @@ async def read_opening(reader: asyncio.StreamReader) -> Opening:
     """Read what `Opening.to_bytes` wrote.
 
     Raises:
-        FrameError: If it is none.
+        DamagedFrame: If it is none.
         EOFError: If the stream ends.
     """
     deadline_s, *sizes = _OPENING.unpack(await reader.readexactly(_OPENING.size))
     if sizes[0] > MAX_METHOD_BYTES or sizes[1] > MAX_TOKEN_BYTES or not 0 < deadline_s < 1e9:
-        raise FrameError(f"a call opens with {deadline_s} s and texts of {sizes} bytes")
+        raise DamagedFrame(f"a call opens with {deadline_s} s and texts of {sizes} bytes")
     try:
         method, token = [(await reader.readexactly(size)).decode() for size in sizes]
     except UnicodeDecodeError as error:
-        raise FrameError(f"a call opens with bytes that are no text: {error}") from error
+        raise DamagedFrame(f"a call opens with bytes that are no text: {error}") from error
     return Opening(method, token, deadline_s)
 
 
@@ -85,12 +87,12 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
     """Read one message.
 
     Raises:
-        FrameError: If it declares more than a message may have; nothing was read of it.
+        DamagedFrame: If it declares more than a message may have; nothing was read of it.
         EOFError: If the stream ends.
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > MAX_MESSAGE_BYTES:
-        raise FrameError(f"a message of {length} bytes is announced; {MAX_MESSAGE_BYTES} at most")
+        raise DamagedFrame(f"a message of {length} bytes is announced; {MAX_MESSAGE_BYTES} at most")
     return await reader.readexactly(length)
 
 

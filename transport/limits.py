@@ -32,10 +32,15 @@ class Limits:
             at once, after a pause.
         refused: Refused calls that are heard out at once, so that their callers learn why; the
             rest are cut off.
-        refusals_logged_per_s: Lines in the log for refused calls, in the long run.
+        refusals_logged_per_s: Lines in the log for calls that are refused, in the long run; as
+            many for those that fail in their handler.
         connections: Connections at once, beyond which new ones are closed unheard. Over libp2p a
             stream, which is a call, counts as one, and half of them may be of one peer.
-        silence_s: Seconds without the next message of a call in progress, or without room for it.
+        strangers_per_address: Connections at once of one address over which nobody has been let
+            in yet; a quarter of `connections` in all.
+        silence_s: Seconds without the next message of a call in progress, or without room for it,
+            in which its connection moved no other message either; `deadlines.STILL` times as long
+            whatever else moved.
         call_s: Seconds of any one call, whatever deadline its caller gave.
         kept_bytes: Memory for calls that broke, until their callers come again.
         kept_s: Seconds for which they are kept; what was answered to the end less long.
@@ -50,6 +55,7 @@ class Limits:
     refused: int = 256
     refusals_logged_per_s: float = 10.0
     connections: int = 4096
+    strangers_per_address: int = 256
     silence_s: float = 120.0
     call_s: float = 7200.0
     kept_bytes: int = 1 << 30
@@ -148,6 +154,24 @@ class Turnstile:
             self._buckets = dict(list(kept.items())[-_FORGET_AT // 2 :])
 
 
+class Lines:
+    """How many lines of one kind a server writes into its log."""
+
+    def __init__(self, per_s: float) -> None:
+        """Write so many a second in the long run; ten seconds' worth at once, after a pause."""
+        self._bucket = _Bucket(per_s, _PAUSE_S * per_s, 0.0)
+        self._num_unsaid = 0
+
+    def line(self, now: float) -> int | None:
+        """Return how many went unsaid since the last line; None: this one does, too."""
+        if self._bucket.fill(now) < 1:
+            self._num_unsaid += 1
+            return None
+        self._bucket.take()
+        unsaid, self._num_unsaid = self._num_unsaid, 0
+        return unsaid
+
+
 class Refusals:
     """What one server spends on callers that it refuses: calls heard out, lines in its log."""
 
@@ -155,9 +179,7 @@ class Refusals:
         """Assign only."""
         self._most = limits.refused
         self._num_heard = 0
-        per_s = limits.refusals_logged_per_s
-        self._lines = _Bucket(per_s, _PAUSE_S * per_s, 0.0)
-        self._num_unsaid = 0
+        self.line = Lines(limits.refusals_logged_per_s).line
 
     def enter(self) -> bool:
         """Whether a refused call can be heard out; then `leave` must follow."""
@@ -169,12 +191,3 @@ class Refusals:
     def leave(self) -> None:
         """Count a refused call out."""
         self._num_heard -= 1
-
-    def line(self, now: float) -> int | None:
-        """Return how many refusals went unsaid since the last line; None: this one does, too."""
-        if self._lines.fill(now) < 1:
-            self._num_unsaid += 1
-            return None
-        self._lines.take()
-        unsaid, self._num_unsaid = self._num_unsaid, 0
-        return unsaid

@@ -24,6 +24,7 @@ from transport.errors import (
     TransportClosed,
 )
 from transport.framing import check_call
+from transport.limits import Limits, Lines
 from transport.transfer import Transfer
 
 _T = TypeVar("_T")
@@ -141,6 +142,7 @@ class _LoopbackServer:
         self._handlers = handlers
         self._reply_bps = reply_bps
         self._tasks: set[asyncio.Task[Reply]] = set()
+        self._failures = Lines(Limits().refusals_logged_per_s)
 
     @property
     def address(self) -> str:
@@ -173,7 +175,7 @@ class _LoopbackServer:
             task.exception()  # its caller may be gone: nobody else looks at it then
 
     async def _serve(self, call: _LoopbackCall) -> Reply:
-        reply = await dispatch(self._handlers, call)
+        reply = await dispatch(self._handlers, call, self._failures)
         payload = bytearray(reply.payload)
         if (crossing_s := 8 * len(payload) / self._reply_bps) > 0:
             await asyncio.sleep(crossing_s)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transport.framing import MAX_CHUNKS
+from transport.framing import MAX_CHUNKS, SMALL_CHUNK_BYTES
 from transport.link import Link, LinkState
 
 #: What a payload byte costs on the wire: TCP/IP, HTTP/2 and TLS headers in packets of 1500 bytes.
@@ -95,17 +95,24 @@ class Pacer:
         self._news = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
-    def chunk_bytes(self, largest: int, payload_bytes: int, *, is_bulk: bool) -> int:
+    def chunk_bytes(
+        self, largest: int, payload_bytes: int, *, is_bulk: bool, is_small: bool = False
+    ) -> int:
         """Choose a chunk size, such that one chunk takes at most `TURN_S` at the rate.
 
         Args:
             largest: Chunk size of the configuration.
             payload_bytes: A large payload must not have too many chunks.
             is_bulk: Bulk chunks are smaller even without a rate.
+            is_small: Whether they shall be `SMALL_CHUNK_BYTES`, or as small as a payload allows.
         """
         rates = [self.rate_bps, self.bulk_rate_bps if is_bulk else 0.0]
         turns = [int(rate * TURN_S / 8) for rate in rates if rate]
-        wanted = min([largest, *turns, *([BULK_CHUNK_BYTES] if is_bulk else [])])
+        if is_bulk:
+            turns.append(BULK_CHUNK_BYTES)
+        if is_small:
+            turns.append(SMALL_CHUNK_BYTES)
+        wanted = min([largest, *turns])
         fewest = -(-payload_bytes // MAX_CHUNKS)
         return min(max(wanted, _MIN_CHUNK_BYTES, fewest), largest)
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from transport.contracts import Buffer, Reply
-from transport.errors import FrameError
+from transport.errors import DamagedFrame, DeadlineExceeded, FrameError, PeerReset, TransportError
 from transport.framing import (
     WHOLE_BYTES,
     FrameReader,
@@ -20,6 +20,7 @@ from transport.framing import (
 )
 from transport.pacing import Pacer
 from transport.transfer import NO_NAME, Transfer
+from transport.turns import UnderWay
 
 
 class Request:
@@ -40,8 +41,13 @@ class Request:
         max_reply_bytes: int,
         chunk_bytes: int,
         pacer: Pacer,
+        under_way: UnderWay,
     ) -> None:
-        """Keep what is to be said, and how large a reply may be held; `close` must follow."""
+        """Keep what is to be said, and how large a reply may be held; `close` must follow.
+
+        `under_way` hears of each message of the payloads that has moved.
+        """
+        self._under_way = under_way
         self.is_sent = False
         self.takes_none = max_reply_bytes == 0
         self._max_reply_bytes = max_reply_bytes
@@ -50,7 +56,10 @@ class Request:
         self._transfer = transfer or Transfer(name=NO_NAME)
         self._pacer = pacer
         self._chunk_bytes = pacer.chunk_bytes(
-            chunk_bytes, len(self._payload), is_bulk=self._transfer.is_bulk
+            chunk_bytes,
+            len(self._payload),
+            is_bulk=self._transfer.is_bulk,
+            is_small=self._transfer.num_broken > 0,
         )
         is_small = len(self._payload) <= min(WHOLE_BYTES, self._chunk_bytes)
         self.is_whole = is_small and not (self._payload and self._transfer.asks_first)
@@ -69,6 +78,7 @@ class Request:
             self._moving.close()
             return
         transfer, is_bulk = self._transfer, self._transfer.is_bulk
+        sending = self._under_way.sending
         size = len(self._payload)
         self.is_sent = False
         is_resuming = self._is_resuming = transfer.asks_first
@@ -82,8 +92,11 @@ class Request:
             await self._pacer.admit(num_bytes, is_bulk=is_bulk)
             transfer.asks_first = True
             transfer.sent_bytes += num_bytes
+            sending.begin()
             yield chunk
+            sending.moved(num_bytes)
         self._moving.close()
+        sending.give()
         self.is_sent = True
 
     async def whole(self) -> bytes:
@@ -94,6 +107,11 @@ class Request:
             await self._pacer.admit(num_bytes, is_bulk=is_bulk)
         self.is_sent = True
         return frame_whole(self._header, self._payload, self._resumption())
+
+    def failed(self, error: TransportError) -> None:
+        """Note how the attempt ended: over a bad line, the next one moves in small chunks."""
+        is_cut = isinstance(error, PeerReset | DeadlineExceeded)
+        self._transfer.num_broken += error.is_damage or is_cut
 
     def arrived(self) -> None:
         """Note that the peer has taken the call: a whole payload has left; chunks count alone."""
@@ -130,12 +148,16 @@ class Request:
         if frames.is_whole:
             transfer.received_bytes += partial.filled
         transfer.reply, transfer.reply_name = partial, named.reply
+        receiving = self._under_way.receiving
         while not frames.is_complete:
+            receiving.begin()
             message = await read()
             if message is None:
                 raise frames.truncated()
             frames.feed(message)
             transfer.received_bytes += chunk_size(message)
+            receiving.moved(chunk_size(message))
+        receiving.give()
         transfer.acknowledged_bytes = len(self._payload)
         return Reply(frames.header, frames.payload)
 
@@ -146,6 +168,7 @@ class Request:
             is_resuming=self._is_resuming,
             is_bulk=transfer.is_bulk,
             takes_none=self.takes_none,
+            takes_small=transfer.num_broken > 0,
             reply=transfer.reply_name,
             offset=transfer.reply.filled if transfer.reply else 0,
         )
@@ -153,5 +176,5 @@ class Request:
     async def _first(self, read: Callable[[], Awaitable[bytes | None]]) -> bytes:
         message = await read()
         if message is None:
-            raise FrameError("the reply ended before its first message")
+            raise DamagedFrame("the reply ended before its first message")
         return message

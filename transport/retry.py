@@ -57,6 +57,7 @@ async def retry(
     policy: RetryPolicy,
     rng: random.Random,
     progress: Callable[[], int] = lambda: 0,
+    moved: Callable[[], int] = lambda: 0,
 ) -> _T:
     """Await `attempt()` until it succeeds, fails for good, or the budget is spent.
 
@@ -67,15 +68,17 @@ async def retry(
         progress: Counts what shows that the peer is reached, such as bytes that need not move
             again: where it has grown, waits and budget begin anew, so that a transfer may take as
             long as its link needs.
+        moved: Counts that of this call alone. What arrives damaged again and again is not asked for
+            beyond the budget without it, however much else moves.
 
     Raises:
         TransportError: At once if it is not retryable; otherwise the last one, its message
             naming the number of attempts and the seconds spent.
     """
     loop = asyncio.get_running_loop()
-    started = loop.time()
+    started = moved_at = loop.time()
     cap_s = policy.first_wait_s
-    num_attempts, done = 0, progress()
+    num_attempts, done, own = 0, progress(), moved()
     while True:
         num_attempts += 1
         try:
@@ -85,8 +88,10 @@ async def retry(
                 raise
             if progress() > done:
                 started, cap_s, done = loop.time(), policy.first_wait_s, progress()
+            if moved() > own:
+                moved_at, own = loop.time(), moved()
             wait_s = rng.uniform(0.0, cap_s)
-            elapsed_s = loop.time() - started
+            elapsed_s = loop.time() - (moved_at if error.is_damage else started)
             if elapsed_s + wait_s >= policy.budget_s:
                 final = type(error)(
                     f"gave up after {num_attempts} attempts in {elapsed_s:.1f} s "

@@ -13,7 +13,7 @@ from typing import Protocol
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.dispatch import as_peer_error, dispatch
 from transport.errors import (
-    FrameError,
+    DamagedFrame,
     HandlerFailed,
     MessageTooLarge,
     PeerReset,
@@ -30,6 +30,7 @@ from transport.framing import (
     frame_position,
     frame_whole,
 )
+from transport.limits import Lines
 from transport.pacing import Pacer
 from transport.transfer import NO_NAME, Kept, TransferTable
 
@@ -102,7 +103,7 @@ class Attempt:
                 raise frames.truncated()
             frames.feed(message)
         if has_end and not frames.is_whole and await self._read() is not None:
-            raise FrameError(
+            raise DamagedFrame(
                 f"the caller sent more than the {self.frames.payload_bytes} bytes declared"
             )
         self._is_half_way = False
@@ -132,20 +133,24 @@ class Attempt:
         if self._kept is not None and self._kept.stream is not self.stream:
             raise PeerReset("a newer attempt of this call goes on with it")
 
-    async def answer(self, handlers: Handlers, call: IncomingCall) -> Answer:
-        """Ask the handler, unless it has answered an earlier attempt; failures are answers."""
+    async def answer(self, handlers: Handlers, call: IncomingCall, lines: Lines) -> Answer:
+        """Ask the handler, unless it has answered an earlier attempt; failures are answers.
+
+        `lines` bounds what is logged of them.
+        """
         kept = self._kept
         try:
             if kept is not None and kept.reply is not None:
                 return self._going_on(kept.reply, kept)
-            reply = await dispatch(handlers, call)
+            reply = await dispatch(handlers, call, lines)
             size = memoryview(reply.payload).nbytes
             if size and self.frames.resumption.takes_none:
                 raise MessageTooLarge(f"the reply has a payload of {size} bytes; 0 are allowed")
             if kept is not None and kept.stream is self.stream:
                 kept.answered(reply)
                 return self._going_on(reply, kept)
-            return Answer(reply, Resumption(is_bulk=self.frames.resumption.is_bulk))
+            asked = self.frames.resumption
+            return Answer(reply, Resumption(is_bulk=asked.is_bulk, takes_small=asked.takes_small))
         except TransportError as error:
             if kept is not None and isinstance(error, HandlerFailed) and not self._is_half_way:
                 self._table.fail(kept, self.stream)
@@ -156,7 +161,10 @@ class Attempt:
         size = memoryview(reply.payload).nbytes
         is_known = asked.reply == kept.reply_name and asked.offset <= size
         named = Resumption(
-            reply=kept.reply_name, offset=asked.offset if is_known else 0, is_bulk=asked.is_bulk
+            reply=kept.reply_name,
+            offset=asked.offset if is_known else 0,
+            is_bulk=asked.is_bulk,
+            takes_small=asked.takes_small,
         )
         return Answer(reply, named)
 
@@ -186,8 +194,10 @@ class Answer:
     ) -> None:
         payload, is_bulk = self.reply.payload, self.resumption.is_bulk
         payload_bytes = memoryview(payload).nbytes
-        chunk_bytes = pacer.chunk_bytes(chunk_bytes, payload_bytes, is_bulk=is_bulk)
         header, named = self.reply.header, self.resumption
+        chunk_bytes = pacer.chunk_bytes(
+            chunk_bytes, payload_bytes, is_bulk=is_bulk, is_small=named.takes_small
+        )
         if not payload_bytes:
             await write(self.failed or frame_whole(header, payload, named))
             return

@@ -8,25 +8,22 @@ Source: struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO and TCP_CO
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Collection
 
 from transport.channels import SegmentCounts
+from transport.own_sockets import borrowed, can_look, descriptors, ip_of, sockets
 
-_DESCRIPTORS = "/proc/self/fd"
 #: Offsets of the fields within struct tcp_info.
 _TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224
 _INFO_BYTES = 232
 _CONTROL_BYTES = 16
-_FAMILIES, _STREAM = (socket.AF_INET, socket.AF_INET6), socket.SOCK_STREAM
 
 
 def can_count() -> bool:
     """Whether this system has these counts."""
-    return hasattr(socket, "TCP_INFO") and os.path.isdir(_DESCRIPTORS)
+    return hasattr(socket, "TCP_INFO") and can_look()
 
 
 def segment_counts(places: Collection[tuple[str, int]]) -> dict[int, SegmentCounts]:
@@ -35,32 +32,15 @@ def segment_counts(places: Collection[tuple[str, int]]) -> dict[int, SegmentCoun
     A host's name stands for any address, for it is resolved anew at every reconnection. Nothing is
     found while this process has no descriptor left to look with.
     """
-    wanted = {(_ip(host), port) for host, port in places}
+    wanted = {(ip_of(host), port) for host, port in places}
     found: dict[int, SegmentCounts] = {}
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(_DESCRIPTORS)
-    for name in names:
-        with contextlib.suppress(OSError):  # it was closed meanwhile, or is no such connection
-            place = os.readlink(f"{_DESCRIPTORS}/{name}")
-            if place.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    is_tcp = connection.family in _FAMILIES and connection.type == _STREAM
-                    if is_tcp:
-                        host, port = connection.getpeername()[:2]
-                        if wanted & {(_ip(host), port), (None, port)}:
-                            found[int(place[8:-1])] = _counts(connection)
+    for number, descriptor in sockets(descriptors()):
+        with borrowed(number, descriptor) as connection, contextlib.suppress(OSError):
+            if connection is not None:
+                host, port = connection.getpeername()[:2]
+                if wanted & {(ip_of(host), port), (None, port)}:
+                    found[number] = _counts(connection)
     return found
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address, IPv4 within IPv6 as IPv4; None for a name, and for any address."""
-    try:
-        ip = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return None
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return None if ip.is_unspecified else mapped or ip
 
 
 def _counts(connection: socket.socket) -> SegmentCounts:

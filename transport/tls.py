@@ -115,12 +115,13 @@ class Tls:
         return ClientEnd(self, self._current())
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a server listens with: it insists on a client's certificate."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(),
-            self._server_configuration,
-            require_client_authentication=True,
-        )
+        """Return what a server listens with from now on: it insists on a client's certificate.
+
+        It does not change when the files do (`grpc_listener`).
+        """
+        loaded = self._current()
+        pair = (loaded.pem, loaded.pem)
+        return grpc.ssl_server_credentials([pair], loaded.ca_pem, require_client_auth=True)
 
     def identify(self, pem: bytes) -> Identity:
         """Say who a caller is, by the certificate of its connection.
@@ -198,11 +199,6 @@ class Tls:
                 path,
                 error.strerror,
             )
-
-    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        loaded = self._current()
-        pair = (loaded.pem, loaded.pem)
-        return grpc.ssl_server_certificate_configuration([pair], loaded.ca_pem)
 
     def _current(self) -> _Loaded:
         """Return the newest good files."""

@@ -53,6 +53,8 @@ class Transfer:
         reply_name: The peer's name for that reply.
         sent_bytes: Of the payload, all attempts together.
         received_bytes: Of the reply's payload, all attempts together.
+        num_broken: Attempts that a line broke, or damaged; from the first on, chunks are small, so
+            that some arrive whole.
     """
 
     is_bulk: bool = False
@@ -63,6 +65,7 @@ class Transfer:
     reply_name: bytes = NO_NAME
     sent_bytes: int = 0
     received_bytes: int = 0
+    num_broken: int = 0
 
     @property
     def moved_bytes(self) -> int:

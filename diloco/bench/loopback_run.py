@@ -21,16 +21,19 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from torch import Tensor
 
 from diloco.config.schema import Config
+from diloco.inner.trainer import InnerMetrics
 from diloco.launch.build import build_syncer_rules
 from diloco.outer.fragments import Fragment, Plan
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.worker import Workers
 from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
+from diloco.sync.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerWay
 from diloco.sync.layout import build_plan, build_schedule
 from diloco.sync.ledger import Outstanding
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards, tensor_specs
+from diloco.sync.soundness import Mend
 from diloco.telemetry.events import Event
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.contracts import Server, Transport
@@ -54,11 +57,14 @@ class Training(Protocol):
 
     parameters: Mapping[str, Tensor]
 
-    def inner_step(self, inner_step: int, schedule_step: float) -> int:
-        """Make the inner step that follows `inner_step` completed ones; return its tokens.
+    def inner_step(self, inner_step: int, schedule_step: float) -> InnerMetrics:
+        """Make the inner step that follows `inner_step` completed ones.
 
         `schedule_step` is where the run stands, for the learning rate.
         """
+
+    def mend(self, *, is_new: bool) -> int:
+        """Mend the inner optimizer, as the last step of the outer loop asks."""
 
     def evaluate(self) -> float:
         """Measure the parameters as they are."""
@@ -219,7 +225,7 @@ class _SyncerHost:
             syncer_epoch=self.num_starts,
             incarnations=self._incarnations,
             is_granted=lambda _: True,
-            worker=_InlineWorker(),
+            workers=Workers.all_by(_InlineWorker()),
             on_record=self._on_record,
             on_change=lambda: None,
             unix_clock=asyncio.get_running_loop().time,
@@ -313,6 +319,7 @@ class _Island:
             rules=ExchangeRules(
                 uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
+                error_feedback_decay=config.outer.error_feedback_decay,
                 rpc_deadline_s=_DEADLINE_S,
                 unreachable_s=_DEADLINE_S,
                 seed=config.run.seed,
@@ -351,9 +358,13 @@ class _Island:
             takes_s = world.step_s(self.name, outer.inner_step)
             await asyncio.sleep(takes_s)
             self.busy_s += takes_s
-            num_tokens = self._training.inner_step(outer.inner_step, outer.schedule_step)
-            await self._runner.drive(outer.stepping(num_tokens))
-            world.on_step(self.name, outer, num_tokens)
+            made = self._training.inner_step(outer.inner_step, outer.schedule_step)
+            await self._runner.drive(
+                outer.stepping(made.num_tokens, loss=made.loss, bound=made.bound)
+            )
+            if outer.mend is not Mend.NOTHING:
+                self._training.mend(is_new=outer.mend is Mend.ALL)
+            world.on_step(self.name, outer, made.num_tokens)
         self.trained_s = clock() - self._began_s
         await self._runner.drive(self.outer.finishing())
 
@@ -363,10 +374,10 @@ class _Exchange(Exchange):
 
     before_send: Callable[[Fragment, Lanes, Lanes], None]
 
-    def send(self, sent: Outstanding, local: Lanes) -> None:
+    def send(self, sent: Outstanding, local: Lanes, limits: tuple[float, float] = ANYWHERE) -> None:
         p = sent.key.fragment_id
         self.before_send(self._plan.fragments[p], self.anchor(p), local)
-        super().send(sent, local)
+        super().send(sent, local, limits)
 
 
 class _LoopRunner:

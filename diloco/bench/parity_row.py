@@ -22,6 +22,7 @@ from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
+from diloco.inner.trainer import InnerMetrics
 from diloco.sync.shards import canonical_parameters
 
 #: Names of islands, by slot.
@@ -176,11 +177,15 @@ class RowTraining:
         self._is_counted = island_slot == 0
         self.parameters: Mapping[str, Tensor] = canonical_parameters(self._trainer.model)
 
-    def inner_step(self, inner_step: int, schedule_step: float) -> int:
+    def inner_step(self, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `loopback_run.Training`."""
         if self._is_counted:
             count_one()
-        return self._trainer.inner_step(inner_step, schedule_step).num_tokens
+        return self._trainer.inner_step(inner_step, schedule_step)
+
+    def mend(self, *, is_new: bool) -> int:
+        """See `loopback_run.Training`."""
+        return self._trainer.mend(is_new=is_new)
 
     def blocks(self) -> Tensor:
         """All parameters in whole blocks, copied."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
 
 import blake3
 import torch
@@ -24,6 +23,7 @@ from diloco.bench.simulated_island import SimulatedIsland
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.compression.warm_up import warm_up
+from diloco.launch.tensor_thread import syncer_workers
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import PublicationRules
@@ -37,7 +37,6 @@ from transport.contracts import Buffer
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 
-_T = TypeVar("_T")
 _RUN = "publish"
 _SYNCER_S = 3600.0
 
@@ -104,8 +103,7 @@ def syncer(pipe: Connection, work: Work) -> None:
 
 async def _serve(pipe: Connection, work: Work, directory: Path) -> None:
     store = FragmentStore if work.is_stored else _UnwrittenStore
-    with ThreadPoolExecutor(1) as tensors:
-        worker = _Worker(tensors)
+    with syncer_workers(work.num_threads) as workers:
         serving = Syncer(
             work.plan,
             SyncerRules(0, work.islands, work.rules, _SYNCER_S, 1, num_threads=work.num_threads),
@@ -113,12 +111,12 @@ async def _serve(pipe: Connection, work: Work, directory: Path) -> None:
             syncer_epoch=1,
             incarnations=_NoIncarnations(),
             is_granted=lambda grant: grant.run == _RUN,
-            worker=worker,
+            workers=workers,
             on_record=lambda header: None,
             on_change=lambda: None,
         )
         await serving.start()
-        await worker.run(
+        await workers.notes.run(
             lambda: warm_up(work.plan, (work.rules.uplink_codec, work.rules.downlink_codec))
         )
         server = GrpcServer("127.0.0.1:0", serving.handlers)
@@ -174,16 +172,6 @@ async def _contribute(pipe: Connection, work: Work, name: str, address: str) -> 
         pipe.send(Sent(began, encoded, acknowledged, published, cpu_s))
         version += 1
     await here.close()
-
-
-class _Worker:
-    """The one thread that owns tensors and files, as in a syncer's process."""
-
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
-        self._executor = executor
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
 class _NoIncarnations:

@@ -19,6 +19,11 @@ has in memory; `in flight` the lanes that arrive, once each; nothing else may wa
 a merge makes beside the state is its next published values (a third of the state), one decoded
 lane a thread and its sums. The rest is what gRPC reads ahead and, most of all, memory that was
 freed and not given back: pages of coded lanes that the merge has let go, too small for vectors.
+
+`others` is what a merge costs those that it does not concern: after the measured rounds one more,
+and from its close until it is published one island polls and another starts again and again, each
+time with a first call that waits for a small durable write of its own. The longest of these calls
+counts; no CPU time of theirs does.
 The bar, with mTLS and without, is one fragment's state and a quarter.
 """
 
@@ -26,9 +31,11 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import functools
+import itertools
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +54,10 @@ from diloco.coordinator.grants import load_or_create_secret, sign
 from diloco.launch.run_ca import RunCa
 from diloco.launch.security import Security
 from diloco.launch.state_dir import StateDir
-from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.outer.fragments import Fragment, TensorSpec, make_plan
 from diloco.rounds.spool import LEAST_ARRIVING_BYTES
+from diloco.rounds.store import FragmentStore
+from diloco.rounds.version import founding_record
 from protos.control_pb2 import ROLE_ISLAND, Grant
 from transport.identity import Identity, Role
 
@@ -124,6 +133,7 @@ _COLUMNS = (
     Column("nanoseconds", "CPU ns", ".2f"),
     Column("millions_per_s", "M/s a core", ".0f"),
     Column("round_s", "round, s", ".2f"),
+    Column("others_ms", "others, ms", ".0f"),
     Column("tensors", "tensors", ".0%"),
     Column("loop", "Python", ".0%"),
     Column("wire", "gRPC", ".0%"),
@@ -200,29 +210,35 @@ def _measure(
         bytes(to_bytes(codec.encode(lane_values(lane.numel, lane.lane_id))))
         for lane in fragment.lanes
     ]
+    _found(state, fragment)
     with serving(state) as (address, process):
-        islands = [
-            SimulatedIsland(
-                _security(certs, name).transport(address, Role.SYNCER),
-                sign(Grant(run=_RUN, island=name, incarnation=1, roles=[ROLE_ISLAND]), secret),
-                fragment,
-                setting.codec,
-            )
-            for name in names
-        ]
-        took = asyncio.run(_rounds(islands, payloads, process, row, setting.num_rounds, on_round))
+
+        def start(name: str, incarnation: int = 1) -> SimulatedIsland:
+            grant = Grant(run=_RUN, island=name, incarnation=incarnation, roles=[ROLE_ISLAND])
+            transport = _security(certs, name).transport(address, Role.SYNCER)
+            return SimulatedIsland(transport, sign(grant, secret), fragment, setting.codec)
+
+        again = functools.partial(start, names[-1])
+        islands = [start(name) for name in names]
+        took = asyncio.run(
+            _rounds(islands, again, payloads, process, row, setting.num_rounds, on_round)
+        )
     coded = sum(map(len, payloads))
     return _figures(setting, row, took, plain, coded, config.coordinator.spool_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Took:
-    """What all measured rounds of a row took, and the bytes that the syncer had in memory."""
+    """What all measured rounds of a row took, and the bytes that the syncer had in memory.
+
+    `idle_bytes` are with the state of version 0; `longest_call_s` is that of a call beside a merge.
+    """
 
     spent: Spent
     wall_s: float
     idle_bytes: int
     peak_bytes: int
+    longest_call_s: float
 
 
 def _figures(
@@ -248,7 +264,7 @@ def _figures(
     at_once = min(row.num_sending or row.num_islands, row.num_islands)
     in_flight = min(at_once * coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
     fragment_bytes = _STATE_BYTES * setting.numel
-    extra = took.peak_bytes - took.idle_bytes - fragment_bytes - held - in_flight
+    extra = took.peak_bytes - took.idle_bytes - held - in_flight
     tls_s = max(0.0, spent.wire_s - plain["wire_s"]) if plain else 0.0
     parts = {
         "tensors": spent.tensors_s,
@@ -266,11 +282,12 @@ def _figures(
         "nanoseconds": 1e9 * spent.cpu_s / served,
         "millions_per_s": 1e-6 * served / spent.cpu_s,
         "round_s": took.wall_s / setting.num_rounds,
+        "others_ms": 1e3 * took.longest_call_s,
         **shares,
         "wire_s": spent.wire_s,
         "limit": _LIMITS[max(shares, key=lambda part: shares[part])],
         "kernel": spent.kernel_s / spent.cpu_s,
-        "baseline_mib": took.idle_bytes / _MIB,
+        "baseline_mib": (took.idle_bytes - fragment_bytes) / _MIB,
         "peak_mib": took.peak_bytes / _MIB,
         "held_mib": held / _MIB,
         "in_flight_mib": in_flight / _MIB,
@@ -279,15 +296,24 @@ def _figures(
     }
 
 
+def _found(state: StateDir, fragment: Fragment) -> None:
+    """Make version 0 of zeros durable: without a coordinator a syncer founds nothing."""
+    zeros = {lane.lane_id: bytes(4 * lane.numel) for lane in fragment.lanes}
+    store = FragmentStore(state.store, fragment, 1)
+    store.recover()  # makes its directory
+    store.commit(founding_record(fragment, zeros, 0))
+
+
 async def _rounds(
     islands: Sequence[SimulatedIsland],
+    again: Callable[[int], SimulatedIsland],
     payloads: Sequence[bytes],
     process: SyncerProcess,
     row: Row,
     num_rounds: int,
     on_round: Callable[[int], None],
 ) -> _Took:
-    """Found, warm up, then measure."""
+    """Warm up, then measure."""
     digests = [blake3.blake3(payload).digest() for payload in payloads]
     sending = asyncio.Semaphore(row.num_sending or row.num_islands)
 
@@ -297,12 +323,14 @@ async def _rounds(
 
     async def one(version: int) -> None:
         await asyncio.gather(*(contribute(island, version) for island in islands))
+        await published(version)
+
+    async def published(version: int) -> None:
         await asyncio.gather(*(island.published(version + 1) for island in islands))
         on_round(version + 1)
 
     await asyncio.gather(*(island.join() for island in islands))
     idle_bytes = process.resident_bytes()
-    await islands[0].found()
     await one(0)
     process.forget_peak()
     before, began = process.spent(), time.monotonic()
@@ -310,9 +338,28 @@ async def _rounds(
         await one(version)
     spent, wall_s = process.spent() - before, time.monotonic() - began
     peak_bytes = process.peak_bytes()
+    last = num_rounds + 1
+    await asyncio.gather(*(contribute(island, last) for island in islands))
+    longest_s = await _longest_call_s(islands[0], again, islands[0].published(last + 1))
     for island in islands:
         await island.close()
-    return _Took(spent, wall_s, idle_bytes, peak_bytes)
+    return _Took(spent, wall_s, idle_bytes, peak_bytes, longest_s)
+
+
+async def _longest_call_s(
+    caller: SimulatedIsland, again: Callable[[int], SimulatedIsland], merge: Awaitable[None]
+) -> float:
+    """Give the longest call, a poll or the first of a start, until a merge is over."""
+    merging, longest_s, starts = asyncio.ensure_future(merge), 0.0, itertools.count(2)
+    while not merging.done():
+        for island in (caller, again(next(starts))):
+            began = time.monotonic()
+            await island.join()
+            longest_s = max(longest_s, time.monotonic() - began)
+            if island is not caller:
+                await island.close()
+    await merging
+    return longest_s
 
 
 def _issue(certs: Path, names: Sequence[str]) -> str:

@@ -56,6 +56,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
         },
         headers=[*_tape(state), *_kept_headers(stores)],
         newest=newest,
+        repaired=_repaired(state),
         recomputed=recomputed,
         exit_codes=ended.exit_codes,
         problem=ended.problem,
@@ -75,6 +76,19 @@ def _tape(state: StateDir) -> Iterator[dict[str, Any]]:
             yield json.loads(header)
     finally:
         journal.close()
+
+
+def _repaired(state: StateDir) -> tuple[tuple[int, int], ...]:
+    """Fragment and version of what was taken back from islands, as the tape has it."""
+    if not state.journal.exists():
+        return ()
+    journal = Journal(state.journal)
+    journal.open()
+    try:
+        told = [entry.content for entry in journal.happenings() if entry.kind == "repair"]
+    finally:
+        journal.close()
+    return tuple((each["fragment_id"], each["version"]) for each in told if "from_island" in each)
 
 
 def _kept_headers(stores: Sequence[StoredVersions]) -> Iterator[dict[str, Any]]:

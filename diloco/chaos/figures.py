@@ -9,7 +9,7 @@ from diloco.chaos.judge import STARTING_AGAIN, Evidence, accounts_of, island_bac
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Event, starts_of
 from diloco.chaos.truth import FaultStory, Story
-from diloco.launch.lives import effective
+from diloco.launch.lives import effective, has_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def island_figures(
                 tokens=sum(e["num_tokens"] for e in steps),
                 dropped_tokens=max((each.dropped for each in mine), default=0),
                 lost_tokens=max((each.lost for each in mine), default=0),
-                nats_per_byte=told[-1] if told else None,
+                nats_per_byte=told[-1] if told and has_ended(events) else None,
             )
         )
     return tuple(figures)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.chaos.plan import Kind
+from diloco.chaos.plan import COORDINATOR, ENDING, SPOILING, Kind
 from diloco.chaos.tokens import Account, Event, Send, Tape, account, sends_of, starts_of
 from diloco.chaos.truth import FaultStory, Story
 
@@ -50,6 +50,7 @@ class Evidence:
         events: Island -> what all its ranks wrote, whole lines, in the order of the files.
         headers: Of the tape and of the store, in any order; equal ones may be there twice.
         newest: Fragment -> its newest record.
+        repaired: Fragment and version of what was lost and taken back from islands.
         recomputed: Retained versions.
         exit_codes: Island -> how its last supervisor ended; None: it lived when the run was over.
         problem: Why the run did not come to its end; empty: it did.
@@ -64,6 +65,7 @@ class Evidence:
     newest: Mapping[int, Newest]
     recomputed: Sequence[Recomputed]
     exit_codes: Mapping[str, int | None]
+    repaired: Sequence[tuple[int, int]] = ()
     problem: str = ""
     local_mix: float = 0.0
     is_on_arrival: bool = False
@@ -126,6 +128,16 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
             ),
         ),
         _finding(
+            "strangers end no process",
+            [*_storm_problems(evidence)],
+            f"{sum(1 for _ in _storms(evidence))} storms of connections",
+        ),
+        _finding(
+            "nobody is blamed for what he did not do",
+            [*_blame_problems(evidence)],
+            _blame_text(evidence),
+        ),
+        _finding(
             "retained versions are recomputed to the bit",
             [
                 f"fragment {each.fragment_id} version {each.version}: {each.problem}"
@@ -154,7 +166,9 @@ def tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
     """Give one header a version, and what two headers of a version differ in."""
     tape: dict[tuple[int, int], Mapping[str, Any]] = {}
     clashes = []
-    for header in headers:
+    for each in headers:
+        # One that was lost and taken back from an island is the same version.
+        header = {name: value for name, value in each.items() if name != "repaired"}
         key = header["fragment_id"], header["version"]
         if (other := tape.setdefault(key, header)) != header:
             clashes.append(
@@ -212,6 +226,12 @@ def _version_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
             yield f"fragment {p}: versions {missing} of 0 to {newest.version} are not in the tape"
         if beyond := sorted(version for version in versions if version > newest.version):
             yield f"fragment {p}: versions {beyond} were published and are lost"
+    torn = [f for f in evidence.story.faults if f.fault.kind is Kind.TORN_NEWEST and f.fired]
+    if len(torn) > len(evidence.repaired):
+        yield (
+            f"{len(torn)} newest versions were torn, {len(evidence.repaired)} were taken back from "
+            f"islands: {list(evidence.repaired)}"
+        )
     for island, events in evidence.events.items():
         for incarnation, start in starts_of(events).items():
             for p in evidence.newest:
@@ -263,8 +283,53 @@ def _exit_problems(evidence: Evidence) -> Iterator[str]:
             yield f"{island} ended with exit code {code}"
         killed = [story for story in evidence.story.faults if _starts_again(story, island)]
         num_starts = len(starts_of(evidence.events[island]))
-        if num_starts > 1 + len(killed):
+        is_spoilt = any(story.fault.island == island for story in _spoilt(evidence))
+        if num_starts > 1 + len(killed) and not is_spoilt:  # else it may have given up on itself
             yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
+
+
+def _storms(evidence: Evidence) -> Iterator[FaultStory]:
+    for story in evidence.story.faults:
+        if story.fault.kind is Kind.CONNECT_STORM and story.fired:
+            yield story
+
+
+def _storm_problems(evidence: Evidence) -> Iterator[str]:
+    for storm in _storms(evidence):
+        began_s, ended_s = storm.began_s or 0.0, storm.ended_s or float("inf")
+        is_explained = any(
+            other.began_s is not None
+            and other.fault.kind in ENDING
+            and other.fault.target in (storm.fault.target, COORDINATOR)
+            and began_s <= other.began_s <= ended_s
+            for other in evidence.story.faults
+        )
+        if not (storm.is_same or is_explained):
+            yield f"{storm.fault.target} ended under a storm: {storm.note}"
+
+
+def _blame_problems(evidence: Evidence) -> Iterator[str]:
+    """Islands that found themselves unsound, and to which nothing was done."""
+    spoilt = {story.fault.island for story in _spoilt(evidence)}
+    for island in evidence.events.keys() - spoilt:
+        for event in _blaming(evidence, island):
+            yield f"{island} after inner step {event['inner_step']}: {event['reason']}"
+
+
+def _blame_text(evidence: Evidence) -> str:
+    spoilt = sorted({story.fault.island for story in _spoilt(evidence)})
+    told = (f"{name} returned {len(_blaming(evidence, name))} times" for name in spoilt)
+    return ", ".join(told) or "nobody was spoilt, nobody returned"
+
+
+def _spoilt(evidence: Evidence) -> list[FaultStory]:
+    faults = evidence.story.faults
+    return [story for story in faults if story.fired and story.fault.kind in SPOILING]
+
+
+def _blaming(evidence: Evidence, island: str) -> list[Event]:
+    events = (event for start in starts_of(evidence.events[island]).values() for event in start)
+    return [event for event in events if event["kind"] == "published_taken"]
 
 
 def _was_away(evidence: Evidence, island: str) -> bool:

@@ -5,13 +5,14 @@ is over; both say whether they are done. It has `fired` when what it did is know
 target: the process is dead or stopped, a call was met, a publication was kept back.
 
 What files may be damaged is what the rules say a run survives: the rest of a record or frame that
-was being written, a record that is not the newest. The newest record, and the frames that follow
-it, are the truth itself.
+was being written, a record that is not the newest, and the newest record once islands hold it, for
+these give it back. Frames that follow a record are spared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import resource
 import signal
 import time
@@ -19,11 +20,26 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from diloco.chaos.plan import COORDINATOR, Kind, Timed
+from diloco.chaos.storm import Storm
 from diloco.chaos.world import World, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
-from diloco.launch.chaos import clock_path, fired, is_heeded, links_path
+from diloco.launch.chaos import (
+    clock_path,
+    fired,
+    is_heeded,
+    links_path,
+    spoilt_name,
+    spoilt_path,
+)
+from diloco.launch.run_ca import RunCa
 from diloco.rounds.log import frames_in, segment_path, segments_in
-from diloco.rounds.record import locate, record_path, versions_in
+from diloco.rounds.record import (
+    RecordInvalid,
+    insist_on_whole,
+    locate,
+    record_path,
+    versions_in,
+)
 from transport.faulty import Fault, Gate
 
 #: Seconds after which processes have read, or told, what they do once a second.
@@ -31,6 +47,9 @@ _TOLD_S = 2.2
 _DEAD_S = 5.0
 _STOPPED_S = 1.0
 _LOOK_S = 0.002
+_CERTIFICATE_DAYS = 30
+#: Seconds after which islands hold a version that was published.
+_FETCHED_S = 0.3
 
 
 class Performance(ABC):
@@ -40,6 +59,7 @@ class Performance(ABC):
         fired: Whether it took effect.
         note: What a reader of the log wants to know.
         kept_s: Seconds for which it went on beyond its time, because nobody had met it.
+        is_same: Whether the process that it was done to still serves, if it should.
         place: What only one fault at a time can be done to; None: they do not meet.
     """
 
@@ -52,6 +72,7 @@ class Performance(ABC):
         self.fired = False
         self.note = ""
         self.kept_s = 0.0
+        self.is_same = True
 
     @property
     def is_awaiting(self) -> bool:
@@ -216,6 +237,35 @@ class Flip(_Damage):
         self.note = f"{path.name} of {directory.name}, byte {where}"
 
 
+class TornNewest(_Damage):
+    """The newest record of a fragment has lost its end, and islands hold what it was."""
+
+    def may(self, directory: Path) -> bool:
+        """Whether the newest version is a record, and old enough to have been fetched."""
+        versions = versions_in(directory)
+        if not versions or versions[-1] < max([1, *frames_in(directory)]):
+            return False
+        path = record_path(directory, versions[-1])
+        try:
+            insist_on_whole(path)
+        except RecordInvalid:  # it is damaged already, and not repaired yet
+            return False
+        return time.time() - path.stat().st_mtime > _FETCHED_S
+
+    def begin(self) -> bool:
+        """Wait for another moment where a newer version came between."""
+        return super().begin() and self.fired
+
+    def damage(self, directory: Path) -> None:
+        """Cut the end off."""
+        path = record_path(directory, versions_in(directory)[-1])
+        body = path.read_bytes()
+        left = body[: len(body) - 1 - self.fault.seed % (len(body) // 2)]
+        path.unlink()  # a pin may be a link to the same bytes
+        path.write_bytes(left)
+        self.note = f"{path.name} of {directory.name} has {len(left)} of {len(body)} bytes"
+
+
 class DiskFull(Performance):
     """The syncer may write no byte to any file: every write ends with EFBIG, as on a full disk."""
 
@@ -242,6 +292,38 @@ class DiskFull(Performance):
     def _written(self) -> dict[int, int]:
         """Newest version of each of its fragments."""
         return {p: v[-1] for p, v in self.world.versions(self.fault.target).items() if v}
+
+
+class ConnectStorm(Performance):
+    """Strangers connect by the thousand, and the server's certificate changes under them."""
+
+    def begin(self) -> bool:
+        """Let them come, once it serves."""
+        target, config = self.fault.target, self.world.run.config
+        self._endpoint = endpoint = self.world.endpoint(target)
+        if endpoint is None:
+            return False
+        certs = Path(config.transport.certs) if config.transport.certs else None
+        island = sorted(config.islands)[self.fault.seed % len(config.islands)]
+        certificate = certs / f"island-{island}.pem" if certs else None
+        self._storm = Storm(endpoint.address, certificate=certificate)
+        self._storm.begin()
+        if certs is not None:
+            ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
+            ca.issue(self.fault.role, _CERTIFICATE_DAYS, again=True)
+        return True
+
+    def end(self) -> bool:
+        """Send them away; it took effect if some of them were let in."""
+        self._storm.end()
+        self.fired = self._storm.num_connected > 0
+        assert self._endpoint is not None
+        self.is_same = self.world.serving_pid(self.fault.target) == self._endpoint.pid
+        self.note = (
+            f"{self._storm.num_connected} connections, {self._storm.num_handshakes} whole "
+            f"handshakes, {'the same process serves' if self.is_same else 'the process ended'}"
+        )
+        return True
 
 
 def _limit_files(pid: int, *, is_full: bool) -> bool:
@@ -322,6 +404,23 @@ class Clock(_FromWithin):
         return self.fault.clock_s
 
 
+class Spoil(_FromWithin):
+    """A bit of what an island trains flips, or its work is poisoned."""
+
+    def __init__(self, world: World, fault: Timed) -> None:
+        """Do nothing yet."""
+        super().__init__(world, fault)
+        self.place = spoilt_path(world.chaos_dir), spoilt_name(fault.target)
+        self.counted = fault.kind.value
+
+    def value(self) -> object:
+        """The island's entry of `spoilt.json`."""
+        fault = self.fault
+        if fault.kind is Kind.POISON:
+            return {"how": fault.how, "seed": fault.seed}
+        return {"number": fault.number, "what": fault.what, "bit": fault.bit, "seed": fault.seed}
+
+
 class Link(_FromWithin):
     """Something happens to all links of an island."""
 
@@ -366,8 +465,12 @@ _PERFORMANCES: dict[Kind, type[Performance]] = {
     Kind.FREEZE: Freeze,
     Kind.TRUNCATE: Truncate,
     Kind.FLIP: Flip,
+    Kind.TORN_NEWEST: TornNewest,
     Kind.DISK_FULL: DiskFull,
     Kind.CLOCK: Clock,
+    Kind.CONNECT_STORM: ConnectStorm,
+    Kind.FLIP_BIT: Spoil,
+    Kind.POISON: Spoil,
 }
 
 

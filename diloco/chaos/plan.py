@@ -5,8 +5,11 @@ islands and syncers: explicit `[[fault]]` entries, and those that `[mix]` draws 
 
     target                  what it is                          kinds
     coordinator, syncer     their process                       kill, freeze, clock
-    syncer                                                      restart, truncate, flip, disk-full
-    NAME                    an island: supervisor and ranks     kill, restart, freeze, link faults
+                                                                connect-storm
+    syncer                                                      restart, truncate, flip, disk-full,
+                                                                torn-newest
+    NAME                    an island: supervisor and ranks     kill, restart, freeze, flip-bit,
+                                                                poison, link faults
     NAME/R                  one rank of an island               kill, freeze
 
 Where a run has several syncers, they are `syncer-0`, `syncer-1` and so on.
@@ -45,8 +48,12 @@ class Kind(StrEnum):
     FREEZE = "freeze"
     TRUNCATE = "truncate"
     FLIP = "flip"
+    TORN_NEWEST = "torn-newest"
     DISK_FULL = "disk-full"
     CLOCK = "clock"
+    CONNECT_STORM = "connect-storm"
+    FLIP_BIT = "flip-bit"
+    POISON = "poison"
     CUT = "cut"
     CUT_REQUESTS = "cut-requests"
     CUT_REPLIES = "cut-replies"
@@ -69,22 +76,30 @@ _LINK_KINDS = frozenset(
     }
 )  # fmt: skip
 _KINDS_OF = {
-    COORDINATOR: frozenset({Kind.KILL, Kind.FREEZE, Kind.CLOCK}),
+    COORDINATOR: frozenset({Kind.KILL, Kind.FREEZE, Kind.CLOCK, Kind.CONNECT_STORM}),
     SYNCER: frozenset(
         {
-            Kind.KILL, Kind.RESTART, Kind.FREEZE, Kind.TRUNCATE, Kind.FLIP, Kind.DISK_FULL,
-            Kind.CLOCK,
+            Kind.KILL, Kind.RESTART, Kind.FREEZE, Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST,
+            Kind.DISK_FULL, Kind.CLOCK, Kind.CONNECT_STORM,
         }
     ),
 }  # fmt: skip
-_KINDS_OF_AN_ISLAND = frozenset({Kind.KILL, Kind.RESTART, Kind.FREEZE}) | _LINK_KINDS
+#: What an island trains is spoilt, without its knowing.
+SPOILING = frozenset({Kind.FLIP_BIT, Kind.POISON})
+_KINDS_OF_AN_ISLAND = frozenset({Kind.KILL, Kind.RESTART, Kind.FREEZE}) | _LINK_KINDS | SPOILING
 _KINDS_OF_A_RANK = frozenset({Kind.KILL, Kind.FREEZE})
+#: After these another coordinator or syncer serves.
+ENDING = frozenset(
+    {Kind.KILL, Kind.RESTART, Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST, Kind.DISK_FULL}
+)
 #: Over at once: there is nothing to end later.
-_AT_ONCE = frozenset({Kind.TRUNCATE, Kind.FLIP})
+_AT_ONCE = frozenset({Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST, Kind.FLIP_BIT})
 
 KindName: TypeAlias = Literal[
-    "kill", "restart", "freeze", "truncate", "flip", "disk-full", "clock", "cut", "cut-requests",
-    "cut-replies", "delay", "throttle", "corrupt", "duplicate", "reorder",
+    "kill", "restart", "freeze", "truncate", "flip", "torn-newest", "disk-full", "clock",
+    "connect-storm", "cut",
+    "cut-requests", "cut-replies", "delay", "throttle", "corrupt", "duplicate", "reorder",
+    "flip-bit", "poison",
 ]  # fmt: skip
 
 
@@ -113,6 +128,15 @@ class Strength(Section):
         default=0.2, gt=0, le=1, description="Of the calls that corrupt, duplicate, reorder meet"
     )
     clock: Duration = Field(default="1h", description="By which a wall clock jumps ahead")
+    what: Literal["model", "exp_avg", "exp_avg_sq"] = Field(
+        default="model", description="Where a bit flips: in a parameter, or in a moment of it"
+    )
+    bit: int = Field(default=30, ge=0, le=30, description="Which of a float32 value; 30: highest")
+    how: Literal["scale", "signs", "noise", "labels"] = Field(
+        default="scale",
+        description="Poison: updates times 100, with the other sign, noise of their size, or the "
+        "tokens of every batch in another order",
+    )
 
 
 class FaultConfig(Strength):
@@ -185,6 +209,11 @@ class PlanConfig(Section):
         description="Least time of an inner step, the rest of it asleep: for plans that judge how "
         "soon a process is back, beside training that leaves it the cores",
     )
+    certificates: bool = Field(
+        default=False,
+        description="Whether the run gets certificates of its own; those of a server change while "
+        "strangers storm it (connect-storm)",
+    )
     fault: Annotated[tuple[FaultConfig, ...], BeforeValidator(tuples)] = Field(
         default=(), description="Faults one by one"
     )
@@ -206,6 +235,9 @@ class Timed:
     share: float
     clock_s: float
     seed: int
+    what: str = "model"
+    bit: int = 30
+    how: str = "scale"
 
     @property
     def role(self) -> str:
@@ -286,6 +318,9 @@ def expand(
             share=fault.share,
             clock_s=parse_duration(fault.clock),
             seed=_hash(plan.seed, number, "seed") >> 32,
+            what=fault.what,
+            bit=fault.bit,
+            how=fault.how,
         )
         for number, (at_s, lasts_s, kind, fault) in enumerate(timed)
     )
@@ -331,6 +366,9 @@ def _drawn(
                 bandwidth=mix.bandwidth,
                 share=mix.share,
                 clock=mix.clock,
+                what=mix.what,
+                bit=mix.bit,
+                how=mix.how,
             ),
         )
         number += 1

@@ -7,13 +7,14 @@ has begun to train.
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.chaos.performers import Performance, perform
-from diloco.chaos.plan import Kind, Plan, Timed, expand
+from diloco.chaos.plan import ENDING, Plan, Timed, expand
 from diloco.chaos.truth import TruthLog
 from diloco.chaos.world import World
 from diloco.config.load import load_config
@@ -22,6 +23,7 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.launch.chaos import STEP_VARIABLE, VARIABLE
 from diloco.launch.ending import Request
 from diloco.launch.local import LocalRun
+from diloco.launch.run_ca import RunCa
 from diloco.launch.state_dir import StateDir
 from transport.units import parse_duration
 
@@ -31,9 +33,7 @@ _PATIENCE_S = 30.0
 #: The length of a run over the time in which faults come to it, at least.
 _AFTERWARDS = 1.1
 TRUTH = "truth.jsonl"
-#: After these another coordinator or syncer serves.
-_ENDING = frozenset({Kind.KILL, Kind.RESTART, Kind.TRUNCATE, Kind.FLIP, Kind.DISK_FULL})
-
+_CERTIFICATE_DAYS = 30
 #: Told how many faults are over, of how many; of a run without, tokens.
 Progress = Callable[[int, int], None]
 
@@ -60,6 +60,8 @@ def configured(plan: Plan, directory: Path) -> Config:
         ConfigError: If it cannot be used, or has no syncer.
     """
     place = [f"coordinator.state_dir={directory}", "telemetry.dir=", "checkpoint.dir="]
+    if plan.config.certificates:
+        place.append(f"transport.certs={directory / 'certs'}")
     config = load_config(plan.run_file, [*plan.config.set, *place])
     if config.outer.exchange != "syncer":
         raise ConfigError(
@@ -96,6 +98,8 @@ def drive(
     """
     directory = Path(config.coordinator.state_dir)
     directory.mkdir(parents=True, exist_ok=True)
+    if plan.config.certificates:
+        _make_certificates(config)
     chaos_dir = directory / "chaos"
     chaos_dir.mkdir()
     environment = {
@@ -122,6 +126,14 @@ def drive(
             problem = f"{type(error).__name__}: {error}"
         codes = {name: process.poll() for name, process in run.islands.items()}
     return Ended(config, codes, problem)
+
+
+def _make_certificates(config: Config) -> None:
+    ca = RunCa(Path(config.transport.certs), lambda: datetime.datetime.now(datetime.UTC))
+    ca.create(config.run.name, _CERTIFICATE_DAYS)
+    islands = (f"island/{name}" for name in config.islands)
+    for short in ("coordinator", "syncer", "operator", *islands):
+        ca.issue(short, _CERTIFICATE_DAYS, again=False)
 
 
 class _GivenUp(Exception):
@@ -227,7 +239,7 @@ class Director:
                 )
                 self._to_come.remove(fault)
                 self._under_way.append((at_s + fault.lasts_s, performance))
-                if pid is not None and fault.kind in _ENDING:
+                if pid is not None and fault.kind in ENDING:
                     # What was killed again on its way back is awaited from this kill on.
                     others = [a for a in self._awaited if a.fault.target != fault.target]
                     self._awaited = [*others, _Awaited(fault, pid, at_s)]
@@ -261,6 +273,7 @@ class Director:
             number=performance.fault.number,
             fired=performance.fired,
             note=performance.note,
+            is_same=performance.is_same,
             kept_s=round(performance.kept_s, 3),
         )
         return True

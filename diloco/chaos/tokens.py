@@ -17,8 +17,9 @@ Event = Mapping[str, Any]  # JSON values, as a sink wrote them
 #: Header of version `version` of `fragment`, from the tape.
 Tape = Mapping[tuple[int, int], Mapping[str, Any]]
 
-#: Order of what happens after one inner step: merges of earlier sends, sends, merges of these.
-_STEP, _EARLIER_OUTCOME, _SEND, _OWN_OUTCOME = range(4)
+#: Order of what happens after one inner step: a return to published values, merges of earlier
+#: sends, sends, merges of these.
+_STEP, _RETURN, _EARLIER_OUTCOME, _SEND, _OWN_OUTCOME = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +139,17 @@ def _recount(
     carries: bool,
 ) -> None:
     """Follow the counter of one start; `counted` is what the tape counts of it, by key."""
-    tokens = 0
+    tokens = outstanding = void = 0
     is_told = set()
     for what, event in _in_order(start, fragment_id):
         if what == "step":
             tokens += event["num_tokens"]
             total.trained += event["num_tokens"]
+        elif what == "returned":
+            total.dropped += tokens - outstanding
+            tokens = void = outstanding
         elif what == "send":
+            outstanding = event["weight_tokens"]
             is_told.add((event["version"], event["attempt"]))
             if event["weight_tokens"] != tokens and not event["declined"]:
                 total.problems.append(
@@ -152,6 +157,9 @@ def _recount(
                     f"step {event['inner_step']}, its events make it {tokens}"
                 )
                 tokens = event["weight_tokens"]
+        elif what in ("declined", "refused", "expired"):  # kept, unless it was given up meanwhile
+            total.dropped += void
+            tokens -= void
         elif what == "included" or (what == "not_included" and local_mix > 0 and not carries):
             tokens -= event["weight_tokens"]
             total.dropped += event["weight_tokens"] if what == "not_included" else 0
@@ -160,6 +168,8 @@ def _recount(
             tokens = 0
         elif what == "unknown":  # the tape knows
             tokens -= counted.get((event["version"], event["attempt"]), 0)
+        if what not in ("step", "returned", "send"):
+            outstanding = void = 0
     # Killed after its contribution had left and before it could tell.
     untold = {key: weight for key, weight in counted.items() if key not in is_told}
     tokens -= sum(untold.values())
@@ -194,6 +204,8 @@ def _in_order(start: Sequence[Event], fragment_id: int) -> Iterator[tuple[str, E
     for event in start:
         if event["kind"] == "inner_step":
             place(event["inner_step"], _STEP, "step", event)
+        elif event["kind"] == "published_taken":
+            place(event["inner_step"], _RETURN, "returned", event)
     last = max((event.get("inner_step", 0) for event in start), default=0)
     for send in sends_of(start, fragment_id):
         step = send.event["inner_step"]

@@ -6,7 +6,8 @@ joins them to events.
 
     begun   number, kind, target, note     a fault was done
     ended   number, fired, note, kept_s    it is over; whether it took effect; by how much longer
-                                           than planned it lasted, since nobody had met it
+            is_same                        than planned it lasted, since nobody had met it; of a
+                                           storm, whether the same process serves after it
     back    number, seconds                the process that it ended serves again
     published   fragment, version          a version was seen on disk for the first time
     training, over                         every island has begun; all islands have ended
@@ -76,6 +77,7 @@ class FaultStory:
     back_s: float | None = None
     note: str = ""
     kept_s: float = 0.0
+    is_same: bool = True
 
     @property
     def lasted_s(self) -> float:
@@ -128,6 +130,7 @@ def read_story(lines: Sequence[Mapping[str, Any]], faults: Sequence[Timed]) -> S
                 of = story.faults[line["number"]]
                 of.ended_s, of.fired = t, line["fired"]
                 of.note = line["note"] or of.note
+                of.is_same = line.get("is_same", True)
                 of.kept_s = line.get("kept_s", 0.0)  # what never began was not kept
             case "back":
                 story.faults[line["number"]].back_s = line["seconds"]

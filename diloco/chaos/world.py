@@ -17,7 +17,7 @@ from pathlib import Path
 
 from diloco.chaos.plan import COORDINATOR
 from diloco.launch.local import LocalRun
-from diloco.launch.state_dir import StateDir, holder, read_endpoint
+from diloco.launch.state_dir import Endpoint, StateDir, holder, read_endpoint
 from diloco.rounds.log import frames_in
 from diloco.rounds.record import RecordInvalid, insist_on_whole, record_path, versions_in
 from diloco.telemetry.events import InnerStepDone
@@ -75,11 +75,16 @@ class World:
 
     def serving_pid(self, target: str) -> int | None:
         """Process of a coordinator or syncer that serves."""
+        endpoint = self.endpoint(target)
+        return endpoint.pid if endpoint is not None else None
+
+    def endpoint(self, target: str) -> Endpoint | None:
+        """Where a coordinator or syncer serves; None while it does not."""
         pid = self.pid(target)
         path = self.state.coordinator if target == COORDINATOR else self.syncers[target].syncer
         endpoint = None if pid is None else read_endpoint(path)
         is_its_own = endpoint is not None and endpoint.pid == pid and endpoint.address
-        return pid if is_its_own else None
+        return endpoint if is_its_own else None
 
     def inner_step(self, island: str) -> int:
         """Return the newest inner step that an island has done; 0: none yet."""

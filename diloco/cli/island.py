@@ -66,9 +66,10 @@ def island(
 ) -> None:
     """Train one island: starts its ranks on this host and ends when the run is over.
 
-    Ranks that fail (exit codes 20 and 40, a crash, a signal) are started again, as often as
-    islands.NAME.max_restarts says; the island then returns to the run. An island of several hosts:
-    the same command on each, with --nnodes, --node-rank and --rdzv.
+    Ranks that fail (exit codes 20, 30 and 40, a crash, a signal) are started again, as often as
+    islands.NAME.max_restarts says; the island then returns to the run. So they are whenever the run
+    went back to a checkpoint by itself (42). An island of several hosts: the same command on each,
+    with --nnodes, --node-rank and --rdzv.
 
     Ctrl-C or SIGTERM ends the ranks in order, without a checkpoint, and this command with them; a
     second one ends it at once. To stop the whole run with a checkpoint, stop its coordinator.

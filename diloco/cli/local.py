@@ -270,7 +270,7 @@ def _failure_text(config: Config, command: str) -> str:
         lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
     standing = read_standing(config)
     if standing is not None and standing.checkpoints:
-        name = standing.checkpoint_name(standing.checkpoints[-1])
+        name = standing.checkpoint_name(standing.to_resume)
         lines.append(f"Once the cause is removed, go on from {name}: {command} --resume")
     return "\n".join(lines)
 
@@ -299,7 +299,7 @@ def _stopped_text(config: Config, command: str) -> str:
     if standing is not None and standing.checkpoints:
         return (
             f"stopped: every process has ended, without a checkpoint of this moment. Go on from "
-            f"{standing.checkpoint_name(standing.checkpoints[-1])}: {command} --resume"
+            f"{standing.checkpoint_name(standing.to_resume)}: {command} --resume"
         )
     return (
         f"stopped: every process has ended; there is no checkpoint yet. Start anew: {command} "
@@ -341,6 +341,7 @@ def _tell_end(
 
 def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Summary:
     from diloco.launch.build import build_publication_rules, link_profile
+    from diloco.launch.run_checkpoints import open_journal
     from diloco.launch.state_dir import StateDir
     from diloco.launch.stores import state_by_fragment
     from diloco.launch.summary import summarise
@@ -349,6 +350,8 @@ def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) 
     from diloco.sync.layout import build_schedule
 
     state = StateDir(Path(config.coordinator.state_dir))
+    with open_journal(state.journal) as journal:
+        alarms = [entry.content for entry in journal.happenings() if entry.kind == "alarm"]
     plan = Plan.from_json(state.holding_records[0].plan.read_text())
     stored = state_by_fragment(state, plan)
     retained = config.outer.retained_versions
@@ -363,4 +366,5 @@ def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) 
         ],
         events=events,
         link=link_profile(config),
+        alarms=alarms,
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diloco.cli.options import Address, Certs, Insecure, Tokens
+
+if TYPE_CHECKING:
+    from transport.contracts import Transport
 
 Island = Annotated[str, typer.Argument(metavar="ISLAND", help="Name of the island.")]
 
@@ -165,15 +168,57 @@ def tell(
     insecure: bool,
 ) -> None:
     """Give the command, and print what was done and what comes next."""
-    from diloco.cli.control import operator_transport
+    _talk(
+        address,
+        (lambda transport: _operate(transport, command, arguments),),
+        certs,
+        tokens,
+        insecure,
+    )
+
+
+def repair_from_island(
+    address: str, fragment: int, island: str, certs: str, tokens: str, insecure: bool
+) -> None:
+    """Have a fragment repaired, and print how that ended; an error says why it could not be."""
+    from diloco.launch.status import wait_for_repair
+
+    arguments = {"fragment": str(fragment), "island": island}
+    _talk(
+        address,
+        (
+            lambda transport: _operate(transport, "repair", arguments),
+            lambda transport: wait_for_repair(transport, fragment, island),
+        ),
+        certs,
+        tokens,
+        insecure,
+    )
+
+
+async def _operate(transport: Transport, command: str, arguments: dict[str, str]) -> str:
     from diloco.launch.status import operate
+
+    return await operate(transport, command, arguments)
+
+
+def _talk(
+    address: str,
+    steps: Sequence[Callable[[Transport], Awaitable[str]]],
+    certs: str,
+    tokens: str,
+    insecure: bool,
+) -> None:
+    """Do one step after the other with a coordinator, and print what each says."""
+    from diloco.cli.control import operator_transport
 
     transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
 
-    async def told() -> str:
+    async def talk() -> None:
         try:
-            return await operate(transport, command, arguments)
+            for step in steps:
+                typer.echo(await step(transport))
         finally:
             await transport.close()
 
-    typer.echo(asyncio.run(told()))
+    asyncio.run(talk())

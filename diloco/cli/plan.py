@@ -197,6 +197,8 @@ def _show_plan(
     path = _measured_path(measuring, notes)
     console = Console(highlight=False, soft_wrap=True, quiet=shown.json_target == "-")
     show_forecast(console, foreseen)
+    if problem := config.outer.sparse_problem:
+        console.print(f"\nWarning: {problem}", markup=False)
     assumed = assume(config, foreseen, told, steps=steps, path=path)
     with waiting(notes, "simulating the run"):
         planned = plan_run(config, foreseen, assumed)

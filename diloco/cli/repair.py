@@ -40,11 +40,16 @@ def repair(
     """Verify every byte of a stopped run's store, make again what can be made, say what remains.
 
     A version is made again from the one before it and its own contributions; what a killed writer
-    left half written is removed. Exits with 1 if something stays damaged.
+    left half written is removed. A journal that is lost or damaged is made again from the store,
+    its pins and the islands' checkpoints; what cannot be known then is said, and every island has
+    to be started again. Exits with 1 if something stays damaged.
 
-    With --fragment and --from-island the run goes on meanwhile: the syncer takes the version that
-    it has lost from that island, if its digest is the one that was published. The outer momentum
-    is then that of the newest older version that can be read, or zero, and the tape says so.
+    A run under way repairs a damaged fragment itself, from any island that holds the version that
+    its syncer has lost. With --fragment and --from-island it is asked of that island first, and the
+    command waits until the fragment is served again: only then it exits with 0. An island that does
+    not hold the version is refused. It counts only if its digest is the one that was published; the
+    outer momentum is then that of the newest older version that can be read, or zero, and the tape
+    says so.
     """
     if fragment is not None or from_island:
         _from_island(run, fragment, from_island, certs, tokens, insecure)
@@ -76,7 +81,7 @@ def repair(
 def _from_island(
     address: str, fragment: int | None, island: str, certs: str, tokens: str, insecure: bool
 ) -> None:
-    from diloco.cli.operate import tell
+    from diloco.cli.operate import repair_from_island
     from diloco.errors import ConfigError
 
     if fragment is None or not island:
@@ -84,4 +89,4 @@ def _from_island(
             "--fragment and --from-island belong together: diloco repair HOST:PORT --fragment P "
             "--from-island NAME (diloco status HOST:PORT says which fragment is damaged)"
         )
-    tell(address, "repair", {"fragment": str(fragment), "island": island}, certs, tokens, insecure)
+    repair_from_island(address, fragment, island, certs, tokens, insecure)

@@ -24,12 +24,13 @@ _RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
-    """Show everything: run, islands, fragments, several syncers, what was refused, if anything."""
+    """Show everything: run, islands, fragments, several syncers, what was refused, alarms."""
     parts: list[RenderableType] = [run_line(reply), islands_table(reply), fragments_table(reply)]
     if len(reply.syncers) > 1:
         parts.append(syncers_table(reply))
     if reply.refusals:
         parts.append(refusals_line(reply))
+    parts.extend(Text(line, style="bold red") for line in alarm_lines(reply))
     return Group(*parts)
 
 
@@ -114,8 +115,24 @@ def refusals_line(reply: StatusReply) -> Text:
     return line
 
 
+def alarm_lines(reply: StatusReply) -> list[str]:
+    """Say each alarm in a line: what holds, then what held a while ago."""
+    lines = []
+    for status in sorted(reply.alarms, key=lambda status: not status.holds):
+        alarm = status.alarm
+        about = [f"island {alarm.island}"] if alarm.island else []
+        about += [f"fragment {alarm.fragment_id}"] if alarm.fragment_id >= 0 else []
+        times = f"{alarm.count} times" if alarm.count > 1 else "once"
+        last = "it holds" if status.holds else f"last {_seconds(status.last_age_s)} ago"
+        lines.append(
+            f"alarm: {', '.join([alarm.kind, *about])}: {alarm.text} ({status.reporter}, {times}, "
+            f"first {_seconds(status.first_age_s)} ago, {last})"
+        )
+    return lines
+
+
 def run_text(reply: StatusReply) -> str:
-    """Say in one line where the run and its islands stand."""
+    """Say in one line where the run and its islands stand; each alarm that holds in one more."""
     islands = "; ".join(
         f"{island.island} {island_text(island, reply.inner_steps)}"
         for island in sorted(reply.islands, key=lambda island: island.island_slot)
@@ -123,7 +140,9 @@ def run_text(reply: StatusReply) -> str:
     stands = [fragment for _, fragment in _fragments(reply)]
     versions = ", ".join(str(f.version) if f else _UNKNOWN for f in stands if any(stands))
     tokens = f"; tokens merged {_tokens_text(reply)}" if reply.total_tokens else ""
-    return f"{reply.state}: {islands}; versions {versions or 'none yet'}{tokens}"
+    line = f"{reply.state}: {islands}; versions {versions or 'none yet'}{tokens}"
+    holding = [status for status in reply.alarms if status.holds]
+    return "\n".join([line, *alarm_lines(StatusReply(alarms=holding))])
 
 
 def _tokens_text(reply: StatusReply) -> str:

@@ -22,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import no_info_before_validator_function
 
+from diloco.peer_texts import read_peer_json
+
 T = TypeVar("T")
 
 
@@ -211,7 +213,10 @@ def identity_difference(a_json: str, b_json: str) -> list[str]:
         one side lacks is "absent" (another version of the program); what is no such document
         lacks them all.
     """
-    here, there = _document(a_json), _document(b_json)
+    try:
+        here, there = _document(a_json), _document(b_json)
+    except ValueError as error:
+        return [f"it cannot be read: {error}"]
 
     def shown(values: dict[str, object], key: str) -> str:
         return json.dumps(values[key]) if key in values else "absent"
@@ -224,8 +229,5 @@ def identity_difference(a_json: str, b_json: str) -> list[str]:
 
 
 def _document(text: str) -> dict[str, object]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return {}
+    values = read_peer_json(text)
     return values if isinstance(values, dict) else {}

@@ -83,7 +83,8 @@ class IslandConfig(Section):
         default=3,
         ge=0,
         description="Times in a row that a supervisor starts failed ranks again; training on for "
-        "restart_reset gives them back",
+        "restart_reset gives them back; 0: never. Ranks that reached neither coordinator nor "
+        "syncer (exit code 30) are not counted: they are started again for 72 h, unless this is 0",
     )
     restart_wait: Local[Wait] = Field(
         default="1s", description="Wait before the first restart; it doubles with each, up to 60s"

@@ -141,8 +141,9 @@ class TransportConfig(Section):
     )
     unreachable: Local[Deadline] = Field(
         default="600s",
-        description="Time without coordinator and syncer after which an island stops; at the "
-        "coordinator, that for which a stop or a cut waits for an island",
+        description="Time without coordinator and syncer after which an island stops, and without "
+        "coordinator and islands a syncer; at the coordinator, that for which a stop or a cut "
+        "waits for an island",
     )
     retry: RetryConfig = Field(
         default=RetryConfig(), description="Waiting between attempts of one call"

@@ -89,6 +89,27 @@ class EvaluationConfig(Section):
     num_sequences: Policy[int] = Field(
         default=256, ge=1, description="Held-out sequences of an evaluation"
     )
+    every_checkpoints: Policy[int] = Field(
+        default=1,
+        ge=0,
+        description="Run checkpoints from one to the next of which every island takes the "
+        "held-out loss, of the published values and before it writes its part: num_sequences "
+        "forward passes each time. Once most islands, and two where there are two, find it good, "
+        "older checkpoints may go; 0: none is judged",
+    )
+    max_rise: Policy[float] = Field(
+        default=0.1,
+        gt=0,
+        description="Share by which the held-out loss of a checkpoint may be above that of earlier "
+        "good ones (median of the five lowest) and count as good",
+    )
+    max_returns: Policy[int] = Field(
+        default=2,
+        ge=0,
+        description="How often the run returns to its last good checkpoint by itself, after two "
+        "bad ones in a row or one that is not finite, before five good ones follow; then it ends "
+        "with exit code 20 and the command to type; 0: never, alarms alone",
+    )
     max_nats_per_byte: Local[float] = Field(
         default=0.0,
         ge=0,

@@ -242,8 +242,8 @@ class Config(Section):
             )
             raise several_problems([("every_tokens", value.every_tokens, message)])
         apart = outer.inner_steps_per_round + outer.overlap_steps
-        # Beside them the one of a graceful stop, and the one that the run was resumed from.
-        count = value.keep + value.num_unsure(apart) + 2
+        # Besides them the last good one, that of a graceful stop, and that of the last resume.
+        count = value.keep + value.num_unsure(apart) + 3
         if count > MOST_CHECKPOINTS:
             message = (
                 f"an island would keep {count} checkpoints at a time, as islands may be {apart} "
@@ -281,13 +281,11 @@ class Config(Section):
             for path, shown, message in island_problems(island, info.data)
         ]
         outer = info.data.get("outer")
-        if outer is not None and len(value) < FEWEST_OF_A_MEDIAN:
-            for key in ("clip_norm_ratio", "reject_norm_ratio"):
-                if ratio := getattr(outer, key):
-                    raise ValueError(
-                        f"{len(value)} of them, and outer.{key} = {ratio:g} compares "
-                        f"{FEWEST_OF_A_MEDIAN} contributions or more: leave it out"
-                    )
+        if outer is not None and outer.clip_norm_ratio and len(value) < FEWEST_OF_A_MEDIAN:
+            raise ValueError(
+                f"{len(value)} of them, and outer.clip_norm_ratio = {outer.clip_norm_ratio:g} "
+                f"compares {FEWEST_OF_A_MEDIAN} contributions or more: leave it out"
+            )
         run = info.data.get("run")
         least = max(outer.quorum or 0 if outer else 0, run.min_islands if run else 0)
         most = (run.max_islands if run else 0) or len(value)

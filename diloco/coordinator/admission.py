@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Plan, plan_difference
+from diloco.peer_texts import read_peer_json
 from diloco.refusals import Cause
 
 Entries = tuple[tuple[str, str], ...]
@@ -25,6 +26,7 @@ class JoinVerdict(StrEnum):
     """Answer to a join."""
 
     ACCEPTED = "accepted"
+    BATCH_TOO_LARGE = "batch_too_large"
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     KICKED = "kicked"
     PLAN_MISMATCH = "plan_mismatch"
@@ -155,7 +157,7 @@ def _data_objection(here: Shared, there: Shared, island: str) -> Joined | None:
 
 def _without_names(identity_json: str) -> str:
     try:
-        values = json.loads(identity_json)
+        values = read_peer_json(identity_json)
     except ValueError:
         return identity_json
     if isinstance(values, dict):

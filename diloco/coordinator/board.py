@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from diloco.alarms import MOST_ALARMS
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.leases import Leases
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, ReportedAlarms
 from diloco.coordinator.terms import Terms
 from diloco.loop_clock import loop_now
 from diloco.refusals import Cause
 from protos.control_pb2 import (
+    Alarm,
     FragmentStatus,
     IslandStatus,
     RefusalCount,
@@ -55,10 +59,16 @@ class Board:
         is_stop_waiting: Whether a stop was asked for, and waits for a repair.
         syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
+        alarms: That were reported.
     """
 
     def __init__(
-        self, membership: Membership, journal: Journal, leases: Leases, terms: Terms
+        self,
+        membership: Membership,
+        journal: Journal,
+        leases: Leases,
+        terms: Terms,
+        alarms: ReportedAlarms,
     ) -> None:
         """Assign only."""
         self._membership = membership
@@ -72,29 +82,48 @@ class Board:
         self._islands: dict[str, _Seen] = {}
         self._fragments: dict[int, _Seen] = {}
         self._refusals: Counter[tuple[str, Cause]] = Counter()
+        self.alarms = alarms
 
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
         """Take note of where islands reach a syncer."""
         word = self.syncers.setdefault(syncer_id, SyncerWord())
         word.address, word.epoch, word.at = address, epoch, loop_now()
 
-    def syncer_says(self, syncer_id: int, epoch: int, refusals: list[RefusalCount]) -> None:
-        """Take note of a syncer's report, and of what it has refused since its start."""
+    def syncer_says(
+        self,
+        syncer_id: int,
+        epoch: int,
+        refusals: list[RefusalCount],
+        alarms: Iterable[Alarm] = (),
+    ) -> None:
+        """Take note of a syncer's report: what it has refused since its start, and its alarms."""
+        self._alarms_of(f"syncer {syncer_id}", alarms, MOST_ALARMS)
         word = self.syncers.setdefault(syncer_id, SyncerWord())
         word.epoch, word.at, word.refusals = epoch, loop_now(), refusals
 
+    def _alarms_of(self, reporter: str, alarms: Iterable[Alarm], most: int) -> None:
+        members = self._membership.members
+        self.alarms.reported(reporter, alarms, islands=members, now=loop_now(), most=most)
+
     def assignments(self) -> list[SyncerAssignment]:
-        """Give the way to every fragment; none while a syncer has not said where it is."""
+        """Give the way to every fragment; none while a syncer has not said where it is.
+
+        None, too, while the run goes back to a checkpoint: whoever joins waits for that.
+        """
         ways = [
             SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(syncer_id))
             for syncer_id, word in sorted(self.syncers.items())
             if word.address
         ]
+        if self._membership.is_returning:
+            return []
         return ways if len(ways) == self._membership.assignment.num_syncers else []
 
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Take note of a report."""
         self._islands[island] = _Seen(loop_now(), report=report)
+        self._alarms_of(island, report.alarms, MOST_OF_ISLAND)
+        report.ClearField("alarms")  # the status shows them for itself
 
     def fragment_stands(self, status: FragmentStatus) -> None:
         """Take note of how a fragment stands."""
@@ -213,6 +242,7 @@ class Board:
                 refused[each.island, each.cause] += each.count
         for (island, said), count in sorted(refused.items()):
             reply.refusals.add(service="syncer", island=island, cause=said, count=count)
+        reply.alarms.extend(self.alarms.status(now))
         return reply
 
     @property

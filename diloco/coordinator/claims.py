@@ -26,6 +26,7 @@ from typing import Any
 
 from diloco.data.claims import SlotPosition
 from diloco.errors import ConfigError
+from diloco.peer_texts import read_peer_json
 
 Entries = tuple[tuple[str, str], ...]
 
@@ -188,7 +189,7 @@ class Claims:
             ValueError: If it is nothing that an island says.
         """
         try:
-            said = json.loads(position_json)
+            said = read_peer_json(position_json)
             revision, words = said["revision"], said["slots"]
             found = {}
             for number, word in words.items():
@@ -218,7 +219,7 @@ class Claims:
         Raises:
             ValueError: If it is nothing that an island says.
         """
-        said = json.loads(text_json or "{}")
+        said = read_peer_json(text_json or "{}")
         if not isinstance(said, dict):
             raise ValueError("positions are an object")
         if odd := [text for text in said if text not in map(str, range(len(self.slots)))]:

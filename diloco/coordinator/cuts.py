@@ -123,6 +123,10 @@ class Cuts:
         """Return a cut by its number."""
         return self._cuts[number]
 
+    def find(self, number: int) -> Cut | None:
+        """Return a cut by its number; None: it is not remembered."""
+        return self._cuts.get(number)
+
     def newest(self, timeline: int) -> Cut | None:
         """Return the cut that was named last in a timeline; None: none was."""
         number = max((n for n, cut in self._cuts.items() if cut.timeline == timeline), default=0)
@@ -169,8 +173,8 @@ class Cuts:
         cut = Cut(number, timeline, tokens, told, is_last, tuple(sorted(islands)))
         earlier = self.open(timeline)
         return (
-            *(() if earlier is None else _entry(replace(earlier, owing=(), parts={}))),
-            *_entry(cut),
+            *(() if earlier is None else cut_entry(replace(earlier, owing=(), parts={}))),
+            *cut_entry(cut),
         )
 
     def taken(self, timeline: int, island: str, number: int, part: Part | None) -> Entries:
@@ -180,14 +184,14 @@ class Cuts:
             return ()
         owing = tuple(other for other in cut.owing if other != island)
         parts = cut.parts if part is None else {**cut.parts, island: part}
-        return _entry(replace(cut, owing=owing, parts=parts))
+        return cut_entry(replace(cut, owing=owing, parts=parts))
 
     def without(self, timeline: int, holders: Collection[str]) -> Entries:
         """Let the cut go on without those who owe a part and do not hold a lease."""
         cut = self.open(timeline)
         if cut is None or not (lost := set(cut.owing).difference(holders)):
             return ()
-        return _entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
+        return cut_entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
 
     def within(self, timeline: int, newest: Mapping[int, int]) -> Entries:
         """Let the cut go on without the parts that hold what no syncer has any more.
@@ -204,7 +208,7 @@ class Cuts:
             for island, part in cut.parts.items()
             if all(part.versions[p] <= version for p, version in newest.items())
         }
-        return () if parts.keys() == cut.parts.keys() else _entry(replace(cut, parts=parts))
+        return () if parts.keys() == cut.parts.keys() else cut_entry(replace(cut, parts=parts))
 
     def completed(self, number: int, tokens: int) -> Entries:
         """Take note that the syncers keep the versions of a cut.
@@ -214,7 +218,7 @@ class Cuts:
         """
         cut = self._cuts[number]
         tokens = max(cut.tokens, tokens) if cut.is_last else cut.tokens
-        return _entry(replace(cut, tokens=tokens, is_complete=True))
+        return cut_entry(replace(cut, tokens=tokens, is_complete=True))
 
     def forgotten(self, needed: Collection[int]) -> Entries:
         """Forget all but the newest cuts, those that are given, and those that are `needed`."""
@@ -233,7 +237,7 @@ class Cuts:
         """Let the run go on after a last cut that came to nothing."""
         cut = self.newest(timeline)
         assert cut is not None and cut.is_void
-        return _entry(replace(cut, is_last=False))
+        return cut_entry(replace(cut, is_last=False))
 
     def last(self, timeline: int) -> Cut | None:
         """Return the cut with which the run stops, unless it came to nothing."""
@@ -241,5 +245,6 @@ class Cuts:
         return cut if cut is not None and cut.is_last and not cut.is_void else None
 
 
-def _entry(cut: Cut) -> Entries:
+def cut_entry(cut: Cut) -> Entries:
+    """Write a cut as its journal entry."""
     return ((f"{_KIND}/{cut.number}", json.dumps(asdict(cut))),)

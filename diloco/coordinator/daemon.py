@@ -13,16 +13,19 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from diloco.alarms import Alarm, AlarmKind
 from diloco.config.schema import Config
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
+from diloco.coordinator.candidates import BAD_IN_A_ROW
 from diloco.coordinator.cut_patience import CutPatience
 from diloco.coordinator.grants import is_valid
 from diloco.coordinator.island_desk import IslandDesk
-from diloco.coordinator.journal import Journal, RoundRow
+from diloco.coordinator.journal import Journal, RoundRow, Told
 from diloco.coordinator.leases import COUNTED_SHARE, Leases
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.operator_desk import Operations, OperatorDesk
+from diloco.coordinator.reported_alarms import ReportedAlarms
 from diloco.coordinator.syncer_desk import SyncerDesk
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import Terms, terms_of
@@ -74,7 +77,8 @@ class Coordinator:
         self._secret = secret
         self._unix_clock = unix_clock
         self._leases = Leases(terms.lease_s)
-        self.board = Board(membership, journal, self._leases, terms)
+        self.alarms = ReportedAlarms(record=self._record, unix_clock=unix_clock)
+        self.board = Board(membership, journal, self._leases, terms, self.alarms)
         self._cut_patience = CutPatience(membership, keep=self._keep)
         self._island_desk = IslandDesk(
             membership,
@@ -194,12 +198,44 @@ class Coordinator:
         self._keep(self._membership.follow_ups())
         self._cut_when_due()
         self._cut_patience.look(loop_now(), self.board.terms.unreachable_s)
+        self._return_if_decided()
+        self._raise_alarms()
         self._end_if_over()
         too_long = self.board.terms.unreachable_s
         silent = [
             i for i in self._membership.members if self._leases.silent_s(i, loop_now()) > too_long
         ]
         self._stop_without(silent)
+
+    def _return_if_decided(self) -> None:
+        """End the service for a return of the run by itself, or for good where that may not be."""
+        membership = self._membership
+        if not membership.is_returning:
+            return
+        pending = membership.candidates.pending
+        assert pending is not None
+        if entries := membership.lost_by_returns(self.board.terms.judging):
+            self._keep(entries)
+        else:
+            logger.error("the run returns by itself: %s", pending.why)
+        self.ended.set()
+
+    def _raise_alarms(self) -> None:
+        """Raise what the judged checkpoints say, as long as it holds."""
+        membership, candidates, now = self._membership, self._membership.candidates, loop_now()
+        holding = dict[AlarmKind, tuple[str, int]]()
+        if text := candidates.alarm:
+            holding[AlarmKind.CANDIDATE_BAD] = text, max(1, candidates.num_bad)
+        if candidates.num_bad >= BAD_IN_A_ROW:
+            holding[AlarmKind.LOSS_RISES] = text, candidates.num_bad
+        if candidates.pending is not None:
+            to = membership.checkpoint_name(candidates.pending.to)
+            text = f"the run is to return to {to}: {candidates.pending.why}"
+            holding[AlarmKind.RETURN] = text, 1
+        elif candidates.last_return:
+            holding[AlarmKind.RETURN] = candidates.last_return, candidates.num_returns
+        for kind, (text, count) in holding.items():
+            self.alarms.raise_(Alarm(kind, text), now, count=count)
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
@@ -273,6 +309,11 @@ class Coordinator:
         if is_proved and island in self._membership.members:
             reply.island.CopyFrom(self.board.island_status(island))
         return Reply.of(reply)
+
+    def _record(self, told: Told) -> None:
+        """Write into the audit log, where there is room; nothing depends on it."""
+        with contextlib.suppress(DiskFull):  # the journal has said so
+            self._journal.write((), told=[told])
 
     def _obey(self, config: Config) -> None:
         """Go by another configuration from now on."""

@@ -27,7 +27,7 @@ from diloco.rounds.allreduce import (
     DeciderInstruction,
     commit_record,
 )
-from diloco.rounds.terms import Lost, RecordExpiry, RoundRules
+from diloco.rounds.terms import Lost, RecordExpiry, RoundRules, Weights
 from protos.control_pb2 import FragmentStatus
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,13 @@ class DeciderRules:
             the commit.
         downlink_codec: Of published versions; a flush is published in float32.
         retained_versions: Past rounds whose outcomes are remembered.
+        weights: What a contribution may count.
     """
 
     round_deadline_s: float
     downlink_codec: str
     retained_versions: int
+    weights: Weights = field(default_factory=Weights)
 
 
 @dataclass(slots=True)
@@ -140,6 +142,7 @@ class DecidedRounds:
                     members=membership.islands,
                     num_lanes=len(fragment.lanes),
                     deadline_s=self._rules.round_deadline_s,
+                    weights=self._rules.weights,
                 ),
             )
             standing = self.standings[p] = Standing(rounds, published_at=now)

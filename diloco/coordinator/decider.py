@@ -230,6 +230,13 @@ class Decider:
             self._refuse(request.grant, Cause.DIGEST, problem)
             return Reply.of(reply)
         rounds, grant, lanes = standing.rounds.rounds, request.grant, arrivals_of(request)
+        if rounds.admit(lanes[0]) is Admission.ACCEPTED and (
+            problem := rounds.weight_problem(lanes[0])
+        ):
+            self._refuse(grant, Cause.WEIGHT, problem)
+            start = grant.island, grant.incarnation
+            refused = standing.rounds.refused(lanes[0].key, *start, problem, loop_now())
+            self._rounds.perform(standing, refused)
         admission, instructions = standing.rounds.declared(lanes, loop_now())
         if (objection := rounds.objection(lanes[0])) is not None:
             self._refuse(grant, objection.cause, objection.words)
@@ -363,13 +370,8 @@ class Decider:
     def _lose(self, lost: Lost) -> None:
         reason = f"fragment {lost.key.fragment_id}: {lost.reason}"
         if lost.missing:
-            commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
-            reason += (
-                f". The run stops (on_member_lost = stop). Resume it from its newest checkpoint "
-                f"(diloco coordinator RUN.toml --resume), or start it again in an empty "
-                f"coordinator.state_dir, peers/ISLAND of every island's removed too, with every "
-                f"island, among them: {commands}"
-            )
+            directories = "coordinator.state_dir, peers/ISLAND of every island's removed too"
+            reason += f". {lost.advice(directories)}"
         for island, others in sorted(self._unreached.items()):
             for other in [self._peers[other] for other in others if other in self._peers]:
                 reason += (

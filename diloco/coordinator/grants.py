@@ -1,6 +1,7 @@
 """Grants: the coordinator's signed word that one start of one process may take part in a run.
 
-    mac = HMAC-SHA256(secret, canonical JSON of run, timeline, island, incarnation, roles, expiry)
+    mac = HMAC-SHA256(secret, canonical JSON of run, timeline, island, incarnation, roles, expiry,
+                      tokens_per_inner_step where an island declared it)
 
 The secret is random, one a run, mode 0600, shared by the coordinator and its syncers only.
 
@@ -16,6 +17,7 @@ import secrets
 from pathlib import Path
 
 from diloco.durable import write_durably
+from diloco.errors import ConfigError
 from protos.control_pb2 import Grant
 
 SECRET_BYTES = 32
@@ -43,7 +45,7 @@ def load_or_create_secret(path: Path) -> bytes:
     """Read the run secret, or make one readable by its owner only; one caller at a time.
 
     Raises:
-        ValueError: If the file exists and does not hold a secret.
+        ConfigError: If the file exists and does not hold a secret.
     """
     if not path.exists():
         write_durably(path, [secrets.token_hex(SECRET_BYTES).encode()], mode=0o600)
@@ -54,15 +56,21 @@ def load_secret(path: Path) -> bytes:
     """Read the run secret.
 
     Raises:
-        ValueError: If the file does not hold a secret.
+        ConfigError: If the file does not hold a secret; says what to do.
     """
     try:
-        secret = bytes.fromhex(path.read_text().strip())
-    except ValueError as error:
-        raise ValueError(f"{path} does not hold a run secret in hexadecimal") from error
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{path} holds {len(secret)} bytes, a run secret has {SECRET_BYTES}")
-    return secret
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        if len(secret) == SECRET_BYTES:
+            return secret
+        problem = f"it holds {len(secret)} bytes, not {SECRET_BYTES}"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise ConfigError(
+        f"the run secret {path}, which signs what islands may do, is damaged: {problem}. Bring it "
+        f"back from a copy (diloco backup --with-secret); or remove it (rm {path}), end this run's "
+        f"syncers and start the coordinator again: it makes another, and every island has to be "
+        f"started again"
+    )
 
 
 def _mac(grant: Grant, secret: bytes) -> bytes:
@@ -74,5 +82,7 @@ def _mac(grant: Grant, secret: bytes) -> bytes:
         sorted(grant.roles),
         grant.expiry_unix_s,
     ]
+    if grant.tokens_per_inner_step:
+        fields.append(grant.tokens_per_inner_step)
     message = json.dumps(fields, separators=(",", ":")).encode()
     return hmac.new(secret, message, hashlib.sha256).digest()

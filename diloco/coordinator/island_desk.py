@@ -19,12 +19,13 @@ from diloco.coordinator.grants import sign
 from diloco.coordinator.heals import Heals
 from diloco.coordinator.leases import Lease, Leases
 from diloco.coordinator.membership import Membership
-from diloco.errors import CoordinatorUnavailable, Fenced
+from diloco.errors import CoordinatorUnavailable, Fenced, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
 from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
+    JOIN_STATUS_BATCH_TOO_LARGE,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
     JOIN_STATUS_KICKED,
     JOIN_STATUS_PLAN_MISMATCH,
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 _MAX_START_ID = 64
 #: Differences that one refusal names.
 _MOST_LINES = 16
+#: Held-out losses in one report.
+_MOST_HELD_OUT = 8
 #: What an island may say that it is doing: operators read it, and metrics are named by it.
 ISLAND_STATES = frozenset({"", "waiting", "training", "flushing", "finished", "stopped", "failed"})
 
@@ -59,8 +62,13 @@ _HALTING = (
     "then this island"
 )
 
+_RETURNING = (
+    "the run returns to its last good checkpoint by itself; every island starts again there"
+)
+
 _STATUS = {
     JoinVerdict.ACCEPTED: JOIN_STATUS_ACCEPTED,
+    JoinVerdict.BATCH_TOO_LARGE: JOIN_STATUS_BATCH_TOO_LARGE,
     JoinVerdict.FINGERPRINT_MISMATCH: JOIN_STATUS_FINGERPRINT_MISMATCH,
     JoinVerdict.KICKED: JOIN_STATUS_KICKED,
     JoinVerdict.PLAN_MISMATCH: JOIN_STATUS_PLAN_MISMATCH,
@@ -149,6 +157,7 @@ class IslandDesk:
             tokenizer_digest=request.tokenizer_digest,
             start_step=request.start_step,
             start_id=request.start_id,
+            tokens_per_inner_step=request.tokens_per_inner_step,
         )
         self._keep(joined.entries)
         if joined.verdict is not JoinVerdict.ACCEPTED:
@@ -156,7 +165,7 @@ class IslandDesk:
         self._leases.renewed(request.island, loop_now())
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
-        return Reply.of(self._join_accepted(request.island, joined.incarnation))
+        return Reply.of(self._join_accepted(request, joined.incarnation))
 
     def _join_refused(self, call: IncomingCall, island: str, joined: Joined) -> JoinReply:
         logger.warning("join refused, island=%.100r verdict=%s", island, joined.verdict)
@@ -167,8 +176,8 @@ class IslandDesk:
         self._end_if_over()
         return JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message))
 
-    def _join_accepted(self, island: str, incarnation: int) -> JoinReply:
-        membership, terms = self._membership, self._board.terms
+    def _join_accepted(self, request: JoinRequest, incarnation: int) -> JoinReply:
+        membership, terms, island = self._membership, self._board.terms, request.island
         is_resumed = self._is_resumed(island, incarnation)
         grant = Grant(
             run=membership.run,
@@ -176,6 +185,7 @@ class IslandDesk:
             island=island,
             incarnation=incarnation,
             roles=[ROLE_ISLAND],
+            tokens_per_inner_step=request.tokens_per_inner_step,
         )
         reply = JoinReply(
             status=JOIN_STATUS_ACCEPTED,
@@ -215,14 +225,17 @@ class IslandDesk:
         request = ReportRequest.FromString(call.header)
         if not self._is_granted(request.grant):
             self._board.refused("", Cause.GRANT)
-            return Reply.of(ReportReply(stop=True, reason="the grant is not valid", exit_code=30))
+            code = CoordinatorUnavailable.exit_code
+            return Reply.of(ReportReply(stop=True, reason="the grant is not valid", exit_code=code))
         grant, membership = request.grant, self._membership
         self._insist_on_bounds(request)
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
             cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
             self._board.refused(grant.island, cause)
-            reason = self._fenced_text(grant)
-            return Reply.of(ReportReply(stop=True, reason=reason, exit_code=Fenced.exit_code))
+            reason, exit_code = self._fenced_text(grant), Fenced.exit_code
+            if membership.has_returned_from(grant.island, grant.timeline):
+                exit_code = RunReturned.exit_code
+            return Reply.of(ReportReply(stop=True, reason=reason, exit_code=exit_code))
         self._leases.renewed(grant.island, loop_now())
         self._take_word(request)
         claims_json = self._take_positions(grant.island, request.position_json)
@@ -244,6 +257,11 @@ class IslandDesk:
         if (count := len(request.checkpoint_steps)) > MOST_CHECKPOINTS:
             self._board.refused(island, Cause.FRAME)
             raise FrameError(f"a report of {count} checkpoints; {MOST_CHECKPOINTS} are allowed")
+        if (count := len(request.held_out)) > _MOST_HELD_OUT:
+            self._board.refused(island, Cause.FRAME)
+            raise FrameError(
+                f"held-out losses of {count} checkpoints; {_MOST_HELD_OUT} are allowed"
+            )
         request.message = bounded_text(request.message)
 
     def _take_word(self, request: ReportRequest) -> None:
@@ -255,6 +273,9 @@ class IslandDesk:
             self._reached[island] = max(self._reached.get(island, reached), reached)
         self._keep(membership.reported(island))
         self._keep(membership.keeps(island, request.checkpoint_steps, inner_step=inner_step))
+        for each in request.held_out:
+            rules = self._board.terms.judging
+            self._keep(membership.voted(island, each.checkpoint, each.nats_per_byte, rules))
         if request.has_hold:
             self._keep(membership.promise(island, request.hold_step))
 
@@ -320,8 +341,12 @@ class IslandDesk:
         )
         if self._board.is_halting and not reply.stop:
             # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
-            reply.stop, reply.exit_code = True, CoordinatorUnavailable.exit_code
+            reply.stop, reply.exit_code = True, RunHalted.exit_code
             reply.reason = _HALTING
+        elif membership.is_returning and not reply.stop:
+            reply.stop, reply.exit_code = True, RunReturned.exit_code
+            assert membership.candidates.pending is not None
+            reply.reason = f"{_RETURNING}: {membership.candidates.pending.why}"
         return reply
 
     def _fenced_text(self, grant: Grant) -> str:

@@ -145,6 +145,13 @@ class Journal:
             )
         return len(conflicts)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing of any run."""
+        count = "SELECT (SELECT COUNT(*) FROM entries) + (SELECT COUNT(*) FROM rounds)"
+        (number,) = self._require().execute(count).fetchone()
+        return not number
+
     def entries(self) -> dict[str, str]:
         """Return all key-value pairs."""
         return dict(self._require().execute("SELECT key, value FROM entries"))

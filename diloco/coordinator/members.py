@@ -31,6 +31,7 @@ class MembershipRules:
         min_islands: Islands at work without which no round opens.
         max_islands: Most islands that the run can ever have.
         on_member_lost: What becomes of a run whose islands are fixed when one stays away.
+        most_step_tokens: Largest batch that an island may declare; 0: any.
     """
 
     is_elastic: bool = False
@@ -39,6 +40,7 @@ class MembershipRules:
     min_islands: int = 1
     max_islands: int = 1
     on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
+    most_step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ fails has changed nothing.
     paused            whether no round opens
     stop, checkpoint, timeline, fatal
 
-What belongs to it adds entries of its own: `assignment`, `claims`, `cuts`, `repairs`, `settings`.
+What belongs to it adds entries of its own: `assignment`, `candidates`, `claims`, `cuts`, `repairs`,
+`settings`.
 
 A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
 have, the largest promise is the `stop_step` to which everybody goes on and checkpoints. Nobody
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field, replace
 from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
 from diloco.coordinator.assignment import Assignment
+from diloco.coordinator.candidates import Candidates, JudgeRules, newest_first
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
@@ -43,6 +45,8 @@ from diloco.coordinator.members import Member, MembershipRules, read_member
 from diloco.coordinator.repairs import Repairs
 from diloco.coordinator.roll import Roll
 from diloco.coordinator.settings import Settings
+from diloco.errors import AggregationError
+from diloco.peer_bounds import MOST_BATCH_RATIO
 from diloco.refusals import Cause
 
 
@@ -62,6 +66,8 @@ class Membership(Roll):
         assignment: Which syncer has which fragments.
 
     Attributes:
+        is_text_known: Whether a join has fixed text and first inner step; one has that fixed the
+            plan, unless the journal was lost since.
         timeline: Counter of resumes.
         resume_step: Inner step of the checkpoint that this timeline began from.
         checkpoints: Inner steps of the complete run checkpoints, ascending.
@@ -79,6 +85,7 @@ class Membership(Roll):
     rules: MembershipRules = field(default_factory=MembershipRules)
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
+    candidates: Candidates = field(default_factory=Candidates)
     assignment: Assignment = field(default_factory=Assignment)
     repairs: Repairs = field(default_factory=Repairs)
     settings: Settings = field(default_factory=Settings)
@@ -86,6 +93,7 @@ class Membership(Roll):
     corpus_sha256: str = ""
     tokenizer_digest: str = ""
     start_step: int = 0
+    is_text_known: bool = False
     timeline: int = 0
     resume_step: int = 0
     generation: int = 0
@@ -110,6 +118,7 @@ class Membership(Roll):
         if self.claims is not None:
             self.claims.apply(entries)
         self.cuts.apply(entries)
+        self.candidates.apply(entries)
         self.assignment.apply(dict(entries))
         self.repairs.apply(entries)
         self.settings.apply(entries)
@@ -121,7 +130,7 @@ class Membership(Roll):
                 case "plan":
                     self.plan_json = value
                 case "corpus":
-                    self.corpus_sha256 = value
+                    self.corpus_sha256, self.is_text_known = value, True
                 case "tokenizer":
                     self.tokenizer_digest = value
                 case "start":
@@ -171,6 +180,7 @@ class Membership(Roll):
         tokenizer_digest: str,
         start_step: int,
         start_id: str,
+        tokens_per_inner_step: int = 0,
     ) -> Joined:
         """Accept or refuse one start of an island; the first one fixes what all must share.
 
@@ -180,6 +190,8 @@ class Membership(Roll):
         """
         there = Shared(identity_json, plan_json, corpus_sha256, tokenizer_digest, start_step)
         if (refusal := self._objection(run, island, there)) is not None:
+            return refusal
+        if (refusal := self._batch_objection(island, tokens_per_inner_step)) is not None:
             return refusal
         guests = self.guests if island in self.members else (*self.guests, island)
         member = self.members.get(island) or Member(len(self.members))
@@ -193,7 +205,7 @@ class Membership(Roll):
             JoinVerdict.ACCEPTED,
             incarnation=incarnation,
             entries=(
-                *(() if self.plan_json else self._fixed_by(there)),
+                *self._fixed_by(there),
                 *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
                 *self.changed(island, member.started(start_id, incarnation, self.timeline)),
                 *self._reopened(island),
@@ -216,13 +228,11 @@ class Membership(Roll):
         )
 
     def _fixed_by(self, first: Shared) -> Entries:
-        """Take from the first join what all must share from then on."""
+        """Take from the first join what all must share from then on; none after it."""
+        plan = (("plan", first.plan_json), *self.assignment.decided(first.plan_json))
         return (
-            ("plan", first.plan_json),
-            *self.assignment.decided(first.plan_json),
-            ("corpus", first.corpus_sha256),
-            ("tokenizer", first.tokenizer_digest),
-            ("start", str(first.start_step)),
+            *(() if self.plan_json else plan),
+            *(() if self.is_text_known else _text_fixed_by(first)),
         )
 
     def _objection(self, run: str, island: str, there: Shared) -> Joined | None:
@@ -248,9 +258,9 @@ class Membership(Roll):
         here = Shared(
             self.identity_json,
             self.plan_json,
-            self.corpus_sha256,
+            self.corpus_sha256 if self.is_text_known else there.corpus_sha256,
             self.tokenizer_digest,
-            self.start_step,
+            self.start_step if self.is_text_known else there.start_step,
         )
         if not self.rules.are_names_shared:
             here, there = here.without_names(), there.without_names()
@@ -267,6 +277,19 @@ class Membership(Roll):
         if member is not None and member.standing(self.timeline) is Lease.KICKED:
             return Joined(JoinVerdict.KICKED, self.kicked_text(island), cause=Cause.KICKED)
         return None
+
+    def _batch_objection(self, island: str, tokens_per_inner_step: int) -> Joined | None:
+        """Refuse a batch by which an island would count far more than any of the run's."""
+        most = self.rules.most_step_tokens
+        if not most or tokens_per_inner_step <= most:
+            return None
+        return Joined(
+            JoinVerdict.BATCH_TOO_LARGE,
+            f"islands.{island}.tokens_per_inner_step: {tokens_per_inner_step} there; at most "
+            f"{most} here, {MOST_BATCH_RATIO} times the largest of the coordinator's file, which "
+            f"bounds what a contribution can weigh: set it there, too",
+            cause=Cause.WEIGHT,
+        )
 
     def is_current(self, island: str, incarnation: int, timeline: int) -> bool:
         """Whether this is the newest start of an island, in this timeline, and not taken out."""
@@ -500,9 +523,11 @@ class Membership(Roll):
         reached = max(inner_step, self.resume_step)
         self._kept[island] = {step for step in steps if step <= reached}
         # Complete once is complete for good: an island that has not reported yet keeps its own.
+        # What was let go of is not taken back: the syncers' part may be gone.
         kept = [self._kept.get(name, set()) for name in self.counted]
-        complete = (set.intersection(*kept) if kept else set()) | set(self.checkpoints)
-        newest = tuple(sorted(complete)[-self.num_checkpoints :])
+        last = max(self.checkpoints, default=-1)
+        new = {step for step in set.intersection(*kept) if step > last} if kept else set()
+        newest = self.candidates.kept({*new, *self.checkpoints}, self.num_checkpoints)
         return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
 
     def is_cut_due(self, every_tokens: int) -> bool:
@@ -530,9 +555,68 @@ class Membership(Roll):
 
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
-        newest = sorted({*self.checkpoints, number})[-self.num_checkpoints :]
+        newest = self.candidates.kept({*self.checkpoints, number}, self.num_checkpoints)
         completed = self.cuts.completed(number, self.merged_tokens())
         return (*completed, ("checkpoint", json.dumps(newest)))
+
+    @property
+    def to_resume(self) -> int:
+        """The complete checkpoint to resume, if it is whole: the newest that is not bad."""
+        return newest_first(self.checkpoints, self.candidates)[0]
+
+    def has_returned_from(self, island: str, timeline: int) -> bool:
+        """Whether the run has returned by itself from the timeline of an island's start."""
+        is_old = timeline < self.timeline and self.standing(island) is not Lease.KICKED
+        return is_old and self.candidates.is_followed(timeline)
+
+    def voted(self, island: str, number: int, loss: float, rules: JudgeRules) -> Entries:
+        """Take an island's held-out loss of a run checkpoint; entries if that judges it.
+
+        What is no checkpoint, and will be none, is passed over.
+        """
+        if not self._can_be_checkpoint(number, rules.every_inner_steps):
+            return ()
+        return self.candidates.voted(
+            island,
+            number,
+            loss,
+            voters=self._voters,
+            complete=self.checkpoints,
+            rules=rules,
+        )
+
+    def _can_be_checkpoint(self, number: int, every_inner_steps: int) -> bool:
+        """Whether a number is that of a cut that was asked for, or of a step that makes one."""
+        if self.rules.is_elastic:
+            return self.cuts.find(number) is not None
+        is_within = 0 < number <= self.inner_steps
+        return every_inner_steps > 0 and is_within and number % every_inner_steps == 0
+
+    def _voters(self, number: int) -> Collection[str]:
+        """Islands that have, or are to have, a part of a checkpoint; none: not known yet."""
+        if not self.rules.is_elastic:
+            return self.counted.keys()
+        cut = self.cuts.find(number)
+        return () if cut is None or cut.owing else cut.parts.keys()
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether the run is to go back to a good checkpoint by itself, now."""
+        is_decided = self.candidates.pending is not None
+        return is_decided and not (self.is_stopping or self.fatal_reason)
+
+    def lost_by_returns(self, rules: JudgeRules) -> Entries:
+        """End the run where a return is due that may not be made; none: it is not, or it may."""
+        candidates, pending = self.candidates, self.candidates.pending
+        if not self.is_returning or pending is None or not candidates.is_lost(rules):
+            return ()
+        reason = (
+            f"{pending.why}. {candidates.num_returns} returns to a good checkpoint did not help "
+            f"(evaluation.max_returns = {rules.most_returns}): find the cause, then go on from "
+            f"the last good one: diloco coordinator RUN.toml --resume --at {pending.to}, and start "
+            f"every island"
+        )
+        return candidates.given_up() + self.failed(reason, AggregationError.exit_code)
 
     def checkpoint_name(self, step: int) -> str:
         """Say of what a checkpoint is, for people."""
@@ -563,8 +647,11 @@ class Membership(Roll):
             *self.claims.restored(cut.told, [part.text for part in cut.parts.values()]),
         )
 
-    def resumed(self, step: int) -> Entries:
-        """Begin a new timeline from a complete checkpoint: all must join again."""
+    def resumed(self, step: int, *, is_return: bool = False) -> Entries:
+        """Begin a new timeline from a complete checkpoint: all must join again.
+
+        `is_return`: the run does so by itself.
+        """
         beginning = {"timeline": self.timeline + 1, "resume_step": step}
         kept = [checkpoint for checkpoint in self.checkpoints if checkpoint <= step]
         return (
@@ -573,5 +660,14 @@ class Membership(Roll):
             ("stop", "null"),
             ("fatal", json.dumps(["", 0])),
             *self.paused(False),
+            *self.candidates.resumed(step, self.timeline + 1, is_return=is_return),
             *self._taken_back(step),
         )
+
+
+def _text_fixed_by(first: Shared) -> Entries:
+    return (
+        ("corpus", first.corpus_sha256),
+        ("tokenizer", first.tokenizer_digest),
+        ("start", str(first.start_step)),
+    )

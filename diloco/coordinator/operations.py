@@ -18,7 +18,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.leases import Lease
 from diloco.coordinator.membership import Membership
-from diloco.errors import ConfigError, CoordinatorUnavailable, Fenced
+from diloco.errors import ConfigError, Fenced, RunHalted
 from diloco.peer_texts import bounded_text
 
 #: The syncer asks so often.
@@ -33,7 +33,7 @@ LIVE_KEYS: Mapping[str, str] = {
     "outer.optimizer.momentum_ramp_rounds": _AT_SYNCER,
     "outer.weighting": _AT_SYNCER,
     "outer.clip_norm_ratio": _AT_SYNCER,
-    "outer.reject_norm_ratio": _AT_SYNCER,
+    "outer.guard": _AT_SYNCER,
     "outer.min_contributions": _AT_SYNCER,
     "outer.grace": _AT_SYNCER,
     "outer.grace_share": _AT_SYNCER,
@@ -209,7 +209,7 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
     if not arguments.get("checkpoint"):
         return Decision(
             f"stopping: every island is told to end at its next report, with exit code "
-            f"{CoordinatorUnavailable.exit_code}; then coordinator and syncer end. Nothing "
+            f"{RunHalted.exit_code}; then coordinator and syncer end. Nothing "
             f"published is lost; what was not yet merged is. The run goes on where it was: diloco "
             f"coordinator RUN.toml, then every island",
             is_halting=True,
@@ -245,10 +245,11 @@ def _repair(arguments: Mapping[str, str], membership: Membership, config: Config
     if membership.standing(island) is not Lease.ACTIVE:
         at_work = ", ".join(membership.holders) or "none"
         return _refused(f"{island} is not at work, and cannot give anything; at work: {at_work}")
+    if refusal_text := membership.repairs.refusal(int(number), island):
+        return _refused(refusal_text)
     return Decision(
-        f"fragment {number} is repaired from {island}: {_HEARD}, and takes the version that it has "
-        f"lost from there, if its digest is the one that was published. diloco status HOST:PORT "
-        f"shows when it is served again; if it is not, name another island",
+        f"version {damaged[int(number)].version} of fragment {number} is asked of {island}: "
+        f"{_HEARD}, and takes it from there if its digest is the one that was published",
         entries=membership.repairs.ask(int(number), island),
     )
 

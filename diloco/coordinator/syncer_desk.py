@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import RoundRow, Told
 from diloco.coordinator.membership import Membership
+from diloco.coordinator.repairs import LostVersion
 from diloco.coordinator.tape import told_expiry, told_repair
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.refusals import Cause
@@ -25,6 +26,7 @@ from protos.control_pb2 import (
     FragmentStatus,
     Grant,
     RefusalCount,
+    Repair,
     Roster,
     RoundReport,
     RoundReportReply,
@@ -33,8 +35,13 @@ from protos.control_pb2 import (
 )
 from transport.contracts import Handlers, IncomingCall, Reply
 from transport.errors import FrameError
+from transport.framing import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
+
+#: Characters of headers after which no further one is in a reply; one alone has at most 3/4 of the
+#: room of a message.
+_MOST_HEADERS = MAX_HEADER_BYTES // 8
 
 
 class SyncerDesk:
@@ -117,11 +124,11 @@ class SyncerDesk:
                 f"{len(known)} in all"
             )
         refused = _counted(report.refusals, membership.members)
-        self._board.syncer_says(report.syncer_id, report.syncer_epoch, refused)
+        self._board.syncer_says(report.syncer_id, report.syncer_epoch, refused, report.alarms)
         for fragment in report.fragments:
             self._board.fragment_stands(self._bounded(fragment))
-            is_damaged = bool(fragment.damage)
-            self._keep(membership.repairs.stands(fragment.fragment_id, is_damaged=is_damaged))
+            lost = self._lost(fragment) if fragment.damage else None
+            self._keep(membership.repairs.stands(fragment.fragment_id, lost))
         if row is not None:
             self._index(row)
             if (told := told_repair(report.record_json)) is not None:
@@ -147,9 +154,7 @@ class SyncerDesk:
         if cut is not None and cut.is_taken:
             reply.cut = self._asked[syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
-        for p in sorted(membership.repairs.asked.keys() & known):
-            island = membership.repairs.asked[p]
-            reply.repairs.add(fragment_id=p, island=island, record_json=self._board.newest(p))
+        reply.repairs.extend(self._repairs(known))
         if (roster := membership.roster()) is not None:
             reply.roster.CopyFrom(
                 Roster(
@@ -161,6 +166,26 @@ class SyncerDesk:
                 )
             )
         return reply
+
+    def _repairs(self, known: Collection[int]) -> Iterator[Repair]:
+        """Say of damaged fragments what is indexed of them, and who an operator has named.
+
+        As many headers as have room in a reply; the others once their syncer has these.
+        """
+        repairs, num_characters = self._membership.repairs, 0
+        for p in sorted(repairs.damaged.keys() & known):
+            named, header = repairs.asked.get(p, ""), ""
+            if repairs.damaged[p].wants_header and num_characters < _MOST_HEADERS:
+                header = self._board.newest(p)
+                num_characters += len(header)
+            if named or header:
+                yield Repair(fragment_id=p, island=named, record_json=header)
+
+    def _lost(self, fragment: FragmentStatus) -> LostVersion:
+        """Say what a fragment has lost, of what can be true of it."""
+        islands = self._membership.members
+        holders = sorted(set(fragment.holders).intersection(islands))
+        return LostVersion(fragment.lost_version, tuple(holders), fragment.wants_header)
 
     def _expired(self, expiry: Expiry) -> Told:
         """Say of an attempt what can be true of it."""
@@ -229,6 +254,8 @@ class SyncerDesk:
             rounds=fragment.rounds,
             solo_rounds=min(fragment.solo_rounds, fragment.rounds),
             damage=bounded_text(fragment.damage),
+            lost_version=fragment.lost_version,
+            holders=sorted(set(fragment.holders).intersection(self._membership.members)),
         )
 
 

@@ -7,6 +7,7 @@
     timeline/NUMBER      a resume, from which inner step
     expiry/KEY           an attempt that came to nothing: who was missing, and why
     repair/WHAT          a part of the store that was made again
+    alarm/REPORTER/...   an alarm that began to hold (`diloco.coordinator.reported_alarms`)
     conflict/VERSION     a version that was published as two things: the digest that was indexed
                          first, and the one that was reported later
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from diloco.config.classes import policy_json
 from diloco.config.schema import Config
+from diloco.coordinator.candidates import JudgeRules
 from diloco.coordinator.members import MembershipRules
+from diloco.peer_bounds import most_step_tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Terms:
         cut_tokens: Tokens from one run checkpoint to the next, where tokens end the run; 0: none
             but a stop's.
         rules: Who may take part.
+        judging: How run checkpoints are judged by their held-out loss.
     """
 
     policy_json: str
@@ -29,6 +32,7 @@ class Terms:
     total_tokens: int = 0
     cut_tokens: int = 0
     rules: MembershipRules = field(default_factory=MembershipRules)
+    judging: JudgeRules = field(default_factory=JudgeRules)
 
 
 def terms_of(config: Config) -> Terms:
@@ -48,5 +52,11 @@ def terms_of(config: Config) -> Terms:
             min_islands=run.min_islands,
             max_islands=config.max_islands,
             on_member_lost=outer.on_member_lost,
+            most_step_tokens=most_step_tokens_of(config),
+        ),
+        judging=JudgeRules(
+            config.evaluation.max_rise,
+            config.evaluation.max_returns,
+            config.checkpoint.every_inner_steps,
         ),
     )

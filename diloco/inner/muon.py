@@ -40,6 +40,8 @@ MOMENT = "exp_avg"
 #: Most elements of a bucket that a rank owns, and most that it holds: 128 MiB in float32.
 BUCKET_NUMEL = 1 << 25
 _RMS = 0.2
+#: Of an element of an update, over lr sqrt(max(M, N)): see `orthogonalise`.
+LARGEST_UPDATE = _RMS * 1.25
 _STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7

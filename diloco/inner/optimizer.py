@@ -18,12 +18,16 @@ from torch import Tensor, nn
 
 from diloco.config.inner import InnerOptimizerConfig, decay_begin
 from diloco.errors import ConfigError
-from diloco.inner.muon import Muon
+from diloco.inner.muon import LARGEST_UPDATE, Muon
 from diloco.outer.patterns import insist_on_match, matches
+from diloco.sync.boxes import whole_shape
 from diloco.sync.shards import canonical_parameters
+from diloco.sync.soundness import StepBound
 
 #: Of a group of parameters: what its learning rate is, as a multiple of the schedule's.
 _FACTOR = "lr_factor"
+#: Two roundings of a float32 value in a step.
+_ROUNDING = 2.0**-23
 
 
 def learning_rate(config: InnerOptimizerConfig, inner_step: float, inner_steps: int) -> float:
@@ -86,6 +90,45 @@ def build_optimizer(
         return adamw
     matrices = [_group(*group) for group in groups[True].items()]
     return Muon(matrices, adamw, lr=config.lr, momentum=config.momentum)
+
+
+def step_bound(optimizer: torch.optim.Optimizer) -> StepBound:
+    """Bound how far the optimizer's next step can move a value, whatever the gradients.
+
+    AdamW: with m and v the exponential means of g and g^2, Cauchy-Schwarz gives
+
+        |m| <= sqrt(v) (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)),
+
+    so that a value x moves by at most lr max(1, that factor) + lr decay |x| (1 where the first step
+    alone counts). Muon: the singular values of an orthogonalised matrix are at most about 1.2, and
+    so is every element of it.
+
+    Args:
+        optimizer: AdamW, Adam or `Muon`, with the learning rates of the step; of another nothing is
+            known.
+    """
+    if not isinstance(optimizer, (torch.optim.Adam, Muon)):
+        return StepBound()
+    update = decay = 0.0
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        most = _largest_of_muon(group) if "moments" in group else largest_ratio(*group["betas"])
+        update = max(update, group["lr"] * max(1.0, most))
+        decay = max(decay, group["lr"] * group["weight_decay"])
+    return StepBound(update, decay + _ROUNDING)
+
+
+def largest_ratio(beta1: float, beta2: float) -> float:
+    """Return the largest |m| / sqrt(v) of Adam's moments, see `step_bound`; may be infinite."""
+    if beta1 * beta1 >= beta2:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
+
+
+def _largest_of_muon(group: Mapping[str, Any]) -> float:
+    sides = (max(whole_shape(parameter)[-2:]) for parameter in group["params"])
+    return LARGEST_UPDATE * math.sqrt(max(sides))
 
 
 def check_names(config: InnerOptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,6 +11,7 @@ another: whoever stores them stores its name, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,13 +19,17 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.inner.muon import Muon
-from diloco.sync.boxes import declared_like, write_stored_
+from diloco.inner.optimizer import largest_ratio
+from diloco.sync.boxes import declared_like, stored, write_stored_
 from diloco.sync.shards import canonical_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Key of the optimizer's name, in a checkpoint's manifest and in what describes a copy.
 INNER_OPTIMIZER = "inner_optimizer"
 _STEP = "step"
+#: Of bounds of moments: many roundings; and what is lost where squares are too small for float32.
+_TOLERANCE = 1.01
+_TINY = 1e-18
 
 #: (section, canonical name) -> the full tensor, float32, CPU.
 Read = Callable[[str, str], Tensor]
@@ -120,6 +125,47 @@ def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, moment: str) ->
 def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the optimizer has made: the age of its moments; 0 before the first."""
     return max((int(state[_STEP]) for state in optimizer.state.values()), default=0)
+
+
+@torch.no_grad()
+def mend_moments_(optimizer: torch.optim.Optimizer, *, clip_norm: float = math.inf) -> int:
+    """Zero the moments of the values whose moments no gradients can have made; return how many.
+
+    Those that are not finite, first moments beyond what the second allows (`largest_ratio`), or
+    either beyond the norm that gradients were clipped to. What steps go on from is as if those
+    values had had no gradient yet. Waits for the device.
+
+    Args:
+        optimizer: AdamW, Adam or `Muon`; those of others are left alone.
+        clip_norm: Largest norm of a gradient; infinite: they were not clipped.
+    """
+    num_mended = 0
+    for group in optimizer.param_groups:
+        ratio = largest_ratio(*group["betas"]) if "betas" in group else math.inf
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            kept = [stored(state[moment]) for moment in MOMENTS if moment in state]
+            if not kept:
+                continue
+            is_wrong = _is_wrong(*kept, ratio=ratio, clip_norm=clip_norm)
+            if num_wrong := int(is_wrong.sum()):
+                num_mended += num_wrong
+                for moment in kept:
+                    moment.masked_fill_(is_wrong, 0.0)
+    return num_mended
+
+
+def _is_wrong(
+    exp_avg: Tensor, exp_avg_sq: Tensor | None = None, *, ratio: float, clip_norm: float
+) -> Tensor:
+    most = clip_norm * _TOLERANCE
+    is_right = (exp_avg.abs() <= most) & exp_avg.isfinite()
+    if exp_avg_sq is None:
+        return ~is_right
+    is_right &= exp_avg_sq.isfinite() & (exp_avg_sq >= 0) & (exp_avg_sq <= most * most)
+    if math.isfinite(ratio):
+        is_right &= exp_avg.abs() <= exp_avg_sq.sqrt() * (ratio * _TOLERANCE) + _TINY
+    return ~is_right
 
 
 def load_parameters_(model: nn.Module | Iterable[nn.Module], read: Read) -> None:

@@ -6,8 +6,9 @@ and writes between two steps. Knows nothing of that loop, of links or of other i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.config.inner import InnerConfig
-from diloco.data.batches import Batches, Evaluation
+from diloco.data.batches import Evaluation
 from diloco.errors import ConfigError
 from diloco.inner.context import positions_of
 from diloco.inner.cross_entropy import token_losses
@@ -24,11 +25,20 @@ from diloco.inner.experts import balance_
 from diloco.inner.families import Model
 from diloco.inner.gradients import clip_gradients_, settle_gradients_
 from diloco.inner.mesh import IslandMesh
-from diloco.inner.optimizer import build_optimizer, learning_rate, set_learning_rate_
+from diloco.inner.optimizer import (
+    build_optimizer,
+    learning_rate,
+    set_learning_rate_,
+    step_bound,
+)
 from diloco.inner.parallelize import set_is_last_micro_batch_
 from diloco.inner.pipeline import Pipeline, PipelineRunner, parts_of, sum_tied_gradients_
+from diloco.inner.state import mend_moments_, new_moments_
 from diloco.inner.tensor_parallel import partial_parameters
 from diloco.sync.shards import reshard_
+from diloco.sync.soundness import StepBound
+
+_UNBOUNDED = StepBound()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +48,14 @@ class InnerMetrics:
     Attributes:
         inner_step: Completed inner steps, this one included.
         loss: Mean over the island's whole batch, in nats a token, before the update.
-        grad_norm: Global norm of the gradient before clipping.
+        grad_norm: Global norm of the gradient before clipping; where it is not finite, no update
+            was made.
         learning_rate: Rate used.
         num_tokens: Predicted tokens of the island's whole batch.
         duration_s: Seconds from the batch to the updated parameters, on this rank.
         expert_loads: Tokens that chose each expert of a layer, over the island's whole batch, by
             the name of the layer's router.
+        bound: How far the update can have moved a value, whatever the gradients.
     """
 
     inner_step: int
@@ -53,6 +65,14 @@ class InnerMetrics:
     num_tokens: int
     duration_s: float
     expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    bound: StepBound = _UNBOUNDED
+
+
+class Text(Protocol):
+    """Where the tokens of an inner step come from."""
+
+    def batch(self, inner_step: int) -> Tensor:
+        """Return the tokens of the step that follows so many completed ones, shape [B, S + 1]."""
 
 
 class GradientHook(Protocol):
@@ -78,7 +98,7 @@ class InnerTrainer:
         model: Model | Pipeline,
         *,
         mesh: IslandMesh,
-        batches: Batches,
+        batches: Text,
         evaluation: Evaluation,
         config: InnerConfig,
         batch_size: int,
@@ -155,8 +175,11 @@ class InnerTrainer:
         loss = self._backward(tokens)
         with record_function("diloco/inner/clip"):
             grad_norm = self._clip()
+        bound = step_bound(self.optimizer)
         with record_function("diloco/inner/optimizer"):
-            self.optimizer.step()
+            # One value that is not finite would make all parameters and moments so.
+            if math.isfinite(grad_norm):
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         with record_function("diloco/inner/balance"):
             expert_loads = self._balance()
@@ -168,7 +191,21 @@ class InnerTrainer:
             num_tokens=self._batch_size * (tokens.shape[1] - 1),
             duration_s=self._clock() - started,
             expert_loads=expert_loads,
+            bound=replace(bound, update=max(bound.update, self._config.expert_bias_speed))
+            if expert_loads
+            else bound,
         )
+
+    def mend(self, *, is_new: bool) -> int:
+        """Mend the optimizer's state; returns how many values of it were not right.
+
+        Args:
+            is_new: Whether it begins anew, with moments of zero.
+        """
+        if is_new:
+            new_moments_(self.model, self.optimizer, step=0)
+            return 0
+        return mend_moments_(self.optimizer, clip_norm=self._config.clip_norm)
 
     def _backward(self, tokens_BS1: Tensor) -> Tensor:
         """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""

@@ -3,8 +3,9 @@
 Stands before every handler of coordinator, syncer and peers. Where callers are known (certificates
 or tokens) it compares them with the method's role and with the island that the header names; where
 they are not, what is for the operator alone is told on this machine only. Known or not, a header
-that is no message, or of another protocol version, goes no further. Grants
-(`diloco.coordinator.grants`) are checked behind it. A method without a rule is served to nobody.
+that is no message, of another protocol version, or that says what cannot be in this run
+(`diloco.peer_bounds`), goes no further. Grants (`diloco.coordinator.grants`) are checked behind it.
+A method without a rule is served to nobody.
 
 Source: protocol.md section 8.
 """
@@ -17,6 +18,8 @@ from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
 
+from diloco.peer_bounds import RunLimits, problem_of
+from diloco.refusals import Cause
 from protos import allreduce_pb2
 from protos.baseline_pb2 import VectorHeader
 from protos.control_pb2 import (
@@ -41,7 +44,7 @@ from protos.fragment_pb2 import (
     UploadHeader,
 )
 from transport.contracts import PROTOCOL_VERSION, Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError, Unauthorised, VersionMismatch
+from transport.errors import FrameError, OutOfRange, Unauthorised, VersionMismatch
 from transport.identity import Identity, Role
 
 #: Of a message, hence any: which island it speaks for.
@@ -107,16 +110,45 @@ RULES: Mapping[str, Rule] = {
 _ANSWERS_VERSIONS = "control.join"
 
 
-def guarded(handlers: Handlers) -> Handlers:
+def _uncounted(island: str, cause: Cause) -> None:
+    """Count nothing: there is nobody to show it to."""
+
+
+def guarded(
+    handlers: Handlers,
+    limits: RunLimits | None = None,
+    on_refused: Callable[[str, Cause], None] = _uncounted,
+) -> Handlers:
     """Put its rule before each handler.
+
+    Args:
+        handlers: Coroutines by method name.
+        limits: What there can be in the run; None: in any.
+        on_refused: Counts a message that says what cannot be, by island (empty where nobody has
+            proved whose it was) and cause.
 
     Raises:
         KeyError: If a method has none.
     """
-    return {method: _guarded(method, RULES[method], handlers[method]) for method in handlers}
+
+    def insist_on_bounds(caller: Identity | None, method: str, message: Message) -> None:
+        if problem := problem_of(message, limits or RunLimits()):
+            is_known = caller is not None and caller.role is Role.ISLAND
+            on_refused(caller.name if caller is not None and is_known else "", Cause.BOUNDS)
+            raise OutOfRange(f"{method} is refused, and has changed nothing: {problem}")
+
+    return {
+        method: _guarded(method, RULES[method], handlers[method], insist_on_bounds)
+        for method in handlers
+    }
 
 
-def _guarded(method: str, rule: Rule, handler: Handler) -> Handler:
+def _guarded(
+    method: str,
+    rule: Rule,
+    handler: Handler,
+    insist_on_bounds: Callable[[Identity | None, str, Message], None],
+) -> Handler:
     async def handle(call: IncomingCall) -> Reply:
         message: Any
         try:
@@ -140,6 +172,7 @@ def _guarded(method: str, rule: Rule, handler: Handler) -> Handler:
                 f"transport.certs, --certs), or tokens (diloco certs token operator, "
                 f"transport.tokens, --tokens)"
             )
+        insist_on_bounds(call.caller, method, message)
         return await handler(call)
 
     return handle

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import socket
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.config.island import IslandConfig
@@ -21,6 +21,8 @@ from diloco.errors import ConfigError
 from diloco.launch.access import guarded
 from diloco.launch.security import Security
 from diloco.launch.state_dir import StateDir, read_endpoint
+from diloco.peer_bounds import RunLimits
+from diloco.refusals import Cause
 from transport.addresses import is_wildcard, split_address, split_candidates
 from transport.contracts import Handlers, Server
 from transport.hivemind_address import (
@@ -47,6 +49,8 @@ async def listen(
     *,
     security: Security,
     chunk_bytes: int,
+    limits: RunLimits | None = None,
+    on_refused: Callable[[str, Cause], None] = lambda island, cause: None,
     busy_s: float = 10.0,
 ) -> Server:
     """Serve `handlers` at `bind`; where its port is 0, at the port of `recorded`.
@@ -57,20 +61,27 @@ async def listen(
         handlers: Coroutines by method name; each gets its rule of `access` before it.
         security: What this process shows and asks for.
         chunk_bytes: Chunk size of replies.
+        limits: What callers can say of this run; None: of any.
+        on_refused: Counts what says something else, by island and cause.
         busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
 
     Raises:
         ConfigError: If the address cannot be bound.
     """
+    _raise_descriptor_limit()
     host, port = split_address(bind)
     if port == 0 and recorded:
         bind = f"{host}:{_port(recorded)}"
     loop = asyncio.get_running_loop()
     until = loop.time() + busy_s
     while True:
-        server = security.server(bind, guarded(handlers), limits=_LIMITS, chunk_bytes=chunk_bytes)
+        server = security.server(
+            bind,
+            guarded(handlers, limits, on_refused),
+            limits=_LIMITS,
+            chunk_bytes=chunk_bytes,
+        )
         try:
-            _insist_on_free(bind)
             await server.start()
         except OSError as error:
             if loop.time() >= until:
@@ -83,25 +94,11 @@ async def listen(
             return server
 
 
-def _insist_on_free(bind: str) -> None:
-    """Refuse a port that another process has: gRPC itself fills the log with every attempt.
-
-    Raises:
-        OSError: If it is taken; what else is wrong with an address is gRPC's to find.
-    """
-    host, port = split_address(bind)
-    with contextlib.suppress(socket.gaierror):
-        for family, _, _, _, place in socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM
-        ):
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(place)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        text = f"cannot listen on {bind}: {error.strerror}"
-                        raise OSError(error.errno, text) from error
+def _raise_descriptor_limit() -> None:
+    """Let this process have as many connections as the system allows it at all."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # without an end, or more than the kernel gives
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def coordinator_address(bound: str, config: CoordinatorConfig) -> str:

@@ -7,6 +7,7 @@ from diloco.errors import ConfigError
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.outer.combination import MergeRule
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.peer_bounds import weights_of
 from diloco.rounds.publication import PublicationRules
 from diloco.rounds.rules import SyncerRules
 from diloco.rounds.timing import TimingRules
@@ -29,9 +30,9 @@ def build_publication_rules(config: Config) -> PublicationRules:
         outer.merge_rule,
         outer.weighting,
         outer.clip_norm_ratio,
-        outer.reject_norm_ratio,
         outer.plain_mean,
         outer.experts,
+        outer.guard,
     )
     return PublicationRules(outer.uplink, outer.downlink, optimizer, config.run.seed, merge)
 
@@ -73,6 +74,7 @@ def build_syncer_rules(
         total_tokens=config.total_tokens if is_on_arrival else 0,
         has_flush=outer.flush,
         policy_revision=policy_revision,
+        weights=weights_of(config),
     )
 
 

@@ -4,6 +4,7 @@
     DIR/links.json      island -> what happens to its links, read once a second by its ranks
     DIR/clock.json      coordinator|syncer|syncer-N -> seconds by which its wall clock is wrong, the
                         same
+    DIR/spoilt.json     what happens to what islands train (`diloco.launch.spoiler`)
     DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
                               reading of the files above on
     DILOCO_CHAOS_STEP_S=S    set beside it where times are judged, and by `diloco sim validate`: an
@@ -53,6 +54,21 @@ def links_path(directory: Path) -> Path:
 def clock_path(directory: Path) -> Path:
     """File that says how wrong clocks are."""
     return directory / "clock.json"
+
+
+def spoilt_path(directory: Path) -> Path:
+    """File that says what happens to what islands train (`diloco.launch.spoiler`)."""
+    return directory / "spoilt.json"
+
+
+def spoilt_name(island: str) -> str:
+    """Name under which an island's ranks look at that file, and tell what has taken effect."""
+    return f"spoilt-{island}"
+
+
+def fired_path(directory: Path, who: str, pid: int) -> Path:
+    """File in which a process tells what has taken effect in it."""
+    return directory / _fired_name(who, pid)
 
 
 def fired(directory: Path, who: str) -> Counter[str]:
@@ -116,7 +132,7 @@ class ChaoticLinks:
             self._control.script = script_of(script, carries_fragments=False)
             if (counts := self._counts()) != told:
                 told = counts
-                write_json(self._directory / _fired_name(self._island, os.getpid()), dict(told))
+                write_json(fired_path(self._directory, self._island, os.getpid()), dict(told))
             time.sleep(_READ_S)
 
     def _counts(self) -> Counter[str]:
@@ -173,7 +189,7 @@ class _WrongClock:
 
     def _follow(self) -> None:
         num_jumps = 0
-        own = self._directory / _fired_name(self._who, os.getpid())
+        own = fired_path(self._directory, self._who, os.getpid())
         write_json(own, {"clock": num_jumps})
         while True:
             offset_s = float(_read(clock_path(self._directory)).get(self._who, 0.0))

@@ -36,15 +36,17 @@ from diloco.coordinator.operator_desk import Operations
 from diloco.coordinator.tape import told_of
 from diloco.coordinator.terms import terms_of
 from diloco.durable import DiskFull, write_durably
-from diloco.errors import ConfigError
+from diloco.errors import AggregationError, ConfigError
 from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
 from diloco.launch.backup import Backups
 from diloco.launch.chaos import wall_clock
 from diloco.launch.ending import Request, first_of, heed_signals
+from diloco.launch.lost_journal import insist_on_journal
 from diloco.launch.room import having_room
 from diloco.launch.run_checkpoints import (
     RESUME,
     choose_checkpoint,
+    choose_good,
     commands_of_islands,
     insist_on_run,
     insist_on_same_run,
@@ -64,6 +66,7 @@ from diloco.launch.state_dir import (
     read_timeline,
 )
 from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.peer_bounds import limits_of, weights_of
 from diloco.rounds.log import headers_in
 from diloco.rounds.pins import pin_directory
 from transport.identity import Role
@@ -124,6 +127,7 @@ async def run_coordinator(
             )
             state.create(config.coordinator.num_syncers)
             with open_journal(state.journal) as journal:
+                insist_on_journal(state, journal)
                 membership = read_membership(config, journal)
                 if resume:
                     step = choose_checkpoint(config, state, membership, at_step, tell)
@@ -137,7 +141,7 @@ async def run_coordinator(
                 await having_room(
                     "the configuration", functools.partial(_claim, config, state, membership)
                 )
-                return await _coordinate(config, state, journal, membership, tell, linger_s)
+                return await _coordinate_on(config, state, journal, tell, linger_s)
     except Held as error:
         raise ConfigError(
             f"another coordinator runs in {config.coordinator.state_dir} ({error}): watch it with "
@@ -199,6 +203,61 @@ def _insist_on_same_policy(
         )
 
 
+async def _coordinate_on(
+    config: Config,
+    state: StateDir,
+    journal: Journal,
+    tell: Callable[[str], None],
+    linger_s: float,
+) -> int:
+    """Serve until the end, and through returns of the run by itself; returns the exit code.
+
+    A return that was decided is made first, so that a coordinator that was killed at any moment of
+    it goes on with it. Each timeline begins as after a restart, with what the journal remembers.
+    """
+    signals = heed_signals(num_graceful=1)
+    while True:
+        membership = read_membership(config, journal)
+        if membership.is_returning:
+            await _return(config, state, journal, membership, tell, signals)
+            membership = read_membership(config, journal)
+        config = _with_settings(config, membership, lambda line: None)
+        code = await _coordinate(config, state, journal, membership, tell, linger_s, signals)
+        if not membership.is_returning or signals.asked.is_set():
+            return code
+
+
+async def _return(
+    config: Config,
+    state: StateDir,
+    journal: Journal,
+    membership: Membership,
+    tell: Callable[[str], None],
+    signals: Request,
+) -> None:
+    """Begin a new timeline from the last good checkpoint.
+
+    Or end the run: where none is whole, or where so many returns did not help.
+    """
+    decided = membership.candidates.pending
+    assert decided is not None
+    if entries := membership.lost_by_returns(terms_of(config).judging):
+        pass  # a coordinator that was killed had not looked at it yet
+    elif (step := choose_good(config, state, membership, tell)) is not None:
+        entries = membership.resumed(step, is_return=True)
+    else:
+        entries = membership.candidates.given_up() + membership.failed(
+            f"{decided.why}; no checkpoint that was judged good is whole (the coordinator's log "
+            f"says what is torn)",
+            AggregationError.exit_code,
+        )
+    await having_room(
+        "the return to a good checkpoint",
+        lambda: journal.write(entries, told=told_of(entries)),
+        given_up=signals.forced,
+    )
+
+
 async def _coordinate(
     config: Config,
     state: StateDir,
@@ -206,13 +265,15 @@ async def _coordinate(
     membership: Membership,
     tell: Callable[[str], None],
     linger_s: float,
+    signals: Request,
 ) -> int:
     """Stop the syncers of an earlier timeline, then serve until the end; returns the exit code."""
-    signals = heed_signals(num_graceful=1)
     coordinator = _build_coordinator(config, membership, journal, state)
     security = Security.of(config, Role.COORDINATOR)
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
+    if problem := config.outer.sparse_problem:
+        tell(f"warning: {problem}")
     decider = _build_decider(config, coordinator, membership, journal, state)
     supervisors = [
         SyncerSupervisor(each, on_hopeless=coordinator.fail)
@@ -241,11 +302,13 @@ async def _coordinate(
             _asked_to_stop(coordinator, membership, signals, tell),
             *([decider.watch()] if decider else [s.run() for s in supervisors]),
         )
-        if membership.fatal_reason or coordinator.is_halting:
+        if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
             await _linger(membership, linger_s)
         # They are served meanwhile: they have last reports.
         given_up = coordinator.ended if coordinator.is_halting else signals.forced
         await _stop_syncers(state, supervisors, journal, given_up)
+    if membership.is_returning and not signals.asked.is_set():
+        return 0  # it goes on
     return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
 
 
@@ -282,6 +345,8 @@ async def _serving(
         repeated_when_full({**coordinator.handlers, **(decider.handlers if decider else {})}),
         security=security,
         chunk_bytes=config.transport.chunk_bytes,
+        limits=limits_of(config),
+        on_refused=coordinator.refused,
     )
     try:
         async with _serving_metrics(config, coordinator, is_restart=earlier is not None):
@@ -341,7 +406,9 @@ def _build_decider(
         membership=membership,
         journal=journal,
         secret=load_or_create_secret(state.secret),
-        rules=DeciderRules(outer.round_deadline_s, outer.downlink, outer.retained_versions),
+        rules=DeciderRules(
+            outer.round_deadline_s, outer.downlink, outer.retained_versions, weights_of(config)
+        ),
         decider_id=secrets.token_hex(16),
         is_granted=coordinator.is_island,
         on_status=coordinator.fragment_stands,
@@ -491,7 +558,7 @@ def _next_text(config: Config, membership: Membership) -> str:
     if not membership.checkpoints:
         return "no checkpoint is complete: start the run again in an empty coordinator.state_dir"
     return (
-        f"resume it from {membership.checkpoint_name(membership.checkpoints[-1])}: {RESUME}; then "
+        f"resume it from {membership.checkpoint_name(membership.to_resume)}: {RESUME}; then "
         f"every island: "
         f"{commands_of_islands(config)}"
     )

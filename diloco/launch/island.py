@@ -1,12 +1,14 @@
 """An island: its ranks all alive or all ended, started again as long as its budget lasts.
 
-A rank that fails ends the others. Where that may help (exit codes 20 and 40, a signal, a crash) all
-of them are started again, as a new start of the island, which then returns to the run; the budget
-is `islands.NAME.max_restarts`. An island of several hosts has one supervisor a host; the first
-host's decides for all (`diloco.launch.hosts`). What the ranks copied to memory outlives them here
-(`diloco.launch.host_memory`). Imports no torch, so that a supervisor is light;
-where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank of somebody else's job
-and supervises nothing.
+A rank that fails ends the others. Where that may help (exit codes 20, 30 and 40, a signal, a crash)
+all of them are started again, as a new start of the island, which then returns to the run; the
+budget is `islands.NAME.max_restarts`. Who reached nobody (30) is started again whatever the budget,
+for 72 h in a row, unless the budget is 0. When the run has returned to an earlier checkpoint by
+itself (exit code 42), they are started again whatever the budget. An island of several hosts has
+one supervisor a host; the first host's decides for all (`diloco.launch.hosts`). What the ranks
+copied to memory outlives them here (`diloco.launch.host_memory`). Imports no torch, so that a
+supervisor is light; where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank
+of somebody else's job and supervises nothing.
 
 Source: protocol.md section 9 (one island returns).
 """
@@ -24,14 +26,15 @@ from pathlib import Path
 from diloco.config.classes import fingerprint
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.durable import write_durably
-from diloco.errors import ConfigError, IslandFailed
+from diloco.durable import telling_full, write_durably
+from diloco.errors import ConfigError, CoordinatorUnavailable, IslandFailed, RunReturned
 from diloco.launch.ending import Interrupted, Request, exit_at_once, heeding_signals
 from diloco.launch.host_memory import HostMemory
 from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
 from diloco.launch.place import Place
 from diloco.launch.ranks import End, RankCommand, Ranks
-from diloco.launch.restarts import RestartBudget
+from diloco.launch.restarts import Outage, RestartBudget
+from diloco.launch.room import wait_for_room
 from transport.addresses import split_address
 
 logger = logging.getLogger(__name__)
@@ -77,7 +80,6 @@ def run_island(
                 f"launcher has spread this island already; leave it out, or unset them"
             )
         return _join_job(config, coordinator_address, output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     supervisor = _Supervisor(config, coordinator_address, output_dir, place or Place())
     return supervisor.run()
 
@@ -110,8 +112,12 @@ class _Supervisor:
         has_copies = self.config.island.memory_checkpoint_steps > 0
         kept = self._island_ranks if has_copies else ()
         with HostMemory(self.config.island_id, kept) as memory, heeding_signals() as request:
-            command = self._command(memory)
             try:
+                command = wait_for_room(
+                    f"island {self.config.island_id}",
+                    lambda: self._command(memory),
+                    lambda seconds: _pause(seconds, request),
+                )
                 if self.place.host_index == 0:
                     return self._lead(command, request)
                 return self._follow(command, request)
@@ -139,6 +145,7 @@ class _Supervisor:
         """Start the island until it ends for good."""
         island, name = self.config.island, self.config.island_id
         budget = RestartBudget(island.max_restarts, island.restart_wait_s, island.restart_reset_s)
+        outage = Outage(island.restart_wait_s, island.restart_reset_s)
         while True:
             patience_s = self.config.transport.unreachable_s
             lived_s = 0.0
@@ -147,17 +154,29 @@ class _Supervisor:
                 end, lived_s = self._lead_one(command, request, others)
             if end.code == 0:
                 return end
+            if end.exit_code == RunReturned.exit_code and not end.is_final:
+                logger.warning("island %s starts again: %s", name, end.reason)
+                _pause(_AGAIN_S, request)
+                continue
             if not end.is_worth_a_restart:
                 logger.error("island %s ends, exit_code=%d: %s", name, end.exit_code, end.reason)
                 return end
-            wait_s = budget.failed(lived_s)
+            is_outage = end.exit_code == CoordinatorUnavailable.exit_code and island.max_restarts
+            if is_outage:
+                called_s = min(lived_s, patience_s)  # and nobody answered
+                wait_s = outage.failed(lived_s - called_s, called_s)
+                left = f"for {outage.most_s / 3600:g} h of an outage, {outage.lasted_s:.0f} s gone"
+            else:
+                wait_s = budget.failed(lived_s)
+                left = f"restarts_left={budget.left} of {budget.max_restarts}"
             if wait_s is None:
-                logger.error("%s\n%s", end.reason, self._used_up(end))
+                logger.error(
+                    "%s\n%s", end.reason, self._used_up(end, outage if is_outage else None)
+                )
                 return end
             logger.warning(
-                "island %s starts again, wait_s=%g restarts_left=%d of %d: %s",
-                name, wait_s, budget.left, budget.max_restarts, end.reason,
-            )  # fmt: skip
+                "island %s starts again, wait_s=%g, %s: %s", name, wait_s, left, end.reason
+            )
             _pause(wait_s, request)
 
     def _lead_one(
@@ -179,11 +198,16 @@ class _Supervisor:
         elsewhere = others.end() if seen.code else End(0)
         return min((here, elsewhere, seen), key=lambda end: end.telling), lived_s
 
-    def _used_up(self, end: End) -> str:
+    def _used_up(self, end: End, outage: Outage | None) -> str:
         island = self.config.island_id
+        why = (
+            f"its restarts (islands.{island}.max_restarts = {self.config.island.max_restarts}) are "
+            f"used up"
+            if outage is None
+            else f"for {outage.most_s / 3600:g} h it has reached nobody"
+        )
         return (
-            f"island {island} ends, exit_code={end.exit_code}: its restarts "
-            f"(islands.{island}.max_restarts = {self.config.island.max_restarts}) are used up. "
+            f"island {island} ends, exit_code={end.exit_code}: {why}. "
             f"When the cause is removed, start it again; it returns to the run as long as the "
             f"others wait for it: diloco island RUN.toml --island {island}{self.place.options()} "
             f"--coordinator {self.coordinator_address}"
@@ -258,6 +282,8 @@ class _Supervisor:
         island, config = self.config.island_id, self.config
         index = self.place.host_index
         name = f"resolved-{island}.toml" if index == 0 else f"resolved-{island}-host-{index}.toml"
+        with telling_full():
+            self.output_dir.mkdir(parents=True, exist_ok=True)
         resolved = self.output_dir / name
         write_durably(resolved, [resolved_toml(config).encode()])
         interface = self.place.interface()

@@ -32,6 +32,7 @@ from diloco.inner.state import (
     insist_on_optimizer,
     load_moments_,
     load_parameters_,
+    mend_moments_,
     optimizer_name,
     optimizer_step,
     training_tensors,
@@ -57,10 +58,12 @@ from diloco.outer.fragments import plan_difference, tensor_difference
 from diloco.sync.connection import Connection
 from diloco.sync.heal import NotHealed
 from diloco.sync.session import DiLoCo
+from diloco.sync.soundness import Mend
 from diloco.telemetry.events import (
     CheckpointFailed,
     CheckpointWritten,
     Event,
+    InnerStateMended,
     InnerStateTaken,
 )
 
@@ -182,9 +185,7 @@ class IslandCheckpoints:
         try:
             with outer.checkpointing(text_json=text_json):
                 state = outer.state_dict()
-                num_bytes = self._writer.write(
-                    step, training=training, outer=state, about=self._about(state), cut=cut
-                )
+                num_bytes = self._write_awaited(step, training, state, cut)
                 seconds = time.monotonic() - began
         except OSError as error:
             reason = self._tell_failed(step, error)
@@ -195,6 +196,26 @@ class IslandCheckpoints:
                 ) from error
         else:
             self._written(step, number, num_bytes, seconds, seconds)
+
+    def _write_awaited(
+        self,
+        step: int,
+        training: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Tensor],
+        cut: int,
+    ) -> int:
+        """Write a checkpoint that is waited for; as `CheckpointWriter.write`.
+
+        What was copied is written by the thread, whose ranks wait for each other's disks, and not
+        only for `collective_timeout`.
+        """
+        about = self._about(state)
+        if not self._config.checkpoint.asynchronous:  # no room for a copy
+            return self._writer.write(step, training=training, outer=state, about=about, cut=cut)
+        taken = self._writer.take(training, state)
+        return self._thread.run(
+            lambda group: self._writer.save(step, taken, about=about, cut=cut, group=group)
+        )
 
     def check(self) -> None:
         """Raise what has ended the writing behind, if anything but a disk has; waits for nothing.
@@ -209,8 +230,31 @@ class IslandCheckpoints:
 
     def copy(self) -> None:
         """Copy the inner state to memory, if that is due after the present inner step."""
-        if self._memory is not None and self._memory.is_due(self._outer.inner_step):
+        is_due = self._memory is not None and self._memory.is_due(self._outer.inner_step)
+        if self._memory is not None and is_due and not self._outer.is_in_doubt:
             self._memory.copy(self._outer.inner_step, data=self._batches.state_dict())
+
+    def mend(self, what: Mend) -> None:
+        """Mend the inner optimizer, as the last step of the outer loop asks; collective for ALL."""
+        began, inner_step = time.monotonic(), self._outer.inner_step
+        if what is Mend.MOMENTS:
+            self._tell_mended(self._trainer.mend(is_new=False), inner_step, "training")
+            return
+        self._trainer.mend(is_new=True)
+        refusal = self._take_anothers(began)
+        if refusal is not None:
+            logger.warning("the inner optimizer begins anew after inner step %d", inner_step)
+            self._tell(began, 0, "fresh", reason=refusal)
+
+    def _tell_mended(self, num_values: int, inner_step: int, source: str) -> None:
+        """Say how many values of the moments could not be right, if any."""
+        if num_values:
+            logger.error(
+                "%d values of the inner optimizer's moments, as they came from %s, cannot be right "
+                "and are set to zero",
+                num_values, source,
+            )  # fmt: skip
+            self._on_event(InnerStateMended(inner_step, num_values, source))
 
     def close(self) -> None:
         """Wait for the copies that are under way, in memory and to the mirror."""
@@ -230,6 +274,10 @@ class IslandCheckpoints:
             "data": self._batches.state_dict(),
             "timeline": int(state["meta"][1]),
             "versions": self._outer.versions,
+            "text": {
+                str(slot): position.as_json()
+                for slot, position in self._batches.positions().items()
+            },
         }
 
     def _written(
@@ -333,6 +381,7 @@ class IslandCheckpoints:
                 return
         if memory is not None and copied is not None:
             data, received_bytes = memory.load_()
+            self._mend_taken("a copy in memory")
             if data["inner_step"] <= self._outer.start_step:
                 self._batches.load_state_dict(data)  # so that no text is read once more
             self._seek()
@@ -341,25 +390,24 @@ class IslandCheckpoints:
         self._seek()
         self._begin_anew(began)
 
+    def _take_anothers(self, began: float) -> str | None:
+        """Take a donor's optimizer, if this island is to; returns why not, None: it was taken."""
+        if self._healing is None:
+            return ""
+        try:
+            taken = self._healing.take_(self._trainer.model, self._trainer.optimizer)
+        except NotHealed as error:
+            return str(error)
+        where = f"island {taken.donor} (checkpoint {taken.checkpoint})"
+        logger.info("inner optimizer of its inner step %d: %s", taken.inner_step, where)
+        self._tell(began, taken.inner_step, "donor", donor=taken.donor, checkpoint=taken.checkpoint)
+        return None
+
     def _begin_anew(self, began: float) -> None:
         """Go on without any state of this island: with a donor's optimizer, or with a new one."""
-        reason, config = "", self._config
-        if self._healing is not None:
-            try:
-                taken = self._healing.take_(self._trainer.model, self._trainer.optimizer)
-            except NotHealed as error:
-                reason = str(error)
-            else:
-                where = f"island {taken.donor} (checkpoint {taken.checkpoint})"
-                logger.info("inner optimizer of its inner step %d: %s", taken.inner_step, where)
-                self._tell(
-                    began,
-                    taken.inner_step,
-                    "donor",
-                    donor=taken.donor,
-                    checkpoint=taken.checkpoint,
-                )
-                return
+        config = self._config
+        if (reason := self._take_anothers(began)) is None:
+            return
         every = "every_tokens" if config.outer.is_on_arrival else "every_inner_steps"
         unset = [f"checkpoint.{every}"]
         if self._memory is None:
@@ -487,3 +535,9 @@ class IslandCheckpoints:
 
     def _load_moments(self, read: Read, step: int) -> None:
         load_moments_(self._trainer.model, self._trainer.optimizer, read, step=step)
+        self._mend_taken("a checkpoint")
+
+    def _mend_taken(self, source: str) -> None:
+        """Take out of an optimizer that was stored what gradients cannot have made."""
+        num_values = mend_moments_(self._trainer.optimizer)
+        self._tell_mended(num_values, self._outer.start_step, source)

@@ -6,6 +6,7 @@ The next start says by it what of the text has changed.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from pathlib import Path
 
@@ -14,9 +15,12 @@ import torch
 from diloco.config.classes import fingerprint
 from diloco.config.schema import Config
 from diloco.data.batches import Data
+from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError, FingerprintMismatch
 from diloco.sync.session import DiLoCo
 from protos.control_pb2 import Grant
+
+logger = logging.getLogger(__name__)
 
 
 def write_manifest(
@@ -39,7 +43,11 @@ def write_manifest(
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    _path(output_dir, config).write_text(json.dumps(manifest, indent=2) + "\n")
+    text = json.dumps(manifest, indent=2) + "\n"
+    try:
+        write_durably(_path(output_dir, config), [text.encode()])
+    except DiskFull as error:
+        logger.error("the manifest of this start is not written, and training goes on: %s", error)
 
 
 def insist_on_earlier_text(output_dir: Path, config: Config, data: Data) -> None:

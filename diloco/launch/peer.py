@@ -39,6 +39,7 @@ from diloco.launch.security import Security
 from diloco.launch.state_dir import Held, StateDir, Timeline, hold, read_timeline
 from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
+from diloco.peer_bounds import limits_of
 from diloco.rounds.pins import restore, set_aside
 from diloco.rounds.record import RecordInvalid
 from diloco.sync.peer import Peer, PeerRules
@@ -126,6 +127,7 @@ async def start_peer(
             calls=calls,
             grant=reply.grant,
             worker=worker,
+            beside=opened.enter_context(TensorThread("beside")),
             complete_checkpoints=complete_checkpoints,
         )
         opened.push_async_callback(peer.stop)
@@ -136,6 +138,7 @@ async def start_peer(
             peer.handlers,
             security=security,
             chunk_bytes=config.transport.chunk_bytes,
+            limits=limits_of(config),
         )
         opened.push_async_callback(server.stop, _DRAIN_S)
         write_json(state.bound, server.address)

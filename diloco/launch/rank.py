@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from diloco.alarms import AlarmKind
 from diloco.config.hugging_face import insist_on_version
 from diloco.config.load import load_config
 from diloco.config.schema import Config
@@ -68,15 +69,22 @@ from diloco.launch.profile import StepProfile
 from diloco.launch.rank_memory import insist_on_host_memory
 from diloco.launch.record import RankRecord
 from diloco.launch.sinks import build_sinks
+from diloco.launch.spoiler import spoiler_of
 from diloco.launch.text_share import open_text
 from diloco.launch.warm_start import WarmStart
+from diloco.loss_history import LossWatch
 from diloco.sync.connection import Connection
 from diloco.sync.registration import IslandState
 from diloco.sync.session import DiLoCo
+from diloco.sync.soundness import Mend
 from diloco.telemetry.compute import Compute
+from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
 from protos.control_pb2 import JoinReply
 
 logger = logging.getLogger(__name__)
+
+#: Inner steps over which the training loss is averaged, at least, before it is compared.
+_LEAST_WATCHED = 10
 
 
 def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
@@ -132,6 +140,7 @@ class _Rank:
 
     def run(self, connection: Connection) -> None:
         """Enter the run, train to its end or stop, and evaluate."""
+        self._connection = connection
         self._enter(connection)
         try:
             self._train()
@@ -323,10 +332,14 @@ class _Rank:
         self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
     ) -> InnerTrainer:
         config = self._config
+        job = self._job
+        self._spoiler = spoiler_of(
+            os.environ, config.island_id, island_rank=job.island_rank, num_ranks=job.num_ranks
+        )
         return InnerTrainer(
             model,
             mesh=mesh,
-            batches=batches,
+            batches=batches if self._spoiler is None else self._spoiler.around(batches),
             evaluation=data.evaluation(config.evaluation.num_sequences),
             config=config.inner,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
@@ -384,14 +397,22 @@ class _Rank:
         """Make inner steps until the run is over, or until everybody stops."""
         outer, record, pace = self._outer, self.record, paced(os.environ)
         every = self._config.telemetry.memory_every_inner_steps
+        period = max(self._config.outer.inner_steps_per_round, _LEAST_WATCHED)
+        self._loss_watch = LossWatch(period)
         record.begin(self._compute)
         while not outer.is_over:
             self._checkpoints.check()
             self._profile.before(outer.inner_step)
             is_quiet = outer.num_in_flight == 0
+            if self._spoiler is not None:
+                self._spoiler.before(self._trainer)
             metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
+            if self._spoiler is not None:
+                self._spoiler.after(self._trainer)
             record.step(metrics, is_quiet=is_quiet)
-            outer.step(num_tokens=metrics.num_tokens)
+            outer.step(num_tokens=metrics.num_tokens, loss=metrics.loss, bound=metrics.bound)
+            if outer.mend is not Mend.NOTHING:
+                self._checkpoints.mend(outer.mend)
             record.moved(*outer.island_bytes)
             record.renew(IslandState.TRAINING, outer)
             self._profile.after(outer.inner_step)
@@ -399,7 +420,10 @@ class _Rank:
                 record.write(memory_used(outer.inner_step, self._device))
             if self._text is not None:
                 self._text.settle(outer.inner_step)
-            if self._is_evaluated_after(outer.inner_step):
+            self._watch_loss(metrics.loss)
+            if outer.held_out_due:
+                outer.report_held_out(self._evaluate("published", outer.global_parameters()))
+            elif self._is_evaluated_after(outer.inner_step):
                 self._evaluate("published", outer.global_parameters())
             if outer.checkpoint_due:
                 self._checkpoints.write()
@@ -432,11 +456,32 @@ class _Rank:
         every = self._config.evaluation.every_inner_steps
         return every > 0 and inner_step % every == 0 and not self._outer.is_over
 
-    def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> None:
+    def _watch_loss(self, loss: float) -> None:
+        """Raise an alarm while the training loss rises for rounds, whatever the cause."""
+        watch, was_rising = self._loss_watch, self._loss_watch.is_rising
+        if not self._is_leader or (mean := watch.add(loss)) is None:
+            return
+        island = self._config.island_id
+        event: Event | None = None
+        if watch.is_rising:
+            event = AlarmRaised(
+                AlarmKind.LOSS_RISES,
+                f"training loss {mean:.3f} nats a token after inner step {self._outer.inner_step}, "
+                f"mean of {watch.period} steps; the lowest were {watch.reference:.3f}",
+                island,
+            )
+        elif was_rising:
+            event = AlarmCleared(AlarmKind.LOSS_RISES, island)
+        if event is not None:
+            self.record.write(event)
+            self._connection.on_event(event)
+
+    def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> float:
         """Measure the held-out loss of the parameters that are the model's in a context."""
         with self.record.evaluating(), in_place:
             loss = self._trainer.evaluate()
         self.record.evaluated(self._outer.inner_step, parameters, loss)
+        return loss
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,9 +24,9 @@ from diloco.launch.logs import tail
 
 logger = logging.getLogger(__name__)
 
-_OWN_EXIT_CODES = frozenset({2, 10, 20, 30, 40, 41, 50})
+_OWN_EXIT_CODES = frozenset({2, 10, 20, 30, 31, 40, 41, 42, 50})
 #: Exit codes of an island (diloco/errors.py) after which another start may well succeed.
-_WORTH_A_RESTART = frozenset({20, 40})
+_WORTH_A_RESTART = frozenset({20, 30, 40})
 _LOOK_S = 0.1
 #: Seconds in which ranks that agreed on an error end by themselves, the leader's last word told.
 _AGREED_S = 6.0

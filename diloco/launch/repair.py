@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal, Told
-from diloco.durable import read_json
+from diloco.coordinator.members import read_member
+from diloco.durable import read_json, write_json
 from diloco.errors import ConfigError
+from diloco.launch.lost_journal import has_journal, rebuild_journal
+from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
 from diloco.launch.stores import Part, known_plan, parts_of
+from diloco.outer.fragments import Plan
 from diloco.rounds.repair import Condition, Finding, repair_fragment
 from diloco.rounds.store import FragmentStore
 
@@ -42,19 +47,47 @@ def repair_run(
             f"{state.root} holds no store of a syncer (there is no {state.syncers[0].plan}): give "
             "the run file, or the coordinator.state_dir of a run that was started"
         )
-    config, parts = load_config(state.resolved), parts_of(state, plan)
+    config = load_config(state.resolved)
+    if not has_journal(state):
+        on_finding(rebuilt := _rebuilt(state, config, plan))
+        return (rebuilt, *_repaired(state, config, plan, on_finding))
+    return _repaired(state, config, plan, on_finding)
+
+
+def _rebuilt(state: StateDir, config: Config, plan: Plan) -> Finding:
+    """Make the journal again; of several syncers it says whose the fragments are."""
+    with hold(state.coordinator_lock), _held(state):
+        said = rebuild_journal(state, config, plan, unix_s=time.time())
+    return Finding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
+
+
+def _repaired(
+    state: StateDir, config: Config, plan: Plan, on_finding: Callable[[Finding], None]
+) -> tuple[Finding, ...]:
+    parts = parts_of(state, plan)
+    with _held(state):
+        found = []
+        for part in parts:
+            for finding in _findings(part, config):
+                found.append(finding)
+                on_finding(finding)
+        _tell(state, found)
+        return tuple(found)
+
+
+@contextlib.contextmanager
+def _held(state: StateDir) -> Iterator[None]:
+    """Hold the stores of a run, so that nobody serves them.
+
+    Raises:
+        ConfigError: If a syncer does.
+    """
     try:
         with contextlib.ExitStack() as held:
-            for part in parts:
-                if part.state.store.is_dir():
-                    held.enter_context(hold(part.state.store_lock))
-            found = []
-            for part in parts:
-                for finding in _findings(part, config):
-                    found.append(finding)
-                    on_finding(finding)
-            _tell(state, found)
-            return tuple(found)
+            for each in state.holding_records:
+                if each.store.is_dir():
+                    held.enter_context(hold(each.store_lock))
+            yield
     except Held as error:
         raise ConfigError(
             f"the store of {state.root} is in use: {error}. Stop the run first "
@@ -95,13 +128,20 @@ def _findings(part: Part, config: Config) -> Iterator[Finding]:
                 f"--fragment {fragment.fragment_id} --from-island NAME",
             )
         return
-    for path in (state.syncer_epoch, state.incarnations, state.store_timeline, state.bound):
+    small = state.syncer_epoch, state.incarnations, state.store_timeline, state.bound, state.orders
+    for path in small:
         with _told(path) as problem:
             read_json(path)
         if problem:
             place = state.store if state.syncer_name == ONLY_SYNCER else state.root
             name = str(path.relative_to(place))
-            yield Finding(ALL_FRAGMENTS, name, Condition.DAMAGED, problem[0])
+            is_known = path == state.incarnations and _restore_incarnations(state)
+            yield Finding(
+                ALL_FRAGMENTS,
+                name,
+                Condition.REPAIRED if is_known else Condition.DAMAGED,
+                f"written again from the journal: {problem[0]}" if is_known else problem[0],
+            )
     outer = config.outer
     for fragment in part.fragments:
         store = FragmentStore(
@@ -124,6 +164,19 @@ def _findings(part: Part, config: Config) -> Iterator[Finding]:
                 f"it was published, and nothing here leads to it. The newest that is left is "
                 f"{newest}. Resume a checkpoint: diloco coordinator RUN.toml --resume",
             )
+
+
+def _restore_incarnations(state: StateDir) -> bool:
+    """Write again which starts of islands count, as the journal has granted them."""
+    with open_journal(state.journal) as journal:
+        granted = {
+            key.removeprefix("island/"): read_member(0, value).incarnation
+            for key, value in journal.entries().items()
+            if key.startswith("island/")
+        }
+    if granted:
+        write_json(state.incarnations, granted)
+    return bool(granted)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 #: Longest wait before a restart, in seconds.
 MAX_WAIT_S = 60.0
+#: Seconds for which one that reaches nobody is started again: a weekend's outage.
+MAX_OUTAGE_S = 72 * 3600.0
+#: Doublings after which any wait is the longest.
+_MOST_DOUBLINGS = 30
 
 
 @dataclass(slots=True)
@@ -41,4 +45,43 @@ class RestartBudget:
         if self.left <= 0:
             return None
         self.used += 1
-        return min(self.first_wait_s * 2.0 ** (self.used - 1), MAX_WAIT_S)
+        return _wait_s(self.first_wait_s, self.used)
+
+
+@dataclass(slots=True)
+class Outage:
+    """Restarts of what reaches nobody, however many: the time of all of them is bounded instead.
+
+    Waits grow as those of a `RestartBudget`.
+
+    Args:
+        first_wait_s: Wait before the first restart, in seconds.
+        reset_s: Life of a start, in seconds, after which the next outage is another one.
+        most_s: Seconds of an outage after which nothing is started again.
+    """
+
+    first_wait_s: float
+    reset_s: float
+    most_s: float = MAX_OUTAGE_S
+    used: int = 0
+    lasted_s: float = 0.0
+
+    def failed(self, lived_s: float, called_s: float) -> float | None:
+        """Take note of a start that lived for so long and then called for so long in vain.
+
+        Returns:
+            Seconds to wait before the restart; None when the outage has lasted too long.
+        """
+        if lived_s >= self.reset_s:
+            self.used, self.lasted_s = 0, 0.0
+        self.lasted_s += called_s
+        if self.lasted_s >= self.most_s:
+            return None
+        self.used += 1
+        wait_s = _wait_s(self.first_wait_s, self.used)
+        self.lasted_s += wait_s
+        return wait_s
+
+
+def _wait_s(first_wait_s: float, num_restarts: int) -> float:
+    return min(first_wait_s * 2.0 ** min(num_restarts - 1, _MOST_DOUBLINGS), MAX_WAIT_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 from diloco.durable import DiskFull
@@ -18,6 +18,45 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _AGAIN_S = 1.0
+
+
+def _tries(
+    what: str, work: Callable[[], _T], is_given_up: Callable[[], bool]
+) -> Generator[float, None, _T]:
+    """Do `work` until there is room; yields the seconds to wait before it is done again."""
+    is_told = False
+    while True:
+        try:
+            done = work()
+        except DiskFull as error:
+            if is_given_up():
+                raise
+            if not is_told:
+                is_told = True
+                logger.error("the disk is full, %s waits for room: make some: %s", what, error)
+            yield _AGAIN_S
+        else:
+            if is_told:
+                logger.info("there is room on the disk again for %s", what)
+            return done
+
+
+def wait_for_room(what: str, work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
+    """Do as `having_room`, in a program without an event loop.
+
+    Args:
+        what: Is written, in words.
+        work: As for `having_room`.
+        sleep: Waits so many seconds; what it raises ends the wait.
+    """
+    tries = _tries(what, work, lambda: False)
+    while True:
+        try:
+            wait_s = next(tries)
+        except StopIteration as end:
+            done: _T = end.value
+            return done
+        sleep(wait_s)
 
 
 async def having_room(
@@ -33,18 +72,11 @@ async def having_room(
     Raises:
         DiskFull: If there is no room and `given_up` is set.
     """
-    is_told = False
+    tries = _tries(what, work, lambda: given_up is not None and given_up.is_set())
     while True:
         try:
-            done = work()
-        except DiskFull as error:
-            if given_up is not None and given_up.is_set():
-                raise
-            if not is_told:
-                is_told = True
-                logger.error("the disk is full, %s waits for room: make some: %s", what, error)
-            await asyncio.sleep(_AGAIN_S)
-        else:
-            if is_told:
-                logger.info("there is room on the disk again for %s", what)
+            wait_s = next(tries)
+        except StopIteration as end:
+            done: _T = end.value
             return done
+        await asyncio.sleep(wait_s)

@@ -20,6 +20,7 @@ from diloco.config.classes import identity_difference, identity_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.assignment import Assignment
+from diloco.coordinator.candidates import newest_first
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
@@ -85,7 +86,8 @@ def read_membership(config: Config, journal: Journal) -> Membership:
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
-        f"cannot read the journal {path}: {error}. Bring it back from a copy, or start anew in "
+        f"cannot read the journal {path}: {error}. Bring it back from a copy; or have it made "
+        f"again from what is left (diloco repair {path.parent}); or start anew in "
         f"another directory, from a checkpoint of this run if there is one: {START} --set "
         f"coordinator.state_dir=DIRECTORY --set run.warm_start=CHECKPOINT"
     )
@@ -95,9 +97,9 @@ def insist_on_run(state: StateDir, *, start: str = START) -> None:
     """Refuse to resume where no run was ever coordinated; `start` is what to type to begin one.
 
     Raises:
-        ConfigError: If there is no journal.
+        ConfigError: If there is neither a journal nor a store.
     """
-    if not state.journal.exists():
+    if not state.journal.exists() and not any(state.root.glob("syncer*/plan.json")):
         raise ConfigError(
             f"--resume: there is no run in coordinator.state_dir = {state.root}. Start one with "
             f"{start}, or give the directory that holds yours"
@@ -137,6 +139,8 @@ def choose_checkpoint(
 ) -> int:
     """Choose what to resume: the newest complete checkpoint that is whole, or the one asked for.
 
+    One that was judged bad only where there is no other.
+
     Args:
         config: The run, with the islands' `checkpoint.dir` on this machine.
         state: The run's state directory.
@@ -158,7 +162,10 @@ def choose_checkpoint(
     tell(_found_text(state, membership))
     plan = Plan.from_json(membership.plan_json)
     torn: dict[int, str] = {}
-    for step in complete[::-1] if at_step is None else [at_step]:
+    candidates = membership.candidates
+    for step in newest_first(complete, candidates) if at_step is None else [at_step]:
+        if words := candidates.problem(step):
+            tell(f"warning: the checkpoint of {membership.checkpoint_name(step)}: {words}")
         problem = next(_problems(config, state, plan, step, membership, tell), "")
         if not problem:
             tell(
@@ -182,6 +189,31 @@ def choose_checkpoint(
         )
         + (_go_back(others, start) or ". Start the run again in an empty coordinator.state_dir")
     )
+
+
+def choose_good(
+    config: Config, state: StateDir, membership: Membership, tell: Callable[[str], None]
+) -> int | None:
+    """Choose where the run returns to by itself: the newest good checkpoint that is whole.
+
+    None newer than was decided; None where none is whole.
+    """
+    decided = membership.candidates.pending
+    assert decided is not None
+    plan = Plan.from_json(membership.plan_json)
+    for step in membership.candidates.good(membership.checkpoints):
+        if step > decided.to:
+            continue
+        name = membership.checkpoint_name(step)
+        problem = next(_problems(config, state, plan, step, membership, tell), "")
+        if not problem:
+            tell(
+                f"the run returns to the checkpoint of {name} by itself, now timeline "
+                f"{membership.timeline + 1}: {decided.why}"
+            )
+            return step
+        tell(f"warning: the checkpoint of {name} is torn, skipped: {problem}")
+    return None
 
 
 def commands_of_islands(config: Config) -> str:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
+
+_T = TypeVar("_T")
 
 #: Seconds that a rank waits for the others' disks; one that died is noticed at once.
 _SLOWEST_DISK_S = 7200.0
@@ -47,6 +50,17 @@ class SaveThread:
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def run(self, job: Callable[[dist.ProcessGroup | None], _T]) -> _T:
+        """Do a job and wait for it, however long the disk of any rank takes; collective.
+
+        Raises:
+            BaseException: What it has raised.
+        """
+        done: list[_T] = []
+        self.start(lambda group: done.append(job(group)))
+        self.settle()
+        return done[0]
 
     @property
     def is_busy(self) -> bool:

@@ -233,10 +233,16 @@ def read_endpoint(path: Path) -> Endpoint | None:
     """Return what was recorded; None if nothing was.
 
     Raises:
-        ValueError: If the file is damaged.
+        ConfigError: If the file is damaged.
     """
-    value = read_json(path)
-    return None if value is None else Endpoint(str(value["address"]), int(value["pid"]))
+    try:
+        value = read_json(path)
+        return None if value is None else Endpoint(str(value["address"]), int(value["pid"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}, which says where a process listens, is damaged: {error!r}. Remove it (rm "
+            f"{path}) and start that process again: it is written at each start"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +261,16 @@ def read_timeline(path: Path) -> Timeline:
     """Return what was recorded; the first timeline if nothing was.
 
     Raises:
-        ValueError: If the file is damaged.
+        ConfigError: If the file is damaged.
     """
-    value = read_json(path)
-    return Timeline() if value is None else Timeline(value["timeline"], value["resume_step"])
+    try:
+        value = read_json(path)
+        return Timeline() if value is None else Timeline(value["timeline"], value["resume_step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}, which says how often the run was resumed, is damaged: {error!r}. Remove it "
+            f"(rm {path}) and start again: journal and records say it, too"
+        ) from error
 
 
 class Held(Exception):

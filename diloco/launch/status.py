@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
 
@@ -23,6 +24,11 @@ from transport.retry import RetryPolicy, retry
 _CALL_S = 5.0
 #: Seconds that a coordinator has to copy a run.
 _BACKUP_S = 3600.0
+#: Seconds for which a coordinator may be away while its answer is waited for.
+_AWAY_S = 60.0
+#: Seconds after which an island that does not say that it holds a version is taken at its word.
+_NOT_HELD_S = 15.0
+_LOOK_S = 0.5
 
 
 async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
@@ -66,6 +72,40 @@ async def operate(transport: Transport, command: str, arguments: Mapping[str, st
     if not answer.is_done:
         raise ConfigError(f"diloco {command}: {answer.message}")
     return answer.message
+
+
+async def wait_for_repair(transport: Transport, fragment_id: int, island: str) -> str:
+    """Wait, as an operator, until a damaged fragment is served again; returns that in words.
+
+    Args:
+        transport: To the coordinator.
+        fragment_id: The fragment.
+        island: That it was asked of.
+
+    Raises:
+        ConfigError: If the island does not hold it any more, or the run is over.
+        CoordinatorUnavailable: As `ask_status`.
+    """
+    loop = asyncio.get_running_loop()
+    held_at = loop.time()
+    while True:
+        status = await ask_status(transport, patience_s=_AWAY_S)
+        found = [f for f in status.fragments if f.fragment_id == fragment_id]
+        if found and not found[0].damage:
+            return f"fragment {fragment_id} is served again, its newest version is now " + str(
+                found[0].version
+            )
+        # Of a start of the coordinator or the syncer nobody has called yet.
+        if not found or island in found[0].holders:
+            held_at = loop.time()
+        if status.state in ("failed", "finished", "stopped"):
+            raise ConfigError(f"diloco repair: the run is {status.state}: {status.message}")
+        if loop.time() - held_at > _NOT_HELD_S:
+            raise ConfigError(
+                f"diloco repair: {island} does not hold what fragment {fragment_id} has lost any "
+                f"more: {found[0].damage}"
+            )
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _ask(

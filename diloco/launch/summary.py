@@ -51,7 +51,7 @@ class Summary:
 
     `away` are islands that did not come back before a run ended that waited for nobody; they are
     not among `islands`. `max_nats_per_byte` is what the run file says that the loss must stay
-    below; 0: nothing.
+    below; 0: nothing. `alarms` are those that the audit log has, each in a sentence.
     """
 
     run: str
@@ -64,6 +64,7 @@ class Summary:
     arrival: ArrivalSummary | None = None
     text: TextSummary | None = None
     away: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -146,6 +147,7 @@ class Summary:
             )
         for alternative in self.alternatives:
             lines.append(f"  {alternative_text(alternative, self.islands)}")
+        lines += [f"  Alarm: {alarm}" for alarm in self.alarms]
         return "\n".join(lines)
 
 
@@ -158,6 +160,7 @@ def summarise(
     stores: Sequence[FragmentStore],
     events: Mapping[str, Sequence[Mapping[str, Any]]],
     link: LinkProfile | None,
+    alarms: Sequence[Mapping[str, Any]] = (),
 ) -> Summary:
     """Build the summary.
 
@@ -169,6 +172,7 @@ def summarise(
         stores: Store of each fragment, in plan order.
         events: Island id -> effective events of all its ranks (`read_events`).
         link: Profile of the shaped link, None for the real one.
+        alarms: Entries of the audit log.
 
     Raises:
         ConfigError: If the events of an island are not those of one run from beginning to end.
@@ -209,7 +213,21 @@ def summarise(
         else None,
         text=text_summary(config, events),
         away=tuple(away),
+        alarms=_alarm_texts(alarms),
     )
+
+
+def _alarm_texts(alarms: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Say each alarm once, with its newest text and how often it began to hold."""
+    about = [(a["reporter"], a["kind"], a["island"], a["fragment_id"]) for a in alarms]
+    newest = dict(zip(about, alarms, strict=True))
+    texts = []
+    for key, alarm in newest.items():
+        island = [f"island {alarm['island']}"] if alarm["island"] else []
+        fragment = [f"fragment {alarm['fragment_id']}"] if alarm["fragment_id"] >= 0 else []
+        times = f"{count} times, by {key[0]}" if (count := about.count(key)) > 1 else f"by {key[0]}"
+        texts.append(f"{', '.join([alarm['kind'], *island, *fragment])}: {alarm['text']} ({times})")
+    return tuple(texts)
 
 
 def _arrival_summary(

@@ -3,7 +3,8 @@
 Started by its coordinator it holds the lock on its store from the first instant; started by hand it
 takes it before anything heavy is imported, so that of two starts one ends at once. It raises its
 epoch durably before its first reply; it survives its coordinator, whose address, configuration and
-timeline it finds in the state directory. A store of an earlier timeline is first taken back to the
+timeline it finds in the state directory, and ends by itself once neither that nor any island has
+spoken to it for `transport.unreachable`. A store of an earlier timeline is first taken back to the
 checkpoint that the run was resumed from. One of several serves the fragments that the coordinator
 gave it with the plan, once and for all.
 
@@ -20,6 +21,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -27,13 +29,14 @@ from typing import TYPE_CHECKING, TypeVar
 from diloco.allocator import keep_freed_memory
 from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
-from diloco.durable import read_json, sync_directory, write_durably, write_json
+from diloco.durable import read_json, rename, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.address import listen, of_syncer, syncer_address
 from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
 from diloco.launch.logs import log_to
+from diloco.launch.orphaned import end_once_orphaned
 from diloco.launch.room import having_room
 from diloco.launch.security import Security, metrics_protection
 from diloco.launch.state_dir import (
@@ -47,12 +50,16 @@ from diloco.launch.state_dir import (
     read_timeline,
 )
 from diloco.launch.stores import part_of
-from diloco.launch.tensor_thread import TensorThread
+from diloco.launch.tensor_thread import syncer_workers
+from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
+from diloco.peer_bounds import limits_of
+from diloco.rounds.log import headers_in
 from diloco.rounds.orders import Orders
 from diloco.rounds.pins import restore, valid_pins
 from diloco.rounds.record import RecordInvalid
-from diloco.rounds.reporter import Reporter
+from diloco.rounds.reporter import Reporter, indexed_of
+from diloco.rounds.terms import Roster
 from diloco.telemetry.events import Event
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 from diloco.telemetry.round_events import RoundExpired
@@ -66,6 +73,7 @@ if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.config.schema import Config
     from diloco.rounds.rules import SyncerRules
     from diloco.rounds.syncer import Syncer
+    from diloco.rounds.worker import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +121,9 @@ async def _run_syncer(state: StateDir) -> int:
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
     epoch = await having_room(
-        "the syncer's epoch", lambda: _next_epoch(state.syncer_epoch), given_up=stopping
+        "the syncer's epoch",
+        lambda: _next_epoch(state.syncer_epoch, time.time()),
+        given_up=stopping,
     )
     starting = Endpoint("", os.getpid())
     await having_room("the syncer's word", lambda: starting.write(state.syncer), given_up=stopping)
@@ -133,7 +143,11 @@ async def _run_syncer(state: StateDir) -> int:
     )
     importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
     try:
-        await first_of(_keep_plan(state, reporter, stopping), stopping.wait())
+        await first_of(
+            _keep_plan(state, reporter, stopping),
+            stopping.wait(),
+            end_once_orphaned(lambda: reporter.num_answers, config.transport.unreachable_s),
+        )
         if stopping.is_set():
             return 0
         return await _serve(config, state, security, secret, epoch, timeline, reporter, stopping)
@@ -170,17 +184,19 @@ async def _serve(
     stopping: asyncio.Event,
 ) -> int:
     plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
-    with TensorThread() as worker, TensorThread() as beside:
-        await worker.run(lambda: take_to_timeline(state, plan, timeline))
+    num_threads = len(os.sched_getaffinity(0))
+    with syncer_workers(num_threads) as workers:
+        await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
             insist_on_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
-            config, state, plan, secret, epoch, timeline, reporter, worker, beside, events, clock
+            config, state, plan, secret, epoch, timeline, reporter, workers, events, clock
         )
-        await first_of(syncer.start(), stopping.wait())  # it waits for room on its disk
+        # It waits for room on its disk, and for the coordinator where there is something to found.
+        await first_of(_start(syncer, reporter, config.transport.unreachable_s), stopping.wait())
         if stopping.is_set():
             await syncer.stop()
             events.close()
@@ -193,6 +209,8 @@ async def _serve(
             syncer.handlers,
             security=security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk_bytes,
+            limits=limits_of(config),
+            on_refused=syncer.meter.refusal,
         )
         address = syncer_address(server.address, config.coordinator, state.syncer_id)
 
@@ -203,7 +221,7 @@ async def _serve(
         await having_room("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
-        warming = asyncio.create_task(beside.run(lambda: _warm_up(config, plan)))
+        warming = asyncio.create_task(workers.donations.run(lambda: _warm_up(config, plan)))
         metrics = MetricsServer(
             of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
             lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
@@ -211,19 +229,47 @@ async def _serve(
             protection=metrics_protection(config, Role.SYNCER),
         )
         reporting = asyncio.create_task(reporter.run(syncer, address))
+        verifying = asyncio.create_task(syncer.verify_stores())
         try:
             await metrics.start(is_restart=epoch > 1)
-            await first_of(syncer.ended.wait(), stopping.wait(), asyncio.shield(reporting))
+            await first_of(
+                syncer.ended.wait(),
+                stopping.wait(),
+                asyncio.shield(reporting),
+                end_once_orphaned(
+                    lambda: reporter.num_answers + syncer.num_calls,
+                    config.transport.unreachable_s,
+                ),
+            )
             return await _end(syncer, reporter, stopping)
         finally:
             await metrics.stop()
             await server.stop(_DRAIN_S)
             await syncer.stop()
             await reporter.drain(_LAST_REPORT_S)
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            for beside_rounds in (reporting, verifying):
+                beside_rounds.cancel()
+            await asyncio.gather(reporting, verifying, return_exceptions=True)
             events.close()
             await warming
+
+
+async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> None:
+    """Read the store; where that lacks a fragment, hear first whether the run ever had it.
+
+    A damaged one keeps nobody waiting: that the run had it is known.
+
+    Raises:
+        CoordinatorUnavailable: If the coordinator does not answer for `unreachable_s` seconds.
+    """
+    await syncer.start()
+    if all(state.is_founded or state.is_damaged for state in syncer.states):
+        return
+
+    async def hear() -> None:
+        syncer.indexed(*indexed_of(await reporter.learn_plan()))
+
+    await first_of(hear(), end_once_orphaned(lambda: reporter.num_answers, unreachable_s))
 
 
 def _open_events(
@@ -279,6 +325,11 @@ def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
     stored = read_timeline(state.store_timeline)
     if stored == timeline:
         return
+    if not state.store_timeline.exists() and _has_records_of(state, timeline):
+        logger.error("%s is lost: records say that it was timeline %d",
+                     state.store_timeline, timeline.number)  # fmt: skip
+        timeline.write(state.store_timeline)
+        return
     if stored.number >= timeline.number:
         raise ConfigError(
             f"{state.store_timeline} says timeline {stored.number}, {state.timeline} says "
@@ -304,6 +355,15 @@ def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
     logger.info("store restored, timeline=%d step=%d", timeline.number, step)
 
 
+def _has_records_of(state: StateDir, timeline: Timeline) -> bool:
+    """Whether a store has been served in a timeline."""
+    return any(
+        header["timeline"] == timeline.number
+        for directory in state.store.glob("fragment-*")
+        for header in headers_in(directory)
+    )
+
+
 def _build_syncer(
     config: Config,
     state: StateDir,
@@ -312,8 +372,7 @@ def _build_syncer(
     epoch: int,
     timeline: Timeline,
     reporter: Reporter,
-    worker: TensorThread,
-    beside: TensorThread,
+    workers: Workers,
     events: Sink,
     clock: Callable[[], float],
 ) -> Syncer:
@@ -348,8 +407,7 @@ def _build_syncer(
         is_granted=lambda grant: is_valid(
             grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
         ),
-        worker=worker,
-        beside=beside,
+        workers=workers,
         on_record=reporter.add_record,
         on_change=reporter.changed,
         orders=_Orders(state.orders, config, rules),
@@ -359,8 +417,10 @@ def _build_syncer(
 
 
 def _hear(events: Sink, reporter: Reporter, event: Event) -> None:
-    """Write what happens to rounds, and have the tape told what came to nothing."""
+    """Write what happens to rounds, and have the coordinator told what it shows of it."""
     events.write(event)
+    if reporter.alarms.on_event(event, loop_now()):
+        reporter.changed()
     if isinstance(event, RoundExpired):
         reporter.add_expiry(event)
 
@@ -378,7 +438,14 @@ class _Incarnations:
         self._path = path
 
     def load(self) -> dict[str, int]:
-        return dict(read_json(self._path) or {})
+        try:
+            stored = read_json(self._path) or {}
+            return {str(island): int(number) for island, number in stored.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._path}, which says what starts of islands count, is damaged: {error}. "
+                f"Stop the coordinator, then: diloco repair {self._path.parents[1]}"
+            ) from error
 
     def store(self, incarnations: dict[str, int]) -> None:
         write_json(self._path, incarnations)
@@ -393,8 +460,19 @@ class _Orders:
         self._rules = rules
 
     def load(self) -> Orders:
-        content = read_json(self._path)
-        return Orders.from_json(content) if content else Orders()
+        """Read the last orders; damaged ones are set aside, the coordinator says them again."""
+        try:
+            content = read_json(self._path)
+            return Orders.from_json(content) if content else Orders()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            aside = self._path.with_name(self._path.name + ".damaged")
+            rename(self._path, aside)
+            logger.error(
+                "%s is damaged and set aside as %s: nothing opens before the coordinator has said "
+                "again who takes part: %r",
+                self._path, aside.name, error,
+            )  # fmt: skip
+            return Orders(Roster((), is_paused=True))
 
     def store(self, orders: Orders) -> None:
         write_json(self._path, orders.to_json())
@@ -410,9 +488,20 @@ class _Orders:
         )
 
 
-def _next_epoch(path: Path) -> int:
-    """Raise the counter of a syncer's starts; durable when this returns."""
-    epoch = int(read_json(path) or 0) + 1
+def _next_epoch(path: Path, now_unix_s: float) -> int:
+    """Raise the counter of a syncer's starts; durable when this returns.
+
+    Where the file is lost beside a store, or damaged, it goes on beyond what a counter from 1 on
+    could have reached: islands know the last one.
+    """
+    try:
+        before = read_json(path)
+        epoch = 1 + int(before or 0)
+    except (ValueError, TypeError) as error:
+        logger.error("the counter of starts is damaged, it goes on from the clock: %s", error)
+        before, epoch = None, int(now_unix_s)
+    if before is None and any(path.parent.glob("fragment-*/v*")):
+        epoch = int(now_unix_s)
     write_json(path, epoch)
     return epoch
 

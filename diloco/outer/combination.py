@@ -16,7 +16,7 @@ import statistics
 import struct
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
@@ -45,10 +45,9 @@ class MergeRule:
         weighting: tokens, or tokens_times_rate (tokens * tokens / steps).
         clip_norm_ratio: A contribution with a norm beyond this times the median is scaled down to
             it; 0: none is.
-        reject_norm_ratio: A contribution with a norm beyond this times the median is left out;
-            0: none is.
         plain_mean: Patterns (* and ?) of the tensors that take the plain mean whatever the rule.
         experts: Patterns of tensors of three or more dims that hold one expert an index of dim 0.
+        guard: Whether contributions that are not of this training are left out (`outer.guard`).
 
     Source: Decoupled DiLoCo (arXiv 2604.21428): weights, radial-directional averaging.
     """
@@ -56,9 +55,9 @@ class MergeRule:
     name: Literal["mean", "radial_directional"] = "mean"
     weighting: Literal["tokens", "tokens_times_rate"] = "tokens"
     clip_norm_ratio: float = 0.0
-    reject_norm_ratio: float = 0.0
     plain_mean: tuple[str, ...] = ("*embed*",)
     experts: tuple[str, ...] = ("*experts*",)
+    guard: bool = True
 
     def is_radial(self, *, is_flush: bool) -> bool:
         """Whether a round takes radial-directional averages; a flush is the plain mean."""
@@ -67,7 +66,7 @@ class MergeRule:
     def needs_norms(self, *, is_flush: bool) -> bool:
         """Whether the coefficients of a round depend on values: two passes over contributions."""
         clips = self.clip_norm_ratio > 0 and not is_flush
-        return clips or self.reject_norm_ratio > 0 or self.is_radial(is_flush=is_flush)
+        return clips or self.is_radial(is_flush=is_flush)
 
     def weight(self, tokens: int, steps: int, *, is_flush: bool) -> float:
         """Return a contribution's weight: its tokens, times tokens a step where the rate counts.
@@ -129,19 +128,6 @@ class Combination:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What was decided about the contributions of a round.
-
-    Attributes:
-        combination: Of those that count, in their order.
-        rejected: Index of a contribution that does not count -> why.
-    """
-
-    combination: Combination
-    rejected: Mapping[int, str] = field(default_factory=dict)
-
-
 def shares(weights: Sequence[float]) -> tuple[float, ...]:
     """Return w_m / sum(w); all zero where the sum is.
 
@@ -165,23 +151,22 @@ def mean_of(weights: Sequence[float], numel: int) -> Combination:
     return Combination((numel,), (tuple(map(_float32, shares(weights))),))
 
 
-def judge(
+def combine(
     grams: Sequence[Gram],
     units: Sequence[Unit],
     weights: Sequence[float],
     rule: MergeRule,
     *,
     is_flush: bool,
-) -> Judgement:
-    """Decide who counts and with which coefficients.
+) -> Combination:
+    """Decide with which coefficients contributions are merged.
 
     norm_m = |v_m| over the whole fragment, buffers aside. With at least three contributions of a
-    weight over 0:
+    weight over 0,
 
-        rejected    norm_m > reject_norm_ratio * median(norms)
-        s_m         min(1, clip_norm_ratio * median(norms of the others) / norm_m)
+        s_m     min(1, clip_norm_ratio * median(norms) / norm_m)
 
-    where a median of zero judges nobody. Then, unit by unit, the rule's coefficients of s_m v_m
+    where a median of zero clips nobody. Then, unit by unit, the rule's coefficients of s_m v_m
     (`coefficients_of`), times s_m; of buffers the mean of v_m. Nothing is clipped in a flush, and
     its rule is the mean.
 
@@ -198,24 +183,20 @@ def judge(
     shares(weights)  # refuses impossible weights
     judged = [gram for gram, unit in zip(grams, units, strict=True) if not unit.is_buffer]
     norms = [math.sqrt(math.fsum(gram[m][m] for gram in judged)) for m in range(len(weights))]
-    rejected = _outliers(norms, weights, rule.reject_norm_ratio)
-    counted = [m for m in range(len(weights)) if m not in rejected]
-    scales = [1.0] * len(counted)
+    scales = [1.0] * len(weights)
     if not is_flush:
-        kept = [norms[m] for m in counted], [weights[m] for m in counted]
-        scales = _clips(*kept, rule.clip_norm_ratio)
+        scales = _clips(norms, weights, rule.clip_norm_ratio)
     is_radial = rule.is_radial(is_flush=is_flush)
-    kept_weights = [weights[m] for m in counted]
     rows = []
     for gram, unit in zip(grams, units, strict=True):
         scaled = [
-            [gram[m][n] * s * t for n, t in zip(counted, scales, strict=True)]
-            for m, s in zip(counted, scales, strict=True)
+            [product * s * t for product, t in zip(products, scales, strict=True)]
+            for products, s in zip(gram, scales, strict=True)
         ]
-        row = coefficients_of(scaled, kept_weights, is_radial=is_radial and not unit.is_plain)
-        clips = [1.0] * len(counted) if unit.is_buffer else scales
+        row = coefficients_of(scaled, weights, is_radial=is_radial and not unit.is_plain)
+        clips = [1.0] * len(weights) if unit.is_buffer else scales
         rows.append(tuple(_float32(c * s) for c, s in zip(row, clips, strict=True)))
-    return Judgement(_joined([unit.end for unit in units], rows), rejected)
+    return _joined([unit.end for unit in units], rows)
 
 
 def coefficients_of(gram: Gram, weights: Sequence[float], *, is_radial: bool) -> list[float]:
@@ -245,18 +226,6 @@ def coefficients_of(gram: Gram, weights: Sequence[float], *, is_radial: bool) ->
     length = math.sqrt(max(squared, _LEAST_MEAN_DIRECTION**2))
     radius = math.fsum(w * n for w, n in zip(of_all, norms, strict=True))
     return [radius * a / length for a in scaled]
-
-
-def _outliers(norms: Sequence[float], weights: Sequence[float], ratio: float) -> dict[int, str]:
-    median = _median(norms, weights)
-    if not (ratio and median):
-        return {}
-    return {
-        m: f"norm {norm:.4g} is over reject_norm_ratio = {ratio:g} times {median:.4g}, the median "
-        f"of the round's {len(norms)} contributions"
-        for m, norm in enumerate(norms)
-        if norm > ratio * median and weights[m] > 0
-    }
 
 
 def _clips(norms: Sequence[float], weights: Sequence[float], ratio: float) -> list[float]:

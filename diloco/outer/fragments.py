@@ -19,6 +19,7 @@ import blake3
 
 from diloco.errors import ConfigError, PlanMismatch
 from diloco.outer.packing import Range, as_listed, by_pattern, joined, with_neighbours
+from diloco.peer_texts import read_peer_json
 
 BLOCK_NUMEL = 128
 DEFAULT_NUM_LANES = 16
@@ -133,7 +134,7 @@ class Plan:
                 offsets, padding or lanes are not those of the canonical layout.
         """
         try:
-            content = json.loads(text)
+            content = read_peer_json(text)
             plan = _read_plan(content)
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as e:
             raise PlanMismatch(f"plan manifest is malformed: {type(e).__name__}: {e}") from e

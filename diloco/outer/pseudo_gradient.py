@@ -1,6 +1,6 @@
 """Pseudo-gradient: what an island learned since its last merge, as the outer optimizer sees it.
 
-The only place that chooses the sign; and its norm.
+The only place that chooses the sign; its norm, and whether inner steps can have made it.
 
 Source: DiLoCo (arXiv 2311.08105), Algorithm 1, line 12.
 """
@@ -35,6 +35,33 @@ def pseudo_gradient_(local: Tensor, anchor: Tensor) -> Tensor:
             f"{anchor.dtype} {tuple(anchor.shape)}: both must be float32 of one shape"
         )
     return torch.sub(anchor, local, out=local)
+
+
+def farthest(delta: Tensor, anchor: Tensor, limits: tuple[float, float]) -> str:
+    """Say which value of Delta lies beyond |Delta| <= limits[0] + limits[1] |anchor|; "": none.
+
+    One pass over Delta where no value is beyond limits[0], which is nearly always.
+
+    Args:
+        delta: Finite, float32.
+        anchor: Of the same shape.
+        limits: What inner steps allow, without and per |anchor|; infinite: anything.
+    """
+    fixed, share = limits
+    if math.isinf(fixed) or not delta.numel():
+        return ""
+    least, most = torch.aminmax(delta)  # the infinity norm takes ten times as long
+    if max(-float(least), float(most)) <= fixed:
+        return ""
+    excess = delta.abs().sub_(anchor.abs().mul_(share)).sub_(fixed)
+    index = int(excess.argmax())
+    if not float(excess[index]) > 0:
+        return ""
+    return (
+        f"value {index} is {float(delta[index]):.4g} from its anchor {float(anchor[index]):.4g}, "
+        f"and the inner steps since the last merge move it by at most "
+        f"{fixed + share * abs(float(anchor[index])):.4g}"
+    )
 
 
 def l2_norm(delta: Tensor) -> float:

@@ -10,7 +10,7 @@ take the plain mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.outer.fragments import Entry, Plan, TensorSpec
 from diloco.outer.patterns import matches
@@ -21,12 +21,14 @@ class Unit:
     """The part of a fragment's vector from the unit before to `end`.
 
     Padding belongs to the unit before it. `is_plain`: it takes the plain mean whatever the rule.
-    `is_buffer`: that, and it is neither clipped nor judged: no pseudo-gradient is in it.
+    `is_buffer`: that, and it is neither clipped nor judged: no pseudo-gradient is in it. `name` is
+    that of its tensor, for people.
     """
 
     end: int
     is_plain: bool
     is_buffer: bool = False
+    name: str = field(default="", compare=False)
 
 
 def merge_units(
@@ -48,8 +50,8 @@ def merge_units(
         is_plain = entry.is_buffer or _is_any(entry.name, plain_mean)
         spec = specs[entry.name]
         if not is_plain and len(spec.shape) >= 3 and _is_any(entry.name, experts):
-            units += [Unit(border, False) for border in _rows(entry, spec)]
-        units.append(Unit(end, is_plain, entry.is_buffer))
+            units += [Unit(border, False, name=entry.name) for border in _rows(entry, spec)]
+        units.append(Unit(end, is_plain, entry.is_buffer, entry.name))
     return tuple(units)
 
 

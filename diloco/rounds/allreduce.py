@@ -259,7 +259,7 @@ class AllReduceRounds:
             return self._break(reason, now)
         key = self.rounds.key
         self._leave()
-        return self._performed(self.rounds.malformed(key, malformed, reason, now), now)
+        return self._performed(self.rounds.malformed(key, {malformed: reason}, now), now)
 
     def tick(self, now: float) -> list[DeciderInstruction]:
         """Let time pass."""

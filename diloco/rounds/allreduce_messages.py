@@ -75,6 +75,7 @@ def arrivals_of(request: wire.DeclareRequest) -> list[LaneArrival]:
             weight_steps=request.weight_steps,
             sent_at_inner_step=request.sent_at_inner_step,
             is_flush=request.is_flush,
+            step_tokens=request.grant.tokens_per_inner_step,
         )
         for lane_id, digest in enumerate(request.lane_digests)
     ]

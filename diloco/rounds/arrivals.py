@@ -35,8 +35,11 @@ class LaneReader:
         digest: bytes,
         call: IncomingCall,
         keep: Callable[[Buffer], _T],
+        on_arrived: Callable[[], None] = lambda: None,
     ) -> _T:
         """Receive a lane, when it is its turn; its `name` is for the spool.
+
+        `on_arrived` is called when all of it is here, and before it is verified.
 
         Returns:
             What `keep`, in the worker, makes of it once it is verified.
@@ -50,6 +53,7 @@ class LaneReader:
         insist_on_size(call.payload_bytes, wire_bytes)
         async with self._spool.arrival(name, wire_bytes, has_asked=call.has_asked):
             payload = await call.read_payload()
+            on_arrived()
 
             def check() -> _T:
                 verify_payload(payload, digest, codec, numel)

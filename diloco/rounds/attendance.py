@@ -1,7 +1,8 @@
 """Whose calls a syncer answers, and who takes part in its next rounds.
 
-Every incarnation is durable before anything of it is accepted, the coordinator's orders before
-they count: who was fenced stays so over a restart. While the coordinator is away its last orders
+Every incarnation is durable before anything of it is accepted, the coordinator's orders before they
+count: who was fenced stays so over a restart. Only the first call of a start waits for that; any
+other renews its lease in memory alone, behind nobody. While the coordinator is away its last orders
 stay, and an island from which nothing is heard for a lease is not opened for. Leases are measured
 by the clock of this process alone, and what it slept through is nobody's silence. After a restart
 nothing opens before all islands that live have called, at most a lease: whoever is only
@@ -88,7 +89,8 @@ class Listeners:
 class Attendance:
     """Grants, orders and silence of one start of a syncer.
 
-    `rules` are those of now, `roster` says who may take part in the next openings.
+    `rules` are those of now, `roster` says who may take part in the next openings, and `num_calls`
+    counts the calls that were accepted.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Attendance:
         self.rules = rules
         self.roster = Roster(rules.islands)
         self.incarnations: dict[str, int] = {}
+        self.num_calls = 0
         self._incarnation_store = incarnations
         self._order_store = orders
         self._is_granted = is_granted
@@ -117,7 +120,8 @@ class Attendance:
         self._meter = meter
         self._listeners = listeners
         self._granting, self._ordering = asyncio.Lock(), asyncio.Lock()
-        self._orders = self._newest_orders = Orders()
+        self._orders = Orders()
+        self._newest_orders: Orders | None = None  # what is heard first counts, whatever was kept
         self._has_warned = False
         self._leases = Leases(rules.lease_s)
         self._unheard: set[str] = set()  # that were here before this start, and have not called yet
@@ -155,21 +159,26 @@ class Attendance:
             self._meter.refusal(grant.island, Cause.TIMELINE)
             return False
         island = grant.island
-        async with self._granting:
-            if grant.incarnation > self.incarnations.get(island, 0):
-                updated = {**self.incarnations, island: grant.incarnation}
-                await self._worker.run(lambda: self._incarnation_store.store(updated))
-                self.incarnations = updated
-                self._listeners.on_grant(island, grant.incarnation)
+        if grant.incarnation > self.incarnations.get(island, 0):
+            await self._keep_incarnation(island, grant.incarnation)
         if not self.is_current(grant):
             self._meter.refusal(island, Cause.INCARNATION)
             return False
+        self.num_calls += 1
         self._leases.looked(loop_now())
         self._leases.renewed(island, loop_now())
         if island in self._unheard or island not in self.roster.live:
             self._unheard.discard(island)
             self._take_roster()
         return True
+
+    async def _keep_incarnation(self, island: str, incarnation: int) -> None:
+        async with self._granting:
+            if incarnation > self.incarnations.get(island, 0):  # or another call was quicker
+                updated = {**self.incarnations, island: incarnation}
+                await self._worker.run(lambda: self._incarnation_store.store(updated))
+                self.incarnations = updated
+                self._listeners.on_grant(island, incarnation)
 
     def is_current(self, grant: Grant) -> bool:
         """Whether this start, of an accepted grant, is the newest of its island and not fenced."""

@@ -1,10 +1,13 @@
 """A fragment whose syncer has lost a published version: why it is not served, and what mends it.
 
 Going on from an older version would publish the lost one a second time, as something else. An
-island that merged it holds what was published, to the bit; its lanes count only if their digests
-are those that the coordinator has indexed of the version. Theta, which no island ever has, begins
-again as published; moments are those of the newest older version that can be read, or zero. What
-it was made of is gone: its record says that it was repaired, and it cannot be made again.
+island that merged or staged it holds what was published, to the bit. Every island says with its
+polls what it holds; one that holds the lost version is asked for it, without an operator, and
+another where nothing comes of that. Lanes count only if their digests are those that the
+coordinator has indexed of the version, so that it does not matter who sent which. Theta, which no
+island ever has, begins again as published; moments are those of the newest older version that can
+be read, or zero. What it was made of is gone: its record says that it was repaired, and it cannot
+be made again.
 
 Source: protocol.md section 9 (an island ahead of its syncer).
 """
@@ -13,8 +16,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor
 from diloco.compression.base import from_bytes
 from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Fragment
+from diloco.peer_texts import MOST_NAMES
 from diloco.refusals import Cause
 from diloco.rounds.publication import LaneState
 from diloco.rounds.record import RecordInvalid
@@ -36,9 +40,17 @@ from transport.contracts import Buffer
 logger = logging.getLogger(__name__)
 
 
+_RESUME = "resume a checkpoint (diloco coordinator RUN.toml --resume)"
+#: Seconds without a new lane after which one more island is asked.
+NO_LANE_S = 20.0
+
+
 @dataclass(frozen=True, slots=True)
 class Gift:
-    """A version as an island has given it back: its indexed header, and every lane."""
+    """A version as islands have given it back: its indexed header, and every lane.
+
+    `island` names who sent lanes; several with commas.
+    """
 
     island: str
     header: Mapping[str, Any]
@@ -85,32 +97,75 @@ class Gift:
         return record_of(header, {}, fragment, tuple(lanes))
 
 
+@dataclass(slots=True)
+class _Sources:
+    """Islands that a lost version may be taken from.
+
+    Args:
+        held: Island -> newest version of which it holds lanes, as it says.
+        asked: Island -> number of the request, in the order of asking.
+        refused: Island -> why what it sent is not that version.
+        first: Island that an operator has named; empty: none.
+    """
+
+    held: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    first: str = ""
+
+    def holders(self, version: int) -> list[str]:
+        """Islands that hold a version, as far as is known."""
+        return sorted(i for i, v in self.held.items() if v == version and i not in self.refused)
+
+    def forget(self, island: str) -> None:
+        """Forget what an earlier start of an island said and was asked for."""
+        self.held.pop(island, None)
+        self.asked.pop(island, None)
+        self.refused.pop(island, None)
+
+
 class Damage:
-    """What is wrong with one fragment.
+    """What is wrong with one fragment, and from whom it is repaired.
 
     `lost` is the newest version that was published and cannot be read; -1: there is none. `said_by`
     is the island on whose word alone it is; empty: the store has something of it, or it is indexed.
-    `num_asked` counts how often an island was asked for one, so that each time is another.
     """
 
     def __init__(self, fragment: Fragment, on_event: Callable[[Event], None]) -> None:
         """Begin without any."""
         self._fragment = fragment
         self._on_event = on_event
-        self.num_asked = 0
+        self._num_asked = 0  # so that each request is another
         self._begin()
 
     def _begin(self) -> None:
         self.lost, self.said_by = -1, ""
-        self._problem = self._answer = ""
-        self._asked = "", ""  # island and header, as they were named last
-        self._island = ""
+        self._readable = -1
+        self._problem = self._no_header = ""
         self._header: Mapping[str, Any] = {}
+        self._sources = _Sources()
         self._lanes: dict[int, Buffer] = {}
+        self._givers: set[str] = set()
+        self._moved_at = 0.0
+
+    @property
+    def readable(self) -> int:
+        """Newest older version, which those who enter take meanwhile; -1: there is none."""
+        return self._readable if self.lost >= 0 else -1
+
+    @property
+    def wants_header(self) -> bool:
+        """Whether the indexed header of what was lost is still to come."""
+        return self.lost >= 0 and not self._header
+
+    @property
+    def holders(self) -> list[str]:
+        """Islands that hold the lost version, as they say."""
+        return self._sources.holders(self._header.get("version", self.lost))[:MOST_NAMES]
 
     @property
     def text(self) -> str:
-        """What is wrong, and what to type; empty: nothing is."""
+        """What is wrong, and what becomes of it; empty: nothing is."""
         if self.lost < 0:
             return ""
         p, who = self._fragment.fragment_id, self.said_by
@@ -119,13 +174,36 @@ class Damage:
             f"checkpoint (diloco coordinator RUN.toml --resume), or, if {who} is wrong, take it "
             f"out (diloco kick HOST:PORT {who}) and start this syncer again"
             if who
-            else f"Take it from an island that holds it (diloco repair HOST:PORT --fragment {p} "
-            f"--from-island NAME), or resume a checkpoint (diloco coordinator RUN.toml --resume)"
+            else self._repair_text
         )
         return (
             f"fragment {p} is damaged and not served: its version {self.lost} was published"
             f"{f', as island {who} alone says,' if who else ''} and {self._problem}. The other "
-            f"fragments go on. {remedy}{self._answer}"
+            f"fragments go on. {remedy}"
+        )
+
+    @property
+    def _repair_text(self) -> str:
+        """Say how far the repair is, or what it waits for."""
+        p, sources = self._fragment.fragment_id, self._sources
+        if self._no_header:
+            return f"It cannot be taken from an island: {self._no_header}. To go back, {_RESUME}"
+        if not self._header:
+            return "It is taken from an island that holds it once the coordinator says its digests"
+        version = self._header["version"]
+        if sources.asked:
+            lanes = f"{len(self._lanes)} of {len(self._fragment.lanes)} lanes have come"
+            return (
+                f"Version {version} is asked of {', '.join(sources.asked)}, {lanes} (of another: "
+                f"diloco repair HOST:PORT --fragment {p} --from-island NAME)"
+            )
+        others = "; ".join(f"{i}: {why}" for i, why in sorted(sources.refused.items()))
+        called = ", ".join(sorted(sources.held.keys() - sources.refused.keys()))
+        return (
+            f"No island that has called holds version {version}"
+            + (f" (called: {called})" if called else "")
+            + (f" ({others})" if others else "")
+            + f"; the first that does is asked for it. If none will, {_RESUME}"
         )
 
     def found(self, version: int, newest: VersionRecord | None, said_by: str = "") -> None:
@@ -133,11 +211,14 @@ class Damage:
 
         Only an island says so where it is named: else the store, or the coordinator.
         """
+        held = self._sources.held
         self._begin()
+        self._sources.held = held
         self.lost, self.said_by = version, said_by
         if newest is not None and newest.version == version:
             self._problem = "what is here under its number is not that"
         else:
+            self._readable = -1 if newest is None else newest.version
             left = "none" if newest is None else f"version {newest.version}"
             self._problem = f"cannot be read, the newest that can is {left}"
         logger.error("%s", self.text)
@@ -149,36 +230,88 @@ class Damage:
             self.said_by = ""
             logger.error("%s", self.text)
 
-    def ask(self, island: str, record_json: str) -> bool:
-        """Take the lost version from an island, as its header is indexed.
+    # -- from whom -------------------------------------------------------------------------------
+
+    def ask(self, island: str, record_json: str, now: float) -> bool:
+        """Take the lost version from islands, by its header as it is indexed.
+
+        Args:
+            island: To be asked first, as an operator says; empty: whoever holds it.
+            record_json: The newest header that is indexed; empty: none.
+            now: In seconds of the loop.
 
         Returns:
-            Whether this is anything new: what is asked for is named with every report.
+            Whether this is anything new: it is repeated with every report.
         """
-        if self.lost < 0 or (island, record_json) == self._asked:
+        if self.lost < 0:
             return False
-        self._asked = island, record_json
-        self._island, self._header, self._lanes = "", {}, {}
-        header, p = json.loads(record_json or "{}"), self._fragment.fragment_id
+        is_new = self._take_header(record_json)
+        if island and self._header and island != self._sources.first:
+            self._sources.first = island
+            self._sources.refused.pop(island, None)
+            self._request(island, now)
+            is_new = True
+        return is_new
+
+    def _take_header(self, record_json: str) -> bool:
+        header = json.loads(record_json or "{}")
+        if header == self._header or not header:
+            return False
+        problem = ""
         is_whole = len(header.get("lane_digests", ())) == len(self._fragment.lanes)
         if (indexed := header.get("version", -1)) < self.lost:
             # What an older version is made of is whole, and nothing would be repaired by it.
             problem = f"the newest version that the coordinator has indexed is {indexed}"
         elif not (is_whole and {"contributors", "last_included"} <= set(header)):
             problem = "its header is not indexed whole, so that its digests are not known"
-        else:
-            self._island, self._header = island, header
-            self.num_asked += 1
-            self._answer = f". Version {indexed} is asked of {island}"
-            logger.info("fragment %d: version %d is asked of %s", p, indexed, island)
-            return True
-        self._answer = f". It cannot be taken from {island}: {problem}"
-        logger.error("fragment %d cannot be repaired from %s: %s", p, island, problem)
+        if problem:
+            is_new, self._no_header = problem != self._no_header, problem
+            if is_new:
+                p = self._fragment.fragment_id
+                logger.error("fragment %d cannot be taken from an island: %s", p, problem)
+            return is_new
+        sources = self._sources
+        self._header, self._no_header = header, ""
+        self._lanes, self._givers = {}, set()
+        sources.asked, sources.refused, sources.first = {}, {}, ""
         return True
 
-    def wanted_of(self, island: str) -> int | None:
-        """Version that an island is asked for; None: nothing is."""
-        return self._header["version"] if self._header and island == self._island else None
+    def holds(self, island: str, version: int) -> None:
+        """Take note of the newest version of which an island, or a rank of it, holds lanes."""
+        if self.lost >= 0:
+            held = self._sources.held
+            held[island] = max(version, held.get(island, -1))
+
+    def forget(self, island: str) -> None:
+        """Take note that an island has started again: what it held is gone."""
+        self._sources.forget(island)
+
+    def keep(self, live: Collection[str]) -> None:
+        """Ask nothing of islands that are not at work."""
+        for island in (self._sources.held.keys() | self._sources.asked.keys()) - set(live):
+            self._sources.forget(island)
+
+    def wanted_of(self, island: str, now: float) -> tuple[int, int]:
+        """Give the number of the request to an island, and the version; 0, 0: there is none.
+
+        Who holds the version is asked, one island at a time while lanes come.
+        """
+        if not self._header:
+            return 0, 0
+        sources, version = self._sources, self._header["version"]
+        is_next = not sources.asked or now - self._moved_at >= NO_LANE_S
+        if island not in sources.asked and is_next and island in sources.holders(version):
+            self._request(island, now)
+        return (asked, version) if (asked := sources.asked.get(island, 0)) else (0, 0)
+
+    def _request(self, island: str, now: float) -> None:
+        self._num_asked += 1
+        self._sources.asked[island] = self._num_asked
+        self._moved_at = now
+        p, version = self._fragment.fragment_id, self._header["version"]
+        logger.warning("fragment %d: version %d is asked of %s", p, version, island)
+
+    # -- what comes ------------------------------------------------------------------------------
 
     def insist_on(self, header: wire.UploadHeader) -> None:
         """Insist that a lane is asked for, and is what was published.
@@ -187,7 +320,7 @@ class Damage:
             PayloadRefused: If it is not.
         """
         island, version, lane_id = header.grant.island, header.version, header.lane_id
-        if self.wanted_of(island) != version:
+        if island not in self._sources.asked or version != self._header.get("version"):
             words = f"version {version} is not asked of island {island!r}"
             raise PayloadRefused(Cause.KEY, words)
         if lane_id >= (num_lanes := len(self._fragment.lanes)):
@@ -195,27 +328,33 @@ class Damage:
             raise PayloadRefused(Cause.LANE, words)
         # Of a whole lane in float32, the digest of the payload is the digest of the lane.
         if header.digest.hex() != (expected := self._header["lane_digests"][lane_id]):
-            raise PayloadRefused(
-                Cause.DIGEST,
+            words = (
                 f"lane {lane_id} of version {version} was published with digest {expected}, island "
-                f"{island!r} holds {header.digest.hex()[:64]}",
+                f"{island!r} holds {header.digest.hex()[:64]}"
             )
+            self._sources.refused[island] = f"its lane {lane_id} is not what was published"
+            if island != self._sources.first:  # an operator's word stays
+                del self._sources.asked[island]
+            raise PayloadRefused(Cause.DIGEST, words)
 
-    def take(self, header: wire.UploadHeader, payload: Buffer) -> None:
+    def take(self, header: wire.UploadHeader, payload: Buffer, now: float) -> None:
         """Take a lane that is what its header says.
 
         Raises:
             PayloadRefused: If it is asked for no more.
         """
         self.insist_on(header)
-        self._lanes[header.lane_id] = payload
+        if header.lane_id not in self._lanes:
+            self._lanes[header.lane_id] = payload
+            self._givers.add(header.grant.island)
+            self._moved_at = now
 
     @property
     def gift(self) -> Gift | None:
         """The lost version, once every lane is here; None: not yet."""
         if len(self._lanes) < len(self._fragment.lanes):
             return None
-        return Gift(self._island, self._header, dict(self._lanes))
+        return Gift(", ".join(sorted(self._givers)), self._header, dict(self._lanes))
 
     def mended(self, gift: Gift) -> None:
         """Take note that the version is durable again."""

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.compression.lanes import lane_codec
 from diloco.outer.aggregate import inner_products
 from diloco.outer.combination import Gram
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
-from diloco.rounds.publication import decode_contribution
+from diloco.rounds.publication import decoder_of
 from transport.contracts import Buffer
 
 
@@ -52,9 +51,8 @@ def grams_of(
     """
 
     def of_lane(lane_id: int) -> tuple[slice, Tensor]:
-        indices, places = _units_in(fragment, units, lane_id)
-        codec, numel = lane_codec(uplink_codec, fragment, lane_id), fragment.lanes[lane_id].numel
-        deltas = (decode_contribution(codec, payload, numel) for payload in payloads_of(lane_id))
+        indices, places = units_in(fragment, units, lane_id)
+        deltas = map(decoder_of(uplink_codec, fragment, lane_id), payloads_of(lane_id))
         if is_radial:
             return indices, inner_products(list(deltas), places)
         squares = [inner_products([delta], places)[:, 0, 0] for delta in deltas]
@@ -68,7 +66,7 @@ def grams_of(
     return matrices
 
 
-def _units_in(fragment: Fragment, units: Sequence[Unit], lane_id: int) -> tuple[slice, list[slice]]:
+def units_in(fragment: Fragment, units: Sequence[Unit], lane_id: int) -> tuple[slice, list[slice]]:
     """Return which units a lane has a part in, and where in the lane these are."""
     lane = fragment.lanes[lane_id]
     borders = itertools.pairwise((0, *(unit.end for unit in units)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from diloco.rounds.room import Room
 from diloco.rounds.spool import Spool
 from diloco.rounds.terms import Lost
 from diloco.rounds.timing import Downtime
-from diloco.rounds.worker import Worker
+from diloco.rounds.worker import Workers
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
 
@@ -20,13 +21,14 @@ class Hooks:
     """What a fragment's service needs of its syncer; no hook may block.
 
     Args:
-        worker: Does the work on tensors and files.
+        workers: Do the work on tensors and files.
+        merging: Bounds how many fragments merge at once, or do other work of that size.
         spawn: Runs a piece of work beside the handlers; its failure ends the process.
         on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.
         on_event: Hears what happens to rounds.
-        room: Does work of the worker again while the disk is full.
+        room: Has work done again while the disk is full.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         num_threads: Lanes merged at once.
@@ -34,7 +36,8 @@ class Hooks:
         downtime: What this start finds overdue.
     """
 
-    worker: Worker
+    workers: Workers
+    merging: asyncio.Semaphore
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     on_record: Callable[[Mapping[str, Any]], None]
     on_change: Callable[[], None]

@@ -8,6 +8,9 @@ The plain mean takes one pass. Where norms or angles decide (`MergeRule.needs_no
 all lanes before it decodes what came and multiplies it with itself; the coefficients that follow
 are part of the record, so that nobody who recomputes the version depends on their last bits.
 
+The guard (`outer.guard`) looks at each contribution while it is merged. Whom it refuses is left
+out: what was merged is thrown away, and all is done again without it, which is rare.
+
 Source: protocol.md section 4 (reduction, commit point).
 """
 
@@ -26,7 +29,7 @@ from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
 from diloco.errors import AggregationError
-from diloco.outer.combination import Combination, judge, mean_of
+from diloco.outer.combination import Combination, combine, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
 from diloco.rounds.grams import grams_of
@@ -34,13 +37,15 @@ from diloco.rounds.publication import (
     LanePublication,
     LaneState,
     PublicationRules,
+    decoder_of,
     publish_lane_,
 )
 from diloco.rounds.record import RecordDraft
 from diloco.rounds.spool import SpooledLane
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.terms import Close, Contributor, Inclusion
+from diloco.rounds.terms import MOST_NUMBER, Close, Contributor, Inclusion
 from diloco.rounds.version import VersionRecord
+from diloco.rounds.watch import MergeWatch
 from diloco.telemetry.syncer_meter import SyncerMeter
 from transport.contracts import Buffer
 
@@ -50,6 +55,15 @@ Spooled: TypeAlias = Mapping[str, Mapping[int, SpooledLane]]
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
+
+
+class NothingToMerge(AggregationError):
+    """The guard refuses every contribution to a round; `rejected` says why, by island."""
+
+    def __init__(self, rejected: Mapping[str, str]) -> None:
+        """Carry who was rejected and why."""
+        super().__init__("; ".join(f"{island}: {why}" for island, why in rejected.items()))
+        self.rejected = dict(rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,7 @@ class Merger:
         Raises:
             DiskFull: If there is no room for the version: `base` and `spool` are what they were,
                 and the same may be tried again.
+            NothingToMerge: If the guard refuses all of them; `base` is what it was.
             AggregationError: If the result cannot be used; there is no new version, and `base`
                 is what it was.
             OSError: If the disk fails; `base` is worth nothing then.
@@ -126,6 +141,28 @@ class Merger:
         return record
 
     def _published(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
+        """Merge everything, and again without those that the guard refuses; commit."""
+        rejected: dict[str, str] = {}
+        while True:
+            record, outliers = self._attempted(base, close, rejected, spool)
+            if not outliers:
+                return record
+            for island, why in outliers.items():
+                logger.warning(
+                    "contribution rejected, key=%s island=%s: %s", close.key, island, why
+                )
+            rejected |= outliers
+            if len(rejected) == len(close.contributors):
+                raise NothingToMerge(rejected)
+
+    def _attempted(
+        self, base: VersionRecord, close: Close, rejected: Mapping[str, str], spool: Spooled
+    ) -> tuple[VersionRecord, Mapping[str, str]]:
+        """Merge without `rejected`, and commit, unless the guard refuses more: then undo it.
+
+        Returns:
+            The version, and who else is refused and why; it exists only where nobody is.
+        """
         fragment_id, draft = close.key.fragment_id, None
         self.insist()
         try:
@@ -133,47 +170,90 @@ class Merger:
                 self.meter.merging(fragment_id),
                 ThreadPoolExecutor(self.num_threads, "lanes") as pool,
             ):
-                merge = self._decided(close, spool, pool)
-                record = self._uncomputed(base, close, merge)
+                merge = self._decided(close, rejected, spool, pool)
+                watch = self._watch(base, close, merge)
+                record = self._uncomputed(base, close, merge, watch)
                 draft = begun = self._draft(record, spool)  # has room for all of it
-                made = list(
-                    pool.map(
-                        lambda i: self._lane(i, base.lanes[i], close, merge, spool, begun),
-                        range(len(self.fragment.lanes)),
+                try:
+                    made = list(
+                        pool.map(
+                            lambda i: self._lane(
+                                i, base.lanes[i], close, merge, spool, begun, watch
+                            ),
+                            range(len(self.fragment.lanes)),
+                        )
                     )
-                )
+                    outliers = watch.outliers()
+                except AggregationError:
+                    # What is too large for the sum, or for the downlink codec, names its island.
+                    pool.shutdown(cancel_futures=True)
+                    if not (outliers := self._outliers_of(base, close, merge, spool)):
+                        raise
+            if outliers:
+                self._undo(base, spool, draft)
+                return record, outliers
             record = replace(
                 record,
                 lane_digests=tuple(lane.digest for lane in made),
                 lanes=tuple(lane.state for lane in made),
                 payloads=tuple(lane.payload for lane in made),
+                guard=watch.guard(),
             )
             self.insist()
             with self.meter.committing(fragment_id):
                 self.store.commit(record, draft)
         except (DiskFull, AggregationError) as error:
             if draft is not None:
-                for spooled in _lanes_of(spool) if isinstance(error, DiskFull) else ():
-                    spooled.take_back()
-                draft.abandon()
-                self.restore(base)
+                self._undo(base, spool if isinstance(error, DiskFull) else {}, draft)
             raise
         except BaseException:
             if draft is not None:
                 draft.abandon()
             raise
-        return record
+        return record, {}
 
-    def _decided(self, close: Close, spool: Spooled, pool: Executor) -> _Merge:
-        """Decide who of a close is merged with which coefficients."""
-        rule, is_flush, contributors = self.rules.merge, close.is_flush, close.contributors
+    def _undo(self, base: VersionRecord, spool: Spooled, draft: RecordDraft) -> None:
+        """Have `base` and what is in the spool as they were before the merge."""
+        for spooled in _lanes_of(spool):
+            spooled.take_back()
+        draft.abandon()
+        self.restore(base)
+
+    def _watch(self, base: VersionRecord, close: Close, merge: _Merge) -> MergeWatch:
+        return MergeWatch(
+            self.fragment,
+            self.units,
+            self.rules,
+            merge.contributors,
+            base,
+            is_flush=close.is_flush,
+        )
+
+    def _outliers_of(
+        self, base: VersionRecord, close: Close, merge: _Merge, spool: Spooled
+    ) -> dict[str, str]:
+        """Measure what was not merged to its end; says whom the guard refuses."""
+        watch = self._watch(base, close, merge)
+        for lane in self.fragment.lanes:
+            look = watch.lane(lane.lane_id)
+            decode = decoder_of(self.rules.uplink_codec, self.fragment, lane.lane_id)
+            for contributor in merge.contributors:
+                look(decode(spool[contributor.island][lane.lane_id].read()))
+        return watch.outliers()
+
+    def _decided(
+        self, close: Close, rejected: Mapping[str, str], spool: Spooled, pool: Executor
+    ) -> _Merge:
+        """Decide with which coefficients those of a close that were not rejected are merged."""
+        rule, is_flush = self.rules.merge, close.is_flush
+        contributors = tuple(c for c in close.contributors if c.island not in rejected)
         weights = [
             rule.weight(c.weight_tokens, c.weight_steps, is_flush=is_flush) for c in contributors
         ]
         if not rule.needs_norms(is_flush=is_flush):
-            is_plain = weights == [c.weight_tokens for c in contributors]
+            is_plain = weights == [c.weight_tokens for c in contributors] and not rejected
             combination = mean_of(weights, self.fragment.padded_numel)
-            return _Merge(contributors, combination, not is_plain, {})
+            return _Merge(contributors, combination, not is_plain, rejected)
         grams = grams_of(
             lambda lane_id: (spool[c.island][lane_id].read() for c in contributors),
             len(contributors),
@@ -183,12 +263,8 @@ class Merger:
             is_radial=rule.is_radial(is_flush=is_flush),
             across=pool.map,
         )
-        judged = judge(grams, self.units, weights, rule, is_flush=is_flush)
-        rejected = {contributors[m].island: why for m, why in judged.rejected.items()}
-        for island, why in rejected.items():
-            logger.warning("contribution rejected, key=%s island=%s: %s", close.key, island, why)
-        counted = tuple(c for c in contributors if c.island not in rejected)
-        return _Merge(counted, judged.combination, True, rejected)
+        combination = combine(grams, self.units, weights, rule, is_flush=is_flush)
+        return _Merge(contributors, combination, True, rejected)
 
     def restore(self, base: VersionRecord) -> None:
         """Make theta and moments of a version again what they durably are.
@@ -207,6 +283,7 @@ class Merger:
         merge: _Merge,
         spool: Spooled,
         draft: RecordDraft,
+        watch: MergeWatch,
     ) -> LanePublication:
         """Merge one lane and write all of it."""
         is_last_use = not self.rules.merge.needs_norms(is_flush=close.is_flush)
@@ -232,6 +309,7 @@ class Merger:
             lane_id=lane_id,
             key=close.key,
             is_flush=close.is_flush,
+            on_delta=watch.lane(lane_id),
         )
         for name, values in made.state.vectors.items() if draft.has_state else ():
             digest = made.digest if name == "published" else None
@@ -239,8 +317,10 @@ class Merger:
         draft.write(f"payload/{lane_id}", made.payload)
         return made
 
-    def _uncomputed(self, base: VersionRecord, close: Close, merge: _Merge) -> VersionRecord:
-        """Return the next version without its values; its digests have their size only."""
+    def _uncomputed(
+        self, base: VersionRecord, close: Close, merge: _Merge, watch: MergeWatch
+    ) -> VersionRecord:
+        """Return the next version without its values; digests and guard have their size only."""
         return VersionRecord(
             version=close.key.version + 1,
             fragment_id=close.key.fragment_id,
@@ -261,9 +341,12 @@ class Merger:
             },
             rejected=merge.rejected,
             combination=merge.combination if merge.is_recorded else None,
-            merged_tokens=base.merged_tokens + sum(c.weight_tokens for c in merge.contributors),
+            merged_tokens=min(
+                base.merged_tokens + sum(c.weight_tokens for c in merge.contributors), MOST_NUMBER
+            ),
             rules={**self.rules.to_json(), **self.told},
             closed_unix_s=self.closed_unix_s,
+            guard=watch.guard(),
         )
 
     def _draft(self, record: VersionRecord, spool: Spooled) -> RecordDraft:

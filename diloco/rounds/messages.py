@@ -98,4 +98,5 @@ def arrival_of(header: wire.SubmitHeader) -> LaneArrival:
         weight_steps=header.weight_steps,
         sent_at_inner_step=header.sent_at_inner_step,
         is_flush=header.is_flush,
+        step_tokens=header.grant.tokens_per_inner_step,
     )

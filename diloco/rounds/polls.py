@@ -10,6 +10,7 @@ import contextlib
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from diloco.loop_clock import loop_now
 from diloco.rounds.attendance import NOT_CURRENT, Attendance
 from diloco.rounds.messages import MOST_UPLOADS, keys_of, outcome_message
 from diloco.rounds.service import FragmentService
@@ -93,7 +94,7 @@ class Polls:
                 ):
                     await self._changed.wait()
         reply = self._answer(request, keys)
-        reply.asks_first = not self._spool.lets_in(self._due_bytes())
+        reply.asks_first = self._spool.is_full or not self._spool.lets_in(self._due_bytes())
         return Reply.of(reply)
 
     def _due_bytes(self) -> int:
@@ -134,8 +135,7 @@ class Polls:
                 reply.outcomes.append(outcome_message(outcome))
         for state in reply.fragments:
             damage = self._services[state.fragment_id].damage
-            if (wanted := damage.wanted_of(grant.island)) is not None:
-                state.asked, state.wanted_version = damage.num_asked, wanted
+            state.asked, state.wanted_version = damage.wanted_of(grant.island, loop_now())
         return reply
 
     def _contributed(self, grant: Grant) -> list[int]:

@@ -10,7 +10,7 @@ Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import Codec, from_bytes, is_finite, to_bytes
-from diloco.compression.lanes import lane_codec
+from diloco.compression.lanes import lane_codec, padding_of
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError, ConfigError
 from diloco.outer.aggregate import weighted_mean, weighted_sum
@@ -102,6 +102,7 @@ class PublicationRules:
         """Read what `to_json` wrote, among other things."""
         optimizer, merge = dict(content["optimizer"]), dict(content["merge"])
         optimizer["betas"] = tuple(optimizer["betas"])
+        merge.pop("reject_norm_ratio", None)  # before the guard: the record has what it came to
         for name in ("plain_mean", "experts"):
             merge[name] = tuple(merge[name])
         return cls(
@@ -132,13 +133,23 @@ def version_digest(lane_digests: Sequence[bytes]) -> bytes:
     return blake3.blake3(b"".join(lane_digests)).digest()
 
 
-def decode_contribution(codec: Codec, payload: Buffer, numel: int) -> Tensor:
-    """Decode one lane of a contribution; codecs give finite values only.
+def decoder_of(uplink_codec: str, fragment: Fragment, lane_id: int) -> Callable[[Buffer], Tensor]:
+    """Return what decodes a lane of a contribution: finite values, float32, fresh.
 
-    Raises:
-        CodecError: If the payload is malformed or holds a value that is not finite.
+    The padding is zero, whatever an island sends in it: no island keeps what is not of a tensor.
+    What is returned raises CodecError if the payload is malformed or holds a value that is not
+    finite.
     """
-    return codec.decode(from_bytes(payload), numel)
+    codec, numel = lane_codec(uplink_codec, fragment, lane_id), fragment.lanes[lane_id].numel
+    padding = padding_of(fragment, lane_id)
+
+    def decode(payload: Buffer) -> Tensor:
+        values = codec.decode(from_bytes(payload), numel)
+        for place in padding:
+            values[place] = 0.0
+        return values
+
+    return decode
 
 
 def publish_lane_(
@@ -151,6 +162,7 @@ def publish_lane_(
     lane_id: int,
     key: RoundKey,
     is_flush: bool,
+    on_delta: Callable[[Tensor], None] = lambda delta: None,
 ) -> LanePublication:
     """Merge the contributions to one lane and take the outer step, in place.
 
@@ -168,34 +180,38 @@ def publish_lane_(
         lane_id: The lane.
         key: Of the round; its base version, counted from 0, sets the momentum ramp.
         is_flush: Plain step, moments neither read nor changed.
+        on_delta: Is given each contribution as it was decoded, before any is merged with the next.
 
     Raises:
         AggregationError: If the result is not finite, or beyond what the downlink codec can send;
             theta and moments are worth nothing then.
     """
-    lane, numel = fragment.lanes[lane_id], state.theta.numel()
-    uplink = lane_codec(rules.uplink_codec, fragment, lane_id)
-    delta = weighted_sum(
-        (decode_contribution(uplink, payload, numel) for payload in payloads),
-        combination.within(lane.start, lane.end),
-    )
+    lane = fragment.lanes[lane_id]
+    decode = decoder_of(rules.uplink_codec, fragment, lane_id)
+
+    def decoded(payload: Buffer) -> Tensor:
+        delta = decode(payload)
+        on_delta(delta)
+        return delta
+
+    delta = weighted_sum(map(decoded, payloads), combination.within(lane.start, lane.end))
     return publish_mean_(
         state, delta, rules, fragment=fragment, lane_id=lane_id, key=key, is_flush=is_flush
     )
 
 
 def mean_contribution(
-    uplink: Codec, payloads: Iterable[Buffer], weights_tokens: Sequence[int], numel: int
+    decode: Callable[[Buffer], Tensor], payloads: Iterable[Buffer], weights_tokens: Sequence[int]
 ) -> Tensor:
-    """Return the mean Delta of one lane, weighted by tokens, float32 of shape [numel], fresh.
+    """Return the mean Delta of one lane, weighted by tokens, float32 and fresh.
+
+    `decode` is of `decoder_of`.
 
     Raises:
         AggregationError: If it is not finite.
         CodecError: If a payload is malformed.
     """
-    return weighted_mean(
-        (decode_contribution(uplink, payload, numel) for payload in payloads), weights_tokens
-    )
+    return weighted_mean(map(decode, payloads), weights_tokens)
 
 
 def publish_mean_(

@@ -9,6 +9,7 @@ Source: protocol.md section 4 (`log`: recovery replays it through the same pure 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +29,7 @@ from diloco.rounds.publication import (
     publish_lane_,
 )
 from diloco.rounds.record import (
+    GUARD,
     RecordInvalid,
     StoredRecord,
     locate,
@@ -148,6 +150,8 @@ def made_again(
     if [lane.digest.hex() for lane in made] != header["lane_digests"]:
         raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
     sections = {n: stored.read(n) for n in stored.sections if n.startswith("contribution/")}
+    with contextlib.suppress(RecordInvalid):  # without it the guard learns what is usual again
+        sections[GUARD] = stored.read(GUARD)
     sections |= {f"payload/{i}": bytearray(lane.payload) for i, lane in enumerate(made)}
     return record_of(header, sections, fragment, tuple(lane.state for lane in made))
 

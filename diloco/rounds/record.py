@@ -31,8 +31,12 @@ from transport.contracts import Buffer
 
 #: Float32 vectors of every lane, each a section NAME/LANE.
 STATE_SECTIONS = ("theta", "published", "momentum")
+#: Before the island and the lane of what a version was made of.
+CONTRIBUTION = "contribution/"
 #: One more, after these, where the outer optimizer is Adam.
 SECOND_MOMENT = "second_moment"
+#: Section of what the merge's guard knows, where it knows anything.
+GUARD = "guard"
 
 MAGIC = b"DILOREC2"
 #: Near the end of every header, whose keys are sorted.
@@ -301,9 +305,11 @@ def locate(path: Path, start: int = 0) -> StoredRecord:
 
 
 def unpack(
-    path: Path, version: int, fragment: Fragment
+    path: Path, version: int, fragment: Fragment, *, with_contributions: bool = True
 ) -> tuple[Mapping[str, Any], dict[str, bytearray]]:
-    """Read a record file and verify every byte of it.
+    """Read a record file and verify every byte that is read; its size is that which it announces.
+
+    Without contributions memory and time do not grow with the number of islands.
 
     Returns:
         Its header (JSON values) and its sections by name.
@@ -312,10 +318,10 @@ def unpack(
         RecordInvalid: If it is missing, torn, damaged, or of another version or plan.
     """
     stored = locate(path)
-    sections = {name: stored.read(name) for name in stored.sections}
     _insist_on_end(stored)
     stored.insist_on(version, fragment)
-    return stored.header, sections
+    names = (n for n in stored.sections if with_contributions or not n.startswith(CONTRIBUTION))
+    return stored.header, {name: stored.read(name) for name in names}
 
 
 def verify(path: Path, version: int, fragment: Fragment) -> Mapping[str, Any]:

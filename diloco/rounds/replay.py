@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import AggregationError, CodecError
-from diloco.outer.combination import Combination, judge, mean_of
+from diloco.outer.combination import Combination, combine, mean_of
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.rounds.grams import grams_of
@@ -359,8 +359,7 @@ class FragmentReplay:
             is_radial=rule.is_radial(is_flush=is_flush),
             across=pool.map,
         )
-        counted = replace(rule, reject_norm_ratio=0.0)
-        return judge(grams, units, weights, counted, is_flush=is_flush).combination
+        return combine(grams, units, weights, rule, is_flush=is_flush)
 
 
 def _state_differences(kept: Sequence[LaneState], made: Sequence[LaneState]) -> list[str]:

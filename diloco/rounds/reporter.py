@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
+from diloco.alarms import Alarms, alarm_message
 from diloco.loop_clock import loop_now
+from diloco.peer_texts import bounded_text
 from diloco.rounds.orders import Orders
 from diloco.telemetry.round_events import RoundExpired
 from protos.control_pb2 import (
@@ -75,6 +77,9 @@ class Rounds(Protocol):
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
 
+    def lost(self, fragment_id: int) -> FragmentStatus:
+        """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
+
     def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
         """Hear how many versions of each fragment the coordinator knows; must not block.
 
@@ -82,9 +87,10 @@ class Rounds(Protocol):
         """
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
-        """Take what a damaged fragment has lost from an island; must not block.
+        """Take what a damaged fragment has lost from islands; must not block.
 
-        Repeated with every report until it is not damaged any more.
+        First from the one that is named, if any is. Repeated with every report until it is not
+        damaged any more.
         """
 
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
@@ -107,7 +113,8 @@ class Rounds(Protocol):
 class Reporter:
     """Tells one coordinator about one start of a syncer.
 
-    `add_record`, `changed` and `fail` return at once; `run` does the telling.
+    `add_record`, `changed` and `fail` return at once; `run` does the telling. `alarms` that hold
+    are told with every report; `num_answers` counts what the coordinator has answered.
     """
 
     def __init__(
@@ -136,12 +143,14 @@ class Reporter:
         self._syncer_id = syncer_id
         self._transport: Transport | None = None
         self._is_away = False
+        self.num_answers = 0
         self._records: deque[Mapping[str, Any]] = deque()
         self._expiries: deque[RoundExpired] = deque(maxlen=_MOST_EXPIRIES)
         self._indexed: dict[int, int] = {}
         self._published_at: dict[int, float] = {}
         self._complete: Sequence[int] | None = None
         self._fatal: tuple[str, int] = ("", 0)
+        self.alarms = Alarms()
         self._news = asyncio.Event()
         self._told = asyncio.Event()
 
@@ -235,10 +244,7 @@ class Reporter:
 
     async def _tell(self, rounds: Rounds, address: str) -> None:
         hello = await self._hello(address)
-        rounds.indexed(
-            dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)),
-            dict(zip(hello.fragment_ids, hello.indexed_digests, strict=False)),
-        )
+        rounds.indexed(*indexed_of(hello))
         while self._expiries:
             expired = self._expiries[0]
             await self._report(rounds, "", _expiry(expired))
@@ -274,6 +280,7 @@ class Reporter:
             fatal_reason=reason,
             fatal_exit_code=exit_code,
             refusals=rounds.refusals,
+            alarms=map(alarm_message, self.alarms.holding(loop_now())),
             pinned_cut=rounds.pinned_cut,
         )
         reply = await self._call("control.round_report", report)
@@ -282,7 +289,7 @@ class Reporter:
     def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
         now = loop_now()
         num_rounds, num_solo = rounds.rounds_of(state.fragment_id)
-        return FragmentStatus(
+        status = FragmentStatus(
             fragment_id=state.fragment_id,
             version=state.version,
             attempt=state.attempt,
@@ -293,8 +300,10 @@ class Reporter:
             merged_tokens=state.merged_tokens,
             rounds=num_rounds,
             solo_rounds=num_solo,
-            damage=rounds.damage(state.fragment_id),
+            damage=bounded_text(rounds.damage(state.fragment_id)),
         )
+        status.MergeFrom(rounds.lost(state.fragment_id))
+        return status
 
     async def _call(self, method: str, request: Message) -> Reply:
         if self._transport is None:
@@ -302,6 +311,7 @@ class Reporter:
         reply = await self._transport.call(
             method, request.SerializeToString(), deadline_s=_DEADLINE_S
         )
+        self.num_answers += 1
         if self._is_away:
             logger.info("coordinator answers again, peer=%s", self._transport.peer)
             self._is_away = False
@@ -313,6 +323,14 @@ class Reporter:
             logger.warning("coordinator does not answer, trying on: %s", error)
             self._is_away = True
         await self.close()
+
+
+def indexed_of(hello: SyncerHelloReply) -> tuple[dict[int, int], dict[int, str]]:
+    """Read by fragment how many versions are indexed, and the digest of the newest of them."""
+    return (
+        dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)),
+        dict(zip(hello.fragment_ids, hello.indexed_digests, strict=False)),
+    )
 
 
 def _expiry(expired: RoundExpired) -> Expiry:

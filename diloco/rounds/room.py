@@ -37,13 +37,11 @@ class Room:
 
     def __init__(
         self,
-        worker: Worker,
         meter: SyncerMeter,
         on_change: Callable[[bool], None],
         let_go: Callable[[], None],
     ) -> None:
         """Assign only."""
-        self._worker = worker
         self._meter = meter
         self._on_change = on_change
         self._let_go = let_go
@@ -51,9 +49,9 @@ class Room:
         self._refused: RoundKey | None = None
 
     async def having(
-        self, fragment_id: int, work: Callable[[], _T], *, at_most_s: float = 0.0
+        self, fragment_id: int, worker: Worker, work: Callable[[], _T], *, at_most_s: float = 0.0
     ) -> _T:
-        """Return what `work()` returns in the worker, done again while the disk is full.
+        """Return what `work()` returns in a worker, done again while the disk is full.
 
         Each second; `at_most_s` is more for long work: the wait doubles up to that.
         """
@@ -61,7 +59,7 @@ class Room:
         try:
             while True:
                 try:
-                    return await self._worker.run(work)
+                    return await worker.run(work)
                 except DiskFull as error:
                     self._let_go()
                     self._lack(fragment_id, error)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from diloco.alarms import AlarmKind
 from diloco.refusals import Cause
 from diloco.rounds.state import FragmentRounds
-from diloco.rounds.terms import Admission, Close, LaneArrival, Opened, RecordExpiry
+from diloco.rounds.terms import Admission, Close, LaneArrival, Opened, RecordExpiry, RoundKey
 from diloco.rounds.version import VersionRecord
-from diloco.telemetry.events import Event
+from diloco.telemetry.events import AlarmRaised, Event
 from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 
@@ -65,9 +66,20 @@ class RoundTelemetry:
             digest=record.digest.hex(),
         )
         self._meter.published(closed)
-        for island in record.rejected:
-            self._meter.refusal(island, Cause.OUTLIER)
         self._on_event(closed)
+        self.rejected(key, record.rejected)
+
+    def rejected(self, key: RoundKey, islands: Mapping[str, str]) -> None:
+        """Count contributions that the guard refused, and raise an alarm for each."""
+        for island, why in islands.items():
+            self._meter.refusal(island, Cause.OUTLIER)
+            text = (
+                f"what {island} sent to version {key.version} was not merged: {why}; if it goes "
+                "on, look at that machine's memory, devices and data, or take the island out: "
+                f"diloco kick HOST:PORT {island}"
+            )
+            alarm = AlarmKind.CONTRIBUTION_REFUSED.value
+            self._on_event(AlarmRaised(alarm, text, island, key.fragment_id))
 
     def lacking_grace(self, terms: tuple[float, float] | None) -> None:
         """Say once that rounds wait for nobody, where that is not what `outer.grace` asks for.

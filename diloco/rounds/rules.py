@@ -6,12 +6,12 @@ Source: protocol.md sections 4, 7 and 10.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import PublicationRules
-from diloco.rounds.terms import RoundRules
+from diloco.rounds.terms import RoundRules, Weights
 from diloco.rounds.timing import TimingRules
 
 #: Attempts in a row without a result after which a scheduled run stops waiting for its members.
@@ -69,6 +69,7 @@ class SyncerRules:
         total_tokens: Merged tokens that end a fragment; 0: it ends with its islands.
         has_flush: Whether a flush is its end.
         policy_revision: Of the policy that these come from.
+        weights: What a contribution may count.
     """
 
     timeline: int
@@ -86,6 +87,7 @@ class SyncerRules:
     total_tokens: int = 0
     has_flush: bool = True
     policy_revision: int = 0
+    weights: Weights = field(default_factory=Weights)
 
     def of_fragment(self, fragment: Fragment, num_fragments: int) -> FragmentRules:
         """Give those of one fragment; where times are measured, fragments take turns."""
@@ -97,6 +99,7 @@ class SyncerRules:
             min_contributions=self.quorum,
             max_expired_in_a_row=_MOST_EXPIRED if is_ended else None,
             min_members=self.min_members,
+            weights=self.weights,
         )
         phase = (fragment.fragment_id + 1) / num_fragments
         return FragmentRules(

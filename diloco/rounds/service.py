@@ -1,6 +1,7 @@
 """One fragment as islands see it: what they send is judged and kept, and what they may fetch.
 
-The event loop receives lanes; the worker verifies and spools them.
+The event loop receives lanes; workers of their own verify and spool them, whatever is merged
+meanwhile.
 
 Source: protocol.md sections 1, 4 and 5.
 """
@@ -15,6 +16,7 @@ from diloco.errors import PayloadRefused
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
+from diloco.refusals import Cause
 from diloco.rounds.arrivals import InitialLanes, LaneReader
 from diloco.rounds.attendance import Attendance
 from diloco.rounds.hooks import Hooks
@@ -49,7 +51,7 @@ class FragmentService(RoundRunner):
     ) -> None:
         """Assign only; as `RoundRunner`."""
         super().__init__(fragment, timeline, rules, steps, store, units, hooks)
-        self._reader = LaneReader(fragment, hooks.spool, hooks.worker)
+        self._reader = LaneReader(fragment, hooks.spool, hooks.workers.checks)
         self._initial = InitialLanes(fragment)
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
 
@@ -59,7 +61,7 @@ class FragmentService(RoundRunner):
         """Judge a lane by its header, read and verify it, count it; refuse a malformed one.
 
         Raises:
-            NotYet: If it has to wait for its turn; the round waits for it.
+            NotYet: If it has to wait, for its turn or for room; the round waits for it.
         """
         admission = self.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
@@ -68,6 +70,8 @@ class FragmentService(RoundRunner):
         spooled: SpooledLane | None = None
         if admission is Admission.ACCEPTED:
             try:
+                if problem := self.rounds.weight_problem(lane):
+                    raise PayloadRefused(Cause.WEIGHT, problem)
                 spooled = await self._read(lane, codec_name, call)
             except PayloadRefused as error:
                 logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, error)
@@ -76,10 +80,17 @@ class FragmentService(RoundRunner):
                 return self.rounds.admit(lane)
             except DiskFull as error:
                 self._hooks.room.refuse_lane(lane.key, error)
+                self._hooks.spool.found_full()
                 self._await_room_for(lane)
-                return Admission.NOT_OPEN
+                self._give_up(lane)
+                # Not `NOT_OPEN`, which would have the caller send all of it again at once.
+                raise NotYet(f"no room for {lane.key}, lane {lane.lane_id}: {error}") from error
             except NotYet:
                 self._await_room_for(lane)
+                self._give_up(lane)
+                raise
+            except BaseException:
+                self._give_up(lane)
                 raise
             if self.damage.text:
                 spooled.drop()
@@ -98,6 +109,10 @@ class FragmentService(RoundRunner):
         key, island = lane.key, lane.island
         self._perform(self.rounds.has_no_room(key, island, lane.incarnation, loop_now()))
 
+    def _give_up(self, lane: LaneArrival) -> None:
+        """Let the round go on without a lane: its deadline, if it has passed, ends it now."""
+        self._perform(self.rounds.lane_given_up(lane, loop_now()))
+
     def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
         """Take an island out of the attempt: it declined, or sent what cannot be counted."""
         self._perform(self.rounds.refused(key, island, incarnation, reason, loop_now()))
@@ -110,10 +125,22 @@ class FragmentService(RoundRunner):
         """
         insist_on_codec(codec_name, self._rules.publication.uplink_codec)
         spool = self._hooks.spool
+        spool.insist_on_room(call.payload_bytes)
         name = lane.key, lane.island, lane.incarnation, lane.lane_id
         return await self._reader.read(
-            name, codec_name, lane.lane_id, lane.digest, call, lambda p: spool.put(p, lane.digest)
+            name,
+            codec_name,
+            lane.lane_id,
+            lane.digest,
+            call,
+            lambda p: spool.put(p, lane.digest),
+            lambda: self._arrived(lane),
         )
+
+    def _arrived(self, lane: LaneArrival) -> None:
+        """Let the round wait for the verification of a lane that came in time."""
+        self.rounds.lane_arrived(lane, loop_now())
+        self._perform([])
 
     @property
     def due_bytes(self) -> int:
@@ -169,10 +196,10 @@ class FragmentService(RoundRunner):
             has_second_moment=self._rules.publication.optimizer.has_second_moment,
             closed_unix_s=self._unix_s,
         )
-        await self._hooks.worker.run(lambda: self._store.commit(record))
+        await self._long_worker.run(lambda: self._store.commit(record))
         self._initial.lanes.clear()
         if self.damage.text:  # it was durable by then, and nobody has heard of it
-            await self._hooks.worker.run(lambda: self._store.take_back(0))
+            await self._worker.run(lambda: self._store.take_back(0))
         self.insist_on_whole()
         self._hold(record)
         self._perform(self.rounds.founded(0, 0, {}, loop_now()))
@@ -199,11 +226,12 @@ class FragmentService(RoundRunner):
             payload = await self._reader.read(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
-            self.damage.take(header, payload)
+            self.damage.take(header, payload, loop_now())
         except PayloadRefused as error:
             if self._serves(header):
                 return ""  # it has come before, and the answer was lost
             self._hooks.meter.refusal(island, error.cause)
+            self._hooks.on_change()  # another may have to be asked
             return f"published parameters refused: {error}"
         if self.damage.gift is not None:
             self._hooks.spawn(self._finish_repair(attendance))
@@ -241,7 +269,7 @@ class FragmentService(RoundRunner):
         if self.rounds.is_open:
             state.members.extend(self.rounds.members)
             state.takes_flush = self.rounds.takes_flush
-        if self.record is not None:
+        if self.record is not None and self._is_readable(self.record.version):
             state.version, state.is_founded = self.record.version, True
             state.digest = self.record.digest
             state.lane_digests.extend(self.record.lane_digests)
@@ -254,7 +282,9 @@ class FragmentService(RoundRunner):
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return lanes of a published version, and the reply that goes before them."""
-        reply, payload = await fetch_lanes(header, self.record, self._store, self._hooks.worker)
+        reply, payload = await fetch_lanes(
+            header, self.record, self._store, self._hooks.workers.reads
+        )
         self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
         return reply, payload
 
@@ -271,3 +301,15 @@ class FragmentService(RoundRunner):
         """
         if self.damage.text:
             raise NotYet(self.damage.text)
+
+    def insist_on_readable(self, version: int) -> None:
+        """Have whoever calls for a version call again until it can be read.
+
+        Raises:
+            NotYet: If the fragment is damaged, and this version may be what it has lost.
+        """
+        if not self._is_readable(version):
+            raise NotYet(self.damage.text)
+
+    def _is_readable(self, version: int) -> bool:
+        return not self.damage.text or version <= self.damage.readable

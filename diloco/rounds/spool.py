@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import queue
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable
@@ -32,6 +33,8 @@ LEAST_ARRIVING_BYTES = 64 << 20
 _TURN_S = 5.0
 #: Seconds for which the place of a call is kept that comes again (`retry.RetryPolicy.max_wait_s`).
 _KEPT_S = 15.0
+#: Seconds between two payloads that are let in to see whether a full disk has room again.
+_FULL_S = 5.0
 
 #: Payloads are let go lane by lane, and what a merge makes of them does not fit where they lay. A
 #: smaller step costs the vectors of a merge their pages too often.
@@ -54,11 +57,16 @@ class Spool:
         self._held_bytes = 0
         self._released_bytes = 0  # from memory, since the last time that holes were given back
         self._lock = threading.Lock()
+        #: Changes of the two above, until the lock is held: a lane may be collected at any moment,
+        #: in the middle of any line of any thread, and `put` alone is safe from there.
+        self._noted: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._names = itertools.count()
         self._arriving_bytes = 0
         self._arriving: set[Hashable] = set()
         #: In their order. Who has been told `NotYet` is awaited for a while.
         self._waiting: dict[Hashable, _Place] = {}
+        self._is_full = False
+        self._tried_at = 0.0
 
     def start(self) -> None:
         """Make an empty directory: what an earlier start left in it is removed."""
@@ -68,6 +76,33 @@ class Spool:
     def lets_in(self, num_bytes: int) -> bool:
         """Whether so many bytes may arrive at once."""
         return num_bytes <= max(self._memory_bytes, LEAST_ARRIVING_BYTES)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk had no room for the last payload that was to go there."""
+        return self._is_full
+
+    def found_full(self) -> None:
+        """Take note that the disk has no room; on the event loop."""
+        self._is_full, self._tried_at = True, loop_now()
+
+    def insist_on_room(self, num_bytes: int) -> None:
+        """Insist that a payload may find room, before anything of it is read.
+
+        While the disk is full, that is what fits in memory, and one payload every `_FULL_S`.
+
+        Raises:
+            NotYet: If it may not.
+        """
+        if not self._is_full or self._held_bytes + num_bytes <= self._memory_bytes:
+            return
+        now = loop_now()
+        if now < self._tried_at + _FULL_S:
+            raise NotYet(
+                f"the syncer's disk is full, {num_bytes} bytes have no room: call again, and ask "
+                f"before sending"
+            )
+        self._tried_at = now
 
     @contextlib.asynccontextmanager
     async def arrival(
@@ -121,6 +156,7 @@ class Spool:
         self.passed(size)  # it came in pieces, which lay between what stays
         self.give_back()
         with self._lock:
+            self._count()
             is_held = self._held_bytes + size <= self._memory_bytes
             if is_held:
                 self._held_bytes += size
@@ -133,31 +169,37 @@ class Spool:
         except OSError:
             path.unlink(missing_ok=True)  # a full disk gets its room back
             raise
+        self._is_full = False
         return SpooledLane(self, size, digest, path)
 
     def release(self, num_bytes: int) -> None:
-        """Take note that a payload in memory was let go of; any thread."""
-        with self._lock:
-            self._held_bytes -= num_bytes
-            self._released_bytes += num_bytes
+        """Take note that a payload in memory was let go of; any thread, whatever it holds."""
+        self._noted.put((-num_bytes, num_bytes))
 
     def passed(self, num_bytes: int) -> None:
-        """Take note of memory that a payload took for a while, in pieces or whole; any thread."""
-        with self._lock:
-            self._released_bytes += num_bytes
+        """Take note of memory that a payload took for a while; any thread, whatever it holds."""
+        self._noted.put((0, num_bytes))
+
+    def hold(self, num_bytes: int) -> None:
+        """Take note that a payload is in memory again, limit or not; any thread."""
+        self._noted.put((num_bytes, 0))
 
     def give_back(self) -> None:
         """Give the memory of what was let go of back, if that is much; not on an event loop."""
         with self._lock:
+            self._count()
             if is_much := self._released_bytes >= _GIVEN_BACK_BYTES:
                 self._released_bytes = 0
         if is_much:
             give_back_holes()
 
-    def hold(self, num_bytes: int) -> None:
-        """Take note that a payload is in memory again, limit or not; any thread."""
-        with self._lock:
-            self._held_bytes += num_bytes
+    def _count(self) -> None:
+        """Count what has been noted; the lock is held."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                held, released = self._noted.get_nowait()
+                self._held_bytes += held
+                self._released_bytes += released
 
     def _admit(self) -> None:
         """Let in whoever waits and has room, in their order; who is away for long is forgotten."""

@@ -8,6 +8,8 @@ Source: protocol.md sections 5 (outcomes) and 8 (fencing).
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from diloco.refusals import Cause
 from diloco.rounds.terms import (
     Admission,
@@ -49,6 +51,8 @@ class Standing:
         self._is_held = False
         self._roster = Roster(rules.members)
         self._least: dict[str, int] = {}
+        #: Here and not verified yet, by identity: of a lane that came twice each is on its own.
+        self._arrived: dict[int, LaneArrival] = {}
 
     @property
     def key(self) -> RoundKey:
@@ -132,6 +136,15 @@ class Standing:
             )
         return Objection(Admission.INVALID, cause, words) if words else None
 
+    def weight_problem(self, lane: LaneArrival) -> str:
+        """Say why a contribution cannot count what its lane says; empty if it can."""
+        return self.rules.weights.problem(
+            tokens=lane.weight_tokens,
+            steps=lane.weight_steps,
+            sent_at=lane.sent_at_inner_step,
+            step_tokens=lane.step_tokens,
+        )
+
     def story_of(self, lane: LaneArrival) -> str:
         """Say in words where a lane that was judged stands."""
         key = lane.key
@@ -209,12 +222,24 @@ class Standing:
 
     def _awaited(self) -> list[str]:
         """Members whose contributions are there or may come: not those who left or lapsed."""
-        live, held = set(self.live), self.contributions
-        return [
-            m
-            for m in self.members
-            if m not in self.left and (m in live or (m in held and self._is_complete(held[m])))
-        ]
+        live = set(self.live)
+        return [m for m in self.members if m not in self.left and (m in live or self._is_here(m))]
+
+    def _is_here(self, island: str) -> bool:
+        """Whether every lane of the contribution of an island is here, verified or not yet."""
+        arrived = {lane.lane_id for lane in self._arrived.values() if lane.island == island}
+        return len(self._verified(island) | arrived) == self.rules.num_lanes
+
+    def _verified(self, island: str) -> Set[int]:
+        held = self.contributions.get(island)
+        return held.lanes.keys() if held is not None else set()
+
+    def _is_held_up(self) -> bool:
+        """Whether a contribution that came whole, and in time, is still being verified."""
+        return any(
+            lane.lane_id not in self._verified(lane.island) and self._is_here(lane.island)
+            for lane in self._arrived.values()
+        )
 
     def _absent(self) -> tuple[str, ...]:
         done = {c.island for c in self.contributions.values() if self._is_complete(c)}

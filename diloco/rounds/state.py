@@ -79,10 +79,8 @@ class FragmentRounds(Standing):
         match self.phase:
             case Phase.WAITING if self._can_open():
                 return self._opens_at
-            case Phase.OPEN:
-                return self._deadline
-            case Phase.GRACE:
-                return self._grace_end
+            case Phase.OPEN | Phase.GRACE if not self._is_held_up():
+                return self._ends_at
             case _:
                 return math.inf
 
@@ -157,17 +155,34 @@ class FragmentRounds(Standing):
         if not self.is_open:
             return self._open_if_due(now)
         # Who declined or was refused has left the attempt, whatever start it is now.
+        was_arriving = self._forget_arrived(island)
         earlier = self.contributions.pop(island, None)
         is_begun = self.left or any(map(self._is_complete, self.contributions.values()))
         if not is_begun and set(self.members) <= set(self.live):
             # Nobody is left who waits: when all islands start anew, none of them is late yet.
             self._deadline = math.inf
         if earlier is None:
-            return []
+            return self.tick(now) if was_arriving else []
         return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]
+
+    def lane_arrived(self, lane: LaneArrival, now: float) -> None:
+        """Take note that all of a lane is here, in time, and is being verified.
+
+        A contribution of which all lanes are here or verified holds up the end of its attempt
+        until it counts or does not: how long verification takes is no lateness of its island.
+        `lane_received` or `lane_given_up` follows with the same object, or `refused`.
+        """
+        if self.admit(lane) is Admission.ACCEPTED and now <= self._ends_at:
+            self._arrived[id(lane)] = lane
+
+    def lane_given_up(self, lane: LaneArrival, now: float) -> list[Instruction]:
+        """Take note that a lane is verified no more: its call was cut, or there is no room."""
+        was_arriving = self._arrived.pop(id(lane), None) is not None
+        return self.tick(now) if was_arriving and self.is_open else []
 
     def lane_received(self, lane: LaneArrival, now: float) -> tuple[Admission, list[Instruction]]:
         """Count a lane whose payload was received and verified."""
+        self._arrived.pop(id(lane), None)
         admission = self.admit(lane)
         if admission is Admission.CONFLICT and self.is_open:
             return admission, self.refused(
@@ -203,18 +218,26 @@ class FragmentRounds(Standing):
         """
         if key != self.key or self.is_fenced(island, incarnation):
             return []
-        return self._take_out(island, reason, now)
+        return self._take_out({island: reason}, now)
 
-    def _take_out(self, island: str, reason: str, now: float) -> list[Instruction]:
-        """Let a member leave the open attempt, whichever start of it is here."""
-        if not self.is_open or island not in self.members or island in self.left:
+    def _take_out(self, reasons: Mapping[str, str], now: float) -> list[Instruction]:
+        """Let members leave the open attempt, whichever starts of them are here.
+
+        All of them before anything follows: else what one leaves behind could close the attempt
+        with the contribution of the next.
+        """
+        staying = set(self.members) - set(self.left)
+        leaving = {i: reasons[i] for i in sorted(reasons) if i in staying}
+        if not self.is_open or not leaving:
             return []
         instructions: list[Instruction] = []
-        held = self.contributions.pop(island, None)
-        if held is not None:
-            instructions.append(DropLanes(self.key, island, held.incarnation))
-        reason = self.left[island] = bounded_text(reason, MOST_REASON)
-        self._tell(now, f"{island} left the attempt: {reason}")
+        for island, reason in leaving.items():
+            self._forget_arrived(island)
+            held = self.contributions.pop(island, None)
+            if held is not None:
+                instructions.append(DropLanes(self.key, island, held.incarnation))
+            reason = self.left[island] = bounded_text(reason, MOST_REASON)
+            self._tell(now, f"{island} left the attempt: {reason}")
         # It waits for the round's end too: those that are still to come may be dead.
         self._begin_deadline(now)
         return instructions + self._advance(now)
@@ -242,19 +265,19 @@ class FragmentRounds(Standing):
         it leaves out is no member any more, of the open attempt either.
         """
         self._roster = roster
-        instructions: list[Instruction] = []
+        leaving: dict[str, str] = {}
+        for island, least in roster.fenced.items():
+            self._least[island] = max(least, self._least.get(island, 0))
+            if self.is_fenced(island, self.incarnations.get(island, 0)):
+                leaving[island] = "fenced by the coordinator"
         if self.rules.min_members is not None:
             self.live = tuple(sorted(set(roster.live)))
         else:
             self.live = tuple(name for name in self._configured if name in roster.live)
             self.rules = replace(self.rules, members=self.live)
-            for island in sorted(set(self.members) - set(self.live)):
-                reason = "the run goes on without this island"
-                instructions += self._take_out(island, reason, now)
-        for island, least in sorted(roster.fenced.items()):
-            self._least[island] = max(least, self._least.get(island, 0))
-            if self.is_fenced(island, self.incarnations.get(island, 0)):
-                instructions += self._take_out(island, "fenced by the coordinator", now)
+            for island in set(self.members) - set(self.live):
+                leaving[island] = "the run goes on without this island"
+        instructions = self._take_out(leaving, now)
         if self.is_open and not set(self.members) - set(self.left) <= set(self.live):
             # Who is left has begun to wait for islands that may never come.
             self._begin_deadline(now)
@@ -294,9 +317,11 @@ class FragmentRounds(Standing):
         """Let time pass: open what is due, end the grace window, expire what is overdue."""
         if self.phase is Phase.WAITING:
             return self._open_if_due(now)
-        if self.phase is Phase.GRACE and now >= self._grace_end:
+        if now < self._ends_at or self._is_held_up():
+            return []
+        if self.phase is Phase.GRACE:
             return self._close(now)
-        if self.phase is Phase.OPEN and now >= self._deadline:
+        if self.phase is Phase.OPEN:
             if self.takes_flush and any(map(self._is_complete, self.contributions.values())):
                 return self._close(now)
             names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
@@ -332,14 +357,18 @@ class FragmentRounds(Standing):
         self._tell(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
 
-    def malformed(self, key: RoundKey, island: str, reason: str, now: float) -> list[Instruction]:
-        """Refuse a contributor of a closing attempt, which goes on without it; nothing moved.
+    def malformed(self, key: RoundKey, refused: Mapping[str, str], now: float) -> list[Instruction]:
+        """Refuse contributors of a closing attempt, which goes on without them; nothing moved.
 
-        For an exchange where the payloads of a contribution are first read after the close.
+        Args:
+            key: Of the attempt.
+            refused: Island -> why: its payload does not decode, where that is first read after
+                the close; or the guard of the merge refuses it, and everybody else's too.
+            now: Time.
         """
         self._require(Phase.CLOSING, "malformed", key)
         self._move(RoundEvent.MALFORMED)
-        return self._take_out(island, reason, now)
+        return self._take_out(refused, now)
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
         """Expire a closing attempt whose result cannot be used; nothing moved."""
@@ -393,6 +422,11 @@ class FragmentRounds(Standing):
         return self._open_if_due(now)
 
     @property
+    def _ends_at(self) -> float:
+        """When the open attempt closes with those it has, or expires."""
+        return self._grace_end if self.phase is Phase.GRACE else self._deadline
+
+    @property
     def _opens_at(self) -> float:
         """When the next attempt may open; a first flush at once: its islands would train on."""
         if self.is_finishing and not self._expired_in_a_row:
@@ -409,6 +443,12 @@ class FragmentRounds(Standing):
         self._timing.opened(now)
         self._tell(now, f"opened {self.key}")
         return [Opened(self.key, self.members, self.takes_flush)]
+
+    def _forget_arrived(self, island: str) -> bool:
+        """Wait for nothing of an island that is being verified; returns whether anything was."""
+        before = len(self._arrived)
+        self._arrived = {n: lane for n, lane in self._arrived.items() if lane.island != island}
+        return len(self._arrived) < before
 
     def _begin_deadline(self, now: float) -> None:
         if math.isinf(self._deadline):
@@ -442,6 +482,7 @@ class FragmentRounds(Standing):
     def _close(self, now: float) -> list[Instruction]:
         for island in [i for i, c in self.contributions.items() if not self._is_complete(c)]:
             del self.contributions[island]
+        self._arrived = {}  # whoever sends it again once the attempt is open anew is heard anew
         contributors = tuple(
             Contributor(
                 c.island,
@@ -479,6 +520,7 @@ class FragmentRounds(Standing):
         self.members = ()
         self.contributions = {}
         self.left = {}
+        self._arrived = {}
         self._had_quorum = False
         self._deadline = self._grace_end = math.inf
         self._take_rules()

@@ -16,6 +16,7 @@ Source: protocol.md section 4 (commit point) and 9 (pins).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from diloco.rounds.log import (
 from diloco.rounds.pins import pin_directory
 from diloco.rounds.rebuild import made_again
 from diloco.rounds.record import (
+    GUARD,
     RecordDraft,
     RecordInvalid,
     StoredRecord,
@@ -86,6 +88,9 @@ class FragmentStore(StoredVersions):
     `lost` is the newest version that `recover` found something of, and could not read, later than
     what it returned; -1: there is none such. `is_in_doubt`: whether the version after that, whose
     frame is torn or damaged and set aside, may have been published.
+
+    One thread at a time writes versions; another may pin some meanwhile. What removes files waits
+    for a pin under way, and a pin for that.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class FragmentStore(StoredVersions):
         self.lost = -1
         self.is_in_doubt = False
         self._told: set[str] = set()
+        self._removing = threading.RLock()  # `recover` commits
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -129,11 +135,18 @@ class FragmentStore(StoredVersions):
         """Find the newest valid version; None when there is none.
 
         A damaged one is made again where its contributions are whole; the last frame of a log is
-        set aside where they are not.
+        set aside where they are not. Read and verified is what is served: state and payloads of
+        the newest version, and for a frame what leads to it from the record before. What is not
+        read then (older versions, contributions of records) is verified by whoever needs it, and
+        once by `RoundRunner.verify_store` while the syncer serves.
 
         Raises:
             DiskFull: If there is no room for that.
         """
+        with self._removing:
+            return self._recovered()
+
+    def _recovered(self) -> Recovered | None:
         durable.make_directory_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             durable.unlink(leftover)
@@ -166,7 +179,7 @@ class FragmentStore(StoredVersions):
         while True:
             for version in self.versions(newest_first=True):
                 try:
-                    return self.load(version)
+                    return self.load(version, with_contributions=False)
                 except RecordInvalid as damage:
                     if version not in made and self._is_made_again(version, damage):
                         made.add(version)
@@ -190,7 +203,10 @@ class FragmentStore(StoredVersions):
             logger.warning("version %d skipped, %s", version, problem)
 
     def _past(self, newest: VersionRecord) -> dict[int, PastRound]:
-        """Give the outcomes of the rounds of retained versions, by base version."""
+        """Give the outcomes of the rounds of retained versions, by base version.
+
+        Their headers say them, each under a digest of its own: no section is read.
+        """
         past: dict[int, PastRound] = {}
         oldest = max(1, newest.version - self.retained_versions)
         for version in (v for v in self.versions() if oldest <= v <= newest.version):
@@ -198,7 +214,6 @@ class FragmentStore(StoredVersions):
             if version < newest.version:
                 try:
                     stored = locate_version(self._directory, version)
-                    stored.verify()
                     stored.insist_on(version, self.fragment)
                 except RecordInvalid as error:
                     self._tell_skipped(version, error)
@@ -252,7 +267,8 @@ class FragmentStore(StoredVersions):
 
         Args:
             record: The version; payloads and contributions do not count, of lanes only which
-                vectors they have, and digests may be others than those that it will have. Without
+                vectors they have, of the guard only how many bytes it has, and digests may be
+                others than those that it will have. Without
                 rules it cannot be computed from the version before, and is written whole.
             payload_bytes: Of each lane's published payload; empty for version 0.
             contribution_bytes: Island -> bytes of each lane, as accepted.
@@ -262,7 +278,7 @@ class FragmentStore(StoredVersions):
         """
         if not record.rules or (segment := self._segment_of(record.version)) is None:
             return self._whole_draft(record, payload_bytes, contribution_bytes)
-        sections = _made_of(payload_bytes, contribution_bytes)
+        sections = _made_of(payload_bytes, contribution_bytes, len(record.guard))
         return FrameDraft(segment, record.header(), sections)
 
     def _whole_draft(
@@ -277,7 +293,7 @@ class FragmentStore(StoredVersions):
             for lane in self.fragment.lanes
         ]
         path = record_path(self._directory, record.version)
-        sections = state + _made_of(payload_bytes, contribution_bytes)
+        sections = state + _made_of(payload_bytes, contribution_bytes, len(record.guard))
         return RecordDraft(path, record.header(), sections)
 
     def _segment_of(self, version: int) -> Path | None:
@@ -307,7 +323,11 @@ class FragmentStore(StoredVersions):
             self._write_whole(record)
         else:
             self._fill(draft, record)
-        self._retention.forget_before(record.version - self.retained_versions)
+        self._forget_before(record.version - self.retained_versions)
+
+    def _forget_before(self, oldest: int) -> None:
+        with self._removing:
+            self._retention.forget_before(oldest)
 
     def _write_whole(self, record: VersionRecord) -> None:
         sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
@@ -361,7 +381,7 @@ class FragmentStore(StoredVersions):
         durable.rename(record_path(staged._directory, version), own)
         durable.sync_directory(self._directory)
         durable.sync_directory(staged._directory)
-        self._retention.forget_before(version - self.retained_versions)
+        self._forget_before(version - self.retained_versions)
 
     def forget_all_but(self, version: int) -> None:
         """Forget every record but the one of this version."""
@@ -399,6 +419,10 @@ class FragmentStore(StoredVersions):
             DiskFull: If there is no room for it.
             PinRefused: If another version is pinned for this step, or there is no such version.
         """
+        with self._removing:
+            self._pin(step, version)
+
+    def _pin(self, step: int, version: int) -> None:
         directory = fragment_directory(
             pin_directory(self.store_dir, step), self.fragment.fragment_id
         )
@@ -426,11 +450,16 @@ class PinRefused(Exception):
 
 
 def _made_of(
-    payload_bytes: Sequence[int], contribution_bytes: Mapping[str, Sequence[int]]
+    payload_bytes: Sequence[int],
+    contribution_bytes: Mapping[str, Sequence[int]],
+    guard_bytes: int,
 ) -> list[tuple[str, int]]:
     """Name the sections of a version beside its state, with their bytes."""
-    return [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)] + [
+    payloads = [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
+    contributions = [
         (f"contribution/{island}/{i}", size)
         for island, sizes in sorted(contribution_bytes.items())
         for i, size in enumerate(sizes)
     ]
+    guard = [(GUARD, guard_bytes)] if guard_bytes else []
+    return payloads + guard + contributions

@@ -17,9 +17,11 @@ from diloco.rounds.log import frames_in, locate_version
 from diloco.rounds.publication import LaneState
 from diloco.rounds.rebuild import rebuild
 from diloco.rounds.record import (
+    CONTRIBUTION,
     SECOND_MOMENT,
     STATE_SECTIONS,
     RecordInvalid,
+    StoredRecord,
     fragment_directory,
     record_path,
     unpack,
@@ -76,21 +78,42 @@ class StoredVersions:
         found = {*versions_in(self._directory), *frames_in(self._directory)}
         return sorted(found, reverse=newest_first)
 
-    def load(self, version: int) -> VersionRecord:
+    def load(self, version: int, *, with_contributions: bool = True) -> VersionRecord:
         """Read and verify one version; a frame's state is recomputed.
+
+        Without contributions those of a record are not read; its size is verified.
 
         Raises:
             RecordInvalid: If it is missing, torn, damaged, or of another plan.
         """
         path = record_path(self._directory, version)
         try:
-            return record_of(*unpack(path, version, self.fragment), self.fragment)
+            header, sections = unpack(
+                path, version, self.fragment, with_contributions=with_contributions
+            )
+            return record_of(header, sections, self.fragment)
         except RecordInvalid:
             if (frame := frames_in(self._directory).get(version)) is None:
                 raise
-        sections = {name: frame.read(name) for name in frame.sections}
+        names = (n for n in frame.sections if with_contributions or not n.startswith(CONTRIBUTION))
+        sections = {name: frame.read(name) for name in names}
         lanes = self.rebuilt(version, range(len(self.fragment.lanes)))
         return record_of(frame.header, sections, self.fragment, lanes)
+
+    def unverified(self) -> list[StoredRecord]:
+        """Find all versions that are here, newest first; of a record and a frame, the record.
+
+        Headers only: what the sections hold is verified by whoever reads them.
+        """
+        found = []
+        for version in self.versions(newest_first=True):
+            try:
+                found.append(locate_version(self._directory, version))
+            except RecordInvalid:
+                pass
+            except OSError as error:
+                logger.error("version %d in %s cannot be read: %s", version, self._directory, error)
+        return found
 
     def load_lane(self, version: int, lane_id: int, section: str) -> tuple[str, Buffer]:
         """Read and verify one lane of a version: one of `state_sections`, or "payload".

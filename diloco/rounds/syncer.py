@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from diloco.alarms import LASTING_S
 from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
 from diloco.loop_clock import loop_now
@@ -46,17 +47,20 @@ from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, PinRefused
 from diloco.rounds.terms import Admission, Lost, Roster
 from diloco.rounds.timing import Downtime, StepTimes
-from diloco.rounds.worker import Worker
+from diloco.rounds.worker import Workers
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
 from protos import fragment_pb2 as wire
-from protos.control_pb2 import Grant, RefusalCount
+from protos.control_pb2 import FragmentStatus, Grant, RefusalCount
 from transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
 from transport.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 
 _NO_FRAGMENT = "this syncer has no such fragment"
+#: Each merge uses all threads; for so many there is one more fragment that merges meanwhile, which
+#: takes the memory of one more fragment's published values.
+_THREADS_OF_A_MERGE = 4
 
 
 class Syncer:
@@ -65,8 +69,7 @@ class Syncer:
     `on_record` hears every durable record's header (also at the start), `on_change` of every
     change of state, `on_event` of what happens to rounds; none may block. `ended` is set when the
     run cannot go on: `fatal` says why, or `failure` is what broke in this process (a restart
-    recovers the durable truth). `meter` counts what was done, for metrics. What rounds do not wait
-    for is read and written by `beside`; None: by `worker`.
+    recovers the durable truth). `meter` counts what was done, for metrics.
     """
 
     def __init__(
@@ -78,13 +81,12 @@ class Syncer:
         syncer_epoch: int,
         incarnations: IncarnationStore,
         is_granted: Callable[[Grant], bool],
-        worker: Worker,
+        workers: Workers,
         on_record: Callable[[Mapping[str, Any]], None],
         on_change: Callable[[], None],
         orders: OrderStore | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
         unix_clock: Callable[[], float] = time.time,
-        beside: Worker | None = None,
     ) -> None:
         """Assign only; `start` reads the stores. No `orders`: there is no coordinator.
 
@@ -92,7 +94,7 @@ class Syncer:
         """
         self._plan = plan
         self._epoch = syncer_epoch
-        self._worker = worker
+        self._workers = workers
         self._on_change = on_change
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
@@ -101,7 +103,7 @@ class Syncer:
             stores[0].store_dir / "donations",
             plan,
             rules.timeline,
-            worker=beside or worker,
+            worker=workers.donations,
             spool=self._spool,
             spawn=self._spawn,
         )
@@ -110,7 +112,7 @@ class Syncer:
             incarnations,
             orders,
             is_granted=is_granted,
-            worker=worker,
+            worker=workers.notes,
             meter=self.meter,
             listeners=Listeners(
                 on_grant=self._granted,
@@ -121,13 +123,14 @@ class Syncer:
             ),
         )
         hooks = Hooks(
-            worker=worker,
+            workers=workers,
+            merging=asyncio.Semaphore(max(1, rules.num_threads // _THREADS_OF_A_MERGE)),
             spawn=self._spawn,
             on_record=on_record,
             on_change=self._notify,
             on_lost=self._lose,
             on_event=on_event,
-            room=Room(worker, self.meter, self._hold_openings, self._donations.let_go),
+            room=Room(self.meter, self._hold_openings, self._donations.let_go),
             meter=self.meter,
             spool=self._spool,
             num_threads=rules.num_threads,
@@ -142,7 +145,7 @@ class Syncer:
             stores,
             self._services,
             self._attendance,
-            worker,
+            workers.pins,
             spawn=self._spawn,
             on_change=on_change,
             on_full=self._donations.let_go,
@@ -190,6 +193,11 @@ class Syncer:
         return {method: self._guarded(handler) for method, handler in handlers.items()}
 
     @property
+    def num_calls(self) -> int:
+        """Calls of islands that were accepted since the start."""
+        return self._attendance.num_calls
+
+    @property
     def states(self) -> list[wire.FragmentState]:
         """Public state of every fragment."""
         return [service.state(wants_initial=False) for service in self._services.values()]
@@ -207,14 +215,26 @@ class Syncer:
         return self._services[fragment_id].phase
 
     def repair(self, fragment_id: int, island: str, record_json: str) -> None:
-        """Take what a damaged fragment has lost from an island; must not block."""
+        """Take what a damaged fragment has lost from islands; must not block.
+
+        First from the one that is named, if any is.
+        """
         service = self._services.get(fragment_id)
-        if service is not None and service.damage.ask(island, record_json):
+        if service is not None and service.damage.ask(island, record_json, loop_now()):
             self._notify()
 
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
         return self._services[fragment_id].damage.text
+
+    def lost(self, fragment_id: int) -> FragmentStatus:
+        """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
+        damage = self._services[fragment_id].damage
+        if not damage.text:
+            return FragmentStatus()
+        return FragmentStatus(
+            lost_version=damage.lost, holders=damage.holders, wants_header=damage.wants_header
+        )
 
     def indexed(
         self, num_versions: Mapping[int, int], digests: Mapping[int, str] | None = None
@@ -233,11 +253,27 @@ class Syncer:
 
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
-        await self._worker.run(self._spool.start)
+        await self._workers.notes.run(self._spool.start)
         await self._attendance.start()
         await self._donations.start()
         for service in self._services.values():
             await service.start(self._attendance)
+
+    async def verify_stores(self) -> None:
+        """Verify once, beside rounds, what the start did not read of the stores.
+
+        Then look again at what rots, as long as it does: the alarm holds so long.
+        """
+        worker = self._workers.donations
+        rots = []
+        for p, service in self._services.items():
+            try:
+                rots += [(service, rot) for rot in await service.verify_store(worker)]
+            except Exception:
+                logger.exception("the store of fragment %d is not verified any further", p)
+        while rots:
+            await asyncio.sleep(LASTING_S / 2)
+            rots = [(service, rot) for service, rot in rots if await service.look_at(rot, worker)]
 
     def heard_of(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable; does not block."""
@@ -353,7 +389,7 @@ class Syncer:
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
-            service.insist_on_whole()
+            service.insist_on_readable(header.version)
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
@@ -415,14 +451,7 @@ class Syncer:
     # -- plumbing --------------------------------------------------------------------------------
 
     def _lose(self, lost: Lost) -> None:
-        commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in lost.missing)
-        reason = (
-            f"fragment {lost.key.fragment_id}: {lost.reason}. The run stops"
-            f"{' (on_member_lost = stop)' if lost.missing else ''}. "
-            f"Resume it from its newest checkpoint (diloco coordinator RUN.toml --resume), or "
-            f"start it again in an empty coordinator.state_dir, with every island"
-            f"{f', among them: {commands}' if lost.missing else ''}"
-        )
+        reason = f"fragment {lost.key.fragment_id}: {lost.reason}. {lost.advice()}"
         logger.error("run lost, %s", reason)
         # The first reason stays, so that all islands hear the same.
         self.fatal = self.fatal or wire.Fatal(

@@ -13,6 +13,16 @@ from enum import StrEnum
 
 from diloco.refusals import Cause
 
+#: Of any number: what a double, a JSON text and a 64-bit integer of any sign hold without loss.
+MOST_NUMBER = 2**53
+#: Tokens of one inner step of one island: ten times the largest batch that anybody trains with.
+MOST_STEP_TOKENS = 2**30
+#: Mean tokens of an inner step may be so many times what the island declared: sequences differ.
+MOST_STEP_RATIO = 2
+#: A contribution weighs at most what so many rounds make; an island that has made more sends the
+#: rest with the next ones.
+MOST_ROUNDS = 16
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundKey:
@@ -80,6 +90,62 @@ class Objection:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """What one contribution may count, by the run's own plan; the default is any number.
+
+    Args:
+        round_steps: H; 0: not known, then only `MOST_NUMBER` bounds.
+        inner_steps: Of the run, at most.
+        most_step_tokens: Of an inner step, that an island may declare; holds for one that does not.
+    """
+
+    round_steps: int = 0
+    inner_steps: int = MOST_NUMBER
+    most_step_tokens: int = MOST_STEP_TOKENS
+
+    @property
+    def most_steps(self) -> int:
+        """Inner steps that one contribution may count; 0: any number."""
+        return MOST_ROUNDS * self.round_steps
+
+    def problem(self, *, tokens: int, steps: int, sent_at: int, step_tokens: int) -> str:
+        """Say why a contribution cannot count what it says; empty if it can.
+
+        Args:
+            tokens: That it counts.
+            steps: Inner steps that they are of.
+            sent_at: Inner step after which it was sent.
+            step_tokens: That the island declared at its join, of an inner step; 0: it did not.
+        """
+        if tokens > MOST_NUMBER:
+            return f"weight_tokens = {tokens}: at most {MOST_NUMBER} are counted"
+        if not self.round_steps:
+            return ""
+        if sent_at > self.inner_steps:
+            return f"sent_at_inner_step = {sent_at}: the run has {self.inner_steps} inner steps"
+        most = min(sent_at, self.most_steps)
+        if steps > most:
+            return (
+                f"weight_steps = {steps}: a contribution counts at most {most} inner steps, all "
+                f"that were made by inner step {sent_at} and no more than {MOST_ROUNDS} rounds of "
+                f"{self.round_steps}"
+            )
+        each = MOST_STEP_RATIO * step_tokens or self.most_step_tokens
+        if tokens > steps * each:
+            said = (
+                f"{MOST_STEP_RATIO} times what the island said at its join"
+                if step_tokens
+                else "the most of an island that said nothing at its join"
+            )
+            return (
+                f"weight_tokens = {tokens} in {steps} inner steps: at most {each} tokens a step "
+                f"are counted, {said}: set its "
+                f"tokens_per_inner_step to the largest batch that it trains"
+            )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRules:
     """What a fragment's rounds obey.
 
@@ -96,6 +162,7 @@ class RoundRules:
         min_members: Live islands without which nothing opens: members of an attempt are those
             that live when it opens. None: members are fixed, and nothing opens before each of
             them holds a grant.
+        weights: What a contribution may count.
     """
 
     members: tuple[str, ...]
@@ -106,6 +173,7 @@ class RoundRules:
     opening_floor_s: float = 0.0
     max_expired_in_a_row: int | None = 3
     min_members: int | None = None
+    weights: Weights = field(default_factory=Weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +201,10 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class LaneArrival:
-    """One lane of one contribution, as its header declares it."""
+    """One lane of one contribution, as its header declares it.
+
+    `step_tokens` are those of an inner step that the island declared when it joined; 0: it did not.
+    """
 
     key: RoundKey
     island: str
@@ -144,6 +215,7 @@ class LaneArrival:
     weight_steps: int
     sent_at_inner_step: int
     is_flush: bool
+    step_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -232,6 +304,24 @@ class Lost:
     missing: tuple[str, ...]
     reason: str
     is_numeric: bool
+
+    def advice(self, directories: str = "coordinator.state_dir") -> str:
+        """Say why islands may have been missing, and what to do; `directories` are a run's own."""
+        if not self.missing:
+            return (
+                f"The run stops. Resume it from its newest checkpoint (diloco coordinator RUN.toml "
+                f"--resume), or start it again in an empty {directories}, with every island"
+            )
+        commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in self.missing)
+        return (
+            f"The run stops (on_member_lost = stop). The logs of {', '.join(self.missing)} say "
+            f"why nothing of theirs came: after exit code 30 their way to the coordinator or a "
+            f"syncer was down for longer than transport.unreachable, and nothing else is wrong; "
+            f"restore it first. Then go on from the newest checkpoint (diloco coordinator RUN.toml "
+            f"--resume) with every island, among them: {commands}. Only without any checkpoint "
+            f"does the run begin again, in an empty {directories}. outer.on_member_lost = wait "
+            f"waits for islands instead"
+        )
 
 
 Instruction = Opened | Close | RecordExpiry | Published | DropLanes | Lost

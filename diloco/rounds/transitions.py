@@ -83,7 +83,7 @@ TRANSITIONS = (
         Phase.GRACE,
         RoundEvent.CLOSED,
         Phase.CLOSING,
-        "the last one came, or the grace window is over",
+        "the last one came, or the grace window is over and what came whole in it is verified",
     ),
     Transition(
         Phase.CLOSING, RoundEvent.COMMITTED, Phase.WAITING, "version v+1 is durable: publish it"
@@ -92,13 +92,14 @@ TRANSITIONS = (
         Phase.CLOSING,
         RoundEvent.MALFORMED,
         Phase.OPEN,
-        "all-reduce only: a payload does not decode, the attempt goes on without it",
+        "nothing that came can be merged: the guard refuses it, or, in an all-reduce, it does not "
+        "decode; the attempt goes on without it",
     ),
     Transition(
         Phase.OPEN,
         RoundEvent.EXPIRED,
         Phase.EXPIRING,
-        "the deadline, or nobody is left who could answer",
+        "the deadline, what came whole by then being verified, or nobody is left who could answer",
     ),
     Transition(
         Phase.CLOSING,

@@ -18,7 +18,7 @@ from diloco.compression.base import from_bytes, to_bytes
 from diloco.outer.combination import Combination
 from diloco.outer.fragments import Fragment
 from diloco.rounds.publication import LaneState, lane_digest, version_digest
-from diloco.rounds.record import state_sections
+from diloco.rounds.record import GUARD, state_sections
 from diloco.rounds.terms import Contributor, Inclusion, RoundKey
 from transport.contracts import Buffer
 
@@ -42,6 +42,8 @@ class VersionRecord:
             and the revision of the policy); empty for version 0, and for an all-reduce.
         closed_unix_s: When its round closed, by the syncer's wall clock: a restart counts the
             opening floor from there. None where rounds have no measured times.
+        guard: What the merge's guard knows of the rounds up to it (`outer.guard.History`), as
+            bytes; empty: nothing.
         repaired: Island that it was taken back from, after it was lost; empty: it was merged here.
             Payloads and contributions of such a version are gone.
     """
@@ -64,6 +66,7 @@ class VersionRecord:
     merged_tokens: int = 0
     rules: Mapping[str, Any] = field(default_factory=dict)
     closed_unix_s: float | None = None
+    guard: bytes = b""
     repaired: str = ""
 
     @property
@@ -151,6 +154,8 @@ def sections_of(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
             yield f"{name}/{lane_id}", to_bytes(vector.view(torch.uint8))
     for lane_id, payload in enumerate(record.payloads):
         yield f"payload/{lane_id}", payload
+    if record.guard:
+        yield GUARD, record.guard
     for island, lanes in sorted(record.contributions.items()):
         for lane_id, contribution in enumerate(lanes):
             yield f"contribution/{island}/{lane_id}", contribution
@@ -215,5 +220,6 @@ def record_of(
         merged_tokens=header.get("merged_tokens", 0),
         rules=header.get("rules", {}),
         closed_unix_s=header.get("closed_unix_s"),
+        guard=bytes(sections.get(GUARD, b"")),
         repaired=header.get("repaired", ""),
     )

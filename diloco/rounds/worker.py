@@ -1,15 +1,60 @@
-"""Who does the work on tensors and files, which never runs on an event loop."""
+"""Who does the work on tensors and files, which never runs on an event loop.
+
+Source: protocol.md sections 4 and 8.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 _T = TypeVar("_T")
 
 
 class Worker(Protocol):
-    """Runs tensor and file work off the event loop, one piece at a time."""
+    """Runs tensor and file work off the event loop."""
 
     async def run(self, work: Callable[[], _T]) -> _T:
         """Return what `work()` returns, or raise what it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Who does which work of a syncer, so that no call waits for a merge, or for another's work.
+
+    Args:
+        of_fragment: Makes the worker of one fragment, which does all that changes its versions, one
+            piece at a time: merges, commits, expiries, founding, repair.
+        notes: Writes the little that calls wait for: incarnations and orders; a piece at a time.
+        checks: Verifies and spools what arrives, several pieces at once.
+        reads: Reads older versions from the disk, several pieces at once.
+        pins: Keeps versions for checkpoints, one piece at a time.
+        donations: Keeps what islands give each other of inner optimizers.
+    """
+
+    of_fragment: Callable[[], Worker]
+    notes: Worker
+    checks: Worker
+    reads: Worker
+    pins: Worker
+    donations: Worker
+
+    @classmethod
+    def all_by(cls, worker: Worker) -> Workers:
+        """Have one worker do everything."""
+        return cls(lambda: worker, worker, worker, worker, worker, worker)
+
+
+class Bounded:
+    """A worker of which no more than so many of its kind work at once."""
+
+    def __init__(self, worker: Worker, at_once: asyncio.Semaphore) -> None:
+        """Assign only; whoever else works has the same `at_once`."""
+        self._worker, self._at_once = worker, at_once
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """See `Worker`."""
+        async with self._at_once:
+            return await self._worker.run(work)

@@ -2,9 +2,9 @@
 
 One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
-    [ -(exit code), leader's words: heard, leaving, cut | for every fragment: staged version,
-      -(staged version), then the leader's verdict, attempt, target (version, tokens, whether the
-      flush), open version, ending ]
+    [ -(exit code), -(unsound), leader's words: heard, leaving, cut | for every fragment: staged
+      version, -(staged version), then the leader's verdict, attempt, target (version, tokens,
+      whether the flush), open version, ending ]
 
 What is the leader's (`island_rank` 0) travels in the same message: other ranks put the largest
 integer there. A version is merged only when the smallest and the largest staged version say that
@@ -77,13 +77,15 @@ NO_CUT = Cut()
 class Agreed:
     """The island's common word: `exit_code` 0 means that no rank failed.
 
-    `is_leaving`: the leader was told to end this start; `cut`: it was asked for this one last.
+    `is_leaving`: the leader was told to end this start; `cut`: it was asked for this one last;
+    `is_unsound`: what the island trained is not to be trusted, as some rank found.
     """
 
     exit_code: int
     standings: tuple[Standing, ...]
     is_leaving: bool = False
     cut: Cut = NO_CUT
+    is_unsound: bool = False
 
 
 class Agreement:
@@ -133,9 +135,10 @@ class Agreement:
         *,
         is_leaving: bool = False,
         cut: Cut = NO_CUT,
+        is_unsound: bool = False,
     ) -> None:
         """Start an all-reduce that `read` ends in the next outer step: no barrier now."""
-        vector = self._encode(exit_code, standings, is_leaving, cut)
+        vector = self._encode(exit_code, standings, is_leaving, cut, is_unsound)
         work: dist.Work | None = None
         if self._group is not None:
             work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -149,7 +152,7 @@ class Agreement:
         if work is not None:
             with record_function("diloco/agree"):
                 work.wait()
-        self._hear(int(vector[1]))
+        self._hear(int(vector[2]))
         return _decode(vector)
 
     def _hear(self, num_heard: int) -> None:
@@ -164,9 +167,10 @@ class Agreement:
         *,
         is_leaving: bool = False,
         cut: Cut = NO_CUT,
+        is_unsound: bool = False,
     ) -> Agreed:
         """Agree at once: a barrier for the island."""
-        self.start(exit_code, standings, is_leaving=is_leaving, cut=cut)
+        self.start(exit_code, standings, is_leaving=is_leaving, cut=cut, is_unsound=is_unsound)
         agreed = self.read()
         assert agreed is not None
         return agreed
@@ -177,9 +181,11 @@ class Agreement:
         standings: Sequence[Standing],
         is_leaving: bool = False,
         cut: Cut = NO_CUT,
+        is_unsound: bool = False,
     ) -> Tensor:
         words = [self.num_heard(), int(is_leaving), 2 * cut.number + cut.is_last]
-        values = [-exit_code, *(words if self._is_leader else [NOT_MINE] * len(words))]
+        values = [-exit_code, -int(is_unsound)]
+        values += words if self._is_leader else [NOT_MINE] * len(words)
         for standing in standings:
             values += [standing.staged_version, -standing.staged_version]
             values += _leaders_words(standing) if self._is_leader else [NOT_MINE] * (_FIELDS - 2)
@@ -222,11 +228,17 @@ def raise_failure(own: DilocoError | None, exit_code: int) -> None:
 
 
 def _decode(vector: Tensor) -> Agreed:
-    minus_code, _, is_leaving, cut, *values = vector.tolist()
+    minus_code, minus_unsound, _, is_leaving, cut, *values = vector.tolist()
     standings = tuple(
         _standing(*values[first : first + _FIELDS]) for first in range(0, len(values), _FIELDS)
     )
-    return Agreed(-minus_code, standings, bool(is_leaving), Cut(cut // 2, bool(cut % 2)))
+    return Agreed(
+        -minus_code,
+        standings,
+        bool(is_leaving),
+        Cut(cut // 2, bool(cut % 2)),
+        bool(minus_unsound),
+    )
 
 
 def _standing(

@@ -61,6 +61,20 @@ def insist_on_tokens(num_tokens: Any) -> None:
     )
 
 
+def insist_on_loss(loss: Any) -> None:
+    """Refuse what is no loss; `Any` because a caller may pass a tensor.
+
+    Raises:
+        ValueError: If it is neither a float nor None.
+    """
+    if loss is None or isinstance(loss, (int, float)):
+        return
+    raise ValueError(
+        f"outer.step(loss=...) was given a {type(loss).__name__}: pass the mean loss of the whole "
+        f"island as a float, the same on all its ranks (of a tensor: loss.item())"
+    )
+
+
 def over_text(inner_step: int, inner_steps: int, *, on_arrival: bool) -> str:
     """Say that no inner step follows the last one."""
     if on_arrival:

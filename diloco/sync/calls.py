@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import blake3
 
 from diloco.errors import Fenced
 from diloco.rounds.messages import MOST_UPLOADS, key_message
 from diloco.rounds.terms import RoundKey
+from diloco.sync.damage import LineDamage
 from diloco.sync.ledger import Outstanding
 from diloco.sync.retried_calls import Reach, RetriedCalls
+from diloco.telemetry.events import Event
 from protos import fragment_pb2 as wire
 from protos.control_pb2 import Grant
 from transport.contracts import PROTOCOL_VERSION, Buffer, Transport
@@ -44,8 +46,12 @@ class SyncerCalls:
         policy: RetryPolicy,
         rng: random.Random,
         reach: Reach | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Assign only; the deadline, the policy and the reach are those of `RetriedCalls`."""
+        """Assign only; the deadline, the policy and the reach are those of `RetriedCalls`.
+
+        `on_event` hears what came to harm on the way.
+        """
         self._grant = grant
         self._uploading = asyncio.Semaphore(MOST_UPLOADS)
         self._calls = RetriedCalls(
@@ -56,6 +62,7 @@ class SyncerCalls:
             policy=policy,
             rng=rng,
             reach=reach or Reach(),
+            damage=LineDamage(grant.island, on_event),
         )
 
     @property

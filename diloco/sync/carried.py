@@ -59,6 +59,7 @@ class FragmentView:
     that the syncer has it no more. `is_open`: the attempt that is announced waits for this island;
     `is_ending`: it takes a flush, or there is none any more. `counted` is the newest contribution
     of the start whose checkpoint is resumed: the version that counts it (0: none), and the attempt.
+    `is_damaged`: its syncer has lost a version, and does not serve it until that is repaired.
     """
 
     key: RoundKey | None = None
@@ -79,6 +80,7 @@ class FragmentView:
     is_open: bool = False
     is_ending: bool = False
     counted: tuple[int, int] = (0, 0)
+    is_damaged: bool = False
 
     @property
     def newest(self) -> Target:
@@ -121,7 +123,8 @@ class CarriedFragment:
     says why; `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is
     what the syncer last announced, and `heard` what it announced of versions after the anchor.
     `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
-    agreed on; `over` is late work that the next contribution carries, by lane (`late`).
+    agreed on; `over` is late work that the next contribution carries, by lane (`late`);
+    `anchor_digests` are those of all lanes of the anchor's version, empty where none are known.
     """
 
     fragment_id: int
@@ -144,18 +147,22 @@ class CarriedFragment:
     gone_version: int = -1
     heard: dict[int, wire.FragmentState] = field(default_factory=dict)
     over: Over = field(default_factory=Over)
+    anchor_digests: tuple[bytes, ...] = ()
 
     def hear(self, state: wire.FragmentState) -> None:
-        """Take what the syncer announces; of a damaged fragment nothing but that it is so."""
+        """Take what the syncer announces; of a damaged fragment nothing but that it is so.
+
+        Unless this rank has not entered yet: then also which older version there is of it.
+        """
         if state.is_damaged:
             if not self.state.is_damaged:
                 logger.error(
                     "fragment %d is damaged at its syncer: what was published last is kept, and "
-                    "nothing sent or merged until it is repaired (diloco status HOST:PORT)",
+                    "nothing of it sent until it is repaired (diloco status HOST:PORT)",
                     self.fragment_id,
                 )
             before, self.state = self.state, wire.FragmentState()
-            self.state.CopyFrom(before)
+            self.state.CopyFrom(before if self.anchor_version >= 0 else state)
             self.state.is_open, self.state.is_damaged = False, True
             self.state.asked = state.asked
             self.state.wanted_version = state.wanted_version
@@ -171,7 +178,14 @@ class CarriedFragment:
 
         A round that is closing is not: it counts the contribution of this island's earlier start.
         """
-        return self.state.is_founded and (self.state.is_open or self.state.is_flush)
+        state = self.state
+        return state.is_founded and not state.is_damaged and (state.is_open or state.is_flush)
+
+    def lanes_of(self, version: int) -> dict[int, Tensor]:
+        """Return all lanes of a version, if this rank holds them, merged or staged; else none."""
+        if version == self.anchor_version:
+            return self.anchor
+        return self.staged if version == self.staged_version else {}
 
     def settle(self, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding.
@@ -187,6 +201,8 @@ class CarriedFragment:
                     self.over.included(lane_id, lane.delta)
         if is_merged:
             self.anchor, self.anchor_version = self.staged, self.staged_version
+            heard = self.heard.get(self.anchor_version)
+            self.anchor_digests = () if heard is None else tuple(heard.lane_digests)
             self.staged, self.staged_version = {}, -1
         self.outstanding, self.outcome = None, None
         self.sending, self.decline_reason = {}, ""
@@ -222,6 +238,7 @@ class CarriedFragment:
             is_open=state.is_open and island in state.members,
             is_ending=state.takes_flush or state.is_flush,
             counted=(state.counted_version, state.counted_attempt),
+            is_damaged=state.is_damaged,
         )
 
     def _staging(self) -> Announced | None:
@@ -276,6 +293,8 @@ class CarriedFragment:
     def restore(self, version: int, lanes: CapturedLanes) -> None:
         """Take over what was captured, but for what was outstanding."""
         self.anchor, self.anchor_version = dict(lanes.anchor), version
+        is_newest = self.state.version == version
+        self.anchor_digests = tuple(self.state.lane_digests) if is_newest else ()
         self.residual = dict(lanes.residual)
         self.broken_in_a_row = lanes.broken_in_a_row
         for lane_id, carried in lanes.carried.items():
@@ -301,4 +320,5 @@ class CarriedFragment:
             wants_initial=state.wants_initial,
             is_damaged=state.is_damaged,
             asked=state.asked,
+            num_held=1 + max(self.anchor_version, self.staged_version),
         )

@@ -28,7 +28,7 @@ from typing import Protocol
 from diloco.config.classes import identity_json
 from diloco.config.load import with_policy
 from diloco.config.schema import Config
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.outer.fragments import Plan
 from diloco.sync.exchange import Exchange, ExchangeRules, Moved, SyncerWay
 from diloco.sync.heal import HealTalk, Ways
@@ -36,8 +36,8 @@ from diloco.sync.io_thread import IoThread
 from diloco.sync.registration import Island, IslandState, Progress, Registration, TextWord
 from diloco.sync.shards import LaneShards
 from diloco.sync.stop_line import StopLine
-from diloco.telemetry.events import Event
-from protos.control_pb2 import CutPart, JoinReply, SyncerAssignment
+from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
+from protos.control_pb2 import CutPart, HeldOut, JoinReply, SyncerAssignment
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
 
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 _LAST_WORD_S = 5.0
 #: Checkpoints that a report names, at most: the newest; islands differ by less than a round.
 _REPORTED_CHECKPOINTS = 16
+#: Held-out losses that a report names, at most.
+_REPORTED_LOSSES = 4
 _UNFINISHED = (
     "the loop left `with diloco.connect(...)` after inner step {} of {} without outer.finish(): "
     "call it after the last step, and after outer.is_stopping"
@@ -139,14 +141,17 @@ class Connection:
 
         Raises:
             ValueError: If the loop ended in peace, but without `DiLoCo.finish()`.
+            RunReturned: In place of `Fenced`, where a syncer was the first to refuse this start,
+                and the coordinator says that the run went back to a checkpoint.
         """
+        told: DilocoError | None = None
         unfinished: ValueError | None = None
         if error is None and self._exchange is not None and not self._farewell:
             progress = self.progress()
             text = _UNFINISHED.format(progress.inner_step, self.config.run.inner_steps)
             error = unfinished = ValueError(text)
         try:
-            self._leave(error)
+            told = self._leave(error)
         except Exception:
             if error is None:
                 raise
@@ -156,6 +161,8 @@ class Connection:
             self.io.stop()
         if unfinished is not None:
             raise unfinished
+        if isinstance(error, Fenced) and isinstance(told, RunReturned):
+            raise told from error
 
     def insist_on_open(self) -> None:
         """Refuse use outside the context.
@@ -212,6 +219,7 @@ class Connection:
                 start_step=start_step,
                 tokenizer_digest=tokenizer_digest,
                 needs_syncer=config.outer.exchange == "syncer",
+                tokens_per_inner_step=config.island.tokens_per_inner_step,
             ),
             rpc_deadline_s=config.transport.rpc_timeout_s,
             policy=RetryPolicy(
@@ -271,6 +279,7 @@ class Connection:
             rules=ExchangeRules(
                 uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
+                error_feedback_decay=config.outer.error_feedback_decay,
                 rpc_deadline_s=config.transport.rpc_timeout_s,
                 unreachable_s=config.transport.unreachable_s,
                 seed=config.run.seed,
@@ -307,6 +316,11 @@ class Connection:
         if self._registration is not None:
             self._registration.text = text
 
+    def on_event(self, event: Event) -> None:
+        """Report an alarm that an event raises or clears; the leader's reports do. Any thread."""
+        if self._registration is not None and isinstance(event, AlarmRaised | AlarmCleared):
+            self.io.post(self._registration.on_event, event)
+
     def report_soon(self) -> None:
         """Let the next report leave at once; the leader's does."""
         if self._registration is not None:
@@ -332,6 +346,13 @@ class Connection:
     def kept(self, step: int) -> None:
         """Note that all ranks have saved the checkpoint of an inner step, or of a cut."""
         self.report_checkpoints({step, *(other for other in self._kept if other < step)})
+
+    def report_held_out(self, number: int, nats_per_byte: float) -> None:
+        """Let reports tell the held-out loss of what a checkpoint holds; the leader's do."""
+        if self._registration is not None:
+            told = [each for each in self._registration.held_out if each.checkpoint < number]
+            told.append(HeldOut(checkpoint=number, nats_per_byte=nats_per_byte))
+            self._registration.held_out = tuple(told[-_REPORTED_LOSSES:])
 
     def cutting(self, number: int) -> None:
         """Note that this island's part of a cut is being written, however long that takes."""
@@ -373,7 +394,9 @@ class Connection:
         self.io.run(self._exchange.stop())
         self._farewell, self._is_stopped = farewell, is_stopped
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> DilocoError | None:
+        """Leave the run, and release everything; returns why the coordinator says to end."""
+        told: DilocoError | None = None
         if self._registration is not None:
             code, reason, at_most_s = 0, self._farewell, self.config.transport.unreachable_s
             last = self.progress()
@@ -382,7 +405,7 @@ class Connection:
                 code = error.exit_code if isinstance(error, DilocoError) else 1
                 reason = str(error) if is_ours else repr(error)
                 at_most_s, last = _LAST_WORD_S, replace(last, state=IslandState.FAILED)
-            self.io.run(
+            told = self.io.run(
                 self._registration.leave(
                     code,
                     reason,
@@ -397,3 +420,4 @@ class Connection:
         if self._peer is not None:
             with contextlib.suppress(TimeoutError):
                 self.io.run(asyncio.wait_for(self._peer.stop(), _LAST_WORD_S))
+        return told

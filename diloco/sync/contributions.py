@@ -23,7 +23,7 @@ from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
-from diloco.outer.pseudo_gradient import l2_norm, pseudo_gradient_
+from diloco.outer.pseudo_gradient import farthest, l2_norm, pseudo_gradient_
 from diloco.rounds.messages import outcome_of
 from diloco.rounds.terms import Outcome, RoundKey
 from diloco.sync.calls import SyncerCalls
@@ -52,6 +52,7 @@ class ContributionRules:
         is_carried: Whether work that a round did not wait for joins the next contribution.
         seed: Of the run; stochastic rounding draws from it.
         island: Whose they are.
+        decay: Share of the quantisation error that joins it.
     """
 
     codec: str
@@ -59,10 +60,16 @@ class ContributionRules:
     is_carried: bool
     seed: int
     island: str
+    decay: float = 1.0
 
 
 class Contributions:
-    """What one rank's lanes contribute."""
+    """What one rank's lanes contribute.
+
+    Attributes:
+        unsound_at: Inner step of the last send whose values cannot be right; -1: there was none.
+        unsound: Why not.
+    """
 
     def __init__(
         self,
@@ -81,19 +88,25 @@ class Contributions:
         self._epoch = epoch
         self._on_event = on_event
         self._submits: dict[int, list[asyncio.Task[None]]] = {}
+        self.unsound_at, self.unsound = -1, ""
 
     def send(
-        self, carried: CarriedFragment, sent: Outstanding, local: Mapping[int, Tensor]
+        self,
+        carried: CarriedFragment,
+        sent: Outstanding,
+        local: Mapping[int, Tensor],
+        limits: tuple[float, float],
     ) -> None:
-        """Submit the pseudo-gradient of lanes; decline where it is not finite.
+        """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right.
 
         Args:
             carried: The fragment.
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten.
+            limits: How far from their anchor values may lie (`farthest`).
         """
         self._begin(carried, sent)
-        norms = []
+        norms, beyond = [], ""
         try:
             for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
                 began = loop_now()
@@ -101,13 +114,18 @@ class Contributions:
                 norms.append(l2_norm(delta))
                 if not math.isfinite(norms[-1]):
                     break
+                if beyond := farthest(delta, carried.anchor[lane_id], limits):
+                    beyond = f"fragment {sent.key.fragment_id}, lane {lane_id}: {beyond}"
+                    break
                 carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
                 self._tell("encode", sent.key, lane_id, began)
         except CodecError as error:
             self._tasks.fail(error)
             return
         norm = math.hypot(*norms)
-        if math.isfinite(norm):
+        if beyond:
+            self._decline_unsound(carried, sent, norm, beyond)
+        elif math.isfinite(norm):
             carried.broken_in_a_row = 0
             self._submit_all(carried, sent)
             self._on_event(_sent_event(sent, norm))
@@ -185,7 +203,7 @@ class Contributions:
         late = carried.over.of(lane_id)
         whole = delta if late is None else delta + late
         with record_function("diloco/encode"):
-            lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by))
+            lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by, rules.decay))
         if rules.is_carried:
             lane.delta = delta.clone()  # the memory of `local` is used again
         return lane
@@ -201,9 +219,7 @@ class Contributions:
         """
         p = carried.fragment_id
         reason = f"the pseudo-gradient of fragment {p} is not finite"
-        carried.sending = {}
-        self._start_decline(carried, sent, reason)
-        self._on_event(_sent_event(sent, norm, reason))
+        self._decline_unsound(carried, sent, norm, reason)
         carried.broken_in_a_row += 1
         if carried.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
             self._tasks.fail(
@@ -213,6 +229,15 @@ class Contributions:
                     f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
                 )
             )
+
+    def _decline_unsound(
+        self, carried: CarriedFragment, sent: Outstanding, norm: float, reason: str
+    ) -> None:
+        """Decline, and let the training thread know that what it trained is not sound."""
+        carried.sending = {}
+        self._start_decline(carried, sent, reason)
+        self._on_event(_sent_event(sent, norm, reason))
+        self.unsound_at, self.unsound = sent.sent_at_inner_step, reason
 
     def _start_decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
         logger.warning("declining, key=%s: %s", sent.key, reason)

@@ -69,16 +69,17 @@ class Entry:
         asked = self._epoch(), state.asked
         if not (state.is_damaged and state.asked) or self._given.get(p) == asked:
             return
-        if carried.anchor_version != state.wanted_version:  # it may be merged yet
+        lanes = carried.lanes_of(state.wanted_version)
+        if not lanes and carried.lanes:  # it may be staged yet
             if self._lacked.get(p) != asked:
                 self._lacked[p] = asked
                 logger.error(
                     "fragment %d cannot be repaired from here: version %d is asked for, %d is held",
-                    p, state.wanted_version, carried.anchor_version,
+                    p, state.wanted_version, max(carried.anchor_version, carried.staged_version),
                 )  # fmt: skip
             return
         self._given[p] = asked
-        for lane_id, values in carried.anchor.items():
+        for lane_id, values in lanes.items():
             self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
 
     async def _give(self, fragment_id: int, version: int, lane_id: int, values: Tensor) -> None:
@@ -97,7 +98,7 @@ class Entry:
     async def take(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
         """Take this rank's anchors: `own` lanes where they are as published, else the published.
 
-        After `until_steady`.
+        After `until_steady`, of all fragments that are ready and were not taken yet.
 
         Args:
             own: Fragment -> lane -> the island's own values.
@@ -109,6 +110,8 @@ class Entry:
             DilocoError: If a version cannot be had.
         """
         for p, carried in self._carried.items():
+            if carried.anchor_version >= 0 or not self._is_ready(carried):
+                continue
             if not overwrite:
                 self._check_initial(carried, own[p])
             await self._take_published(carried, own[p])
@@ -127,10 +130,48 @@ class Entry:
         await self._take_published(carried, dict(carried.anchor))
         carried.is_overwritten = True
 
-    async def until_steady(self, initial: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Wait until no version can be published without this island; upload what is asked for."""
+    async def verify(self, carried: CarriedFragment) -> list[int]:
+        """Hold the lanes of the anchor against their digests; returns those fetched again.
+
+        One that the syncer has no more stays as it is: what is staged next comes as a whole.
+
+        Raises:
+            DilocoError: If this rank cannot go on.
+        """
+        mended = []
+        for lane_id, values in carried.anchor.items():
+            await asyncio.sleep(0)  # others of this loop have their turn between two lanes
+            digests = carried.anchor_digests
+            if not digests or lane_digest(values) == digests[lane_id]:
+                continue
+            p, version = carried.fragment_id, carried.anchor_version
+            try:
+                fetched = await fetch_lane(
+                    self._calls,
+                    p,
+                    version,
+                    lane_id,
+                    numel=values.numel(),
+                    digest=digests[lane_id],
+                )
+            except VersionGone as gone:
+                logger.error("the anchor of fragment %d, lane %d, is damaged: %s", p, lane_id, gone)
+                continue
+            carried.anchor = {**carried.anchor, lane_id: fetched}
+            mended.append(lane_id)
+        return mended
+
+    async def until_steady(
+        self, initial: Mapping[int, Mapping[int, Tensor]], *, but_damaged: bool = False
+    ) -> None:
+        """Wait until no version can be published without this island; upload what is asked for.
+
+        Args:
+            initial: Fragment -> lane -> this rank's values, to found version 0 with.
+            but_damaged: Whether fragments that their syncer does not serve are not waited for.
+        """
         uploads: dict[tuple[int, int], int] = {}
-        while not all(map(self._is_ready, self._carried.values())):
+        while self._awaited(but_damaged=but_damaged):
             news = self._tasks.news
             for p in self._carried.keys() & initial.keys():
                 state = self._carried[p].state
@@ -142,6 +183,26 @@ class Entry:
             await wait_for(news, _TELL_WAITING_S)
             if not news.is_set():
                 logger.info("waiting until every island has joined and all rounds are open")
+
+    async def until_whole(self) -> None:
+        """Wait as `until_steady`, and until no fragment is damaged."""
+        while any(c.state.is_damaged or not self._is_ready(c) for c in self._carried.values()):
+            await wait_for(self._tasks.news, _TELL_WAITING_S)
+
+    def _awaited(self, *, but_damaged: bool) -> list[CarriedFragment]:
+        """Fragments that are still to come; where damaged ones are left out, of those too."""
+        return [
+            carried
+            for carried in self._carried.values()
+            if carried.anchor_version < 0
+            and not self._is_ready(carried)
+            and not (but_damaged and carried.state.is_damaged)
+        ]
+
+    @property
+    def waits_for_repair(self) -> bool:
+        """Whether a fragment cannot be entered before it is repaired."""
+        return bool(self._awaited(but_damaged=False))
 
     def _is_ready(self, carried: CarriedFragment) -> bool:
         return carried.state.is_founded if self._on_arrival else carried.is_steady
@@ -177,6 +238,7 @@ class Entry:
                     await wait_for(self._tasks.news, _TELL_WAITING_S)
             else:
                 carried.anchor, carried.anchor_version = anchor, state.version
+                carried.anchor_digests = tuple(state.lane_digests)
                 carried.anchor_tokens = state.merged_tokens
                 return
 

@@ -10,6 +10,7 @@ Source: protocol.md sections 1, 4, 5 and 6.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,13 @@ from diloco.sync.ledger import Outstanding
 from diloco.sync.retried_calls import Reach
 from diloco.sync.syncer_link import SyncerLink
 from diloco.sync.tasks import Tasks, wait_for
-from diloco.telemetry.events import Event
+from diloco.telemetry.events import AnchorMended, Event
 from protos.control_pb2 import Grant
 from transport.contracts import Transport
 from transport.retry import RetryPolicy
+
+#: Limits of what is sent where nothing is known of the steps that made it.
+ANYWHERE = (math.inf, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class ExchangeRules:
         max_wait_s: Longest wait between two calls.
         on_arrival: Whether rounds open and versions come at any time, and some are left out.
         is_carried: Whether work that a round did not wait for joins the next contribution.
+        error_feedback_decay: Share of the quantisation error that joins it.
     """
 
     uplink_codec: str
@@ -61,6 +66,7 @@ class ExchangeRules:
     max_wait_s: float = 1.0
     on_arrival: bool = False
     is_carried: bool = False
+    error_feedback_decay: float = 1.0
 
 
 class Moved(Protocol):
@@ -155,6 +161,7 @@ class Exchange:
                 ),
                 rng=rng,
                 reach=self._reach,
+                on_event=self._on_event,
             ),
             grant=grant,
             rules=ContributionRules(
@@ -163,6 +170,7 @@ class Exchange:
                 rules.is_carried,
                 rules.seed,
                 grant.island,
+                rules.error_feedback_decay,
             ),
             on_arrival=rules.on_arrival,
             tasks=self._tasks,
@@ -192,6 +200,17 @@ class Exchange:
     def calls_of(self, fragment_id: int) -> SyncerCalls:
         """Return the way to the syncer of a fragment."""
         return self._link_of[fragment_id].calls
+
+    @property
+    def unsound(self) -> tuple[int, str]:
+        """Inner step of the last send whose values could not be right, and why; -1: of none."""
+        found = (link.contributions for link in self._links)
+        return max((each.unsound_at, each.unsound) for each in found)
+
+    @property
+    def island(self) -> str:
+        """Whose exchange it is."""
+        return self._grant.island
 
     @property
     def incarnation(self) -> int:
@@ -271,18 +290,25 @@ class Exchange:
             lambda: all(view.anchor_version >= 0 for view in self._views.values()), at_most_s
         )
 
-    def send(self, sent: Outstanding, local: Mapping[int, Tensor]) -> None:
+    def send(
+        self,
+        sent: Outstanding,
+        local: Mapping[int, Tensor],
+        limits: tuple[float, float] = ANYWHERE,
+    ) -> None:
         """Submit the pseudo-gradient of this rank's lanes until its outcome is known.
 
         Here and not in the training thread, which goes on with the next inner step meanwhile. One
-        that is not finite is declined; three in a row are a failure.
+        that is not finite is declined, three in a row are a failure; so is one that lies beyond
+        its limits, and `unsound` says so.
 
         Args:
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten, and free when this returns.
+            limits: How far from their anchor values may lie (`farthest`).
         """
         p = sent.key.fragment_id
-        self._link_of[p].contributions.send(self._carried[p], sent, local)
+        self._link_of[p].contributions.send(self._carried[p], sent, local, limits)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
@@ -342,6 +368,15 @@ class Exchange:
                 is_carried=self.rules.is_carried,
             )
 
+    async def verify_anchors(self) -> None:
+        """Hold all anchors against their digests; what memory has changed is fetched again."""
+        try:
+            for p, carried in self._carried.items():
+                for lane_id in await self._link_of[p].entry.verify(carried):
+                    self._on_event(AnchorMended(p, carried.anchor_version, lane_id))
+        except DilocoError as error:
+            self._tasks.fail(error)
+
     def pin(self, inner_step: int, versions: Sequence[int]) -> None:
         """Have the syncers keep these versions, durably, for the run checkpoint of a step.
 
@@ -369,10 +404,19 @@ class Exchange:
     async def _enter(
         self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool
     ) -> None:
-        await self._until_steady(own)
-        overwrite = overwrite_initial or any(link.entry.is_return for link in self._links)
-        for link in self._links:
-            await link.entry.take(own, overwrite=overwrite)
+        entries = [link.entry for link in self._links]
+        # What a syncer has lost keeps the other fragments from nobody.
+        await asyncio.gather(*(e.until_steady(own, but_damaged=True) for e in entries))
+        if not (overwrite_initial or any(e.is_return for e in entries)):
+            await self._until_steady(own)
+        overwrite = overwrite_initial or any(e.is_return for e in entries)
+        while True:
+            for entry in entries:
+                await entry.take(own, overwrite=overwrite)
+            if not any(entry.waits_for_repair for entry in entries):
+                break
+            self._tasks.notify()
+            await self._until_steady(own)
         self._entered()
 
     async def _follow(self, carried: CarriedFragment, version: int) -> None:
@@ -380,7 +424,7 @@ class Exchange:
         self._entered()
 
     async def _restore(self, fragments: Sequence[CapturedFragment]) -> None:
-        await self._until_steady({})
+        await asyncio.gather(*(link.entry.until_whole() for link in self._links))
         for carried, restored in zip(self._carried.values(), fragments, strict=True):
             check_restored(carried, restored)
             carried.restore(restored.ledger.version, restored.lanes)

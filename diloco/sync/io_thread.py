@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Steps of niceness above training: a third of its CPU time where both want it.
 _NICE = 5
+#: Seconds for cancelled work to clean up, with what it wrote to disk under way.
+_END_S = 30.0
 
 _T = TypeVar("_T")
 
@@ -76,7 +78,9 @@ class IoThread:
     def stop(self) -> None:
         """Stop the loop and end the thread; unfinished tasks are cancelled."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=_END_S)
+        if self._thread.is_alive():
+            logger.error("the IO thread has not ended within %g s and is left behind", _END_S)
 
     def _perform(self, action: Callable[..., object], arguments: tuple[object, ...]) -> None:
         try:
@@ -92,6 +96,8 @@ class IoThread:
             self._loop.run_forever()
         finally:
             self._loop.run_until_complete(_cancel_all())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
 

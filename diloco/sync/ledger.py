@@ -66,6 +66,8 @@ OUTCOMES = (
     Settlement(Verdict.ABSENT, "carry", True, _KEEP, _KEEP),
     Settlement(Verdict.EXPIRED, "", False, _KEEP, _KEEP),
 )
+#: After these, what was sent is in the next contribution, too.
+_KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED)
 _SETTLEMENTS = {
     (each.verdict, late): each
     for each in OUTCOMES
@@ -120,7 +122,7 @@ class FragmentLedger:
 
     Where islands merge on arrival, `merged_tokens` are those of everybody's contributions up to
     `version`, and `target` is what all ranks stage next; `is_target_gone`: one of them heard that
-    the syncer has it no more.
+    the syncer has it no more. `is_void`: the work of what is outstanding is nowhere else any more.
 
     In scheduled mode an attempt is served by one due step of every island: who is late sends it
     though a later one is announced, is answered EXPIRED at once, and serves the later one at the
@@ -143,6 +145,7 @@ class FragmentLedger:
     merged_tokens: int = 0
     target: Target | None = None
     is_target_gone: bool = False
+    is_void: bool = False
 
     def is_sending(self, due_step: int) -> bool:
         """Whether the island still owes what is due after an inner step."""
@@ -159,11 +162,26 @@ class FragmentLedger:
         self.tokens = self.steps = self.local_steps = 0
         self.outstanding = None
 
-    def send(self, inner_step: int, *, is_flush: bool) -> Outstanding:
-        """Make a contribution outstanding; at most one a fragment."""
+    def drop_work(self) -> Settled:
+        """Forget what was done since the last merge, but for what is on its way."""
+        tokens, steps = (0, 0) if self.outstanding is None else _weight(self.outstanding)
+        dropped = Settled(self.steps - steps, self.tokens - tokens)
+        self.is_void = self.outstanding is not None
+        self.tokens, self.steps, self.local_steps = tokens, steps, min(steps, self.local_steps)
+        return dropped
+
+    def send(self, inner_step: int, *, is_flush: bool, most_steps: int = 0) -> Outstanding:
+        """Make a contribution outstanding; at most one a fragment.
+
+        It weighs `most_steps` inner steps at most (0: any number), with their share of the tokens,
+        for no syncer counts more (`Weights`); what is left weighs in the next ones.
+        """
         assert self.outstanding is None, f"fragment {self.fragment_id} has one outstanding"
         key = RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)
-        self.outstanding = Outstanding(key, inner_step, self.tokens, self.steps, is_flush)
+        tokens, steps = self.tokens, self.steps
+        if 0 < most_steps < steps:
+            tokens, steps = -(-tokens * most_steps // steps), most_steps
+        self.outstanding = Outstanding(key, inner_step, tokens, steps, is_flush)
         return self.outstanding
 
     def settle(
@@ -191,21 +209,27 @@ class FragmentLedger:
             f"{verdict}: fragment {self.fragment_id} has {sent or 'nothing'} outstanding"
         )
         settlement = _SETTLEMENTS[verdict, "carry" if is_carried else "drop"]
+        weight_tokens, weight_steps = (0, 0) if sent is None else _weight(sent)
+        void = 0
+        if self.is_void and verdict in _KEEPING:
+            void = weight_tokens
+            self.tokens -= weight_tokens
+            self.steps -= weight_steps
+        self.is_void = False
         if not settlement.merges:
             assert sent is not None
             following = sent.key.attempt + 1
             self.attempt = attempt if attempt - following > MAX_EXPIRED else following
-            return Settled()
+            return Settled(0, void)
         if merged is None:
             assert sent is not None, "a merge without a send names its version"
             merged = Target(sent.key.version + 1, is_flush=sent.is_flush)
         self.version, self.attempt = merged.version, 0
         self.is_flushed, self.merged_tokens = merged.is_flush, merged.merged_tokens
         self.target, self.is_target_gone = None, False
-        weight_tokens, weight_steps = (0, 0) if sent is None else _weight(sent)
         is_included = verdict is Verdict.INCLUDED
         overwritten = self.steps - weight_steps if is_included else self.local_steps
-        dropped = 0
+        dropped = void
         self.local_steps = 0
         match settlement.counters if local_mix == 0 else settlement.mixed:
             case Counters.SEND:

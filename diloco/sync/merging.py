@@ -9,6 +9,7 @@ Source: protocol.md sections 3 and 6.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
@@ -21,15 +22,25 @@ from diloco.sync.exchange import Exchange
 from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
 from diloco.sync.outer_state import Runner
 from diloco.sync.shards import LaneShards
-from diloco.telemetry.events import Event, FragmentMerged, PhaseDone, RoundExpiredSeen
+from diloco.sync.soundness import Reach, StepBound
+from diloco.telemetry.events import (
+    Event,
+    FragmentMerged,
+    PhaseDone,
+    PrefetchWithoutRoom,
+    RoundExpiredSeen,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class Merging:
     """One rank's fragments against what is published of them.
 
     `anchors` are the published lanes that were last merged, by fragment; whoever enters the run
-    sets them. `shares` are the fragments' parts of the parameters: `overwritten_steps` and
-    `dropped_tokens`, sums since the start, count each fragment by its own.
+    sets them. `reaches` say how far from them local values may lie. `shares` are the fragments'
+    parts of the parameters: `overwritten_steps` and `dropped_tokens`, sums since the start, count
+    each fragment by its own.
     """
 
     def __init__(
@@ -40,24 +51,49 @@ class Merging:
         runner: Runner,
         *,
         local_mix: float,
+        most_steps: int,
         is_carried: bool,
         clock: Callable[[], float],
         on_event: Callable[[Event], None],
     ) -> None:
-        """Assign only; `is_carried`: work that no version counts joins the next contribution."""
+        """Assign only.
+
+        A contribution weighs `most_steps` inner steps at most; `is_carried`: work that no version
+        counts joins the next contribution.
+        """
         self._plan = plan
         self._shards = shards
         self._exchange = exchange
         self._runner = runner
         self._local_mix = local_mix
+        self._most_steps = most_steps
         self._is_carried = is_carried
         self._clock = clock
         self._on_event = on_event
         numel = sum(fragment.numel for fragment in plan.fragments)
         self.shares = [fragment.numel / numel for fragment in plan.fragments]
         self.anchors: list[Mapping[int, Tensor]] = []
+        self.reaches = [Reach() for _ in plan.fragments]
         self.overwritten_steps = 0.0
         self.dropped_tokens = 0.0
+
+    def moved(self, step: StepBound) -> None:
+        """Take note of one more inner step."""
+        self.reaches = [reach.after(step) for reach in self.reaches]
+
+    def take_published(self, ledger: FragmentLedger) -> int:
+        """Write the anchor over the local values, and forget their work; returns its tokens.
+
+        What is on its way keeps its weight. After `Exchange.verify_anchors`.
+        """
+        p = ledger.fragment_id
+        self.anchors[p] = self._exchange.anchor(p)
+        self.restore(p)
+        self.reaches[p] = Reach()
+        dropped = ledger.drop_work()
+        self.overwritten_steps += dropped.overwritten_steps * self.shares[p]
+        self.dropped_tokens += dropped.dropped_tokens * self.shares[p]
+        return dropped.dropped_tokens
 
     def restore(self, fragment_id: int) -> None:
         """Write the published values of a fragment that were last merged over the local ones."""
@@ -76,19 +112,32 @@ class Merging:
                 self._shards.distribute(fragment.fragment_id, lanes, 0.0)
                 self._shards.reuse(lanes)
 
-    def send(self, ledger: FragmentLedger, inner_step: int, *, is_flush: bool) -> None:
-        """Post a fragment's local values, or that there is nothing to tell of them."""
+    def send(
+        self, ledger: FragmentLedger, inner_step: int, *, is_flush: bool, reason: str = ""
+    ) -> None:
+        """Post a fragment's local values, or that there is nothing to tell of them.
+
+        Args:
+            ledger: Of the fragment.
+            inner_step: Completed inner steps.
+            is_flush: Whether it goes into the flush.
+            reason: Why they are not to be told, on this rank; the others collect all the same.
+        """
         p = ledger.fragment_id
-        sent = ledger.send(inner_step, is_flush=is_flush)
+        sent = ledger.send(inner_step, is_flush=is_flush, most_steps=self._most_steps)
         if sent.weight_tokens == 0 and not is_flush:
-            declined = "no tokens were counted since the last merge"
+            declined = reason or "no tokens were counted since the last merge"
             self._runner.post(self._exchange.decline, sent, declined)
         else:
             began = self._clock()
             local = self._shards.collect(p)
             gathered_s = self._clock() - began
             self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
-            self._runner.post(self._exchange.send, sent, local)
+            if reason:
+                self._runner.post(self._exchange.decline, sent, reason)
+            else:
+                limits = self.reaches[p].limits
+                self._runner.post(self._exchange.send, sent, local, limits)
             self._runner.post(self._shards.reuse, local)
 
     def apply(
@@ -113,7 +162,8 @@ class Merging:
         local_mix = 0.0 if target.is_flush else self._local_mix
         if verdict is Verdict.EXPIRED:
             assert sent is not None
-            ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+            void = ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+            self.dropped_tokens += void.dropped_tokens * self.shares[p]
             self._runner.post(self._settled, p, False, False)
             key = sent.key
             event = RoundExpiredSeen(inner_step, p, key.version, key.attempt, blocked_s)
@@ -135,6 +185,11 @@ class Merging:
         with record_function("diloco/merge"):
             self._shards.distribute(p, staged, local_mix)
         merged_s = self._clock() - began
+        if num_parts := self._shards.prefetches_without_room():
+            logger.warning("no room to prefetch %d parts of fragment %d", num_parts, p)
+            self._on_event(PrefetchWithoutRoom(inner_step, p, num_parts))
+        moved = _largest_change(self.anchors[p], staged) if local_mix else 0.0
+        self.reaches[p] = self.reaches[p].mixed(local_mix, moved)
         self.anchors[p] = staged
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
@@ -159,6 +214,10 @@ class Merging:
 
     def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
         self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
+
+
+def _largest_change(before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> float:
+    return max((float((after[i] - before[i]).abs().max()) for i in after), default=0.0)
 
 
 def _merged_event(

@@ -12,6 +12,7 @@ Source: protocol.md sections 3, 5, 6, 7 and 9.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.profiler import record_function
 
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
+from diloco.rounds.terms import Weights
 from diloco.sync.agreement import (
     NO_CUT,
     Agreed,
@@ -39,11 +41,14 @@ from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.sync.merging import Merging
 from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
+from diloco.sync.self_check import SelfCheck
 from diloco.sync.shards import LaneShards
+from diloco.sync.soundness import Mend, Reach, StepBound
 from diloco.telemetry.events import Event, PhaseDone
 
 #: Inner steps whose median is told as the recent one.
 _RECENT_STEPS = 5
+_UNBOUNDED = StepBound()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,17 @@ class OuterLoop:
             exchange,
             runner,
             local_mix=local_mix,
+            most_steps=Weights(schedule.inner_steps_per_round).most_steps,
             is_carried=arrival is not None and arrival.is_carried,
             clock=clock,
+            on_event=on_event,
+        )
+        self._check = SelfCheck(
+            exchange,
+            self._merging,
+            agreement,
+            inner_steps_per_round=schedule.inner_steps_per_round,
+            num_fragments=len(plan.fragments),
             on_event=on_event,
         )
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
@@ -188,6 +202,16 @@ class OuterLoop:
         """Tokens of this start that no version has yet, each fragment by its share."""
         shares = self._merging.shares
         return sum(x.tokens * share for x, share in zip(self._ledgers, shares, strict=True))
+
+    @property
+    def mend(self) -> Mend:
+        """What the last step asks of the inner optimizer."""
+        return self._check.mend
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the island has taken the published values lately, or declines for its loss."""
+        return self._check.is_in_doubt(self.inner_step)
 
     @property
     def overwritten_steps(self) -> float:
@@ -264,6 +288,9 @@ class OuterLoop:
             yield self._exchange.wait_for_news(news, LOOK_S)
 
     def _take(self, state: OuterState) -> None:
+        # How far the steps before a checkpoint can have moved values, nobody knows any more.
+        unknown = Reach(math.inf)
+        self._merging.reaches = [unknown if x.local_steps else Reach() for x in state.ledgers]
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
         self._ledgers, self._merging.anchors = state.ledgers, state.anchors
         # Whoever starts after the end of the run makes no step: nobody would ever count it.
@@ -314,17 +341,28 @@ class OuterLoop:
 
     # -- training --------------------------------------------------------------------------------
 
-    def stepping(self, num_tokens: int) -> Waits[None]:
+    def stepping(
+        self, num_tokens: int, *, loss: float | None = None, bound: StepBound = _UNBOUNDED
+    ) -> Waits[None]:
         """Account for one inner step of `num_tokens` tokens of the whole island, then act.
 
-        Order: merges of earlier sends, then sends, then, for tau = 0, their merges. On arrival
-        nothing is waited for.
+        Order: the return to published values, where what was trained is not sound, merges of
+        earlier sends, then sends, then, for tau = 0, their merges. On arrival nothing is waited
+        for.
+
+        Args:
+            num_tokens: Of the whole island.
+            loss: Of the whole island, before the update; None: it is not watched.
+            bound: How far the step can have moved a value.
         """
         self._measure_step()
         self.inner_step += 1
         for ledger in self._ledgers:
             ledger.count(num_tokens)
+        self._merging.moved(bound)
+        self._check.begin_step(loss)
         agreed = self._read()
+        yield from self._check.returning(agreed, self._ledgers, self.inner_step)
         for ledger in self._ledgers:
             if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
@@ -341,6 +379,7 @@ class OuterLoop:
                 self._standings(),
                 is_leaving=self.must_leave(),
                 cut=self.asked_cut(),
+                is_unsound=bool(self._check.unsound),
             )
         self._stepped_at = self._clock()
 
@@ -364,6 +403,7 @@ class OuterLoop:
             self._standings(),
             is_leaving=self.must_leave(),
             cut=self.asked_cut(),
+            is_unsound=bool(self._check.unsound),
         )
 
     def _act(self, agreed: Agreed | None) -> list[int]:
@@ -381,8 +421,18 @@ class OuterLoop:
                 standing = agreed.standings[fragment_id]
                 self._ledgers[fragment_id].attempt = standing.attempt
                 is_flush = standing.is_ending
-            self._merging.send(self._ledgers[fragment_id], self.inner_step, is_flush=is_flush)
+            self._send(self._ledgers[fragment_id], is_flush=is_flush)
         return due
+
+    def _send(self, ledger: FragmentLedger, *, is_flush: bool) -> None:
+        reason = self._check.before_send(ledger.fragment_id, self.inner_step)
+        self._merging.send(ledger, self.inner_step, is_flush=is_flush, reason=reason)
+
+    def _apply(
+        self, ledger: FragmentLedger, standing: Standing, verdict: Verdict, blocked_s: float
+    ) -> None:
+        self._merging.apply(ledger, self.inner_step, standing, verdict, blocked_s)
+        self._check.take_end(ledger.fragment_id, verdict, self.inner_step)
 
     def _take_in(self, agreed: Agreed) -> None:
         """Merge what all ranks have staged."""
@@ -395,7 +445,7 @@ class OuterLoop:
             assert ledger.target is not None
             self._runner.post(self._exchange.aim, ledger.fragment_id, ledger.target.version)
         if (verdict := self._pace.arrived(ledger, standing)) is not None:
-            self._merging.apply(ledger, self.inner_step, standing, verdict, 0.0)
+            self._apply(ledger, standing, verdict, 0.0)
 
     def finishing(self) -> Waits[None]:
         """Merge what is outstanding, then flush: nobody's last steps are lost; then look at it.
@@ -432,8 +482,9 @@ class OuterLoop:
             else:
                 waiting.append(ledger)
         while waiting:
+            yield from self._check.returning(self._agree(), self._ledgers, self.inner_step)
             for ledger in waiting:
-                self._merging.send(ledger, self.inner_step, is_flush=True)
+                self._send(ledger, is_flush=True)
             for ledger in waiting:
                 yield from self._settle(ledger, None)
             # An expired attempt is tried again; three in a row end the run by the syncer's word.
@@ -445,6 +496,7 @@ class OuterLoop:
             news = self._exchange.news
             agreed = self._agree()
             self._raise_failure(agreed)
+            yield from self._check.returning(agreed, self._ledgers, self.inner_step)
             self._act(agreed)
             if self.is_leaving and not self.num_in_flight:
                 return
@@ -484,13 +536,16 @@ class OuterLoop:
                     if standing.verdict is Verdict.EXPIRED or _is_staged(standing, sent):
                         break
                 yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
-                agreed = self._agreement.now(self._exit_code, self._standings())
+                agreed = self._agreement.now(
+                    self._exit_code, self._standings(), is_unsound=bool(self._check.unsound)
+                )
                 self._raise_failure(agreed)
+                self._check.hear(agreed)
         blocked_s = self._clock() - began
         self.blocked_s += blocked_s
         self._on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
         assert standing.verdict is not None
-        self._merging.apply(ledger, self.inner_step, standing, standing.verdict, blocked_s)
+        self._apply(ledger, standing, standing.verdict, blocked_s)
 
     @property
     def _exit_code(self) -> int:

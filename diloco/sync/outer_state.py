@@ -20,6 +20,7 @@ from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.sync.agreement import Agreement, exit_code_of, raise_failure
 from diloco.sync.captured import CapturedFragment, CapturedLanes, Moment, StateLayout
+from diloco.sync.carried import FragmentView
 from diloco.sync.course import Entered, RanksApart, entered_of, entry_words, go_on_at, set_course
 from diloco.sync.exchange import Exchange
 from diloco.sync.io_thread import Waits
@@ -33,6 +34,23 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 _TELL_LOOKS = 10
 _MOST_ATTEMPT = (1 << 20) - 1
+
+
+def _missing(views: Sequence[FragmentView]) -> str:
+    """Say how many fragments have come, and what the others wait for."""
+    missing = [p for p, view in enumerate(views) if view.anchor_version < 0]
+    damaged = [str(p) for p in missing if views[p].is_damaged]
+    have_come = f"{len(views) - len(missing)} of {len(views)} fragments have come"
+    if damaged:
+        return (
+            f"{have_come}. Their syncer has lost the newest version of fragment "
+            f"{', '.join(damaged)} and does not serve it: it is waited for until it is repaired, "
+            f"see by whom with `diloco status` and the coordinator's address"
+        )
+    return (
+        f"{have_come}. Until every island has joined there is nothing to enter: see who is missing "
+        f"by `diloco status` with the coordinator's address"
+    )
 
 
 class Runner(Protocol):
@@ -234,13 +252,7 @@ class StateKeeper:
             num_looks += 1
             if num_looks % _TELL_LOOKS == 0 and self._agreement.is_leader:
                 # A warning: also a loop that set up no logging sees why nothing happens.
-                logger.warning(
-                    "still waiting to enter the run: %d of %d fragments have come. Until every "
-                    "island has joined there is nothing to enter: see who is missing by "
-                    "`diloco status` with the coordinator's address",
-                    sum(view.anchor_version >= 0 for view in views),
-                    len(views),
-                )
+                logger.warning("still waiting to enter the run: %s", _missing(views))
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         return [-value for value in self._smallest([-value for value in values])]

@@ -86,6 +86,7 @@ class Peer:
         calls: PeerCalls,
         grant: Grant,
         worker: Worker,
+        beside: Worker,
         complete_checkpoints: Callable[[], Sequence[int] | None] = lambda: None,
     ) -> None:
         """Assign only; `start` reads the stores, `serve` begins.
@@ -97,13 +98,14 @@ class Peer:
             calls: The ways out; closed by `stop`.
             grant: Of this start.
             worker: Does the work on tensors and files.
+            beside: Verifies what arrives, and reads what is fetched, while versions are written.
             complete_checkpoints: Inner steps of the run checkpoints that every island has.
         """
         self._directory = directory
         self._rules = rules
         self._calls = calls
         self._grant = grant
-        self._worker = worker
+        self._worker, self._beside = worker, beside
         self._complete_checkpoints = complete_checkpoints
         self._tasks = Tasks(lambda: None)
         self._address = ""
@@ -263,7 +265,7 @@ class Peer:
         insist_on_codec(header.codec, self._rules.publication.uplink_codec)
         insist_on_size(call.payload_bytes, codec.wire_bytes(numel))
         payload = await call.read_payload()
-        await self._worker.run(lambda: verify_payload(payload, header.digest, codec, numel))
+        await self._beside.run(lambda: verify_payload(payload, header.digest, codec, numel))
         return payload
 
     async def _decline(self, call: IncomingCall) -> Reply:
@@ -337,7 +339,7 @@ class Peer:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
             replica = fragment.replica
-            reply, payload = await fetch_lanes(header, replica.record, replica.store, self._worker)
+            reply, payload = await fetch_lanes(header, replica.record, replica.store, self._beside)
         reply.syncer_epoch = self._grant.incarnation
         return Reply(reply.SerializeToString(), payload)
 

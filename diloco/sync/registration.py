@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from diloco.alarms import Alarms, alarm_message
 from diloco.errors import (
     ConfigError,
     CoordinatorUnavailable,
@@ -26,9 +27,11 @@ from diloco.errors import (
     RunStopped,
     error_of_exit_code,
 )
+from diloco.loop_clock import loop_now
 from diloco.sync.agreement import Cut
 from diloco.sync.heal import HealTalk
 from diloco.sync.stop_line import StopLine
+from diloco.telemetry.events import Event
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
@@ -36,6 +39,7 @@ from protos.control_pb2 import (
     JOIN_STATUS_RUN_STOPPED,
     CutPart,
     Grant,
+    HeldOut,
     JoinReply,
     JoinRequest,
     LeaveRequest,
@@ -43,7 +47,7 @@ from protos.control_pb2 import (
     ReportRequest,
 )
 from transport.contracts import PROTOCOL_VERSION, Transport
-from transport.errors import HandlerFailed, TransportError
+from transport.errors import HandlerFailed, OutOfRange, TransportError
 from transport.retry import RetryPolicy, retry
 
 logger = logging.getLogger(__name__)
@@ -97,7 +101,8 @@ class Island:
 
     `start_id` is random, one a start: a repeated join of one start gets one incarnation.
     `start_step` is where a new run begins: 0, or a warm start's position. `needs_syncer` is false
-    where the islands merge among themselves.
+    where the islands merge among themselves. `tokens_per_inner_step` bounds what its contributions
+    may weigh.
     """
 
     run: str
@@ -110,6 +115,7 @@ class Island:
     start_step: int = 0
     tokenizer_digest: str = ""
     needs_syncer: bool = True
+    tokens_per_inner_step: int = 0
 
 
 class TextWord(Protocol):
@@ -128,9 +134,10 @@ class Registration:
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
     say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
     cut, replaced whole, too. `text` is what they say of the island's text, if anything, and `heal`
-    what of inner optimizers that are given. `on_answer` is called when a report is answered.
-    `complete_checkpoints` are those of the run that every island has, as the coordinator last said;
-    None before it has.
+    what of inner optimizers that are given; `alarms` hold at this island, and `held_out` are its
+    losses of the newest checkpoints, replaced whole. `on_answer` is called when a report is
+    answered. `complete_checkpoints` are those of the run that every island has, as the coordinator
+    last said; None before it has.
     """
 
     def __init__(
@@ -154,6 +161,8 @@ class Registration:
         self._told_cut = 0
         self.text: TextWord | None = None
         self.heal: HealTalk | None = None
+        self.alarms = Alarms()
+        self.held_out: tuple[HeldOut, ...] = ()
         self.on_answer: Callable[[], None] = lambda: None
         self._grant = Grant()
         self._stop_line: StopLine | None = None
@@ -184,6 +193,7 @@ class Registration:
             start_id=island.start_id,
             start_step=island.start_step,
             tokenizer_digest=island.tokenizer_digest,
+            tokens_per_inner_step=island.tokens_per_inner_step,
         ).SerializeToString()
         until = loop.time() + self._policy.budget_s
         while True:
@@ -224,6 +234,11 @@ class Registration:
             self._report_forever(progress, on_stop, stop_line)
         )
 
+    def on_event(self, event: Event) -> None:
+        """Report an alarm that an event raises; others are passed over."""
+        if self.alarms.on_event(event, loop_now()):
+            self.report_soon()
+
     def report_soon(self) -> None:
         """Let the next report leave at once."""
         self._is_due.set()
@@ -236,7 +251,7 @@ class Registration:
         last: Progress,
         at_most_s: float,
         is_stopped: bool = False,
-    ) -> None:
+    ) -> DilocoError | None:
         """Report for the last time, say that this start has ended, and close the channel.
 
         A coordinator that does not answer for `at_most_s` seconds is left without a word.
@@ -247,7 +262,11 @@ class Registration:
             last: What the last report says.
             at_most_s: Seconds for all of it.
             is_stopped: Whether it stopped gracefully, after a checkpoint: the run is not over.
+
+        Returns:
+            Why the coordinator says that this start has to end; None: it does not.
         """
+        reply: ReportReply | None = None
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.gather(self._reporting, return_exceptions=True)
@@ -262,19 +281,22 @@ class Registration:
         if self._grant.incarnation:
             try:
                 async with asyncio.timeout(at_most_s):
-                    await self._last_report(last, policy)
+                    reply = await self._last_report(last, policy)
                     await self._call("control.leave", request, policy)
             except (DilocoError, TimeoutError) as error:
                 logger.warning("left without a word, exit_code=%d: %s", exit_code, error)
         await self._transport.close()
+        if reply is None or not reply.stop:
+            return None
+        return _stop_error(reply, self._island.island_id)
 
-    async def _last_report(self, last: Progress, policy: RetryPolicy) -> None:
+    async def _last_report(self, last: Progress, policy: RetryPolicy) -> ReportReply | None:
         """Report; again and again, as long as the coordinator has not heard of a cut."""
         with contextlib.suppress(TransportError):
             if self.cut.number == self._told_cut:
-                await self.report(last)
-            else:
-                await retry(lambda: self.report(last), policy, self._rng)
+                return await self.report(last)
+            return await retry(lambda: self.report(last), policy, self._rng)
+        return None
 
     async def report(self, progress: Progress) -> ReportReply:
         """Report once.
@@ -297,6 +319,8 @@ class Registration:
             step_s=progress.step_s,
             state=progress.state,
             checkpoint_steps=self.checkpoint_steps,
+            alarms=map(alarm_message, self.alarms.holding(loop_now())),
+            held_out=self.held_out,
         )
         promise = self._stop_line.promise() if self._is_held and self._stop_line else None
         if promise is not None:
@@ -372,6 +396,14 @@ class Registration:
 
         try:
             return await retry(attempt, policy, self._rng)
+        except OutOfRange as error:
+            raise DilocoError(
+                f"the coordinator at {self._transport.peer} refuses what island "
+                f"{self._island.island_id!r} says: {error}. Its configuration and the "
+                f"coordinator's differ, or this process counts wrongly: compare "
+                f"run.inner_steps and the sections outer and islands of both files",
+                island_id=self._island.island_id,
+            ) from error
         except HandlerFailed as error:
             raise DilocoError(
                 f"the coordinator at {self._transport.peer} was reached, and its program failed at "

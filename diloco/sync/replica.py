@@ -32,6 +32,7 @@ from diloco.rounds.publication import (
     LanePublication,
     LaneState,
     PublicationRules,
+    decoder_of,
     follow_mean_,
     mean_contribution,
     publish_mean_,
@@ -348,16 +349,15 @@ class Replica:
     def _mean(
         self, assignment: Assignment, lane_id: int, contributions: Mapping[str, Buffer]
     ) -> Tensor:
-        codec, numel = self.codec(lane_id), self.fragment.lanes[lane_id].numel
         try:
             return mean_contribution(
-                codec,
+                decoder_of(self._rules.uplink_codec, self.fragment, lane_id),
                 [contributions[c.island] for c in assignment.contributors],
                 [c.weight_tokens for c in assignment.contributors],
-                numel,
             )
         except (AggregationError, CodecError):
             # Whose it is matters now alone: reading all twice would cost every round.
+            codec, numel = self.codec(lane_id), self.fragment.lanes[lane_id].numel
             for c in assignment.contributors:
                 payload = contributions[c.island]
                 if blake3.blake3(payload).digest() == c.lane_digests[lane_id]:

@@ -17,14 +17,15 @@ from google.protobuf.message import Message
 
 from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.loop_clock import loop_now
+from diloco.sync.damage import LineDamage
 from transport.contracts import Buffer, Reply, Transport
-from transport.errors import HandlerFailed, NotYet, TransportError
+from transport.errors import HandlerFailed, NotYet, OutOfRange, TransportError
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-#: A payload that moves more slowly has its call broken off, and made again.
+#: A call without a message for a payload's time at this rate is broken off, and made again.
 SLOWEST_BPS = 1e6
 
 
@@ -126,13 +127,15 @@ class RetriedCalls:
         policy: RetryPolicy,
         rng: random.Random,
         reach: Reach,
+        damage: LineDamage,
     ) -> None:
         """Assign only; `island` is named in errors.
 
-        One call may take `rpc_deadline_s`, besides its payload's time at `SLOWEST_BPS`; all its
-        repetitions the budget, from the last progress of any call over the same transport on. A
+        One call may be still for `rpc_deadline_s`, besides its payload's time at `SLOWEST_BPS`; all
+        its repetitions the budget, from the last progress of any call over the same transport on. A
         syncer that has answered, and is not there at all any more, is called on as long as others
-        of the `reach` answer: its fragments alone wait.
+        of the `reach` answer: its fragments alone wait. What came to harm on the way is asked for
+        again and counted by `damage`.
         """
         self._control = control
         self._data = data
@@ -141,6 +144,7 @@ class RetriedCalls:
         self._policy = policy
         self._rng = rng
         self._reach = reach
+        self._damage = damage
         self._is_away = False  # nothing answers, not even on the way for control
         self._progress = {transport: _Progress() for transport in (control, data)}
         self.asks_first = False
@@ -191,6 +195,13 @@ class RetriedCalls:
         try:
             with self._progress[call.transport].of(call.transfer):
                 return await self._repeat(call)
+        except OutOfRange as error:
+            raise DilocoError(
+                f"the syncer at {peer} refuses what this island says: {error}. Its configuration "
+                f"and the coordinator's differ, or this process counts wrongly: compare "
+                f"run.inner_steps and the sections outer and islands of both files",
+                island_id=self._island,
+            ) from error
         except HandlerFailed as error:
             raise DilocoError(
                 f"the syncer at {peer} was reached, and its program failed at {method}: "
@@ -222,6 +233,7 @@ class RetriedCalls:
                     policy,
                     self._rng,
                     lambda: progress.count() + len(call.untold),
+                    lambda: call.transfer.moved_bytes,
                 )
             except TransportError as error:
                 left_s = self._policy.budget_s - self._reach.since_another_s(self)
@@ -254,8 +266,11 @@ class RetriedCalls:
             self._has_answered(call)  # however long the queue is there
             transfer.asks_first = True
             raise
-        except TransportError:
-            self._is_away = self._is_away or call.transport is self._control
+        except TransportError as error:
+            if error.is_damage:  # somebody is there
+                self._damage.found(error)
+            else:
+                self._is_away = self._is_away or call.transport is self._control
             raise
         finally:
             self.bytes_up += transfer.sent_bytes - sent

@@ -54,6 +54,7 @@ from diloco.errors import ConfigError
 from diloco.sync.agreement import Agreement
 from diloco.sync.arguments import (
     insist_on_kinds,
+    insist_on_loss,
     insist_on_same,
     insist_on_tokens,
     over_text,
@@ -68,6 +69,7 @@ from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.position import Position
 from diloco.sync.registration import IslandState, Progress
 from diloco.sync.shards import LaneShards, tensor_specs
+from diloco.sync.soundness import Mend, StepBound
 from diloco.sync.stop_line import StopLine
 from diloco.sync.stopping import Stopping
 from diloco.sync.trained import Trained, TrainedParameters
@@ -205,6 +207,7 @@ class DiLoCo(Position):
         self.inner_steps = config.run.inner_steps
         self._period = config.outer.inner_steps_per_round
         self._checkpoint_every = config.checkpoint.every_inner_steps
+        self._judge_every = config.evaluation.every_checkpoints
         self._schedule = build_schedule(config.outer, self.inner_steps)
         self._stop_line = StopLine(self._schedule, on_arrival=self._on_arrival)
         self._exchange = connection.exchange(
@@ -269,31 +272,56 @@ class DiLoCo(Position):
             return self._loop.cut.is_last
         return self._stopping.step == self.inner_step < self.inner_steps
 
+    @property
+    def mend(self) -> Mend:
+        """What the last step asks of the inner optimizer: mostly nothing.
+
+        Where the island has just taken the published values, because its own were not sound, its
+        optimizer's state may not be either: `diloco.mend_moments_(optimizer)` for MOMENTS, a new
+        state for ALL.
+        """
+        return self._loop.mend
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the island has lately taken the published values, or declines for its loss."""
+        return self._loop.is_in_doubt
+
     # -- training --------------------------------------------------------------------------------
 
-    def step(self, *, num_tokens: int = 0) -> list[Event]:
+    def step(
+        self, *, num_tokens: int = 0, loss: float | None = None, bound: StepBound | None = None
+    ) -> list[Event]:
         """Account for one inner step, just made, then send and merge what is due; collective.
 
         Args:
             num_tokens: Tokens of the whole island in this inner step: the weight of what it sends.
+            loss: Of the whole island, before the update, the same on all its ranks; None: what it
+                says of the parameters is not looked at. With one that is far off, the island sends
+                nothing and takes what is published: see `mend`.
+            bound: How far the inner step can have moved a value, as `diloco.step_bound(optimizer)`
+                gives it; None: values may lie anywhere.
 
         Returns:
             What happened since the last call, in order; empty in most steps.
 
         Raises:
-            ValueError: If `num_tokens` is not a positive integer, or the set of trained parameters
-                is not the one that this object was made with.
+            ValueError: If `num_tokens` is not a positive integer, `loss` is no number, or the set
+                of trained parameters is not the one that this object was made with.
             ConfigError: If the run is over, or a checkpoint must be loaded first.
             DilocoError: If the island cannot go on.
         """
         self._insist_on_training()
         insist_on_tokens(num_tokens)
+        insist_on_loss(loss)
         due = self._is_due(self.inner_step + 1)
         if due:
             self._trained.settle(self.inner_step)
         elif self.num_in_flight or self._on_arrival:
             self._trained.reshard()
-        self._connection.io.drive(self._loop.stepping(num_tokens))
+        if bound is None:
+            bound = StepBound()
+        self._connection.io.drive(self._loop.stepping(num_tokens, loss=loss, bound=bound))
         self._tokens += num_tokens
         if due:  # no collective in a step that has none anyway
             word = self._sum(self._stopping.word(self.inner_step))
@@ -374,6 +402,26 @@ class DiLoCo(Position):
         cut that the coordinator asks for, 0 while it asks for none.
         """
         return self._loop.cut.number if self._on_arrival else self.inner_step
+
+    @property
+    def held_out_due(self) -> bool:
+        """Whether the run checkpoint that is due is one that islands judge (`report_held_out`)."""
+        every, number = self._judge_every, self.checkpoint_number
+        if not (every and self.checkpoint_due) or self.is_stopping:
+            return False
+        return (number if self._on_arrival else number // self._checkpoint_every) % every == 0
+
+    def report_held_out(self, nats_per_byte: float) -> None:
+        """Tell the held-out loss of the published values at the run checkpoint of this moment.
+
+        Take it with `global_parameters`, before the checkpoint. The coordinator keeps the last
+        checkpoint that most islands found good, and has the run return to it if later ones are bad
+        several times in a row.
+
+        Args:
+            nats_per_byte: Equal text on all islands; another unit will do, if it is the same.
+        """
+        self._connection.report_held_out(self.checkpoint_number, nats_per_byte)
 
     @contextlib.contextmanager
     def checkpointing(self, *, text_json: str = "") -> Iterator[None]:
@@ -594,6 +642,7 @@ class DiLoCo(Position):
 
     def _hear(self, event: Event) -> None:
         self._events.append(event)
+        self._connection.on_event(event)
         if self._on_event is not None:
             self._on_event(event)
 

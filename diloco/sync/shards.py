@@ -109,6 +109,7 @@ class LaneShards:
         counts = dict(zip(routes, most_slabs, strict=True))
         self._uploading = DeviceThread("diloco-upload")
         self._prefetched: _Prefetched | None = None
+        self._num_without_room = 0
         self._collect = {i: collect.slabs(counts[i][0]) for i, (collect, _) in routes.items()}
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
 
@@ -163,8 +164,8 @@ class LaneShards:
 
         It finds them there if it is given these very lanes, and writes the same bits. Until then
         they take as much room on the device as the fragment's parameters there, of one fragment:
-        the last one asked for. Where no rank has parameters on a device, nothing happens, as with
-        lanes that are on their way.
+        the last one asked for; what finds no room is merged from where it is. Where no rank has
+        parameters on a device, nothing happens, as with lanes that are on their way.
 
         Args:
             fragment_id: Fragment of the plan.
@@ -179,8 +180,21 @@ class LaneShards:
         with record_function("diloco/prefetch"):
             for copy, values in self._sent_out(fragment_id, lanes):
                 device = self._in_parameter(copy).device
-                uploads.append((copy, self._uploading.submit(device, values.to, device)))
+                uploads.append((copy, self._uploading.submit(device, self._upload, values, device)))
         self._prefetched = _Prefetched(lanes, uploads)
+
+    def _upload(self, values: Tensor, device: torch.device) -> Tensor:
+        """Copy to a device; where there is no room for it, give what is there: it merges later."""
+        try:
+            return values.to(device)
+        except torch.OutOfMemoryError:
+            self._num_without_room += 1
+            return values
+
+    def prefetches_without_room(self) -> int:
+        """Return how many parts had no room on the device since the last call."""
+        found, self._num_without_room = self._num_without_room, 0
+        return found
 
     @torch.no_grad()
     def distribute(self, fragment_id: int, lanes: Mapping[int, Tensor], local_mix: float) -> None:

@@ -101,6 +101,16 @@ class PhaseDone(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchWithoutRoom(Event):
+    """Parts of a fragment had no room on the device before their merge, and came there with it."""
+
+    kind: ClassVar[str] = "prefetch_without_room"
+    inner_step: int
+    fragment_id: int
+    num_parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoundExpiredSeen(Event):
     """An attempt expired: nobody merges; from here only the tape reproduces the run."""
 
@@ -120,6 +130,54 @@ class DigestMismatch(Event):
     fragment_id: int
     version: int
     lane_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorMended(Event):
+    """A lane of the anchor was not what was published any more; it was fetched again."""
+
+    kind: ClassVar[str] = "anchor_mended"
+    fragment_id: int
+    version: int
+    lane_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTaken(Event):
+    """What an island had trained was not sound: it took the published values of all fragments.
+
+    `reason` is that of the rank which saw it. `dropped_tokens`, by fragment, will be counted by no
+    contribution. `mend`: what becomes of the inner optimizer (`diloco.sync.soundness.Mend`).
+    """
+
+    kind: ClassVar[str] = "published_taken"
+    inner_step: int
+    reason: str
+    mend: str
+    dropped_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InnerStateMended(Event):
+    """Values of an inner optimizer's moments that it cannot have made were set to zero."""
+
+    kind: ClassVar[str] = "inner_state_mended"
+    inner_step: int
+    num_values: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossAccepted(Event):
+    """The loss of an island is far beyond what it was, with the published values, too.
+
+    Nobody else contributed either: it goes on from there, and an operator should look.
+    """
+
+    kind: ClassVar[str] = "loss_accepted"
+    inner_step: int
+    loss: float
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +250,23 @@ class SyncerRestarted(Event):
     kind: ClassVar[str] = "syncer_restarted"
     syncer_epoch: int
     resent_lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedOnTheWay(Event):
+    """Messages between this rank and a syncer came to harm and were sent again; one event a second.
+
+    `damaged` counts them since the rank's start, `recent` those of the last ten minutes, and
+    `is_too_much` says that these are more than a line should damage. `text` is about the last.
+    """
+
+    kind: ClassVar[str] = "damaged_on_the_way"
+    peer: str
+    method: str
+    damaged: int
+    recent: int
+    is_too_much: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +403,31 @@ class Evaluated(Event):
     inner_step: int
     parameters: str
     nats_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmRaised(Event):
+    """Something that an operator should know of; told to the coordinator (`diloco.alarms`).
+
+    `alarm` is the `AlarmKind`; `island` is whom it is about, empty: the whole run; `fragment_id`
+    -1: no fragment.
+    """
+
+    kind: ClassVar[str] = "alarm"
+    alarm: str
+    text: str
+    about: str = ""
+    fragment_id: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmCleared(Event):
+    """What `AlarmRaised` told of the same three is over."""
+
+    kind: ClassVar[str] = "alarm_cleared"
+    alarm: str
+    about: str = ""
+    fragment_id: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from diloco.errors import ConfigError
 from diloco.telemetry.protection import Protection
-from protos.control_pb2 import FragmentStatus, IslandStatus, ReportRequest, StatusReply
+from protos.control_pb2 import AlarmStatus, FragmentStatus, IslandStatus, ReportRequest, StatusReply
 from protos.fragment_pb2 import FragmentState
 from transport.addresses import split_address
 
@@ -291,12 +291,24 @@ def coordinator_metrics(status: StatusReply) -> Iterator[Metric]:
     own = [r for r in status.refusals if r.service == "coordinator"]
     refusals = [([r.island, r.cause], float(r.count)) for r in own]
     yield _counter("coordinator_refusals", _REFUSALS, ["island", "cause"], refusals)
+    yield from _alarm_metrics(status.alarms)
     by_fragment = [(str(f.fragment_id), f) for f in status.fragments]
     for name, what, read in _FRAGMENT_GAUGES:
         samples = [([fragment], read(f)) for fragment, f in by_fragment]
         yield _gauge(f"fragment_{name}", what, ["fragment"], samples)
     phases = [([fragment, f.phase], 1.0) for fragment, f in by_fragment]
     yield _gauge("fragment_phase", "1 for the phase of the round", ["fragment", "phase"], phases)
+
+
+def _alarm_metrics(alarms: Sequence[AlarmStatus]) -> Iterator[Metric]:
+    labels = ["alarm", "island", "fragment", "reporter"]
+    named = [
+        ([a.alarm.kind, a.alarm.island, str(a.alarm.fragment_id), a.reporter], a) for a in alarms
+    ]
+    holds = [(names, float(a.holds)) for names, a in named]
+    yield _gauge("run_alarm", "1 while an alarm holds, 0 for an hour after", labels, holds)
+    counts = [(names, float(a.alarm.count)) for names, a in named]
+    yield _counter("run_alarms", "How often an alarm was raised while it held", labels, counts)
 
 
 def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:

@@ -29,6 +29,7 @@ from diloco.errors import DilocoError
 from diloco.inner.mesh import make_mesh
 from diloco.inner.optimizer import build_optimizer
 from diloco.inner.state import load_moments_, moments, optimizer_step
+from diloco.inner.trainer import InnerMetrics
 from diloco.sync.outer_loop import OuterLoop
 from diloco.sync.shards import canonical_parameters
 from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandRejoined
@@ -108,11 +109,15 @@ class LabTraining:
         self._kept: dict[int, tuple[int, Mapping[str, Mapping[str, Tensor]]]] = {}
         self.keep_moments(0)
 
-    def inner_step(self, inner_step: int, schedule_step: float) -> int:
+    def inner_step(self, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `loopback_run.Training`."""
         metrics = self._trainer.inner_step(inner_step, schedule_step)
         self._on_loss(metrics.loss)
-        return metrics.num_tokens
+        return metrics
+
+    def mend(self, *, is_new: bool) -> int:
+        """See `loopback_run.Training`."""
+        return self._trainer.mend(is_new=is_new)
 
     def evaluate(self) -> float:
         """See `loopback_run.Training`."""
@@ -299,7 +304,7 @@ def _run_data_parallel(
     for inner_step in range(lab.warm_steps, config.run.inner_steps):
         step_s = {name: surroundings.step_s(name, inner_step) for name in names}
         computed_s = max(step_s.values())
-        num_tokens = training.inner_step(inner_step, inner_step)
+        num_tokens = training.inner_step(inner_step, inner_step).num_tokens
         if timeline is not None:
             timeline.stepped_together(now, step_s, now + computed_s + crossed_s)
         now += computed_s + crossed_s

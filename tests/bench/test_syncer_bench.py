@@ -38,6 +38,7 @@ def test_rows_say_what_a_syncer_spends_and_holds() -> None:
         assert row["tensors"] + row["loop"] + row["wire"] + row["tls"] == pytest.approx(1)
         assert (row["tls"] > 0) <= (row is encrypted)
         assert 0 < row["nanoseconds"] == pytest.approx(1e3 / row["millions_per_s"])
+        assert row["others_ms"] > 0
         assert row["peak_mib"] > row["baseline_mib"] > 0
         state_mib = 12 * setting.numel / 2**20
         parts = ("baseline", "held", "in_flight", "extra")

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from diloco.chaos.figures import island_figures, next_publication_s
-from diloco.chaos.judge import Evidence, Newest, Recomputed, island_back_s, judge
+from diloco.chaos.judge import (
+    Evidence,
+    Newest,
+    Recomputed,
+    accounts_of,
+    island_back_s,
+    judge,
+    tape_of,
+)
 from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, Timed
 from diloco.chaos.report import is_alone, report_on
 from diloco.chaos.truth import FaultStory, Story, read_story
@@ -137,7 +145,28 @@ def test_a_run_as_it_should_be_holds_everything() -> None:
     findings = judge(Run.good().evidence())
 
     assert [finding.text for finding in findings if not finding.holds] == []
-    assert len(findings) == 7
+    assert len(findings) == 9
+
+
+@pytest.mark.parametrize(
+    ("is_same", "killed", "is_broken"),
+    [(True, "", False), (False, "", True), (False, "coordinator", False), (False, "west", True)],
+    ids=["it lives", "it ended", "its coordinator was killed", "another was killed"],
+)
+def test_a_process_that_ends_under_a_storm_was_ended_by_it(
+    is_same: bool, killed: str, is_broken: bool
+) -> None:
+    evidence = Run.good().evidence()
+    storm = replace(KILL, kind=Kind.CONNECT_STORM, target="syncer", lasts_s=4.0)
+    evidence.story.faults.append(
+        FaultStory(storm, began_s=10.0, ended_s=14.0, fired=True, is_same=is_same)
+    )
+    if killed:
+        kill = replace(KILL, target=killed)
+        evidence.story.faults.append(FaultStory(kill, began_s=12.0, ended_s=12.0))
+
+    expected = ["strangers end no process"] if is_broken else []
+    assert broken(evidence) == expected
 
 
 def _set(events: list[dict[str, Any]], index: int, **values: object) -> None:
@@ -153,6 +182,28 @@ def test_what_an_island_on_arrival_staged_is_that_very_version(of: int, is_found
     run.tell("east", 1, "fragment_staged", 4, fragment_id=0, version=2, digest=digest(of))
 
     assert broken(run.evidence(is_on_arrival=True)) == ([DIGESTS] if is_found else [])
+
+
+@pytest.mark.parametrize("kind", [Kind.FLIP_BIT, Kind.POISON])
+def test_who_returns_to_what_is_published_was_spoilt_or_is_blamed_wrongly(kind: Kind) -> None:
+    run = Run.good()
+    # After its last send, and before the merge of it, one step more is made and given up.
+    run.tell("east", 1, "published_taken", 3, reason="far off", dropped_tokens=[TOKENS])
+    sent = run.of("east", "fragment_sent")[1]
+    sent["weight_tokens"] = TOKENS
+    run.headers[2]["contributors"][0]["weight_tokens"] = TOKENS
+    evidence = run.evidence()
+    spoilt = FaultStory(replace(KILL, kind=kind, target="east"), fired=True)
+
+    assert broken(evidence) == ["nobody is blamed for what he did not do"]
+    story = Story([*evidence.story.faults, spoilt])
+    assert broken(replace(evidence, story=story)) == []
+    (account,) = (
+        a
+        for (name, _), a in accounts_of(evidence, tape_of(evidence.headers)[0]).items()
+        if name == "east"
+    )
+    assert account.dropped == TOKENS and not account.problems
 
 
 VERSIONS = "every version is published exactly once"
@@ -287,6 +338,16 @@ def test_only_the_islands_whose_links_were_corrupted_are_excused() -> None:
     assert broken(corrupted("east", fired=True)) == []
     assert broken(corrupted("east", fired=False)) == [DIGESTS]
     assert broken(corrupted("west", fired=True)) == [DIGESTS]
+
+
+def test_a_newest_version_that_was_torn_has_to_be_taken_back_and_is_the_same_version() -> None:
+    run = Run.good()
+    run.headers.append({**run.headers[3], "repaired": "east"})
+    evidence = run.evidence()
+    fault = replace(KILL, kind=Kind.TORN_NEWEST, target="syncer")
+    story = Story([*evidence.story.faults, FaultStory(fault, began_s=1.0, fired=True)])
+    assert broken(replace(evidence, story=story)) == ["every version is published exactly once"]
+    assert broken(replace(evidence, story=story, repaired=[(0, 3)])) == []
 
 
 def test_an_island_that_was_starting_again_when_the_run_ended_did_not_end_unasked() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import cast
 
 import pytest
 
-from diloco.chaos import performers
+from diloco.chaos import performers, storm
 from diloco.chaos.performers import Performance, perform
 from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
 from diloco.chaos.runner import Director
@@ -144,6 +145,29 @@ def test_a_syncer_is_ended(scene: Scene, kind: Kind, number: int) -> None:
 
 
 @pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
+def test_strangers_storm_a_process_and_it_is_known_whether_it_lives(
+    scene: Scene, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storm, "_TIMEOUT_S", 0.2)
+    process = scene.hold(target)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        path = scene.world.state.coordinator if target == COORDINATOR else scene.world.state.syncer
+        Endpoint(f"127.0.0.1:{listening.getsockname()[1]}", process.pid).write(path)
+        performance = scene.perform(Kind.CONNECT_STORM, target)
+
+        assert performance.begin()
+        listening.accept()[0].close()
+        if target == SYNCER:
+            process.kill()
+            process.wait()
+        assert performance.end()
+
+    assert performance.fired
+    assert performance.is_same == (target == COORDINATOR)
+    assert "whole handshakes" in performance.note
+
+
+@pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
 def test_a_process_is_frozen_and_goes_on(scene: Scene, target: str) -> None:
     process = scene.hold(target)
     performance = scene.perform(Kind.FREEZE, target, lasts_s=1.0)
@@ -218,7 +242,7 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     assert 0 < len(left) < len(before) and before.startswith(left)
     with pytest.raises(RecordInvalid, match=r"torn or damaged|damaged header"):
         store.load(0)
-    assert_same(store.recover().record, newest)
+    assert_same(store.recover().record, newest, is_recovered=True)
 
 
 @pytest.mark.parametrize("scene", [2], indirect=True, ids=["two-syncers"])
@@ -257,7 +281,7 @@ def test_a_frame_that_was_being_written_is_torn(scene: Scene) -> None:
     assert segment.read_bytes()[: len(whole)] == whole
     assert segment.stat().st_size == len(whole) + 77
     assert scene.world.versions() == {0: [4, 5, 6]}
-    assert_same(store.recover().record, newest)
+    assert_same(store.recover().record, newest, is_recovered=True)
 
 
 @pytest.mark.parametrize(("snapshot_rounds", "oldest"), [(1, 0), (4, 4)], ids=["record", "log"])
@@ -275,7 +299,30 @@ def test_a_bit_of_an_old_record_rots_and_the_newest_is_spared(
     assert performance.fired
     rotten = record_path(scene.fragment, oldest).read_bytes()
     assert sum((a ^ b).bit_count() for a, b in zip(before, rotten, strict=True)) == 1
-    assert_same(store.recover().record, newest)
+    assert_same(store.recover().record, newest, is_recovered=True)
+
+
+def test_the_newest_record_is_torn_once_islands_hold_it(scene: Scene) -> None:
+    process = scene.hold(SYNCER)
+    store = scene.store(snapshot_rounds=1)
+    commit(store, 2)
+    performance = scene.perform(Kind.TORN_NEWEST, SYNCER)
+    newest = record_path(scene.fragment, 2)
+    whole = newest.read_bytes()
+    now = newest.stat().st_mtime
+    os.utime(newest, (now + 60, now + 60))
+    assert not performance.begin(), "it was published just now"
+    assert process.poll() is None
+
+    os.utime(newest, (now - 60, now - 60))
+    assert performance.begin()
+
+    assert performance.fired
+    left = newest.read_bytes()
+    assert 0 < len(left) < len(whole) and whole.startswith(left)
+    recovered = store.recover()
+    assert recovered is not None
+    assert (recovered.record.version, store.lost) == (1, 2)
 
 
 def test_the_only_record_is_not_damaged_and_its_syncer_lives(scene: Scene) -> None:

@@ -32,14 +32,14 @@ from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
 from tests.remaking import recompute
 from tests.run_files import write_run
-from tests.waiting import wait_until
+from tests.waiting import said_by, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def local(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco", "local", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def refused_here(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +81,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     try:
         wait_until(lambda: "fragment_merged" in read(config.telemetry_dir / "events-west-0.jsonl"))
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=90)[1]
+        said = said_by(process, 90)[1]
     finally:
         process.kill()
     stopped = subprocess.CompletedProcess(process.args, process.returncode, "", said)
@@ -334,7 +334,7 @@ def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Pa
     wait_until(lambda: holder(state.store_lock) is not None)
 
     process.send_signal(signal.SIGHUP)
-    _, said = process.communicate(timeout=60)
+    _, said = said_by(process, 60)
 
     assert process.returncode == 128 + signal.SIGHUP, said
     assert f"there is no checkpoint yet. Start anew: diloco local {run_file} --fresh" in said
@@ -356,7 +356,7 @@ def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     wait_until(lambda: "stopping:" in read(tmp_path / "state" / "coordinator.log"))
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = said_by(process, 60)
 
     assert process.returncode == 128 + signal.SIGINT, said
     assert "stopped: every process has ended" in said

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from diloco.cli.main import app
 from diloco.errors import ConfigError
+from tests.waiting import said_by
 
 WIDTH = 80
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "runs" / "demo.toml"
@@ -53,7 +54,7 @@ def test_a_reader_that_has_enough_is_no_defect() -> None:
     assert plan.stdout is not None
     plan.stdout.close()
 
-    _, said = plan.communicate(timeout=50)
+    _, said = said_by(plan, 50)
 
     assert (plan.returncode, said) == (128 + signal.SIGPIPE, b"")
 

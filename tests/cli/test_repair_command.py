@@ -39,7 +39,9 @@ def test_a_whole_store_is_said_to_be(state: StateDir, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["0", "version", "3", "whole"] in lines
-    assert "2 parts, 0 repaired, 0 damaged" in result.stdout
+    assert "3 parts, 1 repaired, 0 damaged" in result.stdout
+    again = invoke(tmp_path / "run.toml")
+    assert "2 parts, 0 repaired, 0 damaged" in again.stdout, "the journal was missing, and is there"
 
 
 def test_what_remains_damaged_is_said_with_what_to_do_and_the_exit_code(state: StateDir) -> None:
@@ -84,14 +86,16 @@ def test_a_fragment_of_a_run_under_way_is_named_with_its_island() -> None:
         assert "--fragment P --from-island NAME" in str(result.exception)
 
 
-def test_an_island_is_asked_through_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str, dict[str, str]]] = []
+def test_an_island_is_asked_through_the_coordinator_and_the_end_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, int, str]] = []
     monkeypatch.setattr(
-        "diloco.cli.operate.tell",
-        lambda address, command, arguments, *_: told.append((address, command, arguments)),
+        "diloco.cli.operate.repair_from_island",
+        lambda address, fragment, island, *_: told.append((address, fragment, island)),
     )
 
     result = invoke("host:1", "--fragment", "3", "--from-island", "east")
 
     assert result.exit_code == 0, result.output
-    assert told == [("host:1", "repair", {"fragment": "3", "island": "east"})]
+    assert told == [("host:1", 3, "east")]

@@ -50,16 +50,18 @@ POLICY = {
     "data.handover_samples inner.expert_bias_speed",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
-    "outer.codec_by_name outer.clip_norm_ratio outer.reject_norm_ratio outer.optimizer.betas",
+    "outer.codec_by_name outer.clip_norm_ratio outer.guard outer.optimizer.betas",
     "outer.optimizer.eps outer.store outer.snapshot_rounds outer.keep_contributions",
-    "outer.error_feedback outer.retained_versions inner.clip_norm inner.optimizer.name",
+    "outer.error_feedback outer.error_feedback_decay outer.retained_versions inner.clip_norm",
+    "inner.optimizer.name",
     "inner.optimizer.lr inner.optimizer.schedule inner.optimizer.warmup_steps",
     "inner.optimizer.min_lr_ratio inner.optimizer.betas inner.optimizer.weight_decay",
     "inner.optimizer.decay_ratio inner.optimizer.decay_shape inner.optimizer.momentum",
     "inner.optimizer.adamw_by_name inner.optimizer.lr_by_name",
     "inner.optimizer.weight_decay_by_name inner.z_loss",
     "inner.optimizer.eps checkpoint.every_inner_steps checkpoint.every_tokens checkpoint.keep",
-    "evaluation.every_inner_steps evaluation.num_sequences",
+    "evaluation.every_checkpoints evaluation.every_inner_steps evaluation.max_returns",
+    "evaluation.max_rise evaluation.num_sequences",
 }
 
 

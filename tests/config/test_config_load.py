@@ -165,6 +165,51 @@ def test_coarse_uplinks_have_error_feedback_unless_it_is_refused(
     assert load_config(write(tmp_path, MINIMAL), given).outer.error_feedback == is_on
 
 
+@pytest.mark.parametrize("codec", ["topk64", "topk128"])
+@pytest.mark.parametrize("preset", ["classic", "streaming", "decoupled"])
+def test_a_sparse_uplink_brings_the_outer_step_that_it_needs(
+    codec: str, preset: str, tmp_path: Path
+) -> None:
+    given = [f"outer.preset={preset}", "outer.num_fragments=1", f"outer.uplink_codec={codec}"]
+
+    config = load_config(write(tmp_path, MINIMAL), given)
+    again = load_config(write(tmp_path, resolved_toml(config)))
+
+    outer = config.outer
+    assert again == config
+    assert (outer.optimizer.name, outer.optimizer.lr, outer.optimizer.momentum) == ("sgd", 1.0, 0.0)
+    assert (outer.error_feedback, outer.error_feedback_decay) == (True, 0.95)
+    assert not outer.sparse_problem
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["outer.optimizer.lr=0.4"], ""),
+        (["outer.optimizer.name=nesterov", "outer.optimizer.momentum=0.5"], ""),
+        (["outer.optimizer.name=nesterov"], "error feedback: diverges"),
+        (["outer.optimizer.momentum=0.9"], "error feedback: diverges"),
+        (["outer.error_feedback=false"], "without error feedback learns little"),
+        (["outer.optimizer.name=adam"], "was never measured"),
+    ],
+)
+def test_what_does_not_go_with_a_sparse_uplink_is_said_with_the_remedy(
+    given: list[str], words: str, tmp_path: Path
+) -> None:
+    config = load_config(write(tmp_path, MINIMAL), ["outer.uplink_codec=topk64", *given])
+
+    problem = config.outer.sparse_problem
+    assert (words in problem and ("set optimizer" in problem or "leave outer" in problem)) == bool(
+        words
+    )
+    assert bool(problem) == bool(words)
+
+
+def test_a_decay_without_error_feedback_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"error_feedback_decay.*only error feedback has it"):
+        load_config(write(tmp_path, MINIMAL), ["outer.error_feedback_decay=0.9"])
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_a_ramp_of_the_preset_is_no_word_against_an_optimizer_without_momentum(
     name: str, tmp_path: Path
@@ -180,11 +225,10 @@ def test_a_ramp_of_the_preset_is_no_word_against_an_optimizer_without_momentum(
 
 def test_ratios_are_taken_where_a_median_is(tmp_path: Path) -> None:
     islands = [f"islands.{i}={{ranks=1, tokens_per_inner_step=64}}" for i in "bc"]
-    ratios = ["outer.clip_norm_ratio=3", "outer.reject_norm_ratio=10"]
 
-    outer = load_config(write(tmp_path, MINIMAL), [*islands, *ratios]).outer
+    outer = load_config(write(tmp_path, MINIMAL), [*islands, "outer.clip_norm_ratio=3"]).outer
 
-    assert (outer.clip_norm_ratio, outer.reject_norm_ratio) == (3.0, 10.0)
+    assert outer.clip_norm_ratio == 3.0
     assert FEWEST_OF_A_MEDIAN == MIN_JUDGED
 
 
@@ -340,17 +384,17 @@ REFUSALS = [
     ("outer.weighting=equal", ['outer.weighting: "equal":', '"tokens" or "tokens_times_rate"']),
     ("outer.merge_rule=median", ['outer.merge_rule: "median":', '"mean" or "radial_directional"']),
     ("outer.clip_norm_ratio=-1", ["outer.clip_norm_ratio: -1:", ">= 0"]),
-    ("outer.reject_norm_ratio=0.5", ["outer.reject_norm_ratio: 0.5: must be at least 1"]),
-    ("outer.reject_norm_ratio=nan", ["outer.reject_norm_ratio: nan: must be a finite number"]),
+    ("outer.clip_norm_ratio=0.5", ["outer.clip_norm_ratio: 0.5: must be at least 1"]),
+    ("outer.clip_norm_ratio=nan", ["outer.clip_norm_ratio: nan: must be a finite number"]),
+    ("outer.guard=1", ["outer.guard: 1: must be true or false"]),
     (
         "outer={preset='classic', inner_steps_per_round=5, exchange='allreduce', "
         "merge_rule='radial_directional', weighting='tokens_times_rate', clip_norm_ratio=3, "
-        "reject_norm_ratio=10, optimizer={name='adam'}}",
+        "optimizer={name='adam'}}",
         [
             'outer.merge_rule: "radial_directional": needs a syncer',
             'outer.weighting: "tokens_times_rate": needs a syncer',
             "outer.clip_norm_ratio: 3.0: needs a syncer",
-            "outer.reject_norm_ratio: 10.0: needs a syncer",
             'outer.optimizer.name: "adam": needs a syncer',
             'choose exchange = "syncer", or merge_rule = "mean"',
         ],
@@ -382,7 +426,6 @@ REFUSALS = [
         "outer.clip_norm_ratio=3",
         ["islands:", "1 of them, and outer.clip_norm_ratio = 3 compares 3"],
     ),
-    ("outer.reject_norm_ratio=9", ["islands:", "outer.reject_norm_ratio = 9", "leave it out"]),
     ("islands.a.memory_copies=3", ["islands.a.memory_copies: 3: memory_checkpoint_steps = 0"]),
     ("islands.a.heal_wait=5s", ['islands.a.heal_wait: "5s": heal_optimizer = false']),
     (
@@ -700,7 +743,7 @@ def test_configuration_is_frozen() -> None:
 def test_configuration_imports_no_torch() -> None:
     code = "import sys, diloco.config.load; sys.exit('torch' in sys.modules)"
 
-    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_config_is_exported_with_the_sections_that_components_read() -> None:

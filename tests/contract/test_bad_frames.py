@@ -13,7 +13,13 @@ import pytest
 import xxhash
 
 from transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply, Server, Transport
-from transport.errors import ChecksumMismatch, FrameError, TransportError, VersionMismatch
+from transport.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    FrameError,
+    TransportError,
+    VersionMismatch,
+)
 from transport.framing import (
     WHOLE_BYTES,
     FrameReader,
@@ -120,7 +126,7 @@ def first_message(
 SOUND = list(frame_messages(b"header", b"abcdef", 3))
 DAMAGED = SOUND[1][:-1] + b"?"
 CASES: dict[str, tuple[list[bytes], type[TransportError], str]] = {
-    "nothing": ([], FrameError, r"sent nothing for 0\.5 s"),
+    "nothing": ([], DeadlineExceeded, r"sent nothing for 0\.5 s"),
     "garbage": ([b"garbage!" * 12], FrameError, "not a diloco peer"),
     "another version": ([first_message(0, version=999)], VersionMismatch, "wire protocol 999"),
     "a payload of 2^63": ([first_message(2**63)], FrameError, f"declares {2**63} bytes"),
@@ -135,7 +141,7 @@ CASES: dict[str, tuple[list[bytes], type[TransportError], str]] = {
         FrameError,
         "never go on after a break",
     ),
-    "half a payload": (SOUND[:2], FrameError, r"sent nothing for 0\.5 s"),
+    "half a payload": (SOUND[:2], DeadlineExceeded, r"sent nothing for 0\.5 s"),
     "a damaged chunk": ([SOUND[0], DAMAGED], ChecksumMismatch, "does not match its checksum"),
     "a long chunk": ([SOUND[0], SOUND[1] + b"!"], FrameError, "chunk of 4 bytes where 3 are due"),
 }

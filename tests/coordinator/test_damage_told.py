@@ -96,17 +96,23 @@ def test_an_operator_has_a_damaged_fragment_repaired_from_an_island(tmp_path: Pa
         header = {"timeline": 0, "fragment_id": 1, "version": 4, "digest": "ab"}
         await desk.round_report(record=header)
 
-        async def stands(damage: str) -> None:
-            await desk.round_report(
-                fragments=[control.FragmentStatus(fragment_id=1, damage=damage)]
+        async def stands(damage: str, *holders: str) -> None:
+            fragment = control.FragmentStatus(
+                fragment_id=1, damage=damage, lost_version=4, holders=holders
             )
+            await desk.round_report(fragments=[fragment])
 
         async def ask(fragment: str, island: str) -> control.OperateReply:
             return await desk.operate("repair", fragment=fragment, island=island)
 
         assert "fragment 1 is not damaged" in (await ask("1", "east")).message
         await stands("version 4 cannot be read")
+        nobody = (await ask("1", "west")).message
+        assert "west does not hold version 4 of fragment 1: no island that has called" in nobody
+        await stands("version 4 cannot be read", "west")
+        holds = "does not hold version 4 of fragment 1: west does, and it is taken from there"
         for fragment, island, why in (
+            ("1", "east", holds),
             ("0", "east", "fragment 0 is not damaged, as far as its syncer says; damaged: 1"),
             ("x", "east", "fragment x is not damaged"),
             ("1", "north", "there is no island 'north'"),
@@ -118,9 +124,9 @@ def test_an_operator_has_a_damaged_fragment_repaired_from_an_island(tmp_path: Pa
 
         assert (await ask("1", "west")).is_done
         await desk.restart()
+        await stands("version 4 cannot be read", "west")
         (told,) = (await desk.told_to_syncer()).repairs
-        assert (told.fragment_id, told.island) == (1, "west")
-        assert json.loads(told.record_json) == header
+        assert (told.fragment_id, told.island, told.record_json) == (1, "west", "")
 
         await desk.round_report(record={**header, "repaired": "west"})
         await stands("")
@@ -128,6 +134,47 @@ def test_an_operator_has_a_damaged_fragment_repaired_from_an_island(tmp_path: Pa
         kinds = [entry.kind for entry in desk.journal.happenings()]
         assert kinds.count("repair") == 1
         assert "operation" in kinds
+
+    tell(tmp_path, story, config=CONFIG)
+
+
+def test_a_syncer_is_told_what_is_indexed_of_what_it_has_lost_without_an_operator(
+    tmp_path: Path,
+) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        header = {"timeline": 0, "fragment_id": 1, "version": 4, "digest": "ab"}
+        await desk.round_report(record=header)
+        for wants_header in (True, False):
+            damaged = control.FragmentStatus(
+                fragment_id=1, damage="torn", lost_version=4, wants_header=wants_header
+            )
+            await desk.round_report(fragments=[damaged])
+            told = [(r.fragment_id, r.island, json.loads(r.record_json))
+                    for r in (await desk.told_to_syncer()).repairs]  # fmt: skip
+            assert told == ([(1, "", header)] if wants_header else [])
+
+    tell(tmp_path, story, config=CONFIG)
+
+
+def test_headers_of_all_fragments_have_room_in_the_replies(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        await joined(desk)
+        for p in (0, 1):
+            header = {"timeline": 0, "fragment_id": p, "version": 4, "digest": "ab"}
+            await desk.round_report(record={**header, "lane_digests": ["0" * 64] * 3000})
+        wanting = [0, 1]
+        for p in (0, 1):
+            await desk.round_report(
+                fragments=[
+                    control.FragmentStatus(
+                        fragment_id=each, damage="torn", wants_header=each in wanting
+                    )
+                    for each in (0, 1)
+                ]
+            )
+            assert [r.fragment_id for r in (await desk.told_to_syncer()).repairs] == [p]
+            wanting.remove(p)
 
     tell(tmp_path, story, config=CONFIG)
 
@@ -152,7 +199,9 @@ def test_each_of_several_syncers_hears_of_its_own_fragments(tmp_path: Path) -> N
         owner = next(n for n, own in enumerate(desk.membership.assignment.fragments) if own == (1,))
         header = {"timeline": 0, "fragment_id": 1, "version": 4}
         await desk.round_report(syncer_id=owner, record=header)
-        damaged = control.FragmentStatus(fragment_id=1, damage="version 4 cannot be read")
+        damaged = control.FragmentStatus(
+            fragment_id=1, damage="version 4 cannot be read", lost_version=4, holders=["west"]
+        )
         await desk.round_report(syncer_id=owner, fragments=[damaged])
         assert (await desk.operate("repair", fragment="1", island="west")).is_done
 
@@ -195,7 +244,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         await stands(4, 0)
         refused = await desk.operate("stop", checkpoint="true")
         assert not refused.is_done
-        assert "--fragment 1 --from-island NAME" in refused.message
+        assert "fragment 1 is damaged, and no checkpoint is kept without it" in refused.message
         signals, said = Request(num_graceful=1), list[str]()
         stopping = asyncio.create_task(
             _asked_to_stop(desk.coordinator, desk.membership, signals, said.append)
@@ -203,7 +252,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         signals.note(signal.SIGTERM)
         await asyncio.sleep(5.0)
         assert len(said) == 1
-        assert "the stop waits" in said[0] and "--fragment 1 --from-island NAME" in said[0]
+        assert "the stop waits: fragment 1 is damaged" in said[0]
         assert desk.coordinator.status().message.startswith("a stop was asked for, and waits")
         assert not (desk.membership.is_stopping or desk.coordinator.is_halting or stopping.done())
         signals.note(signal.SIGTERM)

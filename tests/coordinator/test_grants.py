@@ -14,6 +14,7 @@ from diloco.coordinator.grants import (
     load_secret,
     sign,
 )
+from diloco.errors import ConfigError
 from protos.control_pb2 import ROLE_ISLAND, ROLE_OPERATOR, ROLE_SYNCER, Grant
 
 SECRET = bytes(range(SECRET_BYTES))
@@ -118,5 +119,5 @@ def test_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, content: b
     path = tmp_path / "secret"
     path.write_bytes(content)
 
-    with pytest.raises(ValueError, match=str(path)):
+    with pytest.raises(ConfigError, match=str(path)):
         load_or_create_secret(path)

@@ -17,7 +17,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.operations import LIVE_KEYS
 from diloco.durable import DiskFull
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, RunHalted
 from protos import control_pb2 as control
 from tests.coordinator_desk import TERMS, Desk, joined, tell
 from tests.run_files import write_run
@@ -438,7 +438,7 @@ def test_a_stop_at_once_ends_everybody_and_nothing_is_over(
         assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopping")
         for grant in (east, west):
             told = await desk.report(grant)
-            assert (told.stop, told.exit_code) == (True, 30)
+            assert (told.stop, told.exit_code) == (True, RunHalted.exit_code)
             assert "the operator has stopped the run" in told.reason
             await desk.leave(grant, exit_code=told.exit_code)
         assert not desk.membership.is_finished and not desk.membership.is_stopped

@@ -76,6 +76,24 @@ class KnownCall:
             "protocol_version",
             ["protocol version 99", f"this coordinator {PROTOCOL_VERSION}"],
         ),
+        (
+            {"identity_json": "[" * 100_000},
+            "east",
+            "identity",
+            ["cannot be read: JSON that is nested more than 32 deep"],
+        ),
+        (
+            {"identity_json": '{"x": ' + "[" * 200 + "]" * 200 + "}"},
+            "east",
+            "identity",
+            ["cannot be read: JSON that is nested more than 32 deep"],
+        ),
+        (
+            {"plan_json": '{"x": ' + "[" * 900 + "]" * 900 + "}"},
+            "east",
+            "plan",
+            ["sent no usable plan", "nested more than 32 deep"],
+        ),
         ({"run": "other"}, "east", "run", ["run: 'demo' here, 'other' there"]),
         ({"island": "north"}, "", "island", ["'north'", "east, west"]),
     ],
@@ -96,6 +114,26 @@ def test_a_join_is_refused_by_field_and_both_values(
         assert refusals(desk) == {("coordinator", island, cause): 1}
 
     play(story)
+
+
+def test_a_batch_far_beyond_the_others_is_refused_and_one_that_is_only_unequal_is_not(
+    tmp_path: Path,
+) -> None:
+    path = write_run(tmp_path / "run", {"east": "", "west": ""})
+
+    async def story(desk: Desk) -> None:
+        assert desk.config is not None
+        most = max(each.tokens_per_inner_step for each in desk.config.islands.values()) * 16
+        refused = await desk.join("east", tokens_per_inner_step=most + 1)
+
+        accepted = await desk.join("east", tokens_per_inner_step=most)
+
+        assert refused.status == control.JOIN_STATUS_BATCH_TOO_LARGE
+        assert f"islands.east.tokens_per_inner_step: {most + 1} there; at most" in refused.message
+        assert refusals(desk) == {("coordinator", "", "weight"): 1}
+        assert accepted.grant.tokens_per_inner_step == most
+
+    tell(tmp_path, story, config=load_config(path))
 
 
 def test_a_full_run_and_a_kicked_island_are_refused_and_counted(tmp_path: Path) -> None:
@@ -206,9 +244,9 @@ def test_what_a_run_file_lets_an_island_keep_a_coordinator_lets_it_report(
     with pytest.raises(ConfigError, match=r"every_inner_steps: 1: .*1000 are allowed: make them"):
         load_config(file, [*often, "checkpoint.every_inner_steps=1"])
     settings = ["checkpoint.keep=250", f"checkpoint.every_inner_steps={every}"]
-    config = load_config(file, [*settings, "outer.inner_steps_per_round=497"])
-    # Beside what a removal leaves: the checkpoint of a stop, and the one that it was resumed from.
-    count = config.checkpoint.keep + num_unsure_checkpoints(config) + 2
+    config = load_config(file, [*settings, "outer.inner_steps_per_round=496"])
+    # Besides what a removal leaves: the last good one, that of a stop, that of the last resume.
+    count = config.checkpoint.keep + num_unsure_checkpoints(config) + 3
 
     async def story(desk: Desk) -> None:
         east, _ = await joined(desk)

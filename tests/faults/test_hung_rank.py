@@ -16,7 +16,7 @@ import pytest
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import all_logs
 from tests.served_run import ServedRun
-from tests.waiting import wait_until
+from tests.waiting import said_by, wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -70,7 +70,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_its_steps_are_traced
 
             wait_until(is_traced, 60)
             os.kill(pid_of_rank(supervisor.pid, 1), signal.SIGSTOP)
-            said, _ = supervisor.communicate(timeout=40)
+            said, _ = said_by(supervisor, 40)
         finally:
             supervisor.kill()
             supervisor.wait()

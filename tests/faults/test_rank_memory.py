@@ -23,6 +23,7 @@ from diloco.launch.local import LocalRun
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import FinishedRun, all_logs, write_run
 from tests.served_run import ServedRun
+from tests.waiting import wait_until, written
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,10 +64,11 @@ def end(*supervisors: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_copy(output: Path, supervisor: subprocess.Popen[bytes], incarnation: int = 1) -> None:
-    until = time.monotonic() + 120
-    while not any(e["incarnation"] == incarnation for e in events(output, "memory_copied")):
-        assert supervisor.poll() is None and time.monotonic() < until, all_logs(output)
-        time.sleep(0.05)
+    def is_copied() -> bool:
+        assert supervisor.poll() is None, all_logs(output)
+        return any(e["incarnation"] == incarnation for e in events(output, "memory_copied"))
+
+    wait_until(is_copied, progress=written(output), what=lambda: all_logs(output))
 
 
 def assert_taken_from_memory(found: list[dict[str, Any]], every: int, inner_step: int) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.errors import ConfigError
-from diloco.inner.optimizer import build_optimizer
+from diloco.inner.optimizer import build_optimizer, step_bound
 from diloco.inner.state import (
+    MOMENTS,
     insist_on_optimizer,
     kept_moments,
     load_moments_,
     load_parameters_,
+    mend_moments_,
     optimizer_step,
     training_tensors,
 )
@@ -120,3 +124,50 @@ def test_moments_of_another_optimizer_are_refused_by_both_names() -> None:
     insist_on_optimizer(adamw, "adamw", "it")
     with pytest.raises(ConfigError, match=r"it holds .* 'adamw' \(there\), this run has 'muon'"):
         insist_on_optimizer(muon, "adamw", "it")
+
+
+@pytest.mark.parametrize(
+    ("moment", "value"),
+    [
+        ("exp_avg", 1e35),
+        ("exp_avg_sq", math.inf),
+        ("exp_avg_sq", 1e-30),
+        ("exp_avg", math.nan),
+        ("exp_avg_sq", 1e20),
+        ("exp_avg_sq", -1.0),
+    ],
+)
+def test_moments_that_no_gradients_make_are_zeroed_and_no_others(moment: str, value: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(50))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95))
+    for step in range(60):
+        scale = 1e-9 if step % 7 else 0.1  # rare gradients come near the bound
+        parameter.grad = torch.randn(50, generator=generator).clamp(-1, 1) * scale
+        optimizer.step()
+    assert mend_moments_(optimizer, clip_norm=1.0) == 0
+    before = {name: optimizer.state[parameter][name].clone() for name in MOMENTS}
+
+    optimizer.state[parameter][moment][7] = value
+
+    assert mend_moments_(optimizer, clip_norm=1.0) == 1
+    for name in MOMENTS:
+        now = optimizer.state[parameter][name]
+        assert now[7] == 0
+        now[7] = before[name][7]
+        assert torch.equal(now, before[name])
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.0, 0.5)])
+def test_no_step_of_adam_goes_beyond_its_bound(betas: tuple[float, float]) -> None:
+    parameter = torch.nn.Parameter(torch.full((40,), 3.0))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=betas, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        # Growing gradients of one sign are the worst case.
+        growth = torch.randn(40, generator=generator).abs() * 1.02 ** torch.arange(40)
+        parameter.grad = growth if parameter.grad is None else parameter.grad * 1.05
+        bound, before = step_bound(optimizer), parameter.detach().clone()
+        optimizer.step()
+        most = bound.update + bound.decay * before.abs()
+        assert bool(((parameter.detach() - before).abs() <= most).all())

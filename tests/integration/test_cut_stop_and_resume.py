@@ -74,7 +74,7 @@ def test_a_run_in_which_nobody_waits_is_stopped_with_a_cut_and_resumed(tmp_path:
     number = standing.checkpoints[-1]
     cut = standing.cuts[number]
     assert (cut.is_last, sorted(cut.parts)) == (True, ["fsdp", "one"])
-    assert len(standing.checkpoints) == 2, "the one before is by tokens"
+    assert 2 <= len(standing.checkpoints) <= 3, "those before are by tokens, two good ones"
     for island, part in cut.parts.items():
         assert number in valid_steps(config.checkpoint_dir, island)
         path = step_directory(config.checkpoint_dir, island, number, is_cut=True)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import diloco.integrations
 from tests.test_readme import start
+from tests.waiting import said_by
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -36,10 +37,10 @@ def test_the_loop_of_the_page_trains_two_islands_to_the_same_model(
     try:
         assert coordinator.stdout is not None
         line = coordinator.stdout.readline()
-        assert "listens on" in line, line + coordinator.communicate(timeout=20)[0]
+        assert "listens on" in line, line + said_by(coordinator, 20)[0]
         processes += [start(tmp_path, f"{island}.py") for island in ISLANDS]
         for process in reversed(processes):
-            output, _ = process.communicate(timeout=240)
+            output, _ = said_by(process, 240)
             assert process.returncode == 0, output
     finally:
         for process in processes:

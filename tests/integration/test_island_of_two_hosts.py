@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from diloco.config.load import load_config
 from diloco.launch.summary import read_events
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import all_logs, write_run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -91,8 +91,9 @@ def test_an_island_of_two_hosts_trains_and_outlives_the_death_of_a_rank(tmp_path
 
 
 def wait_for(path: Path, words: str, started: dict[str, subprocess.Popen[bytes]]) -> None:
-    until = time.monotonic() + TRAINED_S
-    while not path.exists() or words not in path.read_text():
+    def is_written() -> bool:
         codes = {name: process.poll() for name, process in started.items()}
-        assert not any(codes.values()) and time.monotonic() < until, (codes, all_logs(path.parent))
-        time.sleep(0.1)
+        assert not any(codes.values()), (codes, all_logs(path.parent))
+        return path.exists() and words in path.read_text()
+
+    wait_until(is_written, TRAINED_S, what=lambda: all_logs(path.parent))

@@ -23,6 +23,7 @@ from diloco.launch.summary import read_events
 from diloco.telemetry.plots import flights_of, write_plots
 from tests.run_files import write_run
 from tests.telemetry.wandb_files import offline_files, read_wandb
+from tests.waiting import Patience, wait_until, written
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,11 +84,8 @@ class Scraper:
 
 
 def wait_for_log(log: Path, text: str) -> str:
-    deadline = time.monotonic() + 30
-    while text not in (said := log.read_text()):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.05)
-    return said
+    wait_until(lambda: text in log.read_text(), what=log.read_text)
+    return log.read_text()
 
 
 def train(run_file: Path, root: Path, *overrides: str) -> tuple[Scraper, Scraper]:
@@ -101,9 +99,9 @@ def train(run_file: Path, root: Path, *overrides: str) -> tuple[Scraper, Scraper
         for island in ISLANDS:
             arguments = ("island", str(run_file), "--island", island, *settings)
             started.append(start(root / f"{island}.log", *arguments))
-        deadline = time.monotonic() + RUN_S
+        patience = Patience(RUN_S, written(root))
         while any(process.poll() is None for process in started):
-            assert time.monotonic() < deadline, coordinator_log.read_text()
+            assert patience.left_s() > 0, coordinator_log.read_text()
             for scraper in scrapers:
                 scraper.look()
             time.sleep(0.1)

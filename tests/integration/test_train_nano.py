@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import said_by
+
 pytestmark = pytest.mark.timeout(300)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "configs" / "examples"
@@ -77,7 +79,7 @@ def train(run_file: Path, *options: str, is_stopped: bool) -> dict[str, str]:
             told = {name: p.communicate()[0] for name, p in (("east", east), ("west", west))}
             told["east"] = first + told["east"]
         assert (east.returncode, west.returncode) == (0, 0), told
-        said, _ = coordinator.communicate(timeout=30)
+        said, _ = said_by(coordinator, 30)
         assert coordinator.returncode == (128 + signal.SIGTERM if is_stopped else 0), said
     return told
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.run_files import write_run
+from tests.waiting import said_by
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +51,7 @@ def start(
 
 
 def end(process: subprocess.Popen[str], within_s: float = TRAINED_S) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=within_s)
+    output, _ = said_by(process, within_s)
     return process.returncode, output
 
 

@@ -84,7 +84,7 @@ class Site:
 
     def end(self, process: subprocess.Popen[bytes], within_s: float = END_S) -> str:
         """Wait until a supervisor has ended; return what it said."""
-        process.wait(within_s)
+        wait_until(lambda: process.poll() is not None, within_s)
         return self.said(process)
 
     def wait_for_ranks(self, *island_ranks: int, but: frozenset[int] = frozenset()) -> list[int]:

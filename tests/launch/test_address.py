@@ -57,7 +57,8 @@ def test_busy_port_is_waited_for_and_then_refused_by_name() -> None:
 
     address, message = asyncio.run(story())
 
-    assert f"cannot listen on {address}: Address already in use. Islands expect" in message
+    assert f"cannot listen on {address}: is another process using it? " in message
+    assert "(Address already in use). Islands expect" in message
     assert "end the process that holds it" in message
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,6 +143,28 @@ def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
     except RuntimeError as error:
         seen["raised"] = str(error)
     return seen
+
+
+def wait_for_a_slow_disk(island_rank: int, directory: Path) -> list[int]:
+    """Save what is waited for, with a collective timeout of a second, rank 1's disk taking two."""
+    trained, thread = sharded(), SaveThread()
+    short = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=short)
+    part = writer.take(training_tensors(trained.model, trained.optimizer), {"meta": torch.ones(1)})
+    real = checkpoint_writer.write_durably
+
+    def slow(path: Path, pieces: Any, **options: Any) -> None:
+        time.sleep(2.0 * island_rank)
+        real(path, pieces, **options)
+
+    with mock.patch.object(checkpoint_writer, "write_durably", slow):
+        about = {"optimizer_step": 1}
+        thread.run(lambda group: writer.save(1, part, about=about, cut=0, group=group))
+    return valid_steps(directory, ISLAND)
+
+
+def test_a_stop_waits_for_the_disk_of_a_rank_beyond_the_collective_timeout(tmp_path: Path) -> None:
+    assert run_ranks(wait_for_a_slow_disk, 2, tmp_path) == [[1], [1]]
 
 
 def test_two_ranks_write_what_they_took_and_share_a_full_disk_behind_the_training() -> None:

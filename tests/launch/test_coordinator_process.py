@@ -28,6 +28,7 @@ from tests.coordinator_site import (
     status,
 )
 from tests.run_files import journal_tape
+from tests.waiting import said_by
 from transport.contracts import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.timeout(120)
@@ -223,14 +224,14 @@ def test_run_survives_kills_of_coordinator_and_syncer_and_ends_when_all_islands_
 
     leave(coordinator, east)
     leave(coordinator, west)
-    output, _ = process.communicate(timeout=30)
+    output, _ = said_by(process, 30)
 
     assert (process.returncode, output) == (0, "the run 'two-islands' has finished\n")
     assert holder(site.state.store_lock) is None
     assert read_endpoint(site.state.syncer) is None
     assert tape(site) == expected_tape
     rerun = site.coordinate()
-    assert "has finished" in rerun.communicate(timeout=30)[0]
+    assert "has finished" in said_by(rerun, 30)[0]
     assert rerun.returncode == 0
 
 
@@ -253,7 +254,7 @@ def test_lost_quorum_ends_everybody_with_its_exit_code_and_names_the_missing(sit
     )
     leave(coordinator, east, 50)
     leave(coordinator, west, 50)
-    output, _ = process.communicate(timeout=30)
+    output, _ = said_by(process, 30)
 
     assert reply.exit_code == 50
     assert "missing: west" in reply.reason
@@ -265,7 +266,7 @@ def test_lost_quorum_ends_everybody_with_its_exit_code_and_names_the_missing(sit
 def test_state_dir_admits_one_coordinator_of_one_run(site: Site) -> None:
     process, _ = site.coordinate_until_up()
     second = site.coordinate()
-    second_output, _ = second.communicate(timeout=30)
+    second_output, _ = said_by(second, 30)
 
     assert second.returncode == 2
     assert "another coordinator runs in" in second_output
@@ -274,14 +275,14 @@ def test_state_dir_admits_one_coordinator_of_one_run(site: Site) -> None:
     assert stat.S_IMODE(site.state.root.stat().st_mode) == 0o700
 
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = said_by(process, 30)
 
     assert process.returncode == 128 + signal.SIGTERM, "not every island had joined: at once"
     assert "start it again with the same command" in output
     assert holder(site.state.store_lock) is None
 
     other = site.coordinate("run.seed=99", "run.name=other")
-    other_output, _ = other.communicate(timeout=30)
+    other_output, _ = said_by(other, 30)
 
     assert other.returncode == 2
     assert 'run.name: "other" here, "two-islands" there' in other_output
@@ -297,7 +298,7 @@ def test_policy_cannot_change_under_a_living_syncer(site: Site) -> None:
     process.wait()
 
     changed = site.coordinate("outer.round_deadline=5s")
-    output, _ = changed.communicate(timeout=30)
+    output, _ = said_by(changed, 30)
 
     assert changed.returncode == 2
     assert 'outer.round_deadline: "5s" here, "30s" there' in output
@@ -324,7 +325,7 @@ def stopped(site: Site) -> tuple[str, str]:
     for grant in (east, west):
         report(coordinator, grant, inner_step=6, checkpoint_steps=[6])
         leave(coordinator, grant, is_stopped=True)
-    output, _ = process.communicate(timeout=30)
+    output, _ = said_by(process, 30)
     assert process.returncode == 128 + signal.SIGTERM
     return coordinator, output
 
@@ -337,7 +338,7 @@ def test_a_stopped_run_says_what_to_type_and_goes_on_where_it_was(site: Site) ->
     assert "resume it from inner step 6: diloco coordinator RUN.toml --resume" in output
     assert holder(site.state.store_lock) is None
     again = site.coordinate()
-    refusal, _ = again.communicate(timeout=30)
+    refusal, _ = said_by(again, 30)
     assert again.returncode == 2
     assert "is stopped after inner step 6" in refusal
     assert "diloco coordinator RUN.toml --resume" in refusal
@@ -365,11 +366,11 @@ def test_a_stopped_run_says_what_to_type_and_goes_on_where_it_was(site: Site) ->
 
     for reply in (east, west):
         leave(coordinator, reply.grant)
-    assert "has finished" in process.communicate(timeout=30)[0]
+    assert "has finished" in said_by(process, 30)[0]
     assert process.returncode == 0
     assert tape(site) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 1)]
     finished = site.coordinate(resume=True)
-    assert "there is nothing to resume" in finished.communicate(timeout=30)[0]
+    assert "there is nothing to resume" in said_by(finished, 30)[0]
     assert finished.returncode == 2
 
 
@@ -407,7 +408,7 @@ def test_a_second_signal_does_not_wait_for_the_islands(site: Site) -> None:
     process.send_signal(signal.SIGINT)
     eventually(lambda: report(coordinator, east).hold, "the request to stop")
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = said_by(process, 30)
 
     assert process.returncode == 128 + signal.SIGINT, "the first signal counts"
     assert "start it again with the same command, it goes on stopping" in output
@@ -430,7 +431,7 @@ def test_a_stop_that_an_island_stays_away_from_is_taken_back(site: Site) -> None
 
     eventually(is_over, "the end of the stop")
     leave(coordinator, east, told[0].exit_code)
-    output, _ = process.communicate(timeout=30)
+    output, _ = said_by(process, 30)
 
     assert (process.returncode, told[0].exit_code) == (50, 50)
     assert "island 'west' owes word of the inner step after which it can stop" in output
@@ -443,14 +444,14 @@ def test_a_stop_that_an_island_stays_away_from_is_taken_back(site: Site) -> None
 
 def test_what_cannot_be_resumed_is_refused_and_touches_nothing(site: Site) -> None:
     nothing = site.coordinate(resume=True)
-    assert "there is no run in" in nothing.communicate(timeout=30)[0]
+    assert "there is no run in" in said_by(nothing, 30)[0]
     assert nothing.returncode == 2
     assert not site.state.root.exists()
 
     process, coordinator = site.coordinate_until_up()
     _, east, _ = founded(site, coordinator)
     living = site.coordinate(resume=True)
-    output, _ = living.communicate(timeout=30)
+    output, _ = said_by(living, 30)
     assert living.returncode == 2
     assert "stop it" in output and str(process.pid) in output
     process.kill()
@@ -458,7 +459,7 @@ def test_what_cannot_be_resumed_is_refused_and_touches_nothing(site: Site) -> No
     syncer_pid = holder(site.state.store_lock)
 
     without = site.coordinate(resume=True)
-    output, _ = without.communicate(timeout=30)
+    output, _ = said_by(without, 30)
     assert without.returncode == 2
     assert "no complete checkpoint to resume" in output
     assert holder(site.state.store_lock) == syncer_pid
@@ -483,7 +484,7 @@ def test_records_reach_the_journal_of_a_coordinator_that_was_away_when_the_run_e
 
     again = site.coordinate()
 
-    assert "has finished" in again.communicate(timeout=30)[0]
+    assert "has finished" in said_by(again, 30)[0]
     assert again.returncode == 0
     assert holder(site.state.store_lock) is None
     assert tape(site) == [(0, 0), *((1, version) for version in range(9))]
@@ -525,9 +526,48 @@ def test_a_run_that_failed_stays_failed_over_a_restart(site: Site) -> None:
     process.kill()
     process.wait()
     again = site.coordinate("outer.round_deadline=100ms")
-    output, _ = again.communicate(timeout=30)
+    output, _ = said_by(again, 30)
 
     assert again.returncode == 50
     assert "failed: fragment 0" in output and "missing: west" in output
     assert "no checkpoint is complete" in output
     assert holder(site.state.store_lock) is None
+
+
+@pytest.mark.slow
+def test_a_syncer_whose_coordinator_has_come_back_lives_though_no_island_calls(site: Site) -> None:
+    short = "transport.unreachable=6s"
+    process, coordinator = site.coordinate_until_up(short)
+    syncer, east, _ = founded(site, coordinator)
+    pid = holder(site.state.store_lock)
+    process.kill()
+    process.wait()
+    site.coordinate_until_up(short)
+    poll(syncer, east)
+
+    time.sleep(15)  # more than twice the key
+
+    assert holder(site.state.store_lock) == pid
+
+
+def test_a_syncer_without_coordinator_and_islands_ends_by_itself_and_goes_on_later(
+    site: Site,
+) -> None:
+    short = "transport.unreachable=6s"
+    process, coordinator = site.coordinate_until_up(short)
+    syncer, east, _ = founded(site, coordinator)
+    before = poll(syncer, east)
+
+    process.kill()
+    process.wait()
+    eventually(lambda: holder(site.state.store_lock) is None, "the end of the syncer")
+
+    log = site.state.syncer_log.read_text(encoding="utf-8")
+    assert "6 s (transport.unreachable) neither the coordinator has answered nor any island" in log
+    assert "Traceback" not in log
+    _, coordinator = site.coordinate_until_up(short)
+    again = eventually(
+        lambda: poll(site.syncer_address(coordinator, "east", "east-1"), east), "its next start"
+    )
+    assert again.syncer_epoch == before.syncer_epoch + 1
+    assert [state.digest for state in again.fragments] == [s.digest for s in before.fragments]

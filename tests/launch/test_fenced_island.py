@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from protos import fragment_pb2 as wire
-from protos.control_pb2 import ROLE_ISLAND, Grant
+from protos.control_pb2 import ROLE_ISLAND, Grant, ReportReply
 from tests.served_run import ServedRun
+from tests.waiting import said_by, wait_until
 from transport.contracts import PROTOCOL_VERSION
 from transport.grpc_client import GrpcTransport
 
@@ -28,30 +30,57 @@ async def poll_as_a_newer_start(address: str) -> None:
     await transport.close()
 
 
-def test_a_supervisor_whose_island_another_one_runs_ends_at_once(tmp_path: Path) -> None:
-    with ServedRun(tmp_path, {"east": ""}, inner_steps=100_000) as served:
-        arguments = ["island", str(served.run_file), "--island", "east"]
-        arguments += ["--coordinator", served.address, "--output", str(tmp_path / "out")]
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "diloco", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+@contextlib.contextmanager
+def supervised(served: ServedRun, output: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start an island under its supervisor, and wait until it trains."""
+    arguments = ["island", str(served.run_file), "--island", "east"]
+    arguments += ["--coordinator", served.address, "--output", str(output)]
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "diloco", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_until(
+            lambda: (
+                ("east" in served.reports and served.reports["east"].inner_step)
+                or supervisor.poll() is not None
+            )
         )
-        try:
-            until = time.monotonic() + 60
-            while "east" not in served.reports or not served.reports["east"].inner_step:
-                assert time.monotonic() < until and supervisor.poll() is None
-                time.sleep(0.05)
-            asyncio.run(poll_as_a_newer_start(served.address))
-            said, _ = supervisor.communicate(timeout=40)
-        finally:
-            supervisor.kill()
-            supervisor.wait()
+        assert supervisor.poll() is None
+        yield supervisor
+    finally:
+        supervisor.kill()
+        supervisor.communicate()
+
+
+def test_a_supervisor_whose_island_another_one_runs_ends_at_once(tmp_path: Path) -> None:
+    with (
+        ServedRun(tmp_path, {"east": ""}, inner_steps=100_000) as served,
+        supervised(served, tmp_path / "out") as supervisor,
+    ):
+        asyncio.run(poll_as_a_newer_start(served.address))
+        said, _ = said_by(supervisor, 40)
 
     assert supervisor.returncode == 41, said
     assert len(served.joins) == 1, "it fences nobody"
     assert "a newer start" in said
     assert "See whether diloco island runs twice for it" in said
     assert "starts again" not in said
+
+
+def test_an_island_that_a_syncer_refuses_after_a_return_of_the_run_starts_again(
+    tmp_path: Path,
+) -> None:
+    with ServedRun(tmp_path, {"east": ""}, inner_steps=100_000) as served:
+        served.last_answer = ReportReply(stop=True, exit_code=42, reason="the run went back")
+        with supervised(served, tmp_path / "out") as supervisor:
+            asyncio.run(poll_as_a_newer_start(served.address))
+            wait_until(lambda: len(served.joins) > 1 or supervisor.poll() is not None)
+            assert supervisor.poll() is None
+
+    log = (tmp_path / "out" / "east-0.log").read_text()
+    assert "island stops, exit_code=42: the run went back" in log
+    assert "the syncer refuses island" in log, "it said so first"

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
@@ -27,6 +27,7 @@ from diloco.launch.healing import Healing, unpacked
 from diloco.outer.fragments import Plan
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.worker import Workers
 from diloco.sync.calls import SyncerCalls
 from diloco.sync.groups import make_groups
 from diloco.sync.heal import HealTalk, NotHealed
@@ -45,16 +46,23 @@ pytestmark = pytest.mark.timeout(120)
 CUT, INNER_STEP, AGE = 7, 40, 3
 
 
+@pytest.fixture(autouse=True)
+def islands_end() -> Iterator[None]:
+    yield
+    while Island.made:
+        Island.made.pop().close()
+
+
 class Ways:
     """One way to one syncer, for all fragments."""
 
     failure: DilocoError | None = None
 
     def __init__(self, address: str, of: Grant) -> None:
-        transport = GrpcTransport(address)
+        self.transport = GrpcTransport(address)
         self._calls = SyncerCalls(
-            transport,
-            transport,
+            self.transport,
+            self.transport,
             of,
             rpc_deadline_s=10.0,
             policy=RetryPolicy(max_wait_s=0.2, budget_s=20.0),
@@ -79,7 +87,7 @@ def served(directory: Path, plan: Plan) -> Iterator[str]:
             syncer_epoch=1,
             incarnations=MemoryIncarnations(),
             is_granted=lambda grant: True,
-            worker=InlineWorker(),
+            workers=Workers.all_by(InlineWorker()),
             on_record=lambda header: None,
             on_change=lambda: None,
         )
@@ -101,6 +109,8 @@ def served(directory: Path, plan: Plan) -> Iterator[str]:
 class Island:
     """The network of one rank, and what its leader is told; no coordinator."""
 
+    made: ClassVar[list[Island]] = []
+
     def __init__(self, address: str, name: str, give: Callable[[int], Any] | None = None) -> None:
         self.io = IoThread()
         self.io.start()
@@ -115,6 +125,11 @@ class Island:
             raise AssertionError
 
         self.talk = HealTalk(give or nothing)
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.io.run(self.ways.transport.close())
+        self.io.stop()
 
     def donor(self, directory: Path, plan: Plan) -> Donor:
         return Donor(directory, self.grant, plan, self.ways)

@@ -46,7 +46,7 @@ def test_killed_ranks_are_started_again_until_the_budget_is_used_up(site: Site) 
 
     assert supervisor.returncode == 40
     assert ended_first, "no rank of the first start met one of the second"
-    assert re.findall(r"starts again, wait_s=(\S+) restarts_left=(\d) of 1: rank 1 of", said) == [
+    assert re.findall(r"wait_s=([0-9.]+), restarts_left=(\d) of 1: rank 1 of", said) == [
         ("0.1", "0")
     ]
     assert said.count("was ended by SIGKILL; out/east-1.log ends with") == 2
@@ -77,15 +77,35 @@ def test_terminated_island_ends_its_ranks_and_says_so(site: Site) -> None:
     assert not any(map(is_alive, ranks))
 
 
-def test_own_exit_code_of_a_rank_is_the_islands_and_no_restart_follows(site: Site) -> None:
-    supervisor = site.start("east", "transport.unreachable=1s")
+def test_who_reached_nobody_is_started_again_whatever_the_budget(site: Site) -> None:
+    supervisor = site.start(
+        "east",
+        "transport.unreachable=1s",
+        "islands.east.max_restarts=1",
+        "islands.east.restart_wait=10ms",
+        "islands.east.restart_reset=30s",
+    )
+
+    seen = frozenset[int]()
+    for _ in range(3):
+        seen |= frozenset(site.wait_for_ranks(0, but=seen))
+    supervisor.terminate()
+    said = site.end(supervisor)
+
+    assert supervisor.returncode == 128 + signal.SIGTERM
+    assert "rank 0 of island east" in said
+    assert f"the coordinator at {NOBODY} gave no answer to control.join" in said
+    assert said.count("starts again") >= 2
+    assert "for 72 h of an outage" in said
+
+
+def test_who_reached_nobody_and_is_never_to_be_started_again_ends_as_its_rank(site: Site) -> None:
+    supervisor = site.start("east", "transport.unreachable=1s", "islands.east.max_restarts=0")
 
     said = site.end(supervisor, START_S + END_S)
 
     assert supervisor.returncode == 30
-    assert "rank 0 of island east" in said
-    assert f"the coordinator at {NOBODY} gave no answer to control.join" in said
-    assert "starts again" not in said
+    assert "its restarts (islands.east.max_restarts = 0) are used up" in said
 
 
 def test_variables_of_a_launcher_make_it_a_rank_of_that_job(site: Site) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from diloco.config.load import load_config
 from diloco.errors import ConfigError, Fenced, FingerprintMismatch, PlanMismatch
 from diloco.launch.place import Place
 from tests.run_files import write_run
+from tests.waiting import wait_until
 
 LAUNCH = Path(__file__).parents[2] / "configs" / "launch"
 COORDINATOR = "head.example.org:4711"
@@ -54,15 +54,12 @@ class Recorder:
     def run(self, *arguments: str, **environ: str) -> None:
         path = f"{self.root / 'bin'}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, **environ}
-        subprocess.run(arguments, env=environment, check=True, timeout=30, cwd=self.root)
+        subprocess.run(arguments, env=environment, check=True, cwd=self.root)
 
     def noted(self, number: int) -> list[list[str]]:
         """Wait for so many notes; return the arguments, sorted."""
-        until = time.monotonic() + 20
-        while len(notes := list(self.notes.iterdir())) < number:
-            assert time.monotonic() < until, notes
-            time.sleep(0.05)
-        return sorted(note.read_text().split("\0")[:-1] for note in notes)
+        wait_until(lambda: len(list(self.notes.iterdir())) >= number)
+        return sorted(note.read_text().split("\0")[:-1] for note in self.notes.iterdir())
 
 
 @pytest.fixture

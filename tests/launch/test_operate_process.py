@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from diloco.cli.main import app
 from diloco.config.load import load_config
+from diloco.errors import RunHalted
 from protos import control_pb2 as control
 from tests.coordinator_site import Site, call, eventually, status
 from transport.contracts import PROTOCOL_VERSION
@@ -132,7 +133,7 @@ def test_an_operator_pauses_sets_kicks_copies_and_stops_a_run(
     assert "writes its checkpoint and leaves" in told("stop", address, "--checkpoint")
     assert "already" in told("stop", address, "--checkpoint")
     assert "goes on where it was" in told("stop", address)
-    assert east.wait(30) == 30
+    assert east.wait(30) == RunHalted.exit_code
     assert coordinator.wait(30) == 0
     assert coordinator.stdout is not None
     assert "nothing is lost: start it again with the same command" in coordinator.stdout.read()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.launch.restarts import RestartBudget
+from diloco.launch.restarts import MAX_OUTAGE_S, Outage, RestartBudget
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,17 @@ def test_a_long_life_gives_every_restart_back() -> None:
     budget = RestartBudget(2, 1.0, reset_s=600.0)
 
     assert [budget.failed(s) for s in (1.0, 599.9, 600.0, 1.0, 1.0)] == [1.0, 2.0, 1.0, 2.0, None]
+
+
+def test_who_reaches_nobody_is_started_again_for_hours_not_so_many_times() -> None:
+    outage, waits = Outage(1.0, reset_s=600.0), list[float]()
+    while (wait_s := outage.failed(0.0, 10.0)) is not None:
+        waits.append(wait_s)
+
+    assert waits[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert sum(waits) + 10.0 * (len(waits) + 1) == pytest.approx(MAX_OUTAGE_S, abs=70.0)
+    assert len(waits) > 3600, "no wait is too large to be counted"
+    assert outage.failed(600.0, 10.0) == 1.0, "a start that lived begins again"
 
 
 def test_no_restart_at_all() -> None:

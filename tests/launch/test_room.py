@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from diloco.config.load import load_config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
-from diloco.launch import coordinator
+from diloco.launch import coordinator, island, room
 from diloco.launch.ending import Request
 from diloco.launch.room import having_room
 from diloco.launch.state_dir import StateDir
+from tests.launch.island_site import RUN
 from transport.loopback import run_virtual
 
 
@@ -90,3 +92,30 @@ def test_a_coordinator_that_halts_does_not_wait_to_index_the_last_versions(
         await coordinator._stop_syncers(state, [], journal, halted)
 
     run_virtual(stopping())
+
+
+def test_an_island_that_starts_on_a_full_disk_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    config = load_config(tmp_path / "run.toml")
+    write, left = island.write_durably, [DiskFull(errno.ENOSPC, "No space left on device")] * 2
+
+    def write_with_luck(path: Path, pieces: Any) -> None:
+        if left:
+            raise left.pop()
+        write(path, pieces)
+
+    monkeypatch.setattr(island, "write_durably", write_with_luck)
+    monkeypatch.setattr(room, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(island._Supervisor, "_lead", lambda self, command, request: 0)
+
+    with caplog.at_level(logging.INFO):
+        assert island.run_island(config, "west", "127.0.0.1:9", tmp_path / "out") == 0
+
+    assert (tmp_path / "out" / "resolved-west.toml").exists()
+    assert [record.getMessage() for record in caplog.records if record.name == room.__name__] == [
+        "the disk is full, island west waits for room: make some: [Errno 28] No space left on "
+        "device",
+        "there is room on the disk again for island west",
+    ]

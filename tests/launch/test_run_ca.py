@@ -17,8 +17,9 @@ from diloco.errors import ConfigError
 from diloco.launch.run_ca import RunCa, Taken
 from diloco.launch.state_dir import hold
 from tests.run_files import write_run
+from tests.waiting import Patience
 from transport.contracts import IncomingCall, Reply
-from transport.errors import Unauthorised
+from transport.errors import ConnectError, Unauthorised
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.identity import Identity, Role
@@ -199,15 +200,33 @@ def test_the_ca_is_replaced_under_a_running_run(ca: RunCa, tmp_path: Path) -> No
         return Reply(call.caller.short.encode() if call.caller else b"")
 
     async def ask(transport: GrpcTransport) -> None:
-        assert (await transport.call("who", b"", deadline_s=30.0)).header == b"island/east"
+        # A server listens with changed files some seconds later; until then it hangs up.
+        patience = Patience(30.0)
+        while True:
+            try:
+                reply = await transport.call("who", b"", deadline_s=30.0)
+            except ConnectError:
+                assert patience.left_s() > 0
+                await asyncio.sleep(0.05)
+            else:
+                break
+        assert reply.header == b"island/east"
 
     async def run() -> None:
         tls = Tls(server_site, Identity("test", Role.COORDINATOR))
         server = GrpcServer("127.0.0.1:0", {"who": who}, tls=tls)
         await server.start()
         east = GrpcTransport(server.address, tls=Tls(east_site, EAST))
-        await ask(east)
         thief = GrpcTransport(server.address, tls=stolen)
+        try:
+            await replace(tls, east, thief)
+        finally:
+            await thief.close()
+            await east.close()
+            await server.stop(0.0)
+
+    async def replace(tls: Tls, east: GrpcTransport, thief: GrpcTransport) -> None:
+        await ask(east)
         await ask(thief)
         old = (ca.directory / "island-east.pem").read_bytes()
 
@@ -229,9 +248,6 @@ def test_the_ca_is_replaced_under_a_running_run(ca: RunCa, tmp_path: Path) -> No
 
         with pytest.raises(Unauthorised, match="is foreign"):
             tls.identify(old)
-        await thief.close()
-        await east.close()
-        await server.stop(0.0)
 
     asyncio.run(run())
     assert (east_site / "revoked.pem").read_bytes() == (ca.directory / "revoked.pem").read_bytes()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from diloco.launch.run_ca import RunCa
 from diloco.launch.security import Security, metrics_protection
 from protos.control_pb2 import StatusReply, StatusRequest
 from tests.run_files import run_to_end, write_run
+from tests.waiting import wait_until, written
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import ConnectError, Unauthorised
 from transport.identity import Role
@@ -198,10 +198,8 @@ def test_a_run_under_way_refuses_strangers_and_takes_up_what_is_rotated_and_revo
         return min((fragment.version for fragment in reply.fragments), default=0)
 
     def wait_for_version(version: int, address: str) -> None:
-        until = time.monotonic() + 120  # every process imports torch first
-        while versions(address) < version:
-            assert time.monotonic() < until, "the run does not go on"
-            time.sleep(0.1)
+        going_on = written(configured.telemetry_dir)
+        wait_until(lambda: versions(address) >= version, progress=going_on)
 
     with LocalRun(configured) as run:
         run.start()

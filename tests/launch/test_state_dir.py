@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.errors import ConfigError
 from diloco.launch.state_dir import (
     Endpoint,
     Held,
@@ -113,7 +114,7 @@ def test_endpoint_is_read_back_and_absent_before_it_was_written(tmp_path: Path) 
 
     assert read_endpoint(path) == Endpoint("127.0.0.1:4712", 43)
     path.write_text("{")
-    with pytest.raises(ValueError, match=str(path)):
+    with pytest.raises(ConfigError, match=str(path)):
         read_endpoint(path)
 
 

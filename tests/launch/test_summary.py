@@ -104,7 +104,9 @@ class Run:
     def of(self, island: str, island_rank: int, **changes: Any) -> list[dict[str, Any]]:
         return island_events(island, island_rank, [*self.leader, replace(self.ended, **changes)])
 
-    def summary(self, link: LinkProfile | None = None) -> Summary:
+    def summary(
+        self, link: LinkProfile | None = None, alarms: Sequence[Mapping[str, Any]] = ()
+    ) -> Summary:
         return summarise(
             self.config,
             self.plan,
@@ -113,6 +115,7 @@ class Run:
             stores=self.stores,
             events=self.events,
             link=link,
+            alarms=alarms,
         )
 
 
@@ -347,6 +350,20 @@ def test_waiting_for_the_slowest_island_is_said(
 
     assert ("waited for west, whose inner step takes 1.6 times as long" in text) is is_said
     assert "waited for east" not in text
+
+
+def test_alarms_are_said_once_each_with_how_often_they_began(run: Run) -> None:
+    returned = {"kind": "return", "island": "", "fragment_id": -1, "reporter": "coordinator"}
+    refused = {**returned, "kind": "contribution_refused", "island": "west", "fragment_id": 1}
+    told = [{**refused, "text": f"norm {n}", "reporter": "syncer 0"} for n in (7, 8, 9)]
+
+    text = run.summary(alarms=[*told, {**returned, "text": "to cut 4"}]).as_text()
+
+    assert text.splitlines()[-2:] == [
+        "  Alarm: contribution_refused, island west, fragment 1: norm 9 (3 times, by syncer 0)",
+        "  Alarm: return: to cut 4 (by coordinator)",
+    ]
+    assert "Alarm" not in run.summary().as_text()
 
 
 def test_events_are_read_by_island_and_a_torn_line_is_left_out_with_a_warning(

@@ -1,4 +1,4 @@
-"""Merge rules as coefficients: radial-directional averages, clipped and rejected contributions."""
+"""Merge rules as coefficients: radial-directional averages, clipped contributions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from diloco.errors import AggregationError
 from diloco.outer.aggregate import inner_products, weighted_mean, weighted_sum
 from diloco.outer.combination import (
     Combination,
-    Judgement,
     MergeRule,
     coefficients_of,
-    judge,
+    combine,
     mean_of,
 )
 from diloco.outer.units import Unit
@@ -35,18 +34,18 @@ def units(*ends: int) -> tuple[Unit, ...]:
     return tuple(Unit(end, False) for end in ends)
 
 
-def judged(
+def combined(
     deltas: Sequence[Tensor],
     weights: Sequence[float],
     rule: MergeRule,
     parts: tuple[Unit, ...] = (),
     *,
     is_flush: bool = False,
-) -> Judgement:
+) -> Combination:
     parts = parts or units(deltas[0].numel())
     borders = itertools.pairwise((0, *(unit.end for unit in parts)))
     grams = inner_products(deltas, [slice(start, end) for start, end in borders])
-    return judge(grams.tolist(), parts, weights, rule, is_flush=is_flush)
+    return combine(grams.tolist(), parts, weights, rule, is_flush=is_flush)
 
 
 def merged(
@@ -55,9 +54,8 @@ def merged(
     rule: MergeRule = RADIAL,
     parts: tuple[Unit, ...] = (),
 ) -> Tensor:
-    judgement = judged(deltas, weights, rule, parts)
-    counted = [delta for m, delta in enumerate(deltas) if m not in judgement.rejected]
-    return weighted_sum(counted, judgement.combination.within(0, deltas[0].numel()))
+    combination = combined(deltas, weights, rule, parts)
+    return weighted_sum(deltas, combination.within(0, deltas[0].numel()))
 
 
 def norm(values: Tensor) -> float:
@@ -185,7 +183,7 @@ def test_directions_that_nearly_cancel_are_not_made_long_out_of_rounding(angle: 
     other = [[1.0, -math.cos(angle) + 1e-13], [-math.cos(angle) + 1e-13, 1.0]]  # other hardware
 
     ours, theirs = (
-        judge([g], units(8), [1.0, 1.0], RADIAL, is_flush=False).combination for g in (gram, other)
+        combine([g], units(8), [1.0, 1.0], RADIAL, is_flush=False) for g in (gram, other)
     )
 
     assert ours.distance(theirs) < COEFFICIENT_TOLERANCE
@@ -215,7 +213,7 @@ def test_a_tensor_split_over_lanes_merges_as_in_one(borders: tuple[int, ...]) ->
         torch.zeros(1, 4, 4, dtype=torch.float64),
     )
 
-    split = judge(grams.tolist(), units(300), weights, RADIAL, is_flush=False).combination
+    split = combine(grams.tolist(), units(300), weights, RADIAL, is_flush=False)
     by_lane = [weighted_sum([d[a:b] for d in deltas], split.within(a, b)) for a, b in lanes]
 
     assert is_close(torch.cat(by_lane), merged(deltas, weights))
@@ -231,7 +229,7 @@ def test_inner_products_are_float64_over_tiles() -> None:
     assert gram[1].tolist() == [[4097.0**2, 4097.0], [4097.0, 1.0]]
 
 
-# -- clipping and rejection ------------------------------------------------------------------------
+# -- clipping ------------------------------------------------------------------------------------
 
 
 def of_norms(*norms: float) -> list[Tensor]:
@@ -254,18 +252,6 @@ def test_radial_directions_are_those_of_what_was_clipped() -> None:
     assert is_close(merged(deltas, [1.0] * 3, rule), merged(of_norms(1.0, 1.0, 2.0), [1.0] * 3))
 
 
-def test_an_outlier_is_left_out_and_told_why() -> None:
-    rule = MergeRule(reject_norm_ratio=10.0)
-
-    judgement = judged(of_norms(1.0, 200.0, 3.0), [1.0, 1.0, 3.0], rule)
-
-    assert judgement.rejected == {
-        1: "norm 200 is over reject_norm_ratio = 10 times 3, the median of the round's 3 "
-        "contributions"
-    }
-    assert judgement.combination == Combination((8,), ((0.25, 0.75),))
-
-
 @pytest.mark.parametrize(
     ("norms", "weights"),
     [
@@ -275,45 +261,30 @@ def test_an_outlier_is_left_out_and_told_why() -> None:
         pytest.param((1.0, 1.0, 1.0, 10.0), (1.0,) * 4, id="at the border"),
     ],
 )
-def test_nobody_is_rejected_or_clipped(norms: tuple, weights: tuple) -> None:
-    rule = MergeRule(reject_norm_ratio=10.0, clip_norm_ratio=10.0)
+def test_nobody_is_clipped(norms: tuple, weights: tuple) -> None:
+    rule = MergeRule(clip_norm_ratio=10.0)
 
-    judgement = judged(of_norms(*norms), weights, rule)
-
-    assert judgement == Judgement(mean_of(weights, 8))
+    assert combined(of_norms(*norms), weights, rule) == mean_of(weights, 8)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=8), st.floats(1, 100))
-def test_most_are_never_rejected(norms: list[float], ratio: float) -> None:
-    rule = MergeRule(reject_norm_ratio=ratio)
+def test_a_flush_is_the_plain_mean_by_tokens() -> None:
+    rule = MergeRule("radial_directional", "tokens_times_rate", 2.0)
 
-    judgement = judged(of_norms(*norms), [1.0] * len(norms), rule)
+    combination = combined(of_norms(1.0, 3.0, 500.0), [1.0, 3.0, 1.0], rule, is_flush=True)
 
-    assert 2 * len(judgement.rejected) <= len(norms)
-
-
-def test_a_flush_is_the_plain_mean_by_tokens_of_who_is_not_rejected() -> None:
-    rule = MergeRule("radial_directional", "tokens_times_rate", 2.0, 10.0)
-    deltas = of_norms(1.0, 3.0, 500.0)
-
-    judgement = judged(deltas, [1.0, 3.0, 1.0], rule, is_flush=True)
-
-    assert judgement.combination == mean_of([1.0, 3.0], 8)
-    assert list(judgement.rejected) == [2]
+    assert combination == mean_of([1.0, 3.0, 1.0], 8)
     assert rule.weight(300, 10, is_flush=True) == 300.0
-    assert rule.needs_norms(is_flush=True)
-    assert not MergeRule("radial_directional", clip_norm_ratio=3.0).needs_norms(is_flush=True)
+    assert not rule.needs_norms(is_flush=True)
 
 
-def test_without_an_outlier_the_mean_stays_what_it_is_to_the_bit() -> None:
+def test_where_nothing_is_clipped_the_mean_stays_what_it_is_to_the_bit() -> None:
     deltas, weights = drawn(12, 5), [3.0, 1.0, 700.0, 1536.0, 13.0]
-    rule = MergeRule(clip_norm_ratio=100.0, reject_norm_ratio=100.0)
+    rule = MergeRule(clip_norm_ratio=100.0)
 
     parts = units(17, 300)
 
     assert torch.equal(merged(deltas, weights, rule, parts), weighted_mean(deltas, weights))
-    assert len(judged(deltas, weights, rule, parts).combination.ends) == 1, "joined"
+    assert len(combined(deltas, weights, rule, parts).ends) == 1, "joined"
 
 
 # -- weights and their record ----------------------------------------------------------------------
@@ -329,13 +300,13 @@ def test_weights_are_tokens_or_tokens_times_their_rate() -> None:
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_impossible_weights_are_refused(weight: float) -> None:
     with pytest.raises(AggregationError, match="weight 1 is"):
-        judged(drawn(13, 2), [1.0, weight], RADIAL)
+        combined(drawn(13, 2), [1.0, weight], RADIAL)
     with pytest.raises(AggregationError, match="weight 1 is"):
         mean_of([1.0, weight], 8)
 
 
 def test_coefficients_come_back_from_json_to_the_bit() -> None:
-    combination = judged(drawn(14, 3), [1.0, 2.0, 4.0], RADIAL, units(10, 300)).combination
+    combination = combined(drawn(14, 3), [1.0, 2.0, 4.0], RADIAL, units(10, 300))
 
     assert Combination.from_json(json.loads(json.dumps(combination.to_json()))) == combination
     assert combination.to_json()["ends"] == [10, 300]

@@ -20,9 +20,9 @@ from diloco.rounds.log import locate_version
 from diloco.rounds.record import fragment_directory
 from diloco.rounds.spool import Spool
 from diloco.rounds.store import FragmentStore, Recovered
-from diloco.rounds.terms import OutcomeKind
+from diloco.rounds.terms import OutcomeKind, RoundKey
 from protos import fragment_pb2 as wire
-from tests.raw_island import KEY, RawIsland, founded
+from tests.raw_island import KEY, RawIsland, SlowWorker, founded
 from tests.rounds.test_merge import CLOSE, FRAGMENT, Bench, base
 from tests.rounds.test_syncer_kills import (
     assert_recomputed,
@@ -32,7 +32,7 @@ from tests.rounds.test_syncer_kills import (
     whole,
 )
 from tests.rounds.test_syncer_pins import pin
-from tests.virtual_run import Setting, VirtualIsland, VirtualRun, descend
+from tests.virtual_run import InlineWorker, Setting, VirtualIsland, VirtualRun, descend
 from transport.errors import Overloaded
 from transport.loopback import run_virtual
 
@@ -59,6 +59,11 @@ class FullDisk:
             return call(*arguments)
 
         return called
+
+
+def held_bytes(spool: Spool) -> int:
+    spool.give_back()  # counts what has been noted
+    return spool._held_bytes
 
 
 @pytest.fixture
@@ -110,7 +115,7 @@ def test_a_close_that_found_no_room_anywhere_is_repeated_to_the_same_bytes(
         number += 1
         tried = bench(f"full-{number}")
         spool = tried.spooled()
-        held = tried.spool._held_bytes
+        held = held_bytes(tried.spool)
         disk.num_calls, disk.fails_at = 0, number
         try:
             tried.merger.publish(tried.base, CLOSE, spool)
@@ -118,12 +123,12 @@ def test_a_close_that_found_no_room_anywhere_is_repeated_to_the_same_bytes(
         except DiskFull:
             disk.fails_at = -1
 
-        assert tried.spool._held_bytes == held
+        assert held_bytes(tried.spool) == held
         for state, untouched in zip(tried.base.lanes, base().lanes, strict=True):
             assert all(torch.equal(v, untouched.vectors[n]) for n, v in state.vectors.items())
         record = tried.merger.publish(tried.base, CLOSE, spool)
         assert record.header() == expected.header()
-        assert tried.spool._held_bytes == 0
+        assert held_bytes(tried.spool) == 0
         recovered = FragmentStore(tried.store.store_dir, FRAGMENT, 4).recover()
         assert recovered is not None
         assert recovered.record.header() == expected.header()
@@ -198,7 +203,7 @@ def test_nothing_opens_while_another_fragment_waits(setting: Setting, disk: Full
         room = run.syncer._services[0]._hooks.room
         disk.is_full = True
         another = asyncio.create_task(
-            room.having(7, lambda: durable.write_json(setting.directory / "x", 1))
+            room.having(7, InlineWorker(), lambda: durable.write_json(setting.directory / "x", 1))
         )
         await asyncio.sleep(1.0)
         await a.contribute(value=2.0)
@@ -217,6 +222,13 @@ def test_nothing_opens_while_another_fragment_waits(setting: Setting, disk: Full
     run_virtual(scenario())
 
 
+async def refused(island: RawIsland, key: RoundKey = KEY) -> None:
+    """Have a lane refused for want of room, until its island gives up."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await island.submit(key)
+
+
 def test_a_lane_that_the_spool_has_no_room_for_is_sent_again(
     setting: Setting, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,8 +239,7 @@ def test_a_lane_that_the_spool_has_no_room_for_is_sent_again(
         run, (a, _) = await founded(setting)
         with monkeypatch.context() as patch:
             patch.setattr(Spool, "put", full)
-            reply = await a.submit()
-            assert reply.status == wire.SUBMIT_STATUS_NOT_OPEN
+            await refused(a)
         assert not run.syncer.ended.is_set()
         assert (await a.submit()).status == wire.SUBMIT_STATUS_RECEIVED
 
@@ -251,7 +262,7 @@ def test_no_deadline_passes_on_an_island_that_the_syncer_has_no_room_for(
             patch.setattr(Spool, "put", full)
             for _ in range(5):
                 await asyncio.sleep(0.9 * deadline_s)
-                assert (await b.submit()).status == wire.SUBMIT_STATUS_NOT_OPEN
+                await refused(b)
         assert (run.syncer.states[0].version, run.syncer.states[0].attempt) == (0, 0)
         await asyncio.sleep(0.9 * deadline_s)
         await b.contribute(value=4.0)
@@ -261,9 +272,39 @@ def test_no_deadline_passes_on_an_island_that_the_syncer_has_no_room_for(
         await a.contribute(key)
         with monkeypatch.context() as patch:
             patch.setattr(Spool, "put", full)
-            assert (await b.submit(key)).status == wire.SUBMIT_STATUS_NOT_OPEN
+            await refused(b, key)
         await asyncio.sleep(1.1 * deadline_s)
         assert (run.syncer.states[0].version, run.syncer.states[0].attempt) == (1, 1)
+
+    run_virtual(scenario())
+
+
+def test_a_deadline_that_passed_in_a_verification_waits_where_there_is_no_room_after_it(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was refused room had come in time."""
+
+    def full(*_: object) -> None:
+        raise DiskFull(errno.ENOSPC, "No space left on device")
+
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        await a.contribute(value=2.0)
+        assert (await b.submit(lane_id=0, value=4.0)).status == wire.SUBMIT_STATUS_RECEIVED
+        reader = run.syncer._services[0]._reader
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "put", full)
+            patch.setattr(reader, "_worker", SlowWorker(1.5 * setting.round_deadline_s))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.6 * setting.round_deadline_s):
+                    await b.submit(lane_id=1, value=4.0)
+        await asyncio.sleep(0.8 * setting.round_deadline_s)
+        assert (run.syncer.states[0].version, run.syncer.states[0].attempt) == (0, 0)
+
+        assert (await b.submit(lane_id=1, value=4.0)).status == wire.SUBMIT_STATUS_RECEIVED
+
+        await asyncio.sleep(1.0)
+        assert (run.syncer.states[0].version, run.syncer.states[0].attempt) == (1, 0)
 
     run_virtual(scenario())
 

@@ -22,6 +22,7 @@ from diloco.rounds.donation import LaneGiven, Manifest, lane_name
 from diloco.rounds.orders import Orders
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import Roster
+from diloco.rounds.worker import Workers
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
 from tests.rounds.test_disk_full import FullDisk
@@ -231,7 +232,8 @@ def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) ->
 def test_rounds_and_donations_do_not_wait_for_each_other(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)
-        run.worker, run.beside = SlowWorker(before_s=1.0), SlowWorker(before_s=20.0)
+        slow = SlowWorker(before_s=20.0)
+        run.workers = replace(Workers.all_by(SlowWorker(before_s=1.0)), donations=slow)
         await run.start_syncer()
         a, b = (RawIsland(run, name) for name in "ab")
         loop = asyncio.get_running_loop()

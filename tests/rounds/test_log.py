@@ -111,7 +111,7 @@ def test_a_policy_may_change_with_any_start(tmp_path: Path) -> None:
     for rounds in (1, 1, 4, 4, 1, 1, 4, 4, 4, 4):
         put(opened(tmp_path, snapshot_rounds=rounds), record)
         records.append(record)
-        assert_same(opened(tmp_path).recover().record, record)
+        assert_same(opened(tmp_path).recover().record, record, is_recovered=True)
         record = following(record)
 
     # 9 is four after the snapshot at 5; until then frames 6, 7 and 8 follow that.
@@ -158,7 +158,7 @@ def test_a_segment_torn_anywhere_ends_at_the_last_whole_frame(store: FragmentSto
             assert store.is_in_doubt, "until it is published, or said not to be"
             aside.unlink()
         assert recovered is not None
-        assert_same(recovered.record, records[whole])
+        assert_same(recovered.record, records[whole], is_recovered=True)
         assert path.stat().st_size == ([0, *ends][whole]), "what never existed is cut off"
 
 
@@ -181,7 +181,7 @@ def test_what_a_killed_writer_left_after_the_last_frame_has_no_header_or_is_in_d
     segment(store).write_bytes(whole + fill * 3000)
 
     again = opened(store.store_dir)
-    assert_same(again.recover().record, records[2])
+    assert_same(again.recover().record, records[2], is_recovered=True)
     assert (again.lost, again.is_in_doubt) == (-1, any(fill))
     assert segment(store).read_bytes() == whole
     put(store, following(records[2]))
@@ -231,7 +231,7 @@ def test_any_bit_flipped_in_a_frame_is_seen(store: FragmentStore) -> None:
                 # newest, and those after it be computed.
                 leads_on = name.startswith("payload/")
                 assert recovered is not None
-                assert_same(recovered.record, records[3 if leads_on else number])
+                assert_same(recovered.record, records[3 if leads_on else number], is_recovered=True)
                 if leads_on and number == 2:
                     record_path(directory_of(store), 3).unlink()
                 with pytest.raises(RecordInvalid):
@@ -247,7 +247,7 @@ def test_the_newest_frame_is_made_again_where_its_contributions_are_whole(
     recovered = FragmentStore(store.store_dir, FRAGMENT, RETAINED).recover()
 
     assert recovered is not None
-    assert_same(recovered.record, records[3])
+    assert_same(recovered.record, records[3], is_recovered=True)
     assert_same(store.load(3), records[3])
     assert "version 3 made again" in caplog.text
     put(store, following(records[3]))
@@ -266,7 +266,7 @@ def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
     recovered = again.recover()
 
     assert recovered is not None
-    assert_same(recovered.record, records[2])
+    assert_same(recovered.record, records[2], is_recovered=True)
     assert (again.lost, again.is_in_doubt) == (-1, True)
     aside = damaged_path(directory_of(store), 3)
     assert aside.read_bytes() == data[third.start :]
@@ -318,7 +318,7 @@ def test_what_rots_in_a_snapshot_is_made_again_with_all_that_follows_from_it(
     recovered = again.recover()
 
     assert recovered is not None
-    assert_same(recovered.record, records[newest])
+    assert_same(recovered.record, records[newest], is_recovered=True)
     assert (again.lost, again.is_in_doubt) == (-1, False)
 
 
@@ -355,12 +355,12 @@ def test_damage_in_the_middle_is_left_alone_and_the_log_goes_on_from_a_snapshot(
     assert path.read_bytes() == data, "what it holds may be all that is left of versions 4 and 5"
     third = following(records[2], rules=STEEPER)
     put(store, third)
-    assert_same(opened(store.store_dir).recover().record, third)
+    assert_same(opened(store.store_dir).recover().record, third, is_recovered=True)
     fourth = following(third)
     put(store, fourth)
 
     assert versions_in(directory_of(store)) == [0, 3]
-    assert_same(opened(store.store_dir).recover().record, fourth)
+    assert_same(opened(store.store_dir).recover().record, fourth, is_recovered=True)
 
 
 def test_a_damaged_snapshot_is_passed_by_where_frames_lead_past_it(store: FragmentStore) -> None:
@@ -488,7 +488,7 @@ def test_pins_put_off_no_snapshot_and_all_is_kept(tmp_path: Path, every: int, la
         assert all(len(list(frames_of(segment(store, s)))) < 4 for s in segments_in(directory))
         assert len(frames_in(directory)) < RETAINED + 2 * 4
 
-    assert_same(opened(tmp_path).recover().record, records[-1])
+    assert_same(opened(tmp_path).recover().record, records[-1], is_recovered=True)
     kept = {**frames_in(directory / KEPT), **frames_in(directory)}
     assert {*kept, *versions_in(directory)} == set(range(15))
     for version, frame in kept.items():

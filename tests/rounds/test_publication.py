@@ -13,14 +13,14 @@ from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import mean_of
-from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.outer.fragments import Fragment, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.publication import (
     LanePublication,
     LaneState,
     PublicationRules,
     apply_payload,
-    decode_contribution,
+    decoder_of,
     lane_digest,
     version_digest,
 )
@@ -28,7 +28,13 @@ from diloco.rounds.terms import RoundKey
 from tests.remaking import publish_lane
 
 NUMEL = 300
-FRAGMENT = make_plan([TensorSpec("w", (NUMEL,))], num_fragments=1).fragments[0]
+
+
+def fragment_of(numel: int) -> Fragment:
+    """A fragment without padding."""
+    return make_plan([TensorSpec("w", (numel,))], num_fragments=1, block_numel=numel).fragments[0]
+
+
 NESTEROV = OuterOptimizer("nesterov", 0.7, 0.9, 0)
 SGD = OuterOptimizer("sgd", 1.0, 0.0, 0)
 
@@ -61,9 +67,9 @@ def publish(
     return publish_lane(
         lane,
         [encoded(up, delta) for delta in deltas],
-        mean_of(weights or [1] * len(deltas), FRAGMENT.padded_numel),
+        mean_of(weights or [1] * len(deltas), fragment_of(NUMEL).padded_numel),
         PublicationRules(up, down, optimizer, seed=0),
-        fragment=FRAGMENT,
+        fragment=fragment_of(lane.theta.numel()),
         lane_id=0,
         key=RoundKey(0, 0, 3, attempt),
         is_flush=is_flush,
@@ -201,12 +207,12 @@ def test_a_payload_that_decodes_to_no_number_is_refused(value: float) -> None:
     vector[7] = value
 
     with pytest.raises(CodecError):
-        decode_contribution(get_codec("float32"), to_bytes(vector.view(torch.uint8)), NUMEL)
+        decoder_of("float32", fragment_of(NUMEL), 0)(to_bytes(vector.view(torch.uint8)))
 
 
 def test_a_payload_of_another_size_is_refused() -> None:
     with pytest.raises(CodecError):
-        decode_contribution(get_codec("int4"), bytes(65), 128)
+        decoder_of("int4", fragment_of(NUMEL), 0)(bytes(65))
 
 
 def test_digests_are_blake3_over_lanes_of_little_endian_float32() -> None:
@@ -215,3 +221,12 @@ def test_digests_are_blake3_over_lanes_of_little_endian_float32() -> None:
 
     assert lane_digest(vector) == lane
     assert version_digest([lane, b"\x01" * 32]) == blake3.blake3(lane + b"\x01" * 32).digest()
+
+
+def test_rules_of_a_record_from_before_the_guard_are_read() -> None:
+    rules = PublicationRules("float32", "float32", NESTEROV, 1)
+    content = rules.to_json()
+    del content["merge"]["guard"]
+    content["merge"]["reject_norm_ratio"] = 3.0
+
+    assert PublicationRules.from_json(content) == rules

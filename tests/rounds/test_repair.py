@@ -8,7 +8,7 @@ import pytest
 
 from diloco.rounds.log import locate_version, segment_path
 from diloco.rounds.pins import valid_pins
-from diloco.rounds.record import locate, record_path
+from diloco.rounds.record import RecordInvalid, locate, record_path
 from diloco.rounds.repair import Condition, Finding, repair_fragment
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.version import VersionRecord
@@ -79,7 +79,9 @@ def test_state_is_made_again_from_the_version_before(
     assert_same(store.load(4), records[4])
 
 
-def test_a_contribution_is_nowhere_else(store: FragmentStore, records: list[VersionRecord]) -> None:
+def test_a_contribution_is_nowhere_else_and_its_version_is_served(
+    store: FragmentStore, records: list[VersionRecord]
+) -> None:
     damage(store, 4, "contribution/a/0")
 
     (finding,) = notable(store)
@@ -88,7 +90,9 @@ def test_a_contribution_is_nowhere_else(store: FragmentStore, records: list[Vers
     assert "contribution/a/0" in finding.detail
     recovered = store.recover()
     assert recovered is not None
-    assert_same(recovered.record, records[3])
+    assert_same(recovered.record, records[4], is_recovered=True)
+    with pytest.raises(RecordInvalid, match="contribution/a/0"):
+        store.load(4)
 
 
 def test_a_newest_frame_without_its_contributions_is_told_as_damaged(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_an_older_version_than_was_lost_repairs_nothing(setting: Setting) -> Non
         assert "its version 2 was published" in why
 
         run.syncer.repair(0, "b", told)
-        assert run.syncer.damage(0).startswith(why)
+        assert run.syncer.damage(0).startswith(why.partition("It is taken")[0])
         assert "has indexed is 1" in run.syncer.damage(0)
         assert not (await b.poll()).fragments[0].asked
         values = [lane.published for lane in held.lanes]

@@ -67,7 +67,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
         total_tokens=25 * 26,
         steps_s={"d": 2.0},
         snapshot_rounds=request.param,
-        merge=MergeRule("radial_directional", clip_norm_ratio=2.0, reject_norm_ratio=6.0),
+        merge=MergeRule("radial_directional", clip_norm_ratio=2.0),
     )
     return replace(setting, timing=setting.measured(grace_s=2.0))
 

@@ -14,6 +14,7 @@ from diloco.rounds.orders import Orders
 from diloco.rounds.reporter import HELLO_INTERVAL_S, Reporter
 from diloco.telemetry.round_events import RoundExpired
 from protos.control_pb2 import (
+    FragmentStatus,
     Grant,
     RefusalCount,
     Roster,
@@ -69,6 +70,11 @@ class FakeRounds:
 
     def damage(self, fragment_id: int) -> str:
         return ("", "version 7 cannot be read")[fragment_id]
+
+    def lost(self, fragment_id: int) -> FragmentStatus:
+        if fragment_id == 0:
+            return FragmentStatus()
+        return FragmentStatus(lost_version=7, holders=["east"], wants_header=True)
 
     def phase(self, fragment_id: int) -> str:
         return ("open", "closing")[fragment_id]

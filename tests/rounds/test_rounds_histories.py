@@ -133,6 +133,8 @@ class AnyHistory(RuleBasedStateMachine):
 
     def restart(self) -> None:
         self.pending = []
+        self.verifying: list[LaneArrival] = []
+        self.overtaken: list[LaneArrival] = []  # still verified when their attempt closed
         timing = self.steps and MeasuredTiming(TIMING, self.steps, self.now)
         self.rounds = Watched(0, 0, self.rules, timing)
         self.rounds.moves = self.moves
@@ -159,6 +161,8 @@ class AnyHistory(RuleBasedStateMachine):
                 case Close() | RecordExpiry():
                     assert not self.pending, "one durable write at a time"
                     self.pending.append(instruction)
+                    self.overtaken += self.verifying
+                    self.verifying = []
                 case DropLanes(key, island, incarnation):
                     self.bytes_of.pop((key, island, incarnation), None)
                 case Lost():  # a restart of the syncer, after which it counts anew
@@ -203,6 +207,78 @@ class AnyHistory(RuleBasedStateMachine):
         assert (admission is Admission.FENCED) == is_old
         self.perform(instructions)
 
+    @rule(arrival=lanes)
+    def arrive_unverified(self, arrival: LaneArrival) -> None:
+        """All of a lane is here, maybe not for the first time: does it count? Nobody knows yet."""
+        arrival = replace(arrival)  # each call makes its own
+        is_accepted = self.rounds.admit(arrival) is Admission.ACCEPTED
+        is_in_time = is_accepted and self.now <= self.rounds._ends_at
+        (self.verifying if is_in_time else self.overtaken).append(arrival)
+        self.rounds.lane_arrived(arrival, self.now)
+
+    @rule(island=st.sampled_from(ISLANDS))
+    def send_whole_unverified(self, island: str) -> None:
+        """A whole contribution that is still to be verified: hardly ever by chance."""
+        rounds = self.rounds
+        for n in (0, 1):
+            digest = f"{island}{n}".encode()
+            self.arrive_unverified(
+                LaneArrival(
+                    rounds.key, island, self.incarnations[island], n, digest, 1, 1, 1,
+                    rounds.takes_flush,
+                )
+            )  # fmt: skip
+
+    @precondition(lambda self: self.verifying or self.overtaken)
+    @rule(number=st.integers(0, 5), is_cut=st.booleans())
+    def verify(self, number: int, is_cut: bool) -> None:
+        arrivals = self.verifying or self.overtaken
+        arrival = arrivals.pop(number % len(arrivals))
+        if is_cut:
+            self.perform(self.rounds.lane_given_up(arrival, self.now))
+        else:
+            self.deliver(arrival)
+
+    def held_up(self) -> set[str]:
+        """Who came whole, in time, and is not verified."""
+        rounds, held = self.rounds, set()
+        for island in set(rounds.members) - set(rounds.left):
+            start = self.incarnations[island]
+            lanes = {v.lane_id for v in self.verifying if is_of(v, rounds.key, island, start)}
+            came = rounds.contributions.get(island)
+            verified = came.lanes.keys() if came else set()
+            if lanes - verified and len(lanes | verified) == 2:
+                held.add(island)
+        return held
+
+    @invariant()
+    def an_attempt_is_held_up_by_what_came_whole_and_by_nothing_else(self) -> None:
+        if self.rounds.is_open:
+            assert self.rounds._is_held_up() == bool(self.held_up())
+
+    @rule(is_verified_first=st.booleans())
+    def guard_refuses_while_a_lane_is_verified(self, is_verified_first: bool) -> None:
+        """All that came is refused, and the attempt goes on: hardly ever by chance."""
+        rounds = self.rounds
+        is_fresh = rounds.phase is Phase.OPEN and not rounds.contributions and not rounds.left
+        if not is_fresh or len(rounds.members) < 3 or self.rules.min_contributions != 1:
+            return
+        first, *_, last = rounds.members
+        key, flush = rounds.key, rounds.takes_flush
+        sent = [
+            LaneArrival(key, last, self.incarnations[last], n, b"%d" % n, 1, 1, 1, flush)
+            for n in (0, 1)
+        ]
+        self.arrive_unverified(sent[0])
+        self.send_whole({first})
+        self.wait(5.1)
+        if rounds.phase is not Phase.CLOSING:
+            return
+        if is_verified_first:
+            self.verify(len(self.overtaken) - 1, is_cut=False)
+        self.write(is_killed=False, is_broken=True, outlier="c", is_malformed=True)
+        self.deliver(sent[1])
+
     @rule(islands=st.sets(st.sampled_from(ISLANDS), min_size=1))
     def send_whole(self, islands: set[str]) -> None:
         """Contributions arrive undisturbed: without these hardly a round would close."""
@@ -232,8 +308,11 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
     def wait(self, seconds: float) -> None:
+        held = self.held_up()
         self.now += seconds
-        if self.now >= self.rounds.next_wake:
+        if held:
+            assert not self.rounds.tick(self.now), f"{held} came whole and in time"
+        elif self.now >= self.rounds.next_wake:
             self.perform(self.rounds.tick(self.now))
 
     @precondition(lambda self: self.pending)
@@ -253,7 +332,7 @@ class AnyHistory(RuleBasedStateMachine):
             case Close(key, contributors) if is_broken and is_malformed:
                 island = contributors[0].island
                 if self.rounds.incarnations.get(island) == contributors[0].incarnation:
-                    self.perform(self.rounds.malformed(key, island, "no payload", self.now))
+                    self.perform(self.rounds.malformed(key, {island: "no payload"}, self.now))
                 else:  # it has started anew since, or was kicked: an all-reduce gives the round up
                     self.perform(self.rounds.abandoned(key, (island,), "lost", self.now))
                 return
@@ -450,13 +529,15 @@ class MembersComeAndGo(AnyHistory):
     def least(self, close: Close) -> int:
         return 1 if close.is_flush else self.rounds.rules.min_contributions or 1
 
-    @rule(island=st.sampled_from(ISLANDS))
-    def kick(self, island: str) -> None:
-        """An operator kicks it; it may join again at once."""
-        self.fenced[island] = self.incarnations[island] + 1
-        self.live = tuple(name for name in self.live if name != island)
+    @rule(islands=st.sets(st.sampled_from(ISLANDS), min_size=1))
+    def kick(self, islands: set[str]) -> None:
+        """An operator kicks some, and one report says so; they may join again at once."""
+        for island in islands:
+            self.fenced[island] = self.incarnations[island] + 1
+        self.live = tuple(name for name in self.live if name not in islands)
         self.perform(self.rounds.heard_of(self.orders(), self.now))
-        self.incarnations[island] += 1
+        for island in islands:
+            self.incarnations[island] += 1
 
     def perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -477,11 +558,16 @@ class MembersComeAndGo(AnyHistory):
     def nobody_waits_for_ever(self) -> None:
         """What is open with a contribution has an end; what waits knows for what."""
         rounds = self.rounds
-        if rounds.is_open and any(len(c.lanes) == 2 for c in rounds.contributions.values()):
+        is_waiting = rounds.is_open and not self.held_up()
+        if is_waiting and any(len(c.lanes) == 2 for c in rounds.contributions.values()):
             assert rounds.next_wake < self.now + 11.0
         assert rounds.phase is not Phase.LOST or rounds._broken_in_a_row >= 3
-        if rounds.is_open and not set(rounds.members) & set(self.live):
+        if is_waiting and not set(rounds.members) & set(self.live):
             assert rounds.next_wake < self.now + 11.0, "nobody is left who could answer"
+
+
+def is_of(arrival: LaneArrival, key: RoundKey, island: str, incarnation: int) -> bool:
+    return (arrival.key, arrival.island, arrival.incarnation) == (key, island, incarnation)
 
 
 class LongHistories(MembersComeAndGo):

@@ -797,7 +797,7 @@ def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
         assert rounds.heard_of(Roster(("a", "b"), {"c": 2}, is_paused), 2.0) == []
     assert rounds.heard_of(Roster(("a", "b"), {"c": 2}), 2.0) == []
 
-    drop, close = rounds.malformed(rounds.key, "c", "torn", 3.0)
+    drop, close = rounds.malformed(rounds.key, {"c": "torn"}, 3.0)
 
     assert drop == DropLanes(rounds.key, "c", 1)
     assert isinstance(close, Close) and [c.island for c in close.contributors] == ["a", "b"]
@@ -893,3 +893,155 @@ def test_a_new_start_of_an_island_that_declined_waits_for_the_next_round() -> No
     assert [c.island for c in close.contributors] == ["b"]
     _, opened = rounds.committed(key, 4.0)
     assert isinstance(opened, Opened) and opened.members == ("a", "b")
+
+
+# -- verification is nobody's lateness -----------------------------------------------------------
+
+
+def arrive(rounds: FragmentRounds, island: str, now: float) -> list[LaneArrival]:
+    """All lanes of a contribution are here, none is verified."""
+    lanes = [lane(rounds, island, lane_id) for lane_id in range(rounds.rules.num_lanes)]
+    for each in lanes:
+        rounds.lane_arrived(each, now)
+    return lanes
+
+
+def test_what_came_whole_in_the_grace_window_is_counted_however_long_its_verification_takes() -> (
+    None
+):
+    rounds = machine(granted="abc", members=("a", "b", "c"), min_contributions=1, grace_s=5.0)
+    contribute(rounds, "a", 1.0)
+    lanes = arrive(rounds, "b", 5.9)
+
+    assert rounds.next_wake == math.inf
+    assert rounds.tick(500.0) == []
+    assert rounds.lane_received(lanes[0], 500.0) == (Admission.ACCEPTED, [])
+    _, (close,) = rounds.lane_received(lanes[1], 501.0)
+
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["a", "b"]
+
+
+def test_what_came_whole_by_the_deadline_is_counted() -> None:
+    rounds = machine()
+    contribute(rounds, "a", 1.0)
+    lanes = arrive(rounds, "b", 1.0 + DEADLINE_S)
+
+    assert rounds.tick(500.0) == []
+    rounds.lane_received(lanes[1], 500.0)
+    _, (close,) = rounds.lane_received(lanes[0], 500.0)
+
+    assert isinstance(close, Close)
+
+
+def test_a_part_of_a_contribution_and_one_that_came_after_the_end_hold_nothing_up() -> None:
+    rounds = machine(granted="abc", members=("a", "b", "c"), min_contributions=1, grace_s=5.0)
+    contribute(rounds, "a", 1.0)
+    rounds.lane_arrived(lane(rounds, "b", 0), 2.0)
+    arrive(rounds, "c", 6.5)
+
+    assert rounds.next_wake == 6.0
+    (close,) = rounds.tick(6.6)
+    assert isinstance(close, Close)
+
+
+@pytest.mark.parametrize("how", ["cut", "refused", "started again", "fenced"])
+def test_a_round_ends_once_what_held_it_up_does_not_count(how: str) -> None:
+    rounds = machine()
+    contribute(rounds, "a", 1.0)
+    first, _ = arrive(rounds, "b", 2.0)
+    assert rounds.tick(500.0) == []
+
+    match how:
+        case "cut":
+            (instruction,) = rounds.lane_given_up(first, 500.0)
+        case "refused":
+            (instruction,) = refuse(rounds, "b", 500.0)
+        case "started again":
+            (instruction,) = rounds.granted("b", 2, 500.0)
+        case _:
+            (instruction,) = rounds.heard_of(Roster(("a", "b"), {"b": 2}), 500.0)
+
+    if how in ("refused", "fenced"):
+        assert isinstance(instruction, Close), "a is all that is left"
+    else:
+        assert isinstance(instruction, RecordExpiry)
+        assert instruction.missing == ("b",)
+
+
+def test_what_an_earlier_start_sent_releases_nothing_of_the_present_one() -> None:
+    rounds = machine()
+    contribute(rounds, "a", 1.0)
+    earlier, _ = arrive(rounds, "b", 2.0)
+    rounds.granted("b", 2, 3.0)
+    for lane_id in range(NUM_LANES):
+        rounds.lane_arrived(lane(rounds, "b", lane_id, incarnation=2), 4.0)
+
+    assert rounds.lane_given_up(earlier, 5.0) == []
+    assert rounds.tick(500.0) == []
+
+
+def test_what_was_verified_while_the_guard_refused_all_others_holds_nothing_up() -> None:
+    rounds = machine(granted="abc", members=("a", "b", "c"), min_contributions=1)
+    first = lane(rounds, "c", 0)
+    rounds.lane_arrived(first, 0.5)
+    contribute(rounds, "a", 1.0)
+    assert rounds.phase is Phase.CLOSING
+    assert rounds.lane_received(first, 2.0) == (Admission.NOT_OPEN, [])
+    (dropped,) = rounds.malformed(rounds.key, {"a": "guard"}, 3.0)
+    assert isinstance(dropped, DropLanes)
+
+    rounds.lane_received(lane(rounds, "c", 1), 4.0)
+
+    assert rounds.next_wake == 1.0 + DEADLINE_S
+    (expiry,) = rounds.tick(1.0 + DEADLINE_S)
+    assert isinstance(expiry, RecordExpiry)
+    assert expiry.missing == ("b", "c")
+
+
+def test_of_a_lane_that_came_twice_the_end_of_one_call_releases_the_other_not() -> None:
+    rounds = machine()
+    contribute(rounds, "a", 1.0)
+    lanes = arrive(rounds, "b", 2.0)
+    again = lane(rounds, "b", 0)
+    rounds.lane_arrived(again, 3.0)
+
+    assert rounds.lane_given_up(again, 500.0) == []
+    assert rounds.tick(500.0) == []
+    rounds.lane_received(lanes[0], 500.0)
+    _, (close,) = rounds.lane_received(lanes[1], 501.0)
+    assert isinstance(close, Close)
+
+
+def test_a_call_that_is_cut_before_its_lane_was_here_releases_nothing() -> None:
+    rounds = machine()
+    contribute(rounds, "a", 1.0)
+    arrive(rounds, "b", 2.0)
+
+    assert rounds.lane_given_up(lane(rounds, "b", 0), 500.0) == []
+    assert rounds.tick(500.0) == []
+
+
+def test_who_lapsed_with_a_whole_contribution_is_waited_for_until_it_is_verified() -> None:
+    rounds = dynamic(min_contributions=2)
+    contribute(rounds, "a", 1.0)
+    lanes = arrive(rounds, "b", 2.0)
+
+    assert rounds.heard_of(Roster(()), 3.0) == []
+    rounds.lane_received(lanes[0], 4.0)
+    _, (close,) = rounds.lane_received(lanes[1], 4.0)
+
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["a", "b"]
+
+
+def test_members_that_one_roster_takes_out_leave_before_anything_closes() -> None:
+    rounds = dynamic(min_contributions=None, min_members=3)
+    contribute(rounds, "b", 1.0)
+    contribute(rounds, "c", 1.0)
+
+    drop, close = rounds.heard_of(Roster(("a", "b", "c"), {"a": 2, "b": 2}), 2.0)
+
+    assert drop == DropLanes(rounds.key, "b", 1)
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["c"], "b is fenced as a is"

@@ -86,7 +86,7 @@ def test_a_loss_that_only_an_island_tells_of_names_it_and_offers_no_repair(
         run.syncer.indexed({0: 3})
         told = run.syncer.damage(0)
         assert "its version 2 was published and cannot be read" in told
-        assert "diloco repair HOST:PORT --fragment 0" in told
+        assert "It is taken from an island that holds it" in told
 
     run_virtual(scenario())
 

@@ -17,6 +17,7 @@ from simulations.emulate.measure import End, measure_rate_bps, measure_rtt_s
 from simulations.emulate.namespaces import NAMESPACES, OWNERS, inside
 from simulations.emulate.network import LinkState
 from tests.simulations.emulated_site import Transfer, make_emulation, needs_namespaces, star
+from tests.waiting import said_by
 from transport.link import Link
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(120)]
@@ -242,7 +243,7 @@ def test_the_same_seed_loses_the_same_packets(tmp_path: Path) -> None:
                 process = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True)
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             emulation.popen("a", ["python3", "-c", SEND, emulation.network.address("core")]).wait()
-            received = process.communicate(timeout=30)[0].split()
+            received = said_by(process, 30)[0].split()
             lost.append(sorted({*range(1000)} - {*map(int, received)}))
 
     assert lost[0] == lost[1]

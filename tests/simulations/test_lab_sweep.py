@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from simulations.lab.config import Flags
 from simulations.lab.point import points_of
 from simulations.lab.sweep import run_points
 from tests.simulations.test_lab import BASE, ON_ARRIVAL, TINY, tiny
+from tests.waiting import wait_until
 
 LAB = f"""
 run = "{BASE}"
@@ -48,7 +47,7 @@ def test_a_sweep_that_was_killed_loses_no_finished_point(lab_file: Path, tmp_pat
     command = [sys.executable, "-m", "diloco", "lab", str(lab_file), "--cache", str(cache)]
     sweep = subprocess.Popen([*command, "--processes", "1"], stdout=subprocess.DEVNULL)
     try:
-        _wait_for(lambda: len(list(cache.glob("*.json"))) >= 2)
+        wait_until(lambda: len(list(cache.glob("*.json"))) >= 2)
     finally:
         sweep.send_signal(signal.SIGKILL)
         sweep.wait()
@@ -60,13 +59,6 @@ def test_a_sweep_that_was_killed_loses_no_finished_point(lab_file: Path, tmp_pat
     assert finished.num_cached == len(kept)
     assert len(finished.results) == 6
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-
-
-def _wait_for(condition: Callable[[], bool], at_most_s: float = 150.0) -> None:
-    until = time.monotonic() + at_most_s
-    while not condition():
-        assert time.monotonic() < until, "nothing was finished in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

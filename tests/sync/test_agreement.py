@@ -106,7 +106,7 @@ def test_the_message_is_one_small_integer_vector() -> None:
     vector = Agreement(None)._encode(0, [Standing(0, None, 0)] * 24)
 
     assert vector.dtype == torch.int64
-    assert vector.numel() == 4 + 9 * 24
+    assert vector.numel() == 5 + 9 * 24
 
 
 def test_a_failure_is_raised_where_it_happened_and_told_elsewhere() -> None:

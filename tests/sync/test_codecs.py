@@ -104,5 +104,5 @@ def test_islands_of_a_run_draw_apart(tmp_path: Path) -> None:
     store = FragmentStore(config.directory, config.plan().fragments[0], 4)
     found = store.recover()
     assert found is not None
-    contributions = found.record.contributions
+    contributions = store.load(found.record.version).contributions
     assert contributions["a"][0] != contributions["b"][0]

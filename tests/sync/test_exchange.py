@@ -139,6 +139,7 @@ def make_exchange(
     values = {
         "uplink_codec": setting.uplink_codec,
         "error_feedback": setting.error_feedback,
+        "error_feedback_decay": setting.error_feedback_decay,
         "rpc_deadline_s": 60.0,
         "unreachable_s": 600.0,
         "seed": 0,
@@ -384,8 +385,8 @@ def test_declining_is_repeated_once_a_second_at_most(setting: Setting) -> None:
 # -- residuals -----------------------------------------------------------------------------------
 
 
-def feedback(setting: Setting) -> Setting:
-    return replace(setting, uplink_codec="int4", error_feedback=True)
+def feedback(setting: Setting, decay: float = 1.0) -> Setting:
+    return replace(setting, uplink_codec="int4", error_feedback=True, error_feedback_decay=decay)
 
 
 def lost(x: Tensor) -> Tensor:
@@ -397,9 +398,12 @@ def padded(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, 128 - values.numel()))
 
 
-def test_included_keeps_what_quantisation_lost_for_the_next_send(setting: Setting) -> None:
+@pytest.mark.parametrize("decay", [1.0, 0.75])
+def test_included_keeps_what_quantisation_lost_for_the_next_send(
+    setting: Setting, decay: float
+) -> None:
     async def scenario() -> None:
-        _, a, b = await started(feedback(setting))
+        _, a, b = await started(feedback(setting, decay))
         await asyncio.gather(a.train(5), b.train(5))
 
         delta = padded(4 * torch.linspace(0.1, 1.0, 5))
@@ -409,7 +413,7 @@ def test_included_keeps_what_quantisation_lost_for_the_next_send(setting: Settin
         torch.testing.assert_close(residual, lost(delta), rtol=0, atol=1e-5)
         anchor = a.exchange._carried[0].anchor[0].clone()
         await asyncio.gather(a.train(3), b.train(3))
-        x = anchor - padded(torch.tensor(a.local[7]["w"])) + residual
+        x = anchor - padded(torch.tensor(a.local[7]["w"])) + residual * decay
         payload = a.data.of("submit")[1][2]
         codec = get_codec("int4")
         assert torch.equal(
@@ -421,7 +425,7 @@ def test_included_keeps_what_quantisation_lost_for_the_next_send(setting: Settin
 
 def test_expired_keeps_the_residual_from_before(setting: Setting) -> None:
     async def scenario() -> None:
-        _, a, b = await started(feedback(setting))
+        _, a, b = await started(feedback(setting, 0.9))
         await asyncio.gather(a.train(5), b.train(5))
         before = a.exchange._carried[0].residual[0].clone()
         await a.train(4)
@@ -440,7 +444,7 @@ def test_refused_and_declined_keep_the_residual_from_before(setting: Setting, ki
             parameters["w"].fill_(float("inf"))
 
     async def scenario() -> None:
-        _, a, b = await started(replace(feedback(setting), inner_step=diverge))
+        _, a, b = await started(replace(feedback(setting, 0.9), inner_step=diverge))
         await asyncio.gather(a.train(5), b.train(5))
         before = a.exchange._carried[0].residual[0].clone()
         if kind == "refused":

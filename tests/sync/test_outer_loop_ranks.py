@@ -35,6 +35,7 @@ from diloco.rounds.rules import SyncerRules
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
 from diloco.rounds.timing import TimingRules
+from diloco.rounds.worker import Workers
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.io_thread import IoThread
@@ -43,6 +44,7 @@ from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.telemetry.events import Event
 from tests.distributed import run_ranks
 from tests.virtual_run import RUN, InlineWorker, MemoryIncarnations, grant
+from tests.waiting import wait_until
 from transport.contracts import Buffer, Reply
 from transport.errors import ConnectError
 from transport.grpc_client import GrpcTransport
@@ -174,7 +176,7 @@ def serving(
             syncer_epoch=1,
             incarnations=MemoryIncarnations(),
             is_granted=lambda held: held.run == RUN,
-            worker=InlineWorker(),
+            workers=Workers.all_by(InlineWorker()),
             on_record=lambda header: None,
             on_change=lambda: None,
         )
@@ -306,13 +308,6 @@ def beside(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        time.sleep(0.01)
-
-
 # -- the cut stream ------------------------------------------------------------------------------
 
 
@@ -329,7 +324,7 @@ def merge_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
         def watch() -> None:
             """Rank 0 has staged and rank 1 has not, for 1.5 s in which nobody may merge."""
             if island_rank == 0:
-                until(lambda: rank.exchange.view(0).staged_version == 1)
+                wait_until(lambda: rank.exchange.view(0).staged_version == 1)
                 time.sleep(1.5)
                 store.set("rank 0 has staged", "yes")
             store.wait(["rank 0 has staged"])
@@ -375,7 +370,7 @@ def arrive_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
 
         def until_staged() -> None:
             if island_rank == 0:
-                until(lambda: rank.exchange.view(0).staged_version == 1)
+                wait_until(lambda: rank.exchange.view(0).staged_version == 1)
                 store.set("rank 0 has staged", "yes")
 
         watcher = beside(until_staged)
@@ -483,7 +478,7 @@ def count_collectives(island_rank: int) -> list[dict[str, int]]:
             rank.session.inner_step = inner_step - 1
             if inner_step == 8:
                 # So that the blocking step finds everything there.
-                until(lambda: rank.exchange.view(0).has_ended)
+                wait_until(lambda: rank.exchange.view(0).has_ended)
             counts.clear()
             rank.io.drive(rank.session.stepping(100))
             a_step.append(dict(counts))

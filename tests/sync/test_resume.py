@@ -140,6 +140,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "float32": ({"uplink_codec": "float32", "downlink_codec": "float32"}, (2, 6)),
     "int4 up only": ({"downlink_codec": "float32"}, (6,)),
     "error feedback": ({"error_feedback": True, "overlap_steps": 3}, (3, 8, 9)),
+    "error feedback that decays": (
+        {"error_feedback": True, "error_feedback_decay": 0.9, "overlap_steps": 3},
+        (3, 9),
+    ),
     "stochastic, by name": (
         {
             "uplink_codec": "int4-stochastic u=bfloat16",
@@ -148,7 +152,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         },
         (3, 9),
     ),
-    "sparse": ({"uplink_codec": "topk64", "error_feedback": True}, (3,)),
+    "sparse": (
+        {"uplink_codec": "topk64", "error_feedback": True, "error_feedback_decay": 0.95},
+        (3,),
+    ),
     "no flush": ({"flush": False, "overlap_steps": 2}, (4, 12)),
     "phases": ({"phases": (3, 3), "overlap_steps": 2}, (3, 4, 5)),
     "warm start": ({"start_step": 7, "inner_steps": 20}, (3, 6)),

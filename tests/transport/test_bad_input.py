@@ -21,7 +21,14 @@ import pytest
 import xxhash
 
 from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
-from transport.errors import ConnectError, FrameError, MessageTooLarge
+from transport.errors import (
+    ConnectError,
+    DeadlineExceeded,
+    FrameError,
+    MessageTooLarge,
+    PeerReset,
+    TransportError,
+)
 from transport.framing import MAX_CHUNKS, FrameReader, frame_messages
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
@@ -244,7 +251,7 @@ def test_a_zip_bomb_is_refused_packed() -> None:
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**dict(SERVER_OPTIONS), "grpc.server_handshake_timeout_ms": 300}
-    monkeypatch.setattr("transport.grpc_server.SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr("transport.grpc_listener.SERVER_OPTIONS", tuple(options.items()))
 
     async def claim(address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -261,7 +268,7 @@ def test_a_call_that_says_nothing_is_given_up_by_name(caplog: pytest.LogCaptureF
         async with grpc.aio.insecure_channel(address) as channel:
             call = channel.stream_stream(f"/{SERVICE}/echo", None, None)()
             first = await call.read()
-            with pytest.raises(FrameError, match=r"sent nothing for 0\.3 s"):
+            with pytest.raises(DeadlineExceeded, match=r"sent nothing for 0\.3 s"):
                 FrameReader(first)
             call.cancel()
 
@@ -274,7 +281,7 @@ def test_a_connection_without_calls_is_closed_however_it_pings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {**dict(SERVER_OPTIONS), "grpc.max_connection_idle_ms": 300}
-    monkeypatch.setattr("transport.grpc_server.SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr("transport.grpc_listener.SERVER_OPTIONS", tuple(options.items()))
 
     async def claim(address: str) -> None:
         raw = RawHttp2(address)
@@ -365,6 +372,40 @@ def test_names_of_methods_reach_the_log_shortened(caplog: pytest.LogCaptureFixtu
         serving(claim)
     assert "handler failed" in caplog.text
     assert len(caplog.text) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "has_trace"),
+    [
+        (FrameError("no such field"), logging.WARNING, False),
+        (PeerReset("a newer attempt of this call goes on with it"), logging.INFO, False),
+        (KeyError("a bug of ours"), logging.WARNING, True),
+    ],
+    ids=["refused", "ordinary", "own failure"],
+)
+def test_calls_that_fail_are_logged_so_often_and_with_a_trace_if_it_is_our_failure(
+    caplog: pytest.LogCaptureFixture, error: Exception, level: int, has_trace: bool
+) -> None:
+    async def fail(call: IncomingCall) -> Reply:
+        raise error
+
+    async def run() -> None:
+        limits = Limits(refusals_logged_per_s=0.3)  # three at once, after a pause
+        server = GrpcServer("127.0.0.1:0", {"fail": fail}, limits=limits)
+        await server.start()
+        transport = GrpcTransport(server.address)
+        for _ in range(60):
+            with pytest.raises(TransportError):
+                await transport.call("fail", b"", deadline_s=DEADLINE_S)
+        await transport.close()
+        await server.stop(0.0)
+
+    with caplog.at_level(logging.INFO, "transport.dispatch"):
+        asyncio.run(run())
+    said = [record for record in caplog.records if record.name == "transport.dispatch"]
+    assert 3 <= len(said) < 30  # one more every 3.3 s on a slow machine
+    assert {record.levelno for record in said} == {level}
+    assert all(bool(record.exc_info) == has_trace for record in said)
 
 
 def test_metadata_has_a_bound() -> None:

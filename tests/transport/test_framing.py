@@ -26,6 +26,11 @@ from transport.framing import (
 )
 
 
+def sealed(message: bytes | bytearray) -> bytes:
+    """Return the message under a checksum of what it says now."""
+    return xxhash.xxh3_64_digest(message[8:]) + bytes(message[8:])
+
+
 def read(messages: list[bytes], max_payload_bytes: int) -> tuple[bytes, bytes]:
     reader = FrameReader(messages[0])
     reader.accept(max_payload_bytes)
@@ -96,8 +101,9 @@ def test_a_flipped_bit_anywhere_is_found(payload: bytes, chunk: int, data: st.Da
     damaged[position // 8] ^= 1 << position % 8
     messages[index] = bytes(damaged)
 
-    with pytest.raises(TransportError):
+    with pytest.raises(TransportError) as found:
         read(messages, 1 << 40)
+    assert found.value.is_damage and found.value.is_retryable
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_header_over_the_limit_is_refused_at_both_ends() -> None:
     first = bytearray(next(frame_messages(b"", b"", 1)))
     struct.pack_into("<I", first, 8 + 8, MAX_HEADER_BYTES + 1)
     with pytest.raises(MessageTooLarge, match="header"):
-        FrameReader(bytes(first))
+        FrameReader(sealed(first))
 
 
 @pytest.mark.parametrize("size", [0, 7, 29], ids=["empty", "no-checksum", "short"])
@@ -142,6 +148,8 @@ def test_foreign_bytes_and_other_versions_are_named() -> None:
     other = bytearray(first)
     struct.pack_into("<H", other, 8 + 4, 77)
     with pytest.raises(VersionMismatch, match="77"):
+        FrameReader(sealed(other))
+    with pytest.raises(ChecksumMismatch):
         FrameReader(bytes(other))
 
 

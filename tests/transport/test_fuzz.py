@@ -72,6 +72,7 @@ from transport.loopback import VirtualClockLoop
 from transport.pacing import Pacer
 from transport.requesting import Request
 from transport.transfer import Partial, Transfer
+from transport.turns import LineTurns
 
 SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
@@ -225,6 +226,7 @@ class Caller:
             request = Request(
                 b"header", bytes(payload_bytes), transfer, max_reply_bytes=_MOST,
                 chunk_bytes=1 << 10, pacer=Pacer(),
+                under_way=LineTurns(1 << 10).call(payload_bytes, _MOST, is_bulk=False),
             )  # fmt: skip
             left = iter(messages)
 
@@ -291,6 +293,7 @@ _MANIFEST = Manifest(
 ).to_json()  # fmt: skip
 
 _INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: st.sampled_from([0, -1, 1, 2**31 - 1, -(2**31)]),
     FieldDescriptor.CPPTYPE_UINT32: st.sampled_from([0, 0, 1, 2, 7, 2**31, 2**32 - 1]),
     FieldDescriptor.CPPTYPE_UINT64: st.sampled_from([0, 1, 2, 100, 2**53 + 1, 2**63, 2**64 - 1]),
     FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([0, 1, 2, 3, 2**31 - 1, -1]),
@@ -422,7 +425,8 @@ def message_of(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
         elif field.name == "grant" or draw(st.booleans()):
             value = value_of(field, depth)
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                fields[field.name] = draw(st.dictionaries(_TEXTS, _TEXTS, max_size=3))
+                held = value_of(field.message_type.fields_by_name["value"], depth)
+                fields[field.name] = draw(st.dictionaries(_TEXTS, held, max_size=3))
             elif not field.is_repeated:
                 fields[field.name] = draw(value)
             elif draw(st.integers(0, 9)):

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -6,13 +7,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.transport.test_framing import sealed
+from tests.waiting import wait_until
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply, Server
 from transport.errors import (
     ChecksumMismatch,
     ConnectError,
+    DamagedFrame,
     DeadlineExceeded,
     FrameError,
-    MessageTooLarge,
     PeerReset,
     TransportError,
     VersionMismatch,
@@ -102,7 +105,11 @@ def test_a_taken_port_is_a_clear_error() -> None:
         (lambda m: m[:2], FrameError, "3 bytes of 5"),
         (lambda m: [*m, m[1]], FrameError, "more than the 5 bytes"),
         (lambda m: [m[0], m[2]], FrameError, "2 bytes where 3 are due"),
-        (lambda m: [m[0][:12] + b"\x63\x00" + m[0][14:]], VersionMismatch, "protocol 99"),
+        (
+            lambda m: [sealed(m[0][:12] + b"\x63\x00" + m[0][14:])],
+            VersionMismatch,
+            "protocol 99",
+        ),
     ],
     ids=[
         "nothing", "junk", "foreign", "damaged header", "damaged chunk", "too few", "too many",
@@ -128,7 +135,7 @@ def test_a_message_over_the_bound_is_not_received() -> None:
     async def claim(address: str) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw_call(address, [bytes(MAX_MESSAGE_BYTES + 1)])
-        assert STATUS_ERRORS[caught.value.code()] is MessageTooLarge
+        assert STATUS_ERRORS[caught.value.code()] is DamagedFrame
 
     serving({"echo": echo}, claim)
 
@@ -217,6 +224,61 @@ def test_a_connection_cut_while_the_request_is_sent_is_peer_reset() -> None:
         await transport.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["idle", "in a call"])
+def test_a_server_that_nobody_stops_ends_with_its_loop(is_called: bool) -> None:
+    addresses: list[str] = []
+
+    async def run() -> None:
+        arrived = asyncio.Event()
+
+        async def hold(call: IncomingCall) -> Reply:
+            arrived.set()
+            await asyncio.sleep(1e6)
+            return Reply(b"")
+
+        server = GrpcServer("127.0.0.1:0", {"hold": hold})
+        await server.start()
+        addresses.append(server.address)
+        transport = GrpcTransport(server.address)
+        call = asyncio.create_task(transport.call("hold", b"", deadline_s=DEADLINE_S))
+        if is_called:
+            await arrived.wait()
+        call.cancel()
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        asyncio.run(run())
+    assert_free(addresses[0])
+
+
+@pytest.mark.parametrize("num_turns", range(1, 7))
+def test_a_start_that_is_cancelled_leaves_no_server(num_turns: int) -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as drawn:
+            address = f"127.0.0.1:{drawn.getsockname()[1]}"
+        server = GrpcServer(address, {})
+        starting = asyncio.create_task(server.start())
+        for _ in range(num_turns):  # of the loop, in which it comes so far
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await server.stop(0.0)
+        assert_free(address)
+
+    asyncio.run(run())
+
+
+def assert_free(address: str) -> None:
+    host, _, port = address.rpartition(":")
+
+    def is_free() -> bool:
+        with contextlib.suppress(OSError), socket.create_server((host, int(port))):
+            return True
+        return False
+
+    wait_until(is_free, 10.0)  # a thread of gRPC's closes it
 
 
 def test_two_transports_are_two_connections() -> None:

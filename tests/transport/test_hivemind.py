@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from transport.contracts import Handlers, IncomingCall, Reply
-from transport.errors import ConnectError, FrameError, PeerReset, TransportError, Unauthorised
+from transport.errors import ConnectError, PeerReset, TransportError, Unauthorised
 from transport.framing import FrameReader
 from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
 from transport.hivemind_client import HivemindTransport
@@ -310,7 +310,7 @@ def test_streams_that_are_no_calls_are_told_so_and_the_server_goes_on(
             writer.write(sent)
             async with asyncio.timeout(DEADLINE_S):
                 assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED
-                with pytest.raises(FrameError, match=reason):
+                with pytest.raises(TransportError, match=reason):
                     FrameReader(await read_message(reader))
             assert caplog.text.count("call refused") == 1
             writer.transport.abort()

@@ -17,6 +17,7 @@ import pytest
 from tests.transport.test_hivemind import DEADLINE_S, daemons_of, echo, echoed, make, serving
 from transport import hivemind_client, hivemind_daemon, hivemind_directory
 from transport.contracts import Reply
+from transport.deadlines import Movement
 from transport.errors import DeadlineExceeded, MessageTooLarge, TransportError, Unauthorised
 from transport.framing import FrameReader, Resumption
 from transport.hivemind_address import PeerAddress, parse_peer_address
@@ -107,7 +108,8 @@ def test_a_caller_that_takes_nothing_is_not_written_to_without_end() -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            stream = _Stream(PeerAddress(NOBODY, ()), *await asyncio.open_connection(sock=ours))
+            pipe = await asyncio.open_connection(sock=ours)
+            stream = _Stream(PeerAddress(NOBODY, ()), *pipe, Movement())
             stream.silence_s = 0.05
             async with asyncio.timeout(DEADLINE_S):
                 with pytest.raises(TimeoutError):
@@ -149,7 +151,7 @@ def test_a_reply_that_no_relay_carries_is_refused_by_name(tmp_path: Path) -> Non
     async def run() -> None:
         ours, theirs = socket.socketpair()
         address = PeerAddress(NOBODY, (RELAYED,))
-        stream = _Stream(address, *await asyncio.open_connection(sock=ours))
+        stream = _Stream(address, *await asyncio.open_connection(sock=ours), Movement())
         stream.silence_s = DEADLINE_S
         server = make(tmp_path, {})
         reader, writer = await asyncio.open_connection(sock=theirs)

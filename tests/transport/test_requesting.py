@@ -16,6 +16,7 @@ from transport.grpc_server import GrpcServer
 from transport.pacing import Pacer
 from transport.requesting import Request
 from transport.transfer import Transfer
+from transport.turns import LineTurns
 
 DEADLINE_S = 30.0
 SIZES = pytest.mark.parametrize("size", [WHOLE_BYTES, WHOLE_BYTES + 1], ids=["whole", "chunks"])
@@ -96,6 +97,7 @@ def test_bulk_waits_until_the_whole_payload_of_a_round_is_written(is_bulk: bool)
             max_reply_bytes=0,
             chunk_bytes=1 << 20,
             pacer=pacer,
+            under_way=LineTurns(1 << 20).call(1000, 0, is_bulk=is_bulk),
         )
         messages = request.messages()
         await anext(messages)

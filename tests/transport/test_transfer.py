@@ -21,6 +21,7 @@ from transport.framing import (
     frame_whole,
 )
 from transport.framing import read_position as position
+from transport.limits import Lines
 from transport.loopback import run_virtual
 from transport.retry import RetryPolicy, retry
 from transport.serving import Attempt
@@ -231,7 +232,7 @@ class Caller:
             self.arriving.put_nowait(chunk)
 
     async def ask(self, handlers: Handlers) -> None:
-        await self.attempt.answer(handlers, self)
+        await self.attempt.answer(handlers, self, Lines(100.0))
 
     async def read(self) -> bytes | None:
         message = await self.arriving.get()

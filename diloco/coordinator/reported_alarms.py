@@ -1,0 +1,146 @@
+"""The alarms that islands, syncers and the coordinator itself have raised, as operators see them.
+
+Memory, and for each time that one begins to hold an entry of the audit log. Bounded, whatever is
+reported: alarms a reporter, characters a text, kinds and islands that there are, and entries of the
+audit log a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable
+
+from diloco.alarms import (
+    MOST_ALARMS,
+    NO_FRAGMENT,
+    Alarm,
+    AlarmKind,
+    Alarms,
+    HeldAlarm,
+    alarm_message,
+)
+from diloco.coordinator.journal import Told
+from diloco.peer_texts import MOST_REASON, bounded_text
+from protos.control_pb2 import Alarm as AlarmMessage
+from protos.control_pb2 import AlarmStatus
+
+logger = logging.getLogger(__name__)
+
+#: Reporter of alarms that the coordinator raises itself.
+COORDINATOR = "coordinator"
+#: Seconds for which an alarm is shown after it was last reported.
+SHOWN_S = 3600.0
+#: Seconds since its last report within which an alarm holds; islands and syncers report sooner.
+HOLDS_S = 15.0
+#: Alarms of one island that are taken, the last that were reported.
+MOST_OF_ISLAND = 8
+#: Alarms that are shown.
+_MOST_SHOWN = 64
+#: Seconds between two entries of the audit log about the same alarm of the same reporter.
+_TOLD_AGAIN_S = 60.0
+
+
+class ReportedAlarms:
+    """Of one run.
+
+    Args:
+        record: Writes an entry of the audit log.
+        unix_clock: By which the audit log's entries are named.
+    """
+
+    def __init__(
+        self, *, record: Callable[[Told], object], unix_clock: Callable[[], float]
+    ) -> None:
+        """Begin with none."""
+        self._record = record
+        self._unix_clock = unix_clock
+        self._by_reporter: dict[str, Alarms] = {}
+        self._recorded: dict[tuple[str, str, str, int], float] = {}
+
+    def reported(
+        self,
+        reporter: str,
+        alarms: Iterable[AlarmMessage],
+        *,
+        islands: Collection[str],
+        now: float,
+        most: int = MOST_ALARMS,
+    ) -> None:
+        """Take what a report says; what no process of this version says is passed over.
+
+        Args:
+            reporter: Who reports; its name is known to be true.
+            alarms: That hold there.
+            islands: Of the run.
+            now: Loop time.
+            most: Of the reporter's alarms that are taken.
+        """
+        kinds = set(map(str, AlarmKind))
+        for message in list(alarms)[:most]:
+            if message.kind not in kinds or (message.island and message.island not in islands):
+                continue
+            alarm = Alarm(
+                AlarmKind(message.kind),
+                bounded_text(message.text, MOST_REASON),
+                message.island,
+                max(NO_FRAGMENT, message.fragment_id),
+            )
+            self.raise_(alarm, now, reporter=reporter, count=message.count, most=most)
+
+    def raise_(
+        self,
+        alarm: Alarm,
+        now: float,
+        *,
+        reporter: str = COORDINATOR,
+        count: int = 0,
+        most: int = MOST_ALARMS,
+    ) -> None:
+        """Take an alarm that holds now."""
+        alarms = self._by_reporter.setdefault(reporter, Alarms(SHOWN_S, most))
+        before = {held.alarm.key: held.last for held in alarms.holding(now)}
+        alarms.raise_(alarm, now, count)
+        held = {each.alarm.key: each for each in alarms.holding(now)}.get(alarm.key)
+        if held is not None and now - before.get(alarm.key, -SHOWN_S) > HOLDS_S:
+            self._note(reporter, held, now, most)
+
+    def _note(self, reporter: str, held: HeldAlarm, now: float, most: int) -> None:
+        """Write into the audit log that an alarm began to hold, at most once in a while.
+
+        And at most `most` of one kind and reporter in that time.
+        """
+        key = (reporter, *held.alarm.key)
+        self._recorded = {k: at for k, at in self._recorded.items() if now - at < _TOLD_AGAIN_S}
+        alike = [k for k in self._recorded if k[:2] == key[:2]]
+        if key in self._recorded or len(alike) >= most:
+            return
+        self._recorded[key] = now
+        logger.warning("alarm %s, reporter=%s: %s", held.alarm.key, reporter, held.alarm.text)
+        unix_s = self._unix_clock()
+        what = {
+            "kind": held.alarm.kind, "island": held.alarm.island,
+            "fragment_id": held.alarm.fragment_id, "text": held.alarm.text,
+            "reporter": reporter, "unix_s": unix_s,
+        }  # fmt: skip
+        name = "/".join(map(str, key))
+        self._record(Told("alarm", f"{name}/{unix_s:.3f}", json.dumps(what)))
+
+    def status(self, now: float) -> list[AlarmStatus]:
+        """Return the alarms that hold, or did within the last hour; the newest first."""
+        seen = [
+            (reporter, held)
+            for reporter, alarms in self._by_reporter.items()
+            for held in alarms.holding(now)
+        ]
+        seen.sort(key=lambda each: (-each[1].last, each[0], each[1].alarm.key))
+        return [
+            AlarmStatus(
+                alarm=alarm_message(held),
+                reporter=reporter,
+                first_age_s=now - held.first,
+                last_age_s=now - held.last,
+                holds=now - held.last <= HOLDS_S,
+            )
+            for reporter, held in seen[:_MOST_SHOWN]
+        ]

@@ -1,0 +1,284 @@
+"""The guard of a merge: which contributions are not of this training, by size and by direction.
+
+A bit that flips in an island's memory, or an island whose numbers are wrong by a factor, makes
+values that are finite and well-formed; what gives them away is their size. Each tensor of a
+contribution is compared, by its norm and by its largest value, with what is usual for that tensor:
+
+    usual = max(others, history, typical)
+        others    upper median of the other contributions to this round
+        history   median over the last 8 rounds; where there are fewer than two others
+        typical   what the median tensor has, value by value: less is not told from nothing
+    refused   beyond 16 * usual; beyond 32 * usual where there is no other contribution
+
+Work of more inner steps than theirs may be as many times larger. What all islands do at once, as
+when a learning rate restarts, is refused of none, since the others do it too. In the first four
+rounds half the size of the parameters is not too large either, beside one other contribution (that
+one may be the wrong one), and 4 times their size alone.
+
+What has the usual size and is wrong, as with flipped signs, shuffled labels or noise, goes another
+way than the others, where these agree. With three or more contributions, by cosines of samples:
+
+    r         mean cosine to the others / mean cosine of the others among themselves
+    refused   r < 0.15 where the others' is above 0.15
+
+Of two it cannot be told which is the odd one. What was made of less than half the usual inner steps
+is mostly noise by nature, and neither judged nor compared with.
+
+Pure: figures of one round and a small state that is in the record of each version; no tensors, no
+clock. The arithmetic is over arrays, and linear in tensors and contributions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.outer.units import Unit
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Sample: TypeAlias = npt.NDArray[np.float32]
+
+#: What is measured of every unit: axis 1 of all arrays of sizes.
+KINDS = ("norm", "largest value")
+#: Rounds that a history remembers.
+WINDOW = 8
+#: Rounds of history below which a contribution may also be as large as the tensor.
+_SETTLED = 4
+#: How many times the usual size is merged, with others to compare with and without.
+_MOST = 16.0
+_MOST_ALONE = 32.0
+#: How many times as large as the parameters it may be in the first rounds, likewise.
+_MOST_OF_OWN = 0.5
+_MOST_OF_OWN_ALONE = 4.0
+#: Fewer do not tell which of them goes another way.
+LEAST_DIRECTED = 3
+#: Mean cosine among the others above which they agree, and what part of it is merged. In clean runs
+#: of 3 and 4 islands the part was 0.40 at least, with flipped signs or shuffled labels below -0.2.
+_AGREEMENT = 0.15
+_LEAST_OF_AGREEMENT = 0.15
+#: Of the usual inner steps, from which a direction counts.
+_LEAST_STEPS = 0.5
+#: Values of a contribution that are sampled; of all contributions to a merge together; and from how
+#: many on a cosine by chance is far below `_AGREEMENT`.
+_MOST_SAMPLED = 1 << 16
+_MOST_SAMPLED_TOGETHER = 1 << 24
+_LEAST_SAMPLED = 1 << 10
+
+_LENGTH = struct.Struct("<I")
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the guard knows of the rounds before a version, the oldest first.
+
+    Attributes:
+        sizes: Of a usual contribution to each round, float32 of shape [rounds, kinds, units].
+        steps: Inner steps that it was made of, float32 of shape [rounds].
+    """
+
+    sizes: npt.NDArray[np.float32]
+    steps: npt.NDArray[np.float32]
+
+    @classmethod
+    def empty(cls, num_units: int) -> History:
+        """Give that of version 0."""
+        shape = (0, len(KINDS), num_units)
+        return cls(np.zeros(shape, np.float32), np.zeros(0, np.float32))
+
+    def __len__(self) -> int:
+        """Count the rounds."""
+        return len(self.steps)
+
+    def after(self, sizes: Floats, steps: Floats) -> History:
+        """Add a round, and forget the oldest beyond `WINDOW`.
+
+        The usual contribution is the lower median of those that were merged: one that is wrong
+        and was not seen moves it little, by itself not at all.
+
+        Args:
+            sizes: Of those, shape [contributions, kinds, units]; at least one.
+            steps: Of those.
+        """
+        middle = (len(sizes) - 1) // 2
+        usual = np.sort(sizes, axis=0)[middle].astype(np.float32)
+        return History(
+            np.concatenate([self.sizes, usual[None]])[-WINDOW:],
+            np.append(self.steps, np.float32(np.sort(steps)[middle]))[-WINDOW:],
+        )
+
+    def to_bytes(self) -> bytes:
+        """Write it for a record: the same number of bytes for as many rounds and units."""
+        head = json.dumps([len(self), self.sizes.shape[2]]).encode()
+        arrays = (self.sizes.astype("<f4").tobytes(), self.steps.astype("<f4").tobytes())
+        return b"".join((_LENGTH.pack(len(head)), head, *arrays))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, num_units: int) -> History:
+        """Read what `to_bytes` wrote; what is of other units, or nothing, is an empty one."""
+        if not content:
+            return cls.empty(num_units)
+        start = _LENGTH.size + _LENGTH.unpack_from(content)[0]
+        rounds, units = json.loads(content[_LENGTH.size : start])
+        if units != num_units:
+            return cls.empty(num_units)
+        values = np.frombuffer(content, "<f4", offset=start).astype(np.float32)
+        num = rounds * len(KINDS) * units
+        return cls(values[:num].reshape(rounds, len(KINDS), units), values[num:])
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The contributions to a round, as the guard sees them.
+
+    Attributes:
+        sizes: float64 of shape [contributions, kinds, units].
+        steps: Inner steps that each was made of, float64.
+        weights: Of each; who has none is judged, and nobody is compared with it.
+        own: Sizes of the parameters themselves, float64 of shape [kinds, units].
+    """
+
+    sizes: Floats
+    steps: Floats
+    weights: Sequence[float]
+    own: Floats
+
+
+def outsized(seen: Round, history: History, units: Sequence[Unit]) -> dict[int, str]:
+    """Say which contributions are too large to be merged, and why; buffers are not judged.
+
+    Args:
+        seen: The round.
+        history: Of the rounds before.
+        units: Of the fragment.
+    """
+    usual, most = limits(seen, history, units)
+    is_beyond = seen.sizes > most
+    found = {}
+    for m in np.flatnonzero(is_beyond.any(axis=(1, 2))):
+        with np.errstate(invalid="ignore"):  # infinite, and so is what the others have
+            excess = np.where(is_beyond[m], seen.sizes[m] / most[m], 0.0)
+        kind, unit = map(int, np.unravel_index(excess.argmax(), excess.shape))
+        found[int(m)] = (
+            f"{KINDS[kind]} of {units[unit].name or f'unit {unit}'} is "
+            f"{seen.sizes[m, kind, unit]:.4g}: {usual[m, kind, unit]:.4g} is usual, "
+            f"{most[m, kind, unit]:.4g} at most is merged"
+        )
+    return found
+
+
+def limits(seen: Round, history: History, units: Sequence[Unit]) -> tuple[Floats, Floats]:
+    """Say how large contributions to a round usually are, and how large they may be.
+
+    Returns:
+        Both of the shape of `seen.sizes`; the second infinite for what is not judged: buffers, and
+        everything where nothing is known but zeros.
+    """
+    ends = np.array([0, *(unit.end for unit in units)])
+    scale = np.stack([np.sqrt(np.diff(ends)), np.ones(len(units))])
+    is_judged = np.array([not unit.is_buffer for unit in units])
+    steps = np.maximum(seen.steps, 1.0)
+    is_counted = np.array(seen.weights) > 0
+    num_others = (is_counted.sum() - is_counted)[:, None, None]  # of each
+    others_steps = _others(steps[:, None, None], is_counted)[:, 0, 0]
+    usual = _others(seen.sizes, is_counted) * _longer(steps, others_steps)
+    if len(history):
+        before = np.median(history.sizes, axis=0) * _longer(steps, np.median(history.steps))
+        usual = np.where(num_others < 2, np.maximum(usual, before), usual)
+    usual = _at_least_typical(usual, scale, is_judged)
+    most = usual * np.where(num_others > 0, _MOST, _MOST_ALONE)
+    if is_unsettled(history):
+        own = _at_least_typical(seen.own[None], scale, is_judged)
+        own = own * np.where(num_others > 0, _MOST_OF_OWN, _MOST_OF_OWN_ALONE)
+        most = np.where(num_others < 2, np.maximum(most, own), most)
+    return usual, np.where((most > 0) & is_judged, most, np.inf)
+
+
+def sampling_stride(numel: int, num_contributions: int) -> int:
+    """Say how far apart values are sampled: no factor of it is one of usual widths of tensors."""
+    most = max(1, min(_MOST_SAMPLED, _MOST_SAMPLED_TOGETHER // num_contributions))
+    stride = -(-numel // most)
+    while math.gcd(stride, 2 * 3 * 5 * 7) > 1:
+        stride += 1
+    return stride
+
+
+def misdirected(samples: Sequence[Sample], seen: Round) -> dict[int, str]:
+    """Say which contributions do not go where the others go together, and why.
+
+    Args:
+        samples: Of each contribution the same values, buffers aside; empty: nothing is judged.
+        seen: The round, with their steps and weights.
+    """
+    is_counted = np.array(seen.weights) > 0
+    if not samples or is_counted.sum() < LEAST_DIRECTED or len(samples[0]) < _LEAST_SAMPLED:
+        return {}
+    enough = _LEAST_STEPS * np.median(seen.steps[is_counted])
+    directions = {
+        m: samples[m] / length
+        for m in np.flatnonzero(is_counted & (seen.steps >= enough)).tolist()
+        if (length := math.sqrt(_product(samples[m], samples[m])))
+    }
+    if (num := len(directions)) < LEAST_DIRECTED:
+        return {}
+    total = np.zeros(len(samples[0]))
+    for direction in directions.values():
+        total += direction
+    found = {}
+    for m, direction in directions.items():
+        to_all = _product(direction, total)
+        to_others = (to_all - 1.0) / (num - 1)
+        # Cosines of all pairs, without those of this one and of each with itself.
+        pairs = _product(total, total) - 2.0 * to_all + 1.0 - (num - 1)
+        agreement = pairs / ((num - 1) * (num - 2))
+        least = _LEAST_OF_AGREEMENT * agreement
+        if agreement > _AGREEMENT and to_others < least:
+            found[m] = (
+                f"its mean cosine to the other contributions is {to_others:.3f}, theirs to each "
+                f"other is {agreement:.3f}: {least:.3f} at least is merged"
+            )
+    return found
+
+
+def _product(a: Sample | Floats, b: Sample | Floats) -> float:
+    """Multiply in float64, in this thread alone: threads of BLAS cost a hundred times as much."""
+    return float(np.einsum("i,i->", a, b, dtype=np.float64))
+
+
+def is_unsettled(history: History) -> bool:
+    """Whether too few rounds are known to go by them alone: sizes of the parameters count too."""
+    return len(history) < _SETTLED
+
+
+def _others(values: Floats, is_counted: npt.NDArray[np.bool_]) -> Floats:
+    """Give each row the upper median of the other counted rows; zero where there is none."""
+    counted = np.sort(values[is_counted], axis=0)
+    num = len(counted)
+    if num == 0:
+        return np.zeros_like(values)
+    of_all = np.broadcast_to(counted[num // 2], values.shape)
+    if num == 1:
+        return np.where(is_counted[:, None, None], 0.0, of_all)
+    at = (num - 1) // 2  # of the others, which follow one later where the row itself is below
+    of_others = np.where(values <= counted[at], counted[at + 1], counted[at])
+    return np.where(is_counted[:, None, None], of_others, of_all)
+
+
+def _longer(steps: Floats, usual: Floats | np.floating[Any]) -> Floats:
+    """Allow what took more inner steps than usual as many times the size."""
+    return np.maximum(1.0, steps / np.maximum(usual, 1.0))[:, None, None]
+
+
+def _at_least_typical(sizes: Floats, scale: Floats, is_judged: npt.NDArray[np.bool_]) -> Floats:
+    """Raise what is smaller, by value, than in the median unit to that."""
+    if not is_judged.any():
+        return sizes
+    typical = np.median((sizes / scale)[:, :, is_judged], axis=2, keepdims=True)
+    return np.maximum(sizes, typical * scale)

@@ -1,0 +1,164 @@
+"""An island's part in keeping what is not sound from the others: decline, return, tell.
+
+Belongs to the training thread, as the outer loop does, and decides by `soundness`. Every rank of
+the island makes the same calls; that one of them found something travels with the agreement that
+there is anyway, so a return happens on all of them at the same step boundary.
+
+Source: protocol.md sections 5 and 6.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from diloco.alarms import AlarmKind
+from diloco.errors import AggregationError
+from diloco.sync.agreement import Agreed, Agreement, exit_code_of, raise_failure
+from diloco.sync.exchange import Exchange
+from diloco.sync.io_thread import Waits
+from diloco.sync.ledger import FragmentLedger, Verdict
+from diloco.sync.merging import Merging
+from diloco.sync.soundness import MOST_REFUSED, Mend, OwnLosses, Returns
+from diloco.telemetry.events import AlarmRaised, Event, LossAccepted, PublishedTaken
+
+logger = logging.getLogger(__name__)
+
+
+class SelfCheck:
+    """What one rank knows of the soundness of its island's training.
+
+    Attributes:
+        mend: What the last return asks of the inner optimizer; the outer loop's owner looks at it
+            after each step.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        merging: Merging,
+        agreement: Agreement,
+        *,
+        inner_steps_per_round: int,
+        num_fragments: int,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only."""
+        self._exchange = exchange
+        self._merging = merging
+        self._agreement = agreement
+        self._on_event = on_event
+        self._watch = OwnLosses()
+        self._returns = Returns(inner_steps_per_round, num_fragments)
+        self._returned_at = -1
+        self._num_refused = 0
+        self._is_agreed = False
+        self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
+        self.mend = Mend.NOTHING
+
+    @property
+    def unsound(self) -> str:
+        """Why what this rank trained is not to be trusted; empty: it is."""
+        sent_at, reason = self._exchange.unsound
+        if sent_at > self._returned_at:
+            return reason
+        if self._num_refused >= MOST_REFUSED:
+            return f"the syncer refused {self._num_refused} contributions in a row"
+        return self._watch.reason if self._watch.wants_return else ""
+
+    def is_in_doubt(self, inner_step: int) -> bool:
+        """Whether the island has taken the published values lately, or declines for its loss."""
+        return self._watch.is_astray or self._returns.is_recent(inner_step)
+
+    def begin_step(self, loss: float | None) -> None:
+        """Take the loss of the inner step that was just made; None: it is not known."""
+        self.mend = Mend.NOTHING
+        if loss is None:
+            return
+        was_astray = self._watch.is_astray
+        self._watch.note(loss)
+        if self._watch.is_astray and not was_astray:
+            self._returns.was_vain()
+            text = "with the published values, too: nothing is sent until it comes back"
+            logger.error("%s %s", self._watch.reason, text)
+
+    def hear(self, agreed: Agreed) -> None:
+        """Take the ranks' common word while a step waits: a return is made before the next."""
+        self._is_agreed = self._is_agreed or agreed.is_unsound
+
+    def before_send(self, fragment_id: int, inner_step: int) -> str:
+        """Say why nothing of a fragment may be sent now; empty: it may."""
+        if reason := self._watch.reason:
+            self._for_loss.add(fragment_id)
+            self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, f"{reason}; it sends nothing")
+        return reason
+
+    def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
+        """Take what the end of a contribution says of what this island trains."""
+        if verdict is Verdict.REFUSED:
+            self._num_refused += 1
+        elif verdict is Verdict.INCLUDED:
+            self._num_refused = 0
+            self._returns.included(fragment_id)
+        is_for_loss = fragment_id in self._for_loss
+        if verdict is Verdict.EXPIRED and is_for_loss and self._watch.is_astray:
+            self._accept(inner_step)
+        if verdict is not Verdict.ABSENT:
+            self._for_loss.discard(fragment_id)
+
+    def _accept(self, inner_step: int) -> None:
+        """Go on from a loss that nobody can better: declining would only end the run."""
+        reason, loss = self._watch.reason, self._watch.last
+        self._watch.accept()
+        logger.error("%s, and no island contributes: it is taken for granted from here on", reason)
+        self._on_event(LossAccepted(inner_step, loss, reason))
+        self._alarm(
+            AlarmKind.LOSS_ACCEPTED,
+            inner_step,
+            f"{reason}, with the published values, too, and no island contributes: see whether "
+            f"what is published is still good (diloco status HOST:PORT), or go back: diloco "
+            f"coordinator RUN.toml --resume",
+        )
+
+    def returning(
+        self, agreed: Agreed | None, ledgers: Sequence[FragmentLedger], inner_step: int
+    ) -> Waits[None]:
+        """Take the published values of all fragments, if a rank says that its own are not sound.
+
+        Raises:
+            AggregationError: On all ranks, if that was done again and again, and was no use.
+        """
+        is_agreed = self._is_agreed or (agreed is not None and agreed.is_unsound)
+        if not (is_agreed or (self._agreement.is_alone and self.unsound)):
+            return
+        reason = self.unsound or "another rank of the island says so: see its log"
+        yield self._exchange.verify_anchors()
+        failure = self._exchange.failure
+        (minus_code,) = self._agreement.smallest([-exit_code_of(failure)])
+        raise_failure(failure, -minus_code)
+        dropped = tuple(map(self._merging.take_published, ledgers))
+        mend = self._take_return(inner_step)
+        if mend is None:
+            raise AggregationError(
+                f"after inner step {inner_step} {reason}, and neither the published values nor a "
+                f"new inner optimizer have helped. The training diverges, or this machine computes "
+                f"wrongly: lower inner.optimizer.lr, or look at its memory and devices"
+            )
+        self.mend = mend
+        logger.error("the published values are taken after step %d: %s", inner_step, reason)
+        self._on_event(PublishedTaken(inner_step, reason, mend.name.lower(), dropped))
+        text = f"{reason}; it took the published values"
+        self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, text)
+
+    def _take_return(self, inner_step: int) -> Mend | None:
+        mend: Mend | None = Mend.MOMENTS
+        if not self._watch.is_astray:  # else the text was to blame, and has come back
+            is_new = self._num_refused >= MOST_REFUSED
+            mend = self._returns.mend(inner_step, is_new=is_new)
+        self._watch.returned()
+        self._returned_at, self._num_refused, self._is_agreed = inner_step, 0, False
+        return mend
+
+    def _alarm(self, kind: AlarmKind, inner_step: int, text: str) -> None:
+        island = self._exchange.island
+        self._on_event(AlarmRaised(kind, f"after inner step {inner_step} {text}", island))

@@ -1,0 +1,192 @@
+"""Whether what an island trained can be right: decisions from losses and from bounds of its steps.
+
+A flipped bit, a broken optimizer state or damaged text must not reach the other islands. An island
+sees three things by itself, none of which costs a collective or a wait:
+
+    loss     far beyond the median of its own last losses, three steps in a row, or not finite
+    reach    a value of a fragment lies further from its anchor than the inner steps since the last
+             merge can have moved it (`Reach`)
+    outcome  the syncer refused its last contributions
+
+It then sends nothing, takes the published values of all fragments (`Returns`), and has its inner
+optimizer mended or made new. The first loss after that is one of the published values alone: no
+step was made from them. Where that one is far off, too, neither the parameters nor the optimizer of
+this island are to blame but its text or the published version; it goes on declining, until a round
+of this island's decline expires: then nobody else contributes either, and what is published is what
+everybody has. It takes the new loss for granted and says so; going back to a good version is not an
+island's to decide.
+
+Pure: floats and integers, no tensors, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+#: Losses that make a median, and fewest that make one.
+_WINDOW, _FEWEST = 64, 16
+#: Losses in a row that are far off before they count: one batch may be odd.
+_IN_A_ROW = 3
+#: A loss is far off beyond the median by this share of it, so many nats, and so many deviations.
+_SHARE, _NATS, _DEVIATIONS = 0.5, 0.5, 6.0
+#: Of a normal distribution: standard deviation over median absolute deviation.
+_DEVIATION_OF_MEDIAN = 1.4826
+#: Contributions in a row that the syncer refuses before the optimizer state is not trusted.
+MOST_REFUSED = 3
+#: What a bound is multiplied with: roundings, and moments of other ages.
+_SLACK = 2.0
+#: Returns in a row: the first mends the optimizer's state, the second makes it new.
+_MOST_IN_A_ROW = 2
+#: Inner steps without a return after which the next one is the first again, at least.
+_FORGET_STEPS = 64
+
+
+class Mend(Enum):
+    """What the training loop is to do to its inner optimizer after a step."""
+
+    NOTHING = 0
+    #: Zero what the optimizer cannot have made.
+    MOMENTS = 1
+    #: Begin with a new state, or another island's.
+    ALL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """One inner step moves a value x by at most `update` + `decay` |x|."""
+
+    update: float = math.inf
+    decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The values of a fragment lie within `update` + `decay` |anchor| of their anchor."""
+
+    update: float = 0.0
+    decay: float = 0.0
+
+    def after(self, step: StepBound) -> Reach:
+        """Return the reach after one more inner step."""
+        return Reach(self.update + step.update, self.decay + step.decay)
+
+    def mixed(self, local_mix: float, moved: float) -> Reach:
+        """Return the reach after a merge that keeps a share of the local values.
+
+        Args:
+            local_mix: alpha; 0: the local values are the anchor.
+            moved: Largest change of a value of the anchor.
+        """
+        if not local_mix:
+            return Reach()
+        return Reach(local_mix * (self.update + moved), local_mix * self.decay)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Bounds beyond which a value cannot be right: without, and per |anchor|."""
+        return _SLACK * self.update, _SLACK * self.decay
+
+
+class OwnLosses:
+    """The losses of one island, step by step.
+
+    Attributes:
+        reason: Why nothing may be sent now; empty: it may.
+        wants_return: Whether the published values are to be taken.
+        is_astray: Whether even they have a loss that is far off.
+        last: The last loss; NaN: none yet.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._num_far = self._num_near = 0
+        self._is_of_published = False
+        self.reason = ""
+        self.wants_return = False
+        self.is_astray = False
+        self.last = math.nan
+
+    @property
+    def limit(self) -> float:
+        """Loss beyond which one is far off; infinite as long as too few are known."""
+        if len(self._losses) < _FEWEST:
+            return math.inf
+        median = statistics.median(self._losses)
+        deviation = statistics.median(abs(loss - median) for loss in self._losses)
+        return median + max(
+            _SHARE * abs(median), _NATS, _DEVIATIONS * _DEVIATION_OF_MEDIAN * deviation
+        )
+
+    def note(self, loss: float) -> None:
+        """Take the loss of an inner step, computed before its update."""
+        limit, self.last = self.limit, loss
+        is_far = not loss <= limit or math.isinf(loss)
+        self._num_far = self._num_far + 1 if is_far else 0
+        self._num_near = 0 if is_far else self._num_near + 1
+        if self._is_of_published:
+            self._is_of_published, self.is_astray = False, is_far
+        elif self.is_astray:
+            self.wants_return = self._num_near >= _IN_A_ROW  # without the work done meanwhile
+        else:
+            self.wants_return = self._num_far >= _IN_A_ROW or not math.isfinite(loss)
+        if not is_far and not self.is_astray:
+            self._losses.append(loss)
+        if self.is_astray or self.wants_return:
+            known = f"{limit:.4g} is far off" if math.isfinite(limit) else "it is not finite"
+            self.reason = f"the loss of this island is {loss:.4g}, beyond {known}"
+        else:
+            self.reason = ""
+
+    def returned(self) -> None:
+        """Take note that the published values were taken: the next loss is theirs."""
+        self._is_of_published, self._num_far, self._num_near = True, 0, 0
+        self.reason, self.wants_return, self.is_astray = "", False, False
+
+    def accept(self) -> None:
+        """Take the present losses for granted: nobody has better ones."""
+        self.__init__()  # type: ignore[misc]
+
+
+class Returns:
+    """How often an island returned to what is published, and what that says of its optimizer."""
+
+    def __init__(self, inner_steps_per_round: int, num_fragments: int) -> None:
+        """Assign only."""
+        self._num_fragments = num_fragments
+        self._included: set[int] = set()
+        self._forget_steps = max(_FORGET_STEPS, 2 * inner_steps_per_round)
+        self._last: int | None = None
+        self._in_a_row = 0
+
+    def is_recent(self, inner_step: int) -> bool:
+        """Whether the island has returned lately."""
+        return self._last is not None and inner_step - self._last <= self._forget_steps
+
+    def included(self, fragment_id: int) -> None:
+        """Take note that a contribution counts; one of each fragment, and all is well again."""
+        self._included.add(fragment_id)
+        if len(self._included) == self._num_fragments:
+            self._in_a_row = 0
+
+    def was_vain(self) -> None:
+        """Take note that the published values are no better: the optimizer is not to blame."""
+        self._in_a_row = 0
+
+    def mend(self, inner_step: int, *, is_new: bool) -> Mend | None:
+        """Count a return after so many inner steps, and say what to do; None: it is no use.
+
+        Args:
+            inner_step: Completed inner steps.
+            is_new: Whether the optimizer's state is not to be trusted whatever came before.
+        """
+        self._in_a_row = self._in_a_row + 1 if self.is_recent(inner_step) else 1
+        self._last = inner_step
+        self._included.clear()
+        if self._in_a_row > _MOST_IN_A_ROW:
+            return None
+        return Mend.ALL if is_new or self._in_a_row == _MOST_IN_A_ROW else Mend.MOMENTS

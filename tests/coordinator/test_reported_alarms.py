@@ -1,0 +1,104 @@
+"""Alarms of islands and syncers as an operator sees them, and in the audit log."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from diloco.alarms import AlarmKind
+from diloco.cli.tables import alarm_lines, run_text
+from diloco.coordinator.reported_alarms import HOLDS_S, MOST_OF_ISLAND, SHOWN_S
+from diloco.peer_texts import MOST_REASON
+from diloco.telemetry.prometheus import coordinator_metrics
+from protos.control_pb2 import Alarm, AlarmStatus
+from tests.coordinator_desk import Desk, joined, tell
+
+DECLINES = Alarm(kind="island_declines", island="west", fragment_id=-1, text="NaN", count=3)
+REFUSED = Alarm(kind="contribution_refused", island="west", fragment_id=1, text="norm 3e9")
+
+
+def shown(desk: Desk) -> list[AlarmStatus]:
+    return list(desk.coordinator.status().alarms)
+
+
+def recorded(desk: Desk) -> list[tuple[str, str]]:
+    entries = [e.content for e in desk.journal.happenings() if e.kind == "alarm"]
+    return [(content["reporter"], content["kind"]) for content in entries]
+
+
+def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await joined(desk)
+        for _ in range(3):
+            await desk.report(west, alarms=[DECLINES])
+            await desk.round_report(alarms=[REFUSED])
+            await asyncio.sleep(5.0)
+
+        status = desk.coordinator.status()
+
+        assert alarm_lines(status) == [
+            "alarm: contribution_refused, island west, fragment 1: norm 3e9 (syncer 0, 3 times, "
+            "first 15.0 s ago, it holds)",
+            "alarm: island_declines, island west: NaN (west, 3 times, first 15.0 s ago, it holds)",
+        ]
+        assert run_text(status).splitlines()[1:] == alarm_lines(status)
+        assert recorded(desk) == [("west", "island_declines"), ("syncer 0", "contribution_refused")]
+        assert not status.islands[1].last_report.alarms
+
+    tell(tmp_path, story)
+
+
+def test_what_is_not_reported_any_more_is_shown_for_an_hour(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await joined(desk)
+        await desk.report(west, alarms=[DECLINES])
+        await asyncio.sleep(HOLDS_S + 1)
+
+        (over,) = shown(desk)
+        assert not over.holds
+        assert run_text(desk.coordinator.status()).count("\n") == 0
+        metrics = {m.name: m.samples for m in coordinator_metrics(desk.coordinator.status())}
+        (gauge,), (counter,) = metrics["diloco_run_alarm"], metrics["diloco_run_alarms"]
+        assert (gauge.value, counter.value, counter.labels["alarm"]) == (0, 3, "island_declines")
+        await desk.report(west, alarms=[DECLINES])
+        assert shown(desk)[0].holds
+        assert not recorded(desk)[1:], "less than a minute later it is the same entry"
+        await asyncio.sleep(SHOWN_S + 1)
+        assert not shown(desk)
+
+    tell(tmp_path, story)
+
+
+def test_what_is_over_keeps_no_new_alarm_out(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await joined(desk)
+        over = [Alarm(kind="contribution_refused", fragment_id=p) for p in range(MOST_OF_ISLAND)]
+        await desk.report(west, alarms=over)
+        await asyncio.sleep(HOLDS_S + 1)
+
+        await desk.report(west, alarms=[DECLINES])
+
+        assert [each.alarm.kind for each in shown(desk) if each.holds] == ["island_declines"]
+        assert recorded(desk)[-1] == ("west", "island_declines")
+        assert len(shown(desk)) == MOST_OF_ISLAND
+
+    tell(tmp_path, story)
+
+
+def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await joined(desk)
+        odd = [Alarm(kind="x" * 9000), Alarm(kind="loss_rises", island="stranger")]
+        text = "\N{SNOWMAN}" * 200
+        many = [Alarm(kind="loss_rises", fragment_id=p, text=text) for p in range(500)]
+        await desk.report(west, alarms=odd)
+        for n in range(0, 500, MOST_OF_ISLAND):
+            await desk.report(west, alarms=many[n:])
+
+        alarms = shown(desk)
+
+        assert len(alarms) == len(recorded(desk)) == MOST_OF_ISLAND
+        assert all(len(each.alarm.text) <= MOST_REASON for each in alarms)
+        assert {each.alarm.kind for each in alarms} <= set(map(str, AlarmKind))
+
+    tell(tmp_path, story)

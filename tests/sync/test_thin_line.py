@@ -1,0 +1,135 @@
+"""Many lanes at once over a thin line: each moves, none is silent, nothing is sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from google.protobuf.wrappers_pb2 import Int64Value
+
+from diloco.sync.damage import LineDamage
+from diloco.sync.retried_calls import Reach, RetriedCalls
+from tests.transport.line import Line
+from transport import turns
+from transport.contracts import IncomingCall, Reply
+from transport.errors import DeadlineExceeded
+from transport.grpc_client import GrpcTransport
+from transport.grpc_server import GrpcServer
+from transport.limits import Limits
+from transport.retry import RetryPolicy
+from transport.transfer import Transfer
+
+WAYS = pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
+
+
+async def carry(
+    num_lanes: int, lane_bytes: int, rate_bps: float, limits: Limits, *, is_up: bool
+) -> tuple[int, int, int]:
+    """Move lanes; returns how many came whole, all bytes, and the most that were under way."""
+    lane = random.Random(0).randbytes(lane_bytes)
+
+    under_way = most = 0
+
+    def count(by: int) -> None:
+        nonlocal under_way, most
+        under_way += by
+        most = max(most, under_way)
+
+    async def take(call: IncomingCall) -> Reply:
+        count(1)
+        try:
+            return Reply(b"whole" if await call.read_payload() == lane else b"")
+        finally:
+            count(-1)
+
+    async def give(_: IncomingCall) -> Reply:
+        count(1)
+        return Reply(b"whole", lane, on_sent=lambda: count(-1))
+
+    server = GrpcServer("127.0.0.1:0", {"take": take, "give": give}, limits=limits)
+    await server.start()
+    port = int(server.address.rpartition(":")[2])
+    async with Line(("127.0.0.1", port), rate_bps=rate_bps) as line:
+        calls = RetriedCalls(
+            GrpcTransport(f"127.0.0.1:{line.port}"),
+            GrpcTransport(f"127.0.0.1:{line.port}"),
+            "east",
+            rpc_deadline_s=60.0,
+            policy=RetryPolicy(budget_s=600.0, max_wait_s=1.0),
+            rng=random.Random(1),
+            reach=Reach(),
+            damage=LineDamage("east", lambda _: None),
+        )
+
+        async def move(number: int) -> bool:
+            if is_up:
+                return (await calls.data("take", Int64Value(value=number), lane)).header == b"whole"
+            asked = Int64Value(value=number)
+            return (await calls.data("give", asked, max_reply_bytes=lane_bytes)).payload == lane
+
+        came = await asyncio.gather(*map(move, range(num_lanes)))
+        await calls.close()
+        moved = calls.bytes_up + calls.bytes_down
+    await server.stop(0)
+    return sum(came), moved, most
+
+
+@WAYS
+def test_lanes_share_a_thin_line_in_turns(is_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "START_BYTES", 1 << 20)
+    monkeypatch.setattr(turns, "MOVE_S", 0.5)
+    size = 512 << 10
+    came, moved, most = asyncio.run(carry(32, size, 32e6, Limits(silence_s=10.0), is_up=is_up))
+    assert came == 32
+    assert moved < 1.02 * 32 * size
+    assert most <= 16  # 4 by the rate; more at the begin, where buffers swallow some at once
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@WAYS
+@pytest.mark.parametrize("mbps", [1, 2, 5, 10])
+def test_128_lanes_over_a_thin_line(mbps: int, is_up: bool) -> None:
+    size = 300 << 10
+    came, moved, most = asyncio.run(carry(128, size, mbps * 1e6, Limits(), is_up=is_up))
+    assert came == 128
+    assert moved < 1.02 * 128 * size
+    assert most < 128
+
+
+def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it_is_dead() -> None:
+    deadline_s = 2.0
+
+    async def run() -> None:
+        payload = bytes(2 << 20)
+
+        async def give(_: IncomingCall) -> Reply:
+            return Reply(b"", payload)
+
+        server = GrpcServer("127.0.0.1:0", {"give": give}, chunk_bytes=128 << 10)
+        await server.start()
+        port = int(server.address.rpartition(":")[2])
+        loop = asyncio.get_running_loop()
+        async with Line(("127.0.0.1", port), rate_bps=4e6) as line:
+            transport = GrpcTransport(f"127.0.0.1:{line.port}")
+            began = loop.time()
+
+            async def call() -> Reply:
+                return await transport.call(
+                    "give",
+                    b"",
+                    deadline_s=deadline_s,
+                    max_reply_bytes=len(payload),
+                    transfer=Transfer(),
+                )
+
+            assert (await call()).payload == payload
+            assert loop.time() - began > deadline_s
+            line.is_dead = True
+            with pytest.raises(DeadlineExceeded, match=f"no answer within {deadline_s:g} s"):
+                await call()
+            await transport.close()
+        await server.stop(0)
+
+    asyncio.run(run())

@@ -1,0 +1,40 @@
+"""A server in a process of its own, which a storm may end: CERTS ROTATE_S DESCRIPTORS on its line.
+
+It prints its address, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import resource
+import sys
+from pathlib import Path
+
+import transport.grpc_listener
+from tests.transport.pki import COORDINATOR
+from transport.contracts import IncomingCall, Reply
+from transport.grpc_server import GrpcServer
+from transport.tls import Tls
+
+
+async def echo(call: IncomingCall) -> Reply:
+    return Reply(call.header, await call.read_payload())
+
+
+async def serve(certs: Path, between_s: float) -> None:
+    transport.grpc_listener._BETWEEN_S = between_s
+    transport.grpc_listener._LOOK_S = min(between_s, transport.grpc_listener._LOOK_S)
+    server = GrpcServer("127.0.0.1:0", {"echo": echo}, tls=Tls(certs, COORDINATOR))
+    await server.start()
+    sys.stdout.write(f"{server.address}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0.0)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]), hard))
+    asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2])))
