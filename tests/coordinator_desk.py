@@ -44,8 +44,10 @@ class Desk:
         terms: Terms = TERMS,
         config: Config | None = None,
         num_syncers: int = 1,
+        names: tuple[str, ...] = ("east", "west"),
     ) -> None:
         self.num_syncers = num_syncers
+        self.names = names
         self.terms = terms
         self.config = config
         self.network = LoopbackNetwork()
@@ -55,7 +57,7 @@ class Desk:
     async def start(self) -> None:
         self.journal = Journal(self.path)
         self.journal.open()
-        names, is_shared = ("east", "west"), self.config and self.config.outer.is_on_arrival
+        names, is_shared = self.names, self.config and self.config.outer.is_on_arrival
         self.membership = Membership(
             "demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2,
             claims=Claims(2, names) if is_shared else None,
@@ -179,4 +181,4 @@ def tell(directory: Path, story: Story, **changes: Any) -> None:
 
 
 async def joined(desk: Desk, start_id: str = "a") -> list[control.Grant]:
-    return [(await desk.join(island, start_id)).grant for island in ("east", "west")]
+    return [(await desk.join(island, start_id)).grant for island in desk.names]

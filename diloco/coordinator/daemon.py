@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diloco.alarms import Alarm, AlarmKind
 from diloco.config.schema import Config
@@ -200,6 +200,7 @@ class Coordinator:
         self._cut_patience.look(loop_now(), self.board.terms.unreachable_s)
         self._return_if_decided()
         self._raise_alarms()
+        self.alarms.write()
         self._end_if_over()
         too_long = self.board.terms.unreachable_s
         silent = [
@@ -310,10 +311,10 @@ class Coordinator:
             reply.island.CopyFrom(self.board.island_status(island))
         return Reply.of(reply)
 
-    def _record(self, told: Told) -> None:
+    def _record(self, told: Sequence[Told]) -> None:
         """Write into the audit log, where there is room; nothing depends on it."""
         with contextlib.suppress(DiskFull):  # the journal has said so
-            self._journal.write((), told=[told])
+            self._journal.write((), told=told)
 
     def _obey(self, config: Config) -> None:
         """Go by another configuration from now on."""

@@ -1,8 +1,9 @@
 """The alarms that islands, syncers and the coordinator itself have raised, as operators see them.
 
-Memory, and for each time that one begins to hold an entry of the audit log. Bounded, whatever is
-reported: alarms a reporter, characters a text, kinds and islands that there are, and entries of the
-audit log a time.
+Memory, and for each time that one begins to hold an entry of the audit log. Entries are written
+together, with `write`: a thousand islands may report at once. Bounded, whatever is reported: alarms
+a reporter, characters a text, kinds and islands that there are, and entries of the audit log a
+time.
 """
 
 from __future__ import annotations
@@ -45,18 +46,20 @@ class ReportedAlarms:
     """Of one run.
 
     Args:
-        record: Writes an entry of the audit log.
+        record: Writes entries of the audit log, all at once.
         unix_clock: By which the audit log's entries are named.
     """
 
     def __init__(
-        self, *, record: Callable[[Told], object], unix_clock: Callable[[], float]
+        self, *, record: Callable[[list[Told]], object], unix_clock: Callable[[], float]
     ) -> None:
         """Begin with none."""
         self._record = record
         self._unix_clock = unix_clock
         self._by_reporter: dict[str, Alarms] = {}
-        self._recorded: dict[tuple[str, str, str, int], float] = {}
+        # Reporter -> alarm -> when an entry was last made of it.
+        self._noted: dict[str, dict[tuple[str, str, int], float]] = {}
+        self._unwritten: list[Told] = []
 
     def reported(
         self,
@@ -106,25 +109,30 @@ class ReportedAlarms:
             self._note(reporter, held, now, most)
 
     def _note(self, reporter: str, held: HeldAlarm, now: float, most: int) -> None:
-        """Write into the audit log that an alarm began to hold, at most once in a while.
+        """Make an entry for the audit log: an alarm began to hold; at most once in a while.
 
         And at most `most` of one kind and reporter in that time.
         """
-        key = (reporter, *held.alarm.key)
-        self._recorded = {k: at for k, at in self._recorded.items() if now - at < _TOLD_AGAIN_S}
-        alike = [k for k in self._recorded if k[:2] == key[:2]]
-        if key in self._recorded or len(alike) >= most:
+        before, key = self._noted.get(reporter, {}), held.alarm.key
+        noted = {k: at for k, at in before.items() if now - at < _TOLD_AGAIN_S}
+        if key in noted or sum(kind == key[0] for kind, _, _ in noted) >= most:
             return
-        self._recorded[key] = now
-        logger.warning("alarm %s, reporter=%s: %s", held.alarm.key, reporter, held.alarm.text)
+        self._noted[reporter] = {**noted, key: now}
+        logger.warning("alarm %s, reporter=%s: %s", key, reporter, held.alarm.text)
         unix_s = self._unix_clock()
         what = {
             "kind": held.alarm.kind, "island": held.alarm.island,
             "fragment_id": held.alarm.fragment_id, "text": held.alarm.text,
             "reporter": reporter, "unix_s": unix_s,
         }  # fmt: skip
-        name = "/".join(map(str, key))
-        self._record(Told("alarm", f"{name}/{unix_s:.3f}", json.dumps(what)))
+        name = "/".join(map(str, (reporter, *key)))
+        self._unwritten.append(Told("alarm", f"{name}/{unix_s:.3f}", json.dumps(what)))
+
+    def write(self) -> None:
+        """Write the entries that were made since the last call into the audit log."""
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            self._record(unwritten)
 
     def status(self, now: float) -> list[AlarmStatus]:
         """Return the alarms that hold, or did within the last hour; the newest first."""

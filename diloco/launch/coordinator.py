@@ -307,6 +307,7 @@ async def _coordinate(
         # They are served meanwhile: they have last reports.
         given_up = coordinator.ended if coordinator.is_halting else signals.forced
         await _stop_syncers(state, supervisors, journal, given_up)
+    coordinator.alarms.write()  # of last reports
     if membership.is_returning and not signals.asked.is_set():
         return 0  # it goes on
     return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)

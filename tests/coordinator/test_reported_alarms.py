@@ -22,6 +22,7 @@ def shown(desk: Desk) -> list[AlarmStatus]:
 
 
 def recorded(desk: Desk) -> list[tuple[str, str]]:
+    desk.coordinator.alarms.write()  # as the next look of the watch does
     entries = [e.content for e in desk.journal.happenings() if e.kind == "alarm"]
     return [(content["reporter"], content["kind"]) for content in entries]
 
@@ -102,3 +103,28 @@ def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
         assert {each.alarm.kind for each in alarms} <= set(map(str, AlarmKind))
 
     tell(tmp_path, story)
+
+
+def test_alarms_of_all_islands_at_once_are_one_durable_write(tmp_path: Path) -> None:
+    names = tuple(f"island-{n:02d}" for n in range(50))
+
+    async def story(desk: Desk) -> None:
+        grants, writes = await joined(desk), list[str]()
+        for grant in grants:
+            await desk.report(grant)
+        watching = asyncio.create_task(desk.coordinator.watch())
+        await asyncio.sleep(0)
+        desk.journal._require().set_trace_callback(
+            lambda statement: writes.append(statement) if statement == "COMMIT" else None
+        )
+        for grant in grants:
+            declines = Alarm(kind="island_declines", island=grant.island, fragment_id=-1)
+            await desk.report(grant, alarms=[declines])
+        assert not writes
+        await asyncio.sleep(2.0)
+
+        assert len(writes) == 1
+        assert len([e for e in desk.journal.happenings() if e.kind == "alarm"]) == len(names)
+        watching.cancel()
+
+    tell(tmp_path, story, names=names)
