@@ -46,6 +46,7 @@ class RunLimits:
         num_fragments: P.
         num_lanes: Of a fragment, at most.
         num_islands: That the run may have.
+        num_ranks: Of the largest island; 0: not known.
         num_syncers: Of the run.
         inner_steps: That an island may make; where tokens end the run, any that there can be.
     """
@@ -53,6 +54,7 @@ class RunLimits:
     num_fragments: int = 1 << 16
     num_lanes: int = 1 << 16
     num_islands: int = 1 << 16
+    num_ranks: int = 0
     num_syncers: int = 1 << 16
     inner_steps: int = MOST_STEPS
 
@@ -63,6 +65,7 @@ def limits_of(config: Config) -> RunLimits:
         num_fragments=config.outer.num_fragments,
         num_lanes=config.outer.num_lanes,
         num_islands=config.max_islands,
+        num_ranks=max(island.ranks for island in config.islands.values()),
         num_syncers=config.coordinator.num_syncers,
         inner_steps=MOST_STEPS if config.outer.is_on_arrival else config.run.inner_steps,
     )

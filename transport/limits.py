@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from transport.channels import MOST_CHANNELS
 from transport.errors import Overloaded
 
 _FORGET_AT = 4096
@@ -60,6 +61,18 @@ class Limits:
     call_s: float = 7200.0
     kept_bytes: int = 1 << 30
     kept_s: float = 600.0
+
+    def for_processes(self, num_processes: int) -> Limits:
+        """Return limits under which so many processes may connect at once from one address.
+
+        They do when a server's certificate changes: with one or two connections each, and once
+        calls are let in with up to `MOST_CHANNELS`.
+        """
+        return replace(
+            self,
+            connections=max(self.connections, MOST_CHANNELS * num_processes),
+            strangers_per_address=max(self.strangers_per_address, 2 * num_processes),
+        )
 
 
 @dataclass(slots=True)

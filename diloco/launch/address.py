@@ -61,7 +61,7 @@ async def listen(
         handlers: Coroutines by method name; each gets its rule of `access` before it.
         security: What this process shows and asks for.
         chunk_bytes: Chunk size of replies.
-        limits: What callers can say of this run; None: of any.
+        limits: What callers can say of this run, and how large an island is; None: of any.
         on_refused: Counts what says something else, by island and cause.
         busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
 
@@ -78,7 +78,7 @@ async def listen(
         server = security.server(
             bind,
             guarded(handlers, limits, on_refused),
-            limits=_LIMITS,
+            limits=_LIMITS.for_processes(limits.num_ranks if limits else 0),
             chunk_bytes=chunk_bytes,
         )
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
+from diloco.config.load import load_config
 from diloco.config.network import CoordinatorConfig
 from diloco.errors import ConfigError
 from diloco.launch.address import (
@@ -17,6 +19,10 @@ from diloco.launch.address import (
     syncer_address,
 )
 from diloco.launch.security import Security
+from diloco.peer_bounds import limits_of
+from tests.run_files import write_run
+from transport.grpc_server import GrpcServer
+from transport.limits import Limits
 
 
 def test_recorded_port_is_bound_again_only_when_none_is_configured() -> None:
@@ -60,6 +66,24 @@ def test_busy_port_is_waited_for_and_then_refused_by_name() -> None:
     assert f"cannot listen on {address}: is another process using it? " in message
     assert "(Address already in use). Islands expect" in message
     assert "end the process that holds it" in message
+
+
+def test_all_ranks_of_an_island_may_connect_at_once_from_one_address(tmp_path: Path) -> None:
+    text = dict.fromkeys(["islands.east.ranks", "islands.east.mesh.dp_replicate"], 512)
+    text["islands.east.tokens_per_inner_step"] = 512 * 32
+    run = load_config(
+        write_run(tmp_path, {"east": "", "west": ""}), [f"{k}={v}" for k, v in text.items()]
+    )
+
+    async def limits() -> Limits:
+        server = await listen(
+            "127.0.0.1:0", "", {}, security=Security(), chunk_bytes=1 << 20, limits=limits_of(run)
+        )
+        await server.stop(0)
+        assert isinstance(server, GrpcServer)
+        return server._limits
+
+    assert asyncio.run(limits()).strangers_per_address == 1024
 
 
 def config(**addresses: str) -> CoordinatorConfig:

@@ -1,4 +1,4 @@
-"""A server in a process of its own, which a storm may end: CERTS ROTATE_S DESCRIPTORS on its line.
+"""A server in a process of its own, which a storm may end: CERTS ROTATE_S DESCRIPTORS PROCESSES.
 
 It prints its address, and ends with its standard input.
 """
@@ -15,6 +15,7 @@ import transport.grpc_listener
 from tests.transport.pki import COORDINATOR
 from transport.contracts import IncomingCall, Reply
 from transport.grpc_server import GrpcServer
+from transport.limits import Limits
 from transport.tls import Tls
 
 
@@ -22,10 +23,12 @@ async def echo(call: IncomingCall) -> Reply:
     return Reply(call.header, await call.read_payload())
 
 
-async def serve(certs: Path, between_s: float) -> None:
+async def serve(certs: Path, between_s: float, num_processes: int) -> None:
     transport.grpc_listener._BETWEEN_S = between_s
     transport.grpc_listener._LOOK_S = min(between_s, transport.grpc_listener._LOOK_S)
-    server = GrpcServer("127.0.0.1:0", {"echo": echo}, tls=Tls(certs, COORDINATOR))
+    limits = Limits().for_processes(num_processes)
+    tls = Tls(certs, COORDINATOR)
+    server = GrpcServer("127.0.0.1:0", {"echo": echo}, tls=tls, limits=limits)
     await server.start()
     sys.stdout.write(f"{server.address}\n")
     sys.stdout.flush()
@@ -37,4 +40,4 @@ if __name__ == "__main__":
     faulthandler.enable()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]), hard))
-    asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2])))
+    asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[4])))
