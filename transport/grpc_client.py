@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections.abc import AsyncIterator
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
@@ -66,6 +66,10 @@ class GrpcTransport:
     of its first call. Loops in several threads work side by side, but gRPC logs an error when
     one of them is closed while another handles its last events.
 
+    A connection over which nothing came during all of a call's deadline is replaced: one flipped
+    bit in the length of an HTTP/2 frame makes either end take all that follows for that frame's
+    content, and gRPC's keepalive does not see it, as the other direction lives.
+
     A call that never arrived is made again at the next address, in order; the one that answered
     is the first that the next call tries. Names are resolved again at every reconnection.
 
@@ -123,6 +127,8 @@ class GrpcTransport:
         self._looked_at = float("-inf")
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         self._ends: dict[grpc.aio.Channel, ClientEnd] = {}
+        #: When something came over a connection last, or it was opened.
+        self._heard_at: WeakKeyDictionary[grpc.aio.Channel, float] = WeakKeyDictionary()
         self._stamp: object = None
         self._retiring: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._is_closed = False
@@ -171,6 +177,7 @@ class GrpcTransport:
                         method, request, message, size + max_reply_bytes, timeout
                     )
             except TimeoutError:
+                self._replace_silent(deadline_s)
                 late = self._error(DeadlineExceeded, f"no answer within {deadline_s:g} s", method)
                 request.failed(late)
                 raise late from None
@@ -244,9 +251,10 @@ class GrpcTransport:
             async with self._translated(call, method):
                 if ACCEPTED_METADATA in tuple(await call.initial_metadata()):
                     request.arrived()
+                self._heard(channel)
                 if end:
                     await self._insist_on_proof(call, end, challenge)
-                return await self._read_reply(call, request)
+                return await self._read_reply(channel, call, request)
         except (ConnectError, PeerReset):
             if end:  # gRPC tells late, at times, that a connection broke
                 end.is_proved = False
@@ -323,16 +331,33 @@ class GrpcTransport:
         """Return the connection to an address, a new one after a change of certificates."""
         stamp = self._tls.stamp if self._tls else None
         if stamp != self._stamp:
-            retired, self._channels, self._stamp = self._channels, {}, stamp
-            self._ends.clear()
-            for channel in retired.values():
-                task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_S))
-                self._retiring[task] = channel
-                task.add_done_callback(self._retired)
+            self._stamp = stamp
+            for key in list(self._channels):
+                self._retire(key)
         key = candidate, dealt
         if key not in self._channels:
             self._channels[key] = self._open(candidate)
+            self._heard(self._channels[key])
         return self._channels[key]
+
+    def _heard(self, channel: grpc.aio.Channel) -> None:
+        self._heard_at[channel] = asyncio.get_running_loop().time()
+
+    def _replace_silent(self, silence_s: float) -> None:
+        """Have the next calls open new connections in place of those that were silent so long."""
+        since = asyncio.get_running_loop().time() - silence_s
+        for key, channel in list(self._channels.items()):
+            if self._heard_at[channel] <= since:
+                _log.info("connection replaced, silent for %g s, peer=%s", silence_s, key[0])
+                self._retire(key)
+
+    def _retire(self, key: tuple[str, int]) -> None:
+        """Close a connection once the calls in progress over it have ended."""
+        channel = self._channels.pop(key)
+        self._ends.pop(channel, None)
+        task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_S))
+        self._retiring[task] = channel
+        task.add_done_callback(self._retired)
 
     def _retired(self, task: asyncio.Task[None]) -> None:
         self._retiring.pop(task, None)
@@ -353,8 +378,13 @@ class GrpcTransport:
         self._ends[channel] = end
         return channel
 
-    async def _read_reply(self, call: _Call, request: Request) -> Reply:
-        reply = await request.read_reply(functools.partial(_read, call))
+    async def _read_reply(self, channel: grpc.aio.Channel, call: _Call, request: Request) -> Reply:
+        async def read() -> bytes | None:
+            message = await _read(call)
+            self._heard(channel)
+            return message
+
+        reply = await request.read_reply(read)
         # The reply is whole. A refused request need not be sent to its end; any other call ends
         # in good order, without a reset, whatever its status.
         if request.is_sent:

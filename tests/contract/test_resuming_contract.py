@@ -12,7 +12,7 @@ import pytest
 
 from diloco.rounds.spool import Spool
 from tests.contract.kinds import KINDS, Kind
-from tests.transport.cutting_proxy import CuttingProxy
+from tests.transport.line import Line
 from transport.addresses import split_address
 from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
 from transport.errors import HandlerFailed, NotYet, PeerReset
@@ -47,10 +47,10 @@ def cuts_of(kind: Kind) -> tuple[int, ...]:
 
 
 class Ends:
-    """A server, the proxy before it, and a way through."""
+    """A server, the line before it, and a way through."""
 
-    def __init__(self, server: Server, proxy: CuttingProxy, transport: Transport) -> None:
-        self.server, self.proxy, self.transport = server, proxy, transport
+    def __init__(self, server: Server, line: Line, transport: Transport) -> None:
+        self.server, self.line, self.transport = server, line, transport
 
     async def call(
         self, method: str, payload: bytes = b"", transfer: Transfer | None = None
@@ -86,11 +86,12 @@ async def ends(
     is_peer = is_peer_address(address)
     port = tcp_port(parse_peer_address(address)) if is_peer else split_address(address)[1]
     try:
-        async with CuttingProxy(("127.0.0.1", port), up=list(up), down=list(down)) as proxy:
+        # At a rate at which what has passed before a cut has also been read.
+        async with Line(("127.0.0.1", port), rate_bps=128e6, cut_up=up, cut_down=down) as line:
             assert kind.via is not None
-            transport = kind.connect(kind.via(address, proxy.port))
+            transport = kind.connect(kind.via(address, line.port))
             try:
-                yield Ends(server, proxy, transport)
+                yield Ends(server, line, transport)
             finally:
                 await transport.close()
     finally:
@@ -110,9 +111,9 @@ def test_a_payload_goes_on_where_its_connection_broke(kind: Kind) -> None:
             reply, transfer, num_attempts = await there.call("take", PAYLOAD)
             assert reply.header == b"taken"
             assert received == [PAYLOAD]
-            assert there.proxy.num_cuts == len(cuts)
+            assert there.line.num_cuts == len(cuts)
             assert num_attempts > len(cuts)
-            assert there.proxy.up_bytes < SIZE + AROUND + len(cuts) * AGAIN
+            assert there.line.up.num_bytes < SIZE + AROUND + len(cuts) * AGAIN
             if kind.goes_around:
                 # All may have been in buffers when the first attempt broke; the second began late.
                 assert transfer.sent_bytes < 2 * SIZE - (1 << 20)
@@ -134,8 +135,8 @@ def test_a_reply_goes_on_where_its_connection_broke_and_is_made_once(kind: Kind)
         async with ends(kind, {"give": give}, down=cuts) as there:
             reply, transfer, _ = await there.call("give")
             assert (reply.header, reply.payload, num_made) == (b"1", PAYLOAD, 1)
-            assert there.proxy.num_cuts == len(cuts)
-            assert there.proxy.down_bytes < SIZE + AROUND + len(cuts) * AGAIN
+            assert there.line.num_cuts == len(cuts)
+            assert there.line.down.num_bytes < SIZE + AROUND + len(cuts) * AGAIN
             assert transfer.received_bytes == SIZE  # what has arrived is never asked for again
             table = there.server._transfers  # type: ignore[attr-defined]
             async with asyncio.timeout(DEADLINE_S):
@@ -156,9 +157,9 @@ def test_both_directions_of_one_call_may_break(either_kind: Kind) -> None:
         async with ends(either_kind, {"echo": echo}, up=(3_000_000,), down=down) as there:
             reply, _, _ = await there.call("echo", PAYLOAD)
             assert (reply.header, reply.payload) == (b"header", PAYLOAD)
-            assert there.proxy.num_cuts == 1 + len(down)
-            assert there.proxy.up_bytes < SIZE + 2 * AROUND + AGAIN
-            assert there.proxy.down_bytes < SIZE + 2 * AROUND + AGAIN
+            assert there.line.num_cuts == 1 + len(down)
+            assert there.line.up.num_bytes < SIZE + 2 * AROUND + AGAIN
+            assert there.line.down.num_bytes < SIZE + 2 * AROUND + AGAIN
 
     either_kind.run(run())
 
@@ -181,12 +182,12 @@ def test_without_a_transfer_a_call_begins_anew(either_kind: Kind) -> None:
 
             with pytest.raises(PeerReset):
                 await attempt()
-            before = there.proxy.up_bytes
+            before = there.line.up.num_bytes
             reply = await retry(attempt, RetryPolicy(budget_s=DEADLINE_S), random.Random(0))
             assert (reply.payload, num_asked) == (PAYLOAD, 2)
             assert there.server._transfers.num_idle == 0  # type: ignore[attr-defined]
             if not either_kind.goes_around:
-                assert there.proxy.up_bytes - before >= SIZE
+                assert there.line.up.num_bytes - before >= SIZE
 
     either_kind.run(run())
 
@@ -321,7 +322,7 @@ def test_a_refusal_of_a_resumed_call_is_heard_unread(either_kind: Kind) -> None:
         async with ends(either_kind, {"take": refuse_later}, up=(2_000_000,)) as there:
             with pytest.raises(HandlerFailed, match="closed by now"):
                 await there.call("take", PAYLOAD)
-            assert there.proxy.up_bytes < 2_000_000 + AROUND + AGAIN
+            assert there.line.up.num_bytes < 2_000_000 + AROUND + AGAIN
 
     either_kind.run(run())
 
@@ -338,7 +339,7 @@ def test_attempts_of_one_call_at_once_do_no_harm(either_kind: Kind) -> None:
         async with ends(either_kind, {"take": take}) as there:
             transfer = Transfer()
             first = asyncio.create_task(there.call("take", PAYLOAD, transfer))
-            while there.proxy.up_bytes < 2_000_000:
+            while there.line.up.num_bytes < 2_000_000:
                 await asyncio.sleep(0.001)
             second = asyncio.create_task(there.call("take", PAYLOAD, transfer))
             (reply, _, _), _ = await asyncio.gather(second, first, return_exceptions=True)

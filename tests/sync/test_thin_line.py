@@ -126,7 +126,7 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it
 
             assert (await call()).payload == payload
             assert loop.time() - began > deadline_s
-            line.is_dead = True
+            line.silence()
             with pytest.raises(DeadlineExceeded, match=f"no answer within {deadline_s:g} s"):
                 await call()
             await transport.close()

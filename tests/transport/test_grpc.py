@@ -7,8 +7,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.transport.line import Line
 from tests.transport.test_framing import sealed
 from tests.waiting import wait_until
+from transport.addresses import split_address
 from transport.contracts import Buffer, Handlers, IncomingCall, Reply, Server
 from transport.errors import (
     ChecksumMismatch,
@@ -200,6 +202,24 @@ def test_a_peer_that_never_answers_is_deadline_exceeded() -> None:
             await transport.close()
 
     asyncio.run(run())
+
+
+def test_a_connection_that_nothing_comes_over_is_replaced() -> None:
+    async def claim(address: str) -> None:
+        async with Line(("127.0.0.1", split_address(address)[1])) as line:
+            transport = GrpcTransport(f"127.0.0.1:{line.port}")
+
+            async def call(deadline_s: float) -> Reply:
+                return await transport.call("echo", b"hello", deadline_s=deadline_s)
+
+            await call(DEADLINE_S)
+            line.silence()  # as where a flipped bit hides at which byte frames begin
+            with pytest.raises(DeadlineExceeded):
+                await call(0.3)
+            assert (await call(DEADLINE_S)).header == b"hello"
+            await transport.close()
+
+    serving({"echo": echo}, claim)
 
 
 def test_a_connection_cut_while_the_request_is_sent_is_peer_reset() -> None:
