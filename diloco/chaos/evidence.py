@@ -15,6 +15,7 @@ from diloco.chaos.judge import Evidence, Newest, Recomputed
 from diloco.chaos.plan import Timed
 from diloco.chaos.runner import TRUTH, Ended
 from diloco.chaos.truth import read_story
+from diloco.compression.lanes import lane_codec
 from diloco.coordinator.journal import Journal
 from diloco.launch.state_dir import StateDir
 from diloco.launch.stores import read_plan, state_by_fragment
@@ -22,6 +23,7 @@ from diloco.rounds.log import headers_in
 from diloco.rounds.record import fragment_directory
 from diloco.rounds.replay import FragmentReplay, Verdict
 from diloco.rounds.stored import StoredVersions
+from diloco.rounds.terms import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,15 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
     config = ended.config
     state = StateDir(Path(config.coordinator.state_dir))
     lines = _json_lines(state.root / TRUTH)
-    stores, newest, recomputed = [], {}, []
+    stores, newest, recomputed, contribution_bytes = [], {}, [], {}
     if (plan := read_plan(state)) is not None:
         for p, own in sorted(state_by_fragment(state, plan).items()):
             store = StoredVersions(own.store, plan.fragments[p])
             stores.append(store)
+            contribution_bytes[p] = sum(
+                lane_codec(config.outer.uplink, store.fragment, lane.lane_id).wire_bytes(lane.numel)
+                for lane in store.fragment.lanes
+            )
             if (record := store.newest()) is None:
                 continue
             newest[p] = Newest(record.version, record.digest.hex())
@@ -63,6 +69,8 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
         local_mix=config.outer.local_mix,
         is_on_arrival=config.outer.is_on_arrival,
         carries=config.outer.late == "carry",
+        contribution_bytes=contribution_bytes,
+        most_steps=Weights(config.outer.inner_steps_per_round).most_steps,
     )
 
 

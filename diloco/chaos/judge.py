@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.chaos.plan import COORDINATOR, ENDING, SPOILING, Kind
@@ -21,6 +21,9 @@ from diloco.chaos.truth import FaultStory, Story
 _SHOWN = 3
 #: Faults after which an island is expected to start once more.
 STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
+#: Bytes that a thin line may move beyond those of contributions, as a share of them: what was under
+#: way when a flipped bit broke its connection is sent again.
+_SENT_AGAIN = 0.5
 _OUTCOMES = frozenset({"included", "not_included", "refused", "declined", "expired", "unknown"})
 
 
@@ -57,6 +60,8 @@ class Evidence:
         local_mix: alpha of the run.
         is_on_arrival: Whether islands merge on arrival and may jump over versions.
         carries: Whether contributions that come too late are carried on.
+        contribution_bytes: Fragment -> what one contribution to it weighs on the line.
+        most_steps: Inner steps that one contribution counts; 0: any number.
     """
 
     story: Story
@@ -70,6 +75,8 @@ class Evidence:
     local_mix: float = 0.0
     is_on_arrival: bool = False
     carries: bool = False
+    contribution_bytes: Mapping[int, int] = field(default_factory=dict)
+    most_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,13 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
         _finding(
             "strangers end no process",
             [*_storm_problems(evidence)],
-            f"{sum(1 for _ in _storms(evidence))} storms of connections",
+            f"{len(_fired(evidence, Kind.CONNECT_STORM))} storms of connections",
+        ),
+        _finding(
+            "a thin line costs time alone",
+            [*_thin_line_problems(evidence)],
+            "; ".join(_thin_line_text(evidence, line) for line in _fired(evidence, Kind.THIN_LINE))
+            or "no thin lines",
         ),
         _finding(
             "nobody is blamed for what he did not do",
@@ -226,7 +239,7 @@ def _version_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
             yield f"fragment {p}: versions {missing} of 0 to {newest.version} are not in the tape"
         if beyond := sorted(version for version in versions if version > newest.version):
             yield f"fragment {p}: versions {beyond} were published and are lost"
-    torn = [f for f in evidence.story.faults if f.fault.kind is Kind.TORN_NEWEST and f.fired]
+    torn = _fired(evidence, Kind.TORN_NEWEST)
     if len(torn) > len(evidence.repaired):
         yield (
             f"{len(torn)} newest versions were torn, {len(evidence.repaired)} were taken back from "
@@ -288,14 +301,12 @@ def _exit_problems(evidence: Evidence) -> Iterator[str]:
             yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
 
 
-def _storms(evidence: Evidence) -> Iterator[FaultStory]:
-    for story in evidence.story.faults:
-        if story.fault.kind is Kind.CONNECT_STORM and story.fired:
-            yield story
+def _fired(evidence: Evidence, *kinds: Kind) -> list[FaultStory]:
+    return [f for f in evidence.story.faults if f.fired and f.fault.kind in kinds]
 
 
 def _storm_problems(evidence: Evidence) -> Iterator[str]:
-    for storm in _storms(evidence):
+    for storm in _fired(evidence, Kind.CONNECT_STORM):
         began_s, ended_s = storm.began_s or 0.0, storm.ended_s or float("inf")
         is_explained = any(
             other.began_s is not None
@@ -306,6 +317,61 @@ def _storm_problems(evidence: Evidence) -> Iterator[str]:
         )
         if not (storm.is_same or is_explained):
             yield f"{storm.fault.target} ended under a storm: {storm.note}"
+
+
+def _thin_line_problems(evidence: Evidence) -> Iterator[str]:
+    """What a thin line may not cost: a start, a round, the rest of the run, many bytes."""
+    for line in _fired(evidence, Kind.THIN_LINE):
+        island, (began, ended) = line.fault.island, line.unix_span_s
+        who, events = f"{island} on its thin line", evidence.events[island]
+        within = [e for e in events if "incarnation" in e and began <= e["unix_s"] <= ended]
+        is_met = any(line.meets(other) for other in evidence.story.faults)
+        if len({event["incarnation"] for event in within}) > 1 and not is_met:
+            yield f"{who} ended and started again"
+        if any(event["kind"] == "round_expired" for event in within) and not is_met:
+            yield f"{who} was waited for until a round expired"
+        if not (_versions_within(evidence, line) or is_met):
+            yield f"{who} kept the run from every version for {ended - began:.1f} s"
+        after = [s.verdict for s in _sends_of(evidence, island) if s.event["unix_s"] > ended]
+        if after and "included" not in after:
+            yield f"{who}: none of its {len(after)} contributions afterwards was included"
+        moved, sent = _moved_around(evidence, line)
+        if moved > (1 + _SENT_AGAIN) * sent + sum(evidence.contribution_bytes.values()):
+            yield f"{who} moved {moved:,} bytes for {sent:,} of contributions"
+
+
+def _thin_line_text(evidence: Evidence, line: FaultStory) -> str:
+    moved, sent = _moved_around(evidence, line)
+    return (
+        f"{line.fault.island}: {_versions_within(evidence, line)} versions meanwhile, {line.note}, "
+        f"{moved:,} bytes moved for {sent:,} of contributions"
+    )
+
+
+def _versions_within(evidence: Evidence, line: FaultStory) -> int:
+    began_s, ended_s = line.span_s
+    return sum(began_s <= at_s <= ended_s for at_s, *_ in evidence.story.published)
+
+
+def _moved_around(evidence: Evidence, line: FaultStory) -> tuple[int, int]:
+    """Bytes up between two notes of them around a fault, and what was sent between these weighs.
+
+    Nothing where no start of the island wrote both.
+    """
+    began, ended = line.unix_span_s
+    for start in starts_of(evidence.events[line.fault.island]).values():
+        notes = [event for event in start if event["kind"] == "bytes_moved"]
+        first = [note for note in notes if note["unix_s"] <= began][-1:]
+        last = [note for note in notes if note["unix_s"] >= ended][:1]
+        if first and last:
+            sent = sum(
+                evidence.contribution_bytes.get(event["fragment_id"], 0)
+                for event in start
+                if event["kind"] == "fragment_sent" and not event["declined"]
+                if first[0]["unix_s"] <= event["unix_s"] <= last[0]["unix_s"]
+            )
+            return last[0]["bytes_up"] - first[0]["bytes_up"], sent
+    return 0, 0
 
 
 def _blame_problems(evidence: Evidence) -> Iterator[str]:
@@ -323,8 +389,7 @@ def _blame_text(evidence: Evidence) -> str:
 
 
 def _spoilt(evidence: Evidence) -> list[FaultStory]:
-    faults = evidence.story.faults
-    return [story for story in faults if story.fired and story.fault.kind in SPOILING]
+    return _fired(evidence, *SPOILING)
 
 
 def _blaming(evidence: Evidence, island: str) -> list[Event]:
@@ -360,6 +425,7 @@ def accounts_of(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account
             tape,
             local_mix=evidence.local_mix,
             carries=evidence.carries,
+            most_steps=evidence.most_steps,
         )
         for island, events in evidence.events.items()
         for p in evidence.newest
@@ -378,10 +444,14 @@ def _finding(invariant: str, problems: Sequence[str], evidence: str) -> Finding:
 
 
 def _sends(evidence: Evidence) -> Iterator[Send]:
-    for events in evidence.events.values():
-        for start in starts_of(events).values():
-            for p in evidence.newest:
-                yield from sends_of(start, p)
+    for island in evidence.events:
+        yield from _sends_of(evidence, island)
+
+
+def _sends_of(evidence: Evidence, island: str) -> Iterator[Send]:
+    for start in starts_of(evidence.events[island]).values():
+        for p in evidence.newest:
+            yield from sends_of(start, p)
 
 
 def _has_ended(evidence: Evidence, event: Event) -> bool:

@@ -17,6 +17,7 @@ import resource
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from pathlib import Path
 
 from diloco.chaos.plan import COORDINATOR, Kind, Timed
@@ -24,6 +25,8 @@ from diloco.chaos.storm import Storm
 from diloco.chaos.world import World, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
 from diloco.launch.chaos import (
+    FLIPPED,
+    SLOWED,
     clock_path,
     fired,
     is_heeded,
@@ -60,6 +63,7 @@ class Performance(ABC):
         note: What a reader of the log wants to know.
         kept_s: Seconds for which it went on beyond its time, because nobody had met it.
         is_same: Whether the process that it was done to still serves, if it should.
+        had_chance: Whether it could have taken effect: its target did not end before it was met.
         place: What only one fault at a time can be done to; None: they do not meet.
     """
 
@@ -73,6 +77,7 @@ class Performance(ABC):
         self.note = ""
         self.kept_s = 0.0
         self.is_same = True
+        self.had_chance = True
 
     @property
     def is_awaiting(self) -> bool:
@@ -340,6 +345,8 @@ class _FromWithin(Performance):
 
     place: tuple[Path, str]
     counted: str
+    #: What is noted beside it: empty, nothing.
+    noted = ""
 
     @property
     def path(self) -> Path:
@@ -356,7 +363,7 @@ class _FromWithin(Performance):
         target, chaos_dir = self.fault.target, self.world.chaos_dir
         if self.world.pid(target) is None or not is_heeded(chaos_dir, self.who):
             return False
-        self._before = fired(self.world.chaos_dir, self.who)[self.counted]
+        self._before = fired(self.world.chaos_dir, self.who)
         self._told_s = 0.0
         write_json(self.path, {**(read_json(self.path) or {}), self.who: self.value()})
         return True
@@ -368,12 +375,13 @@ class _FromWithin(Performance):
     @property
     def is_awaiting(self) -> bool:
         """Whether its target has been starting again, or silent, and is to come back."""
-        return not (self._told_s or self._count or self.world.is_gone(self.fault.target))
+        met = self._met[self.counted]
+        return not (self._told_s or met or self.world.is_gone(self.fault.target))
 
     @property
-    def _count(self) -> int:
+    def _met(self) -> Counter[str]:
         """How often it was met, as its target has told so far."""
-        return fired(self.world.chaos_dir, self.who)[self.counted] - self._before
+        return fired(self.world.chaos_dir, self.who) - self._before
 
     def end(self) -> bool:
         """Take it back, and wait until it is known what it did."""
@@ -384,8 +392,11 @@ class _FromWithin(Performance):
             write_json(self.path, values)
         if time.monotonic() < self._told_s:
             return False
-        count = self._count
-        self.fired, self.note = count > 0, f"{count} times"
+        met = self._met
+        self.fired, self.note = met[self.counted] > 0, f"{met[self.counted]} times"
+        self.had_chance = self.fired or not self.world.is_gone(self.fault.target)
+        if self.noted:
+            self.note += f", {met[self.noted]} {self.noted}"
         return True
 
 
@@ -428,13 +439,19 @@ class Link(_FromWithin):
         """Do nothing yet."""
         super().__init__(world, fault)
         self.place = links_path(world.chaos_dir), fault.target
-        self.counted = "held" if fault.kind in _GATES else _RATES[fault.kind].value
+        if fault.kind is Kind.THIN_LINE:
+            self.counted, self.noted = SLOWED, FLIPPED
+        else:
+            self.counted = "held" if fault.kind in _GATES else _RATES[fault.kind].value
 
     def value(self) -> object:
         """The island's entry of `links.json`."""
         fault = self.fault
         if fault.kind in _GATES:
             return {"gate": _GATES[fault.kind]}
+        if fault.kind is Kind.THIN_LINE:
+            rate_bps = fault.bandwidth_bps / self.world.run.config.islands[fault.target].ranks
+            return {"rate_bps": rate_bps, "damage_every_bytes": _DAMAGE_EVERY_BYTES}
         is_partial = fault.kind in (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER)
         return {
             "rates": {_RATES[fault.kind]: fault.share if is_partial else 1.0},
@@ -446,6 +463,8 @@ class Link(_FromWithin):
         }
 
 
+#: On a thin line a bit flips about every so many bytes of one way.
+_DAMAGE_EVERY_BYTES = 128 << 10
 _WITH_DIGESTS = ["fragment.fetch", "fragment.submit"]
 _GATES = {
     Kind.CUT: Gate.CUT,

@@ -59,6 +59,7 @@ class Kind(StrEnum):
     CUT_REPLIES = "cut-replies"
     DELAY = "delay"
     THROTTLE = "throttle"
+    THIN_LINE = "thin-line"
     CORRUPT = "corrupt"
     DUPLICATE = "duplicate"
     REORDER = "reorder"
@@ -71,8 +72,8 @@ class Kind(StrEnum):
 
 _LINK_KINDS = frozenset(
     {
-        Kind.CUT, Kind.CUT_REQUESTS, Kind.CUT_REPLIES, Kind.DELAY, Kind.THROTTLE, Kind.CORRUPT,
-        Kind.DUPLICATE, Kind.REORDER,
+        Kind.CUT, Kind.CUT_REQUESTS, Kind.CUT_REPLIES, Kind.DELAY, Kind.THROTTLE, Kind.THIN_LINE,
+        Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER,
     }
 )  # fmt: skip
 _KINDS_OF = {
@@ -97,9 +98,8 @@ _AT_ONCE = frozenset({Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST, Kind.FLIP_BIT}
 
 KindName: TypeAlias = Literal[
     "kill", "restart", "freeze", "truncate", "flip", "torn-newest", "disk-full", "clock",
-    "connect-storm", "cut",
-    "cut-requests", "cut-replies", "delay", "throttle", "corrupt", "duplicate", "reorder",
-    "flip-bit", "poison",
+    "connect-storm", "flip-bit", "poison", "cut", "cut-requests", "cut-replies", "delay",
+    "throttle", "thin-line", "corrupt", "duplicate", "reorder",
 ]  # fmt: skip
 
 
@@ -123,7 +123,9 @@ class Strength(Section):
     """How hard faults are, where they have a degree."""
 
     delay: Duration = Field(default="300ms", description="By which calls are late; reorder: most")
-    bandwidth: Bandwidth = Field(default="5Mbit/s", description="Of a throttled link")
+    bandwidth: Bandwidth = Field(
+        default="5Mbit/s", description="Of a throttled call, or a thin line"
+    )
     share: float = Field(
         default=0.2, gt=0, le=1, description="Of the calls that corrupt, duplicate, reorder meet"
     )

@@ -114,7 +114,8 @@ def report_on(
 
 def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Iterator[Requirement]:
     faults = evidence.story.faults
-    num_unfired = sum(not story.fired for story in faults)
+    # What waited for its target until the run was over says nothing of the run.
+    num_unfired = sum(story.had_chance and not story.fired for story in faults)
     yield Requirement("faults that did not take effect", num_unfired, 0, "faults")
     limits = {
         COORDINATOR: parse_duration(bars.coordinator_back),
@@ -149,26 +150,18 @@ def is_alone(story: FaultStory, faults: Sequence[FaultStory]) -> bool:
 
     A kill on the way back starts the time anew, and a coordinator that is away starts no syncer.
     """
-    begin, end = _span(story)
     if story.back_s is None:
         return not any(
-            other.fault.target == story.fault.target and (other.began_s or 0.0) > begin
+            other.fault.target == story.fault.target and (other.began_s or 0.0) > story.span_s[0]
             for other in faults
         )
-    others = [_span(other) for other in faults if other is not story and other.began_s is not None]
-    return not any(begin <= their_end and their_begin <= end for their_begin, their_end in others)
+    return not any(story.meets(other) for other in faults)
 
 
 def has_had_time(story: FaultStory, allowed_s: float, over_s: float | None) -> bool:
     """Whether what was killed is back, or the run went on for as long as that may take."""
     end_s = math.inf if over_s is None else over_s
-    return story.back_s is not None or _span(story)[1] + allowed_s <= end_s
-
-
-def _span(story: FaultStory) -> tuple[float, float]:
-    assert story.began_s is not None, "what never began has no span"
-    lasted_s = max(story.lasted_s, story.back_s or 0.0)
-    return story.began_s, story.began_s + lasted_s
+    return story.back_s is not None or story.span_s[1] + allowed_s <= end_s
 
 
 def _own_back_s(story: FaultStory) -> float:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.chaos.performers import Performance, perform
-from diloco.chaos.plan import ENDING, Plan, Timed, expand
+from diloco.chaos.plan import ENDING, Kind, Plan, Timed, expand
 from diloco.chaos.truth import TruthLog
 from diloco.chaos.world import World
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
-from diloco.launch.chaos import STEP_VARIABLE, VARIABLE
+from diloco.launch.chaos import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.ending import Request
 from diloco.launch.local import LocalRun
 from diloco.launch.run_ca import RunCa
@@ -28,7 +28,7 @@ from diloco.launch.state_dir import StateDir
 from transport.units import parse_duration
 
 _LOOK_S = 0.05
-#: Seconds for which a fault waits for its target, before its begin and beyond its end.
+#: Seconds for which what is still under way is awaited once the run is over.
 _PATIENCE_S = 30.0
 #: The length of a run over the time in which faults come to it, at least.
 _AFTERWARDS = 1.1
@@ -105,6 +105,7 @@ def drive(
     environment = {
         VARIABLE: str(chaos_dir),
         STEP_VARIABLE: str(parse_duration(plan.config.inner_step)),
+        LINES_VARIABLE: ",".join({f.target for f in faults if f.kind is Kind.THIN_LINE}),
     }
     run = LocalRun(config, request, environment=environment, look_s=_LOOK_S)
     problem = ""
@@ -176,7 +177,6 @@ class Director:
         self._to_come = list(faults)
         self._num_faults = len(faults)
         self._under_way: list[tuple[float, Performance]] = []
-        self._waits_since_s: dict[int, float] = {}  # a fault by number: for its target alone
         self._awaited: list[_Awaited] = []
         self._newest: dict[int, int] = {}
         self._began_s: float | None = None
@@ -204,7 +204,7 @@ class Director:
             self._began_s = self._truth.write("training")
         self._end(now_s)
         trained, total = self._world.trained_tokens, self._world.run.config.total_tokens
-        self._begin(max(now_s - self._began_s, self._length_s * trained / total), now_s)
+        self._begin(max(now_s - self._began_s, self._length_s * trained / total))
         if self._num_faults:
             num_over = self._num_faults - len(self._to_come) - len(self._under_way)
             self._on_progress(num_over, self._num_faults)
@@ -220,12 +220,11 @@ class Director:
         self._see_versions()
         self._see_who_is_back()
 
-    def _begin(self, plan_s: float, now_s: float) -> None:
+    def _begin(self, plan_s: float) -> None:
         for fault in [each for each in self._to_come if each.at_s <= plan_s]:
             performance = perform(self._world, fault)
             taken = [other.place for _, other in self._under_way if other.place is not None]
             if performance.place in taken:  # they would undo each other: one after the other
-                self._waits_since_s[fault.number] = now_s
                 continue
             pid = self._world.pid(fault.target) if fault.role else None
             at_s = self._truth.now_s
@@ -243,10 +242,6 @@ class Director:
                     # What was killed again on its way back is awaited from this kill on.
                     others = [a for a in self._awaited if a.fault.target != fault.target]
                     self._awaited = [*others, _Awaited(fault, pid, at_s)]
-            elif now_s > self._waits_since_s.setdefault(fault.number, now_s) + _PATIENCE_S:
-                self._to_come.remove(fault)
-                note = f"{fault.target} was not there for {_PATIENCE_S:g} s"
-                self._truth.write("ended", number=fault.number, fired=False, note=note)
 
     def _end(self, now_s: float) -> None:
         self._under_way = [
@@ -260,7 +255,7 @@ class Director:
     @staticmethod
     def _keeps(performance: Performance, beyond_s: float) -> bool:
         """Let a fault go on that has met nobody: else it would not have taken effect."""
-        if beyond_s > _PATIENCE_S or not performance.is_awaiting:
+        if not performance.is_awaiting:
             return False
         performance.kept_s = beyond_s
         return True
@@ -274,6 +269,7 @@ class Director:
             fired=performance.fired,
             note=performance.note,
             is_same=performance.is_same,
+            had_chance=performance.had_chance,
             kept_s=round(performance.kept_s, 3),
         )
         return True

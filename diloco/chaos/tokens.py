@@ -104,6 +104,7 @@ def account(
     *,
     local_mix: float,
     carries: bool,
+    most_steps: int = 0,
 ) -> Account:
     """Recount one fragment of one island.
 
@@ -114,12 +115,22 @@ def account(
         tape: Of the run.
         local_mix: alpha of the merges.
         carries: Whether what came too late is carried on (`outer.late`).
+        most_steps: Inner steps that one contribution counts; what was trained beyond them waits for
+            the next one. 0: any number.
     """
     total = Account()
     for incarnation, start in starts_of(events).items():
         counted = _counted(tape, fragment_id, island, incarnation)
         total.included += sum(counted.values())
-        _recount(total, start, fragment_id, counted, local_mix=local_mix, carries=carries)
+        _recount(
+            total,
+            start,
+            fragment_id,
+            counted,
+            local_mix=local_mix,
+            carries=carries,
+            most_steps=most_steps,
+        )
     if total.missing:
         total.problems.append(
             f"{island} fragment {fragment_id}: {total.trained} tokens trained, {total.included} "
@@ -137,6 +148,7 @@ def _recount(
     *,
     local_mix: float,
     carries: bool,
+    most_steps: int,
 ) -> None:
     """Follow the counter of one start; `counted` is what the tape counts of it, by key."""
     tokens = outstanding = void = 0
@@ -151,7 +163,8 @@ def _recount(
         elif what == "send":
             outstanding = event["weight_tokens"]
             is_told.add((event["version"], event["attempt"]))
-            if event["weight_tokens"] != tokens and not event["declined"]:
+            is_part = 0 < most_steps == event["weight_steps"] and outstanding < tokens
+            if outstanding != tokens and not (event["declined"] or is_part):
                 total.problems.append(
                     f"{Send(event, None).text}: sent {event['weight_tokens']} tokens after inner "
                     f"step {event['inner_step']}, its events make it {tokens}"

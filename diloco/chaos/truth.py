@@ -6,8 +6,9 @@ joins them to events.
 
     begun   number, kind, target, note     a fault was done
     ended   number, fired, note, kept_s    it is over; whether it took effect; by how much longer
-            is_same                        than planned it lasted, since nobody had met it; of a
-                                           storm, whether the same process serves after it
+            is_same, had_chance            than planned it lasted, since nobody had met it; of a
+                                           storm, whether the same process serves after it; whether
+                                           it could have taken effect
     back    number, seconds                the process that it ended serves again
     published   fragment, version          a version was seen on disk for the first time
     training, over                         every island has begun; all islands have ended
@@ -66,7 +67,8 @@ class TruthLog:
 class FaultStory:
     """What became of one fault; None: it never came to that. Times in seconds.
 
-    `back_s` is the time from its begin to the next process of its kind serving.
+    `back_s` is the time from its begin to the next process of its kind serving; `had_chance`: its
+    target was there, and did not end before it was met.
     """
 
     fault: Timed
@@ -78,11 +80,32 @@ class FaultStory:
     note: str = ""
     kept_s: float = 0.0
     is_same: bool = True
+    had_chance: bool = False
 
     @property
     def lasted_s(self) -> float:
         """For how long it was done: as planned, or until somebody met it."""
         return self.fault.lasts_s + self.kept_s
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """Its begin, and its end or the next process serving; of one that began."""
+        assert self.began_s is not None, "what never began has no span"
+        return self.began_s, self.began_s + max(self.lasted_s, self.back_s or 0.0)
+
+    def meets(self, other: FaultStory) -> bool:
+        """Whether another one happened at the same time."""
+        if other is self or other.began_s is None:
+            return False
+        (begin, end), (their_begin, their_end) = self.span_s, other.span_s
+        return begin <= their_end and their_begin <= end
+
+    @property
+    def unix_span_s(self) -> tuple[float, float]:
+        """The same, as events tell time."""
+        assert self.began_unix_s is not None, "what never began has no span"
+        began_s, ended_s = self.span_s
+        return self.began_unix_s, self.began_unix_s + ended_s - began_s
 
 
 @dataclass(slots=True)
@@ -126,12 +149,13 @@ def read_story(lines: Sequence[Mapping[str, Any]], faults: Sequence[Timed]) -> S
             case "begun":
                 of = story.faults[line["number"]]
                 of.began_s, of.began_unix_s, of.note = t, line["unix_s"], line["note"]
+                of.had_chance = True
             case "ended":
                 of = story.faults[line["number"]]
                 of.ended_s, of.fired = t, line["fired"]
                 of.note = line["note"] or of.note
-                of.is_same = line.get("is_same", True)
-                of.kept_s = line.get("kept_s", 0.0)  # what never began was not kept
+                of.is_same, of.had_chance = line["is_same"], line["had_chance"]
+                of.kept_s = line["kept_s"]
             case "back":
                 story.faults[line["number"]].back_s = line["seconds"]
     return story

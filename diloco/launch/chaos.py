@@ -10,6 +10,8 @@
     DILOCO_CHAOS_STEP_S=S    set beside it where times are judged, and by `diloco sim validate`: an
                         inner step takes S seconds at least, asleep, so that training leaves cores
                         to who comes back
+    DILOCO_CHAOS_LINES=ISLAND,...    set beside it: islands whose connections go through a proxy
+                        within each rank, which can be a bad line (`transport.line`)
 
 Refused where a peer is beyond this machine's loopback: a run that others take part in is nothing to
 play with. Without the variable nothing here does anything.
@@ -17,6 +19,7 @@ play with. Without the variable nothing here does anything.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -33,6 +36,7 @@ from diloco.errors import ConfigError
 from transport.addresses import is_loopback, split_address
 from transport.contracts import Transport
 from transport.faulty import Fault, Faults, FaultScript, FaultyTransport, Gate
+from transport.line import Line, Way
 
 if TYPE_CHECKING:  # no torch in coordinators
     from diloco.inner.trainer import InnerMetrics
@@ -41,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "DILOCO_CHAOS"
 STEP_VARIABLE = "DILOCO_CHAOS_STEP_S"
+LINES_VARIABLE = "DILOCO_CHAOS_LINES"
+#: Count of blocks that met the rate of a thin line, and of bits that flipped on it.
+SLOWED, FLIPPED = "slowed blocks", "flipped bits"
 _READ_S = 1.0
 #: What may happen to calls that are no fragment's: a join that arrives twice is two starts.
 _HARMLESS = frozenset({Fault.DELAY, Fault.SLOW_READER})
@@ -88,10 +95,11 @@ def is_heeded(directory: Path, who: str) -> bool:
 class ChaoticLinks:
     """Faults on the links of one rank; `connect.py` wraps every way of the rank in `around`."""
 
-    def __init__(self, directory: Path, island: str) -> None:
+    def __init__(self, directory: Path, island: str, *, has_lines: bool = False) -> None:
         """Assign only."""
         self._directory = directory
         self._island = island
+        self._lines = _Lines() if has_lines else None
         # All ways to syncers are one link, on which calls of one way may overtake those of another.
         self._fragments = Faults(FaultScript(seed=0), f"{island}/fragments")
         self._control = Faults(FaultScript(seed=0), f"{island}/control")
@@ -110,15 +118,20 @@ class ChaoticLinks:
         if not directory:
             return None
         _insist_on_loopback(coordinator)
-        return cls(Path(directory), island)
+        lined = environment.get(LINES_VARIABLE, "").split(",")
+        return cls(Path(directory), island, has_lines=island in lined)
 
-    def around(self, transport: Transport, *, carries_fragments: bool) -> Transport:
-        """Wrap a way to a peer.
+    def route(self, address: str) -> str:
+        """Return where a peer is reached: through this rank's line, if it has one.
 
         Raises:
             ConfigError: If the peer is beyond loopback.
         """
-        _insist_on_loopback(transport.peer)
+        _insist_on_loopback(address)
+        return address if self._lines is None else self._lines.route(address)
+
+    def around(self, transport: Transport, *, carries_fragments: bool) -> Transport:
+        """Wrap a way to a peer."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="chaos", daemon=True)
             self._thread.start()
@@ -130,6 +143,8 @@ class ChaoticLinks:
             script = _read(links_path(self._directory)).get(self._island, {})
             self._fragments.script = script_of(script, carries_fragments=True)
             self._control.script = script_of(script, carries_fragments=False)
+            if self._lines is not None:
+                self._lines.play(script)
             if (counts := self._counts()) != told:
                 told = counts
                 write_json(fired_path(self._directory, self._island, os.getpid()), dict(told))
@@ -140,7 +155,39 @@ class ChaoticLinks:
         for faults in (self._fragments, self._control):
             total.update({fault.value: count for fault, count in tuple(faults.fired.items())})
             total["held"] += faults.num_held
+        for way in self._lines.ways if self._lines else ():
+            total.update({SLOWED: way.num_slowed, FLIPPED: way.num_flips})
         return total
+
+
+class _Lines:
+    """The lines of one rank, one to each peer, with both ways in common; in a thread of theirs."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Line] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._script: tuple[float, float] = (0.0, 0.0)
+
+    def route(self, address: str) -> str:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="lines", daemon=True).start()
+        if address not in self._lines:
+            line = Line(split_address(address), beside=next(iter(self._lines.values()), None))
+            entered = asyncio.run_coroutine_threadsafe(line.__aenter__(), self._loop)
+            self._lines[address] = entered.result()
+        return f"127.0.0.1:{self._lines[address].port}"
+
+    def play(self, script: Mapping[str, Any]) -> None:
+        told = float(script.get("rate_bps", 0.0)), float(script.get("damage_every_bytes", 0.0))
+        if told != self._script and self._loop is not None:
+            self._script = told
+            for way in self.ways:
+                self._loop.call_soon_threadsafe(way.change, *told)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return tuple(way for line in [*self._lines.values()][:1] for way in (line.up, line.down))
 
 
 def script_of(values: Mapping[str, Any], *, carries_fragments: bool) -> FaultScript:

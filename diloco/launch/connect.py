@@ -75,7 +75,7 @@ class _Wires:
             for text in slow_tcp(self._address):
                 logger.warning("%s", text)
         # Not shaped: it carries a few hundred bytes a second.
-        way = self._security.transport(self._address, Role.COORDINATOR)
+        way = self._security.transport(self._route(self._address), Role.COORDINATOR)
         return self._chaos.around(way, carries_fragments=False) if self._chaos else way
 
     def syncers(
@@ -91,7 +91,7 @@ class _Wires:
     def _syncer(
         self, address: str, security: Security, link: tuple[LinkState, LinkState] | None
     ) -> tuple[Transport, Transport]:
-        chosen = self._config.transport
+        chosen, address = self._config.transport, self._route(address)
         control = security.transport(address, Role.SYNCER)
         data = security.transport(
             address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
@@ -102,6 +102,9 @@ class _Wires:
         if link is None:
             return control, data
         return ShapedTransport(control, *link), ShapedTransport(data, *link)
+
+    def _route(self, address: str) -> str:
+        return self._chaos.route(address) if self._chaos else address
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:
         # Within the island: neither shaped nor paced.

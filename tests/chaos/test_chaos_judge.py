@@ -88,7 +88,8 @@ class Run:
     ) -> None:
         self.tell(
             island, start, "fragment_sent", inner_step or (version + 1) * H,
-            fragment_id=0, version=version, attempt=0, weight_tokens=tokens, declined="",
+            fragment_id=0, version=version, attempt=0, weight_tokens=tokens,
+            weight_steps=tokens // TOKENS, declined="",
         )  # fmt: skip
 
     def merge(self, island: str, start: int, version: int) -> None:
@@ -145,7 +146,7 @@ def test_a_run_as_it_should_be_holds_everything() -> None:
     findings = judge(Run.good().evidence())
 
     assert [finding.text for finding in findings if not finding.holds] == []
-    assert len(findings) == 9
+    assert len(findings) == 10
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,45 @@ def test_a_process_that_ends_under_a_storm_was_ended_by_it(
 
     expected = ["strangers end no process"] if is_broken else []
     assert broken(evidence) == expected
+
+
+@pytest.mark.parametrize("is_met", [False, True], ids=["alone", "with another fault"])
+@pytest.mark.parametrize(
+    ("problem", "is_excused"),
+    [
+        ("", True),
+        ("ended and started again", True),
+        ("was waited for until a round expired", True),
+        ("kept the run from every version for 2.0 s", True),
+        ("none of its 2 contributions afterwards was included", False),
+        ("moved 600 bytes for 200 of contributions", False),
+    ],
+)
+def test_a_thin_line_costs_time_alone(problem: str, is_excused: bool, is_met: bool) -> None:
+    run = Run.good()
+    # It lasts from 1003 to 1005; sends are at 1002, 1004, 1006 and 1008.
+    run.tell("east", 1, "bytes_moved", 1, bytes_up=100)
+    run.tell("east", 1, "bytes_moved", 5, bytes_up=700 if "600" in problem else 400)
+    if "started" in problem:
+        run.tell("east", 2, "bytes_moved", 2, bytes_up=0)
+    if "expired" in problem:
+        run.tell("east", 1, "round_expired", 4, fragment_id=0, version=9, attempt=0)
+    if "included" in problem:
+        for merged in run.of("east", "fragment_merged")[2:]:
+            merged["outcome"] = "not_included"
+    evidence = run.evidence(contribution_bytes={0: 100})
+    thin = replace(KILL, kind=Kind.THIN_LINE, target="east", lasts_s=2.0)
+    line = FaultStory(thin, began_s=100.0, began_unix_s=1003.0, ended_s=104.0, fired=True)
+    evidence.story.faults.append(line)
+    evidence.story.published = [] if "version" in problem else [(101.0, 0, 2)]
+    if is_met:
+        freeze = replace(KILL, kind=Kind.FREEZE, target="syncer", lasts_s=1.0)
+        evidence.story.faults.append(FaultStory(freeze, began_s=101.0, ended_s=102.0, fired=True))
+
+    (finding,) = (f for f in judge(evidence) if f.invariant == "a thin line costs time alone")
+
+    assert finding.holds == (not problem or (is_met and is_excused))
+    assert finding.holds or finding.evidence.endswith(problem)
 
 
 def _set(events: list[dict[str, Any]], index: int, **values: object) -> None:
@@ -314,6 +354,17 @@ def test_a_planted_violation_is_found(
     assert broken(run.evidence()) == invariants
 
 
+def test_what_a_contribution_may_not_count_waits_for_the_next() -> None:
+    run = Run.good()
+    for round_, steps in ((0, 1), (1, 3)):
+        sent = run.of("east", "fragment_sent")[round_]
+        sent.update(weight_tokens=steps * TOKENS, weight_steps=steps)
+        run.headers[round_ + 1]["contributors"][0]["weight_tokens"] = steps * TOKENS
+
+    assert broken(run.evidence(most_steps=1)) == []
+    assert broken(run.evidence()) == [ACCOUNTS]
+
+
 def test_what_the_run_itself_says_is_judged() -> None:
     evidence = Run.good().evidence()
 
@@ -414,7 +465,17 @@ def test_figures_are_of_what_was_done() -> None:
         {"what": "begun", "t": 4.0, "unix_s": 1004.5, "number": 0, "note": "process 1"},
         {"what": "published", "t": 4.5, "unix_s": 1005.0, "fragment": 0, "version": 3},
         {"what": "published", "t": 7.0, "unix_s": 1007.5, "fragment": 1, "version": 3},
-        {"what": "ended", "t": 4.1, "unix_s": 1004.6, "number": 0, "fired": True, "note": ""},
+        {
+            "what": "ended",
+            "t": 4.1,
+            "unix_s": 1004.6,
+            "number": 0,
+            "fired": True,
+            "note": "",
+            "is_same": True,
+            "had_chance": True,
+            "kept_s": 0.0,
+        },
         {"what": "back", "t": 6.0, "unix_s": 1006.5, "number": 0, "seconds": 2.0},
         {"what": "over", "t": 9.0, "unix_s": 1009.5},
     ]

@@ -29,6 +29,7 @@ from diloco.errors import ConfigError
 from diloco.inner.trainer import InnerMetrics
 from diloco.launch import chaos
 from diloco.launch.chaos import (
+    LINES_VARIABLE,
     STEP_VARIABLE,
     VARIABLE,
     ChaoticLinks,
@@ -44,6 +45,7 @@ from diloco.rounds.store import FragmentStore
 from tests.rounds.test_store import FRAGMENT, assert_same, commit
 from tests.run_files import write_run
 from tests.waiting import wait_until
+from transport.addresses import split_address
 from transport.contracts import Reply, Transport
 
 READ_S = 0.05
@@ -405,10 +407,10 @@ class Echo:
         pass
 
 
-LINK_KINDS = [kind for kind in Kind if kind.is_of_a_link]
+CALL_KINDS = [kind for kind in Kind if kind.is_of_a_link and kind is not Kind.THIN_LINE]
 
 
-@pytest.mark.parametrize("kind", LINK_KINDS)
+@pytest.mark.parametrize("kind", CALL_KINDS)
 def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
     scene.island("exec sleep 60")
     links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
@@ -437,6 +439,36 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
     assert links_path(scene.world.chaos_dir).read_text() == "{}"
 
 
+def test_a_thin_line_delays_and_damages_what_crosses_it_until_its_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performers, "_DAMAGE_EVERY_BYTES", 1 << 10)
+    scene.island("exec sleep 60")
+    block = bytes(8 << 10)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        environment = {VARIABLE: str(scene.world.chaos_dir), LINES_VARIABLE: "east,west"}
+        links = ChaoticLinks.of(environment, "east", address)
+        assert links is not None and links.route(address) == links.route(address) != address
+        links.around(cast(Transport, Echo()), carries_fragments=True)
+        near = socket.create_connection(split_address(links.route(address)))
+        far, _ = server.accept()
+    performance = scene.perform(Kind.THIN_LINE, "east", lasts_s=0.5)
+
+    def arrived() -> bytes:
+        near.sendall(block)
+        return far.recv(len(block), socket.MSG_WAITALL)
+
+    with near, far:
+        assert arrived() == block
+        wait_until(performance.begin)
+        wait_until(lambda: arrived() != block)
+        wait_until(performance.end)
+        assert performance.fired
+        assert "flipped bits" in performance.note
+        wait_until(lambda: arrived() == arrived() == block)
+
+
 def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Scene) -> None:
     scene.island("exec sleep 60")
     chaos_dir = scene.world.chaos_dir
@@ -457,7 +489,7 @@ def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) 
     fault = Timed(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
     with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
         director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
-        director._begin(0.0, 0.0)
+        director._begin(0.0)
         first.wait()
         scene.hold(SYNCER)
 
@@ -513,7 +545,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
     path = links_path(scene.world.chaos_dir)
     links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
     assert links is not None
-    links.around(cast(Transport, Echo()), carries_fragments=True)
+    transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     faults = [
         Timed(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
         for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
@@ -525,8 +557,9 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
         director = Director(scene.world, truth, faults, lambda done, all_of: None, 60.0)
 
         def play() -> bool:
-            director._end(truth.now_s + 100.0)  # nobody meets them, and they have waited for it
-            director._begin(0.0, 1e9 if director._waits_since_s else 0.0)  # it has waited for long
+            asyncio.run(transport.call("fragment.submit", b"", b"", deadline_s=20.0))
+            director._end(truth.now_s + 100.0)
+            director._begin(0.0)
             seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
             return not (director._to_come or director._under_way)
 
@@ -538,7 +571,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
     assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
 
 
-@pytest.mark.parametrize("end", ["met", "patience", "gone", "over"])
+@pytest.mark.parametrize("end", ["met", "gone", "over"])
 def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
     scene: Scene, tmp_path: Path, end: str
 ) -> None:
@@ -552,30 +585,28 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
 
     with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
         director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
-        director._begin(0.0, 0.0)
+        director._begin(0.0)
         ((end_s, performance),) = director._under_way
         director._end(end_s + 20.0)
         assert "east" in (read_json(path) or {}) and director._under_way
 
-        past_s = end_s + 20.0
         if end == "met":  # by a call of the next second, when its rank has read the file
             while performance.is_awaiting:
                 asyncio.run(transport.call("fragment.submit", b"", b"", deadline_s=20.0))
-        elif end == "patience":
-            past_s += 20.0
         elif end == "gone":
             island.kill()
             island.wait()
         if end == "over":
             director.finish()
         else:
-            director._end(past_s)
+            director._end(end_s + 20.0)
             assert "east" not in (read_json(path) or {})
-            wait_until(lambda: director._end(past_s) or not director._under_way)
+            wait_until(lambda: director._end(end_s + 20.0) or not director._under_way)
 
     *_, ended = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
     story = read_story([ended], [fault]).faults[0]
     assert (ended["what"], story.fired) == ("ended", end == "met")
+    assert story.had_chance == (end != "gone")
     assert story.lasted_s == pytest.approx(21.0)
 
 

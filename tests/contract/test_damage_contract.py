@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.contract.kinds import KINDS, Kind
-from tests.transport.line import Line
 from transport.addresses import split_address
 from transport.contracts import Handlers, IncomingCall, Reply, Transport
 from transport.errors import TransportError
 from transport.hivemind_address import is_peer_address, parse_peer_address, tcp_port
+from transport.line import Line
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 

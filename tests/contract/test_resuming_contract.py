@@ -12,12 +12,12 @@ import pytest
 
 from diloco.rounds.spool import Spool
 from tests.contract.kinds import KINDS, Kind
-from tests.transport.line import Line
 from transport.addresses import split_address
 from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
 from transport.errors import HandlerFailed, NotYet, PeerReset
 from transport.framing import DEFAULT_CHUNK_BYTES
 from transport.hivemind_address import is_peer_address, parse_peer_address, tcp_port
+from transport.line import Line
 from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 

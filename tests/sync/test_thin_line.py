@@ -10,13 +10,13 @@ from google.protobuf.wrappers_pb2 import Int64Value
 
 from diloco.sync.damage import LineDamage
 from diloco.sync.retried_calls import Reach, RetriedCalls
-from tests.transport.line import Line
 from transport import turns
 from transport.contracts import IncomingCall, Reply
 from transport.errors import DeadlineExceeded
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.limits import Limits
+from transport.line import Line
 from transport.retry import RetryPolicy
 from transport.transfer import Transfer
 

@@ -7,7 +7,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.transport.line import Line
 from tests.transport.test_framing import sealed
 from tests.waiting import wait_until
 from transport.addresses import split_address
@@ -26,6 +25,7 @@ from transport.framing import MAX_MESSAGE_BYTES, FrameReader, frame_chunks, fram
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.grpc_wire import SERVICE, STATUS_ERRORS
+from transport.line import Line
 
 DEADLINE_S = 30.0
 

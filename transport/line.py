@@ -1,4 +1,8 @@
-"""A TCP proxy that is a bad line: it throttles, flips bits, cuts connections, or falls silent."""
+"""A TCP proxy that is a bad line: it throttles, flips bits, cuts connections, or falls silent.
+
+It lies below TLS, connections and messages, `transport.faulty` above them: what it damages or
+delays is left to the transport's own checksums, deadlines and resumption.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,30 @@ _READ_S = 0.01
 _Ends: TypeAlias = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 
 
-class _Way:
+class Way:
     """One direction, shared by all connections.
 
     Attributes:
         num_bytes: Passed so far.
+        num_slowed: Blocks so far that met a rate.
         num_flips: Bits flipped so far.
     """
 
     def __init__(
         self, rate_bps: float, damage_every_bytes: float, cuts: Sequence[int], seed: int
     ) -> None:
-        self.rate_bps, self.damage_every_bytes = rate_bps, damage_every_bytes
-        self.num_bytes = self.num_flips = 0
+        """See `Line`."""
+        self.num_bytes = self.num_slowed = self.num_flips = 0
         self._free = 0.0
         self._rng = random.Random(seed)
-        self._flip_in = self._draw()
+        self.change(rate_bps, damage_every_bytes)
         self._cuts = list(cuts)
         self._cut_at: float = self._next_cut()
+
+    def change(self, rate_bps: float, damage_every_bytes: float) -> None:
+        """Carry at another rate from now on, and damage otherwise; called in the line's loop."""
+        self.rate_bps, self.damage_every_bytes = rate_bps, damage_every_bytes
+        self._flip_in = self._draw()
 
     def _draw(self) -> float:
         mean = self.damage_every_bytes
@@ -51,6 +61,7 @@ class _Way:
         """Return what arrives of a block, when it does."""
         loop = asyncio.get_running_loop()
         if self.rate_bps:
+            self.num_slowed += 1
             self._free = max(self._free, loop.time()) + 8 * len(data) / self.rate_bps
             if (wait_s := self._free - loop.time()) > _TICK_S:
                 await asyncio.sleep(wait_s)
@@ -88,6 +99,7 @@ class Line:
         cut_up: Sequence[int] = (),
         cut_down: Sequence[int] = (),
         seed: int = 1,
+        beside: Line | None = None,
     ) -> None:
         """Carry bytes.
 
@@ -98,16 +110,21 @@ class Line:
             cut_up: Further bytes upwards after which both sides are reset; each is used once.
             cut_down: The same downwards.
             seed: Of the flips.
+            beside: A line to another target that has both ways in common with this one; what they
+                do is said there.
         """
         self._target = target
-        self.up = _Way(rate_bps, damage_every_bytes, cut_up, seed)
-        self.down = _Way(rate_bps, damage_every_bytes, cut_down, seed + 1)
+        self.up = Way(rate_bps, damage_every_bytes, cut_up, seed)
+        self.down = Way(rate_bps, damage_every_bytes, cut_down, seed + 1)
+        if beside is not None:
+            self.up, self.down = beside.up, beside.down
         self.num_cuts = 0
         self._open: set[_Ends] = set()
         self._silent: set[_Ends] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Line:
+        """Listen."""
         listening = _socket()
         listening.bind(("127.0.0.1", 0))
         self._server = await asyncio.start_server(self._accept, sock=listening, limit=_BLOCK_BYTES)
@@ -115,6 +132,7 @@ class Line:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Break what is open."""
         self._server.close()
         for ends in self._open:
             for end in ends:
@@ -145,7 +163,7 @@ class Line:
             task.add_done_callback(self._tasks.discard)
 
     async def _pass(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: _Way, ends: _Ends
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Way, ends: _Ends
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(_BLOCK_BYTES):
