@@ -57,3 +57,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Start a worker more than there are cores: much of what tests do is waiting for processes."""
+    return (os.cpu_count() or 1) + 1

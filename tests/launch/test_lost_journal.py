@@ -98,6 +98,7 @@ def test_nothing_is_founded_beside_a_store_whose_journal_is_lost_until_it_was_ma
     assert (second.version, second.is_founded) == (0, True)
 
 
+@pytest.mark.slow
 def test_starts_of_before_are_fenced_everywhere(site: Site, begun: Begun) -> None:
     begun.copy_to(site)
     lose_journal(site)
@@ -111,6 +112,7 @@ def test_starts_of_before_are_fenced_everywhere(site: Site, begun: Begun) -> Non
     eventually(lambda: poll(syncer, begun.east).is_fenced, "the syncer hears who counts")
 
 
+@pytest.mark.slow
 def test_a_store_without_the_versions_that_the_journal_knows_founds_nothing(
     site: Site, begun: Begun
 ) -> None:
@@ -150,6 +152,7 @@ def test_a_damaged_journal_is_set_aside_and_made_again(site: Site, begun: Begun)
     assert not membership.is_text_known
 
 
+@pytest.mark.slow
 def test_damaged_small_files_of_a_syncer_are_no_end(site: Site) -> None:
     process, coordinator = site.coordinate_until_up()
     syncer, east, _ = founded(site, coordinator)

@@ -82,6 +82,7 @@ def test_a_run_returns_within_the_process_of_its_coordinator(site: Site) -> None
     assert kinds.count("timeline") == 1
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_dies_once_a_return_is_decided_makes_it_when_it_starts(
     site: Site,
 ) -> None:

@@ -204,10 +204,14 @@ def base_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mode", "num_islands", "place"),
     [
-        *(("decoupled", 2, place) for place in PLACES),
-        ("scheduled", 3, "parameter"),
-        ("scheduled", 3, "exp_avg"),
+        ("decoupled", 2, "parameter"),
         ("scheduled", 3, "anchor"),
+        *(
+            pytest.param(mode, num_islands, place, marks=pytest.mark.slow)
+            for mode, num_islands in (("decoupled", 2), ("scheduled", 3))
+            for place in PLACES
+            if (mode, place) not in {("decoupled", "parameter"), ("scheduled", "anchor")}
+        ),
     ],
 )
 def test_a_flipped_bit_reaches_nobody(
