@@ -9,6 +9,7 @@
 An optimizer step of the Trainer, its gradient accumulation included, is an inner step. The Trainer
 evaluates the published parameters, and saves where the run's checkpoints are due
 (`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one beside it.
+The outer loop is given the loss that the model returns, and the bound of an Adam or AdamW step.
 
 Source: `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformers 5.
 """
@@ -23,13 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from diloco.errors import ConfigError
+from diloco.integrations.soundness import common_bound, repair_state_
 from diloco.sync.connection import Connection
 from diloco.sync.session import DiLoCo
+from diloco.sync.soundness import StepBound
 from diloco.telemetry.events import Event
 
 try:
@@ -80,6 +85,10 @@ class DiLoCoCallback(TrainerCallback):
         self._evaluation = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
         self._tokens_seen = 0
+        self._losses: list[Tensor] = []  # of the micro-batches of this inner step
+        self._is_scaled = False  # whether each is a part of the mean, and not a mean itself
+        self._hook: RemovableHandle | None = None
+        self._bound = StepBound()
 
     # -- begin -----------------------------------------------------------------------------------
 
@@ -115,6 +124,8 @@ class DiLoCoCallback(TrainerCallback):
         elif state.global_step < outer.start_step:
             self._skip(state, kwargs["lr_scheduler"], outer.start_step)
         self._tokens_seen = state.num_input_tokens_seen
+        if not args.torch_compile and args.n_gpu <= 1:  # else a hook breaks graphs, or has copies
+            self._hook = model.register_forward_hook(self._note_loss, with_kwargs=True)
         if args.eval_on_start:
             self._evaluation.enter_context(outer.global_parameters())
 
@@ -186,12 +197,38 @@ class DiLoCoCallback(TrainerCallback):
 
     # -- train -----------------------------------------------------------------------------------
 
+    def _note_loss(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Keep what the model says of a micro-batch; models that return no loss say nothing."""
+        if model.training and isinstance(output, dict) and output.get("loss") is not None:
+            self._losses.append(output["loss"].detach().float())
+            self._is_scaled = kwargs.get("num_items_in_batch") is not None
+
+    def _loss(self, args: TrainingArguments) -> float | None:
+        """Mean loss of the island in this inner step, the same on all ranks; None: not known."""
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        loss = torch.stack(losses).sum() / (1 if self._is_scaled else len(losses))
+        if args.world_size > 1:
+            dist.all_reduce(loss)
+            if not (self._is_scaled and args.average_tokens_across_devices):
+                loss /= args.world_size
+        return loss.item()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the bound of the optimizer step, whose learning rates are set now."""
+        self._bound = common_bound([_unwrapped(kwargs["optimizer"])])
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Account for an optimizer step, and prepare what the Trainer does after it."""
         outer = self.outer
-        outer.step(num_tokens=self._num_tokens(args, state))
+        num_tokens = self._num_tokens(args, state)
+        outer.step(num_tokens=num_tokens, loss=self._loss(args), bound=self._bound)
+        repair_state_([_unwrapped(kwargs["optimizer"])], outer.mend)
         if outer.checkpoint_due:
             self._saving.enter_context(outer.checkpointing())
             control.should_save = True
@@ -243,6 +280,8 @@ class DiLoCoCallback(TrainerCallback):
             ConfigError: If the Trainer ended before the run.
             DilocoError: If the island cannot go on.
         """
+        if self._hook is not None:
+            self._hook.remove()
         outer = self.outer
         if not (outer.is_over or outer.is_stopping):
             raise ConfigError(
@@ -251,6 +290,12 @@ class DiLoCoCallback(TrainerCallback):
                 f"out callbacks that stop the Trainer, and give it data for all steps"
             )
         outer.finish()
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer within accelerate's, which has it as `optimizer`."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:

@@ -7,7 +7,8 @@
         trainer.close()
 
 torchtitan's own loop goes on; the outer one joins after its load, steps after every `train_step`,
-saves where the run's checkpoints are due, and has the validator see the published parameters.
+saves where the run's checkpoints are due, and has the validator see the published parameters. The
+loss of every step is summed over the island for it, which waits for the device.
 
 Source: `Trainer`, `CheckpointManager` and `Validator` of torchtitan 0.3.0; its API moves with every
 release, so no other version is accepted.
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError
+from diloco.integrations.soundness import common_bound, repair_state_
 from diloco.sync.connection import Connection
 from diloco.sync.session import DiLoCo
 from diloco.telemetry.events import Event
@@ -65,6 +67,7 @@ def _insist_on_torchtitan() -> None:
 _insist_on_torchtitan()
 
 try:
+    from torchtitan.distributed import utils as dist_utils
     from torchtitan.trainer import Trainer
 except ModuleNotFoundError as missing_part:
     raise ConfigError(
@@ -86,6 +89,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
     # torchtitan's own attributes, which take ours in their place.
     checkpointer: Any
     validator: Any
+    optimizers: Any
     step: int
 
     def __init__(
@@ -180,8 +184,27 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Make an inner step, then send and merge what is due."""
+        self._losses: list[torch.Tensor] = []
+        bound = common_bound(self.optimizers.optimizers)  # the learning rates change in the step
         super().train_step(data_iterator)
-        self.outer.step(num_tokens=self._num_tokens)
+        self.outer.step(num_tokens=self._num_tokens, loss=self._island_loss(), bound=bound)
+        repair_state_(self.optimizers.optimizers, self.outer.mend)
+
+    def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        """Keep the loss of a micro-batch: torchtitan itself adds it up where it is logged."""
+        loss: torch.Tensor = super().forward_backward_step(**kwargs)
+        self._losses.append(loss.detach().float().sum())
+        return loss
+
+    def _island_loss(self) -> float:
+        """Mean loss of the inner step, of which each rank has a part; the same on all ranks."""
+        dims, loss = self.parallel_dims, torch.stack(self._losses).sum()
+        if dims.pp_enabled and not self.pp_has_last_stage:
+            loss = torch.zeros_like(loss)  # torchtitan says -1 there
+        for name in ("loss", "pp"):
+            if (mesh := dims.get_optional_mesh(name)) is not None:
+                loss = dist_utils.dist_sum_tensor(loss, mesh)
+        return loss.item()
 
     def should_continue_training(self) -> bool:
         """Go on until the run is over, or everybody stops."""

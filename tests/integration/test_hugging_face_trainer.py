@@ -5,6 +5,7 @@ One module for all, since importing transformers takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 import diloco
 from diloco.errors import ConfigError
+from diloco.inner.optimizer import largest_ratio
+from diloco.sync.session import DiLoCo
+from diloco.telemetry.events import Event, PublishedTaken
 from tests.served_run import ServedRun
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,12 +73,13 @@ def train(
     *,
     resume: int | None = None,
     spies: tuple[Any, ...] = (),
+    on_event: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> Any:
     from diloco.integrations.hugging_face import DiLoCoCallback
 
     with diloco.connect(served.island("east"), served.address) as connection:
-        callback = DiLoCoCallback(connection)
+        callback = DiLoCoCallback(connection, on_event=on_event)
         trainer = make_trainer(transformers, output, [callback, *spies], **options)
         path = None if resume is None else str(output / f"checkpoint-{resume}")
         trainer.train(resume_from_checkpoint=path)
@@ -111,19 +116,28 @@ def make_spy(transformers: Any, callback: Any) -> Any:
 
 
 def test_a_trainer_trains_evaluates_saves_and_resumes_bit_for_bit(
-    transformers: Any, tmp_path: Path
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from diloco.integrations.hugging_face import DiLoCoCallback
 
+    told: list[dict[str, Any]] = []
+    step = DiLoCo.step
+    monkeypatch.setattr(DiLoCo, "step", lambda *a, **k: (told.append(k), step(*a, **k))[1])
     first, second = tmp_path / "first", tmp_path / "second"
     with ServedRun(tmp_path, {"east": ""}, EVERY, inner_steps=INNER_STEPS, **ROUNDS) as served:
         with diloco.connect(served.island("east"), served.address) as connection:
             callback = DiLoCoCallback(connection)
             spy = make_spy(transformers, callback)
             trainer = make_trainer(
-                transformers, first, [callback, spy], eval_strategy="steps", eval_steps=6
-            )
+                transformers, first, [callback, spy], eval_strategy="steps", eval_steps=6,
+                logging_steps=1,
+            )  # fmt: skip
             trainer.train()
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [k["loss"] for k in told] == pytest.approx([entry["loss"] for entry in logged])
+        assert [k["bound"].update for k in told] == pytest.approx(
+            [entry["learning_rate"] * largest_ratio(0.9, 0.999) for entry in logged]
+        )
         whole, digests = values(trainer.model), callback.outer.digests
         report = served.reports["east"]
         assert report.tokens == INNER_STEPS * BATCH * ACCUMULATED * LENGTH
@@ -141,6 +155,32 @@ def test_a_trainer_trains_evaluates_saves_and_resumes_bit_for_bit(
 
     assert resumed.outer.digests == digests
     assert is_equal(values(resumed.model), whole)
+
+
+def make_flip(transformers: Any) -> Any:
+    class Flip(transformers.TrainerCallback):
+        """Makes a value of every parameter one that no step makes, as step 9 is due to be sent."""
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 8:
+                with torch.no_grad():
+                    for parameter in kwargs["model"].parameters():
+                        parameter.view(-1)[0] = 50.0
+
+    return Flip()
+
+
+def test_a_flipped_bit_of_a_parameter_is_not_sent(transformers: Any, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with ServedRun(tmp_path, {"east": ""}, inner_steps=INNER_STEPS, **ROUNDS) as served:
+        flip = make_flip(transformers)
+        trainer = train(
+            transformers, served, tmp_path / "out", spies=(flip,), on_event=events.append
+        )
+
+    (taken,) = [event for event in events if isinstance(event, PublishedTaken)]
+    assert (taken.inner_step, taken.mend) == (10, "moments")
+    assert max(float(v.abs().max()) for v in values(trainer.model)) < 2
 
 
 def test_a_graceful_stop_ends_the_training_with_a_checkpoint(

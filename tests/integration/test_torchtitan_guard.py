@@ -1,4 +1,4 @@
-"""What the torchtitan adapter refuses before it imports torchtitan: all that needs no GPU."""
+"""What of the torchtitan adapter needs no GPU: what it refuses, what it gives the outer loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ import torch
 import diloco.integrations
 import diloco.sync.session  # what the adapter imports of ours is there already
 from diloco.errors import ConfigError
+from diloco.inner.optimizer import largest_ratio
+from diloco.sync.soundness import Mend
 
 MODULE = "diloco.integrations.torchtitan"
 PAGE = Path(diloco.integrations.__file__).with_name("README.md")
@@ -58,3 +62,61 @@ def test_the_loop_of_the_page_has_ten_lines_at_most():
     compile(script, str(PAGE), "exec")
     assert "DiLoCoTrainer(config, connection)" in script
     assert len([line for line in script.splitlines() if line]) <= 10
+
+
+class Trainer:
+    """What torchtitan's `train_step` makes of two micro-batches, in as many lines."""
+
+    Config: Any = None
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.0)
+        self.optimizers = SimpleNamespace(optimizers=[adamw])
+        self.parallel_dims = SimpleNamespace(pp_enabled=False, get_optional_mesh=lambda name: None)
+
+    def train_step(self, data_iterator: Any) -> None:
+        for _ in range(2):
+            self.forward_backward_step(input_dict={}, labels=next(data_iterator))
+        for optimizer in self.optimizers.optimizers:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.05
+
+    def forward_backward_step(self, *, input_dict: Any, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.model(labels).square().sum()
+        loss.backward()
+        return loss
+
+
+def test_the_outer_step_is_given_the_whole_loss_and_the_bound_of_the_step(monkeypatch, tmp_path):
+    """By a stand-in for torchtitan, which needs a GPU."""
+    install(tmp_path, "0.3.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("torchtitan", "torchtitan.distributed", "torchtitan.trainer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["torchtitan.trainer"].Trainer = Trainer
+    sys.modules["torchtitan.distributed"].utils = None
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    adapter = importlib.import_module(MODULE)
+    trainer = object.__new__(adapter.DiLoCoTrainer)
+    Trainer.__init__(trainer)
+    told = []
+    trainer.outer = SimpleNamespace(step=lambda **told_: told.append(told_), mend=Mend.MOMENTS)
+    trainer._num_tokens = 8
+    (adamw,) = trainer.optimizers.optimizers
+    weight = trainer.model.weight
+    batches = [torch.ones(2), torch.zeros(2)]
+    losses = [trainer.model(batch).square().item() for batch in batches]
+    step = adamw.step
+    # A flipped bit of a moment.
+    adamw.step = lambda: (step(), adamw.state[weight]["exp_avg"].view(-1)[:1].fill_(1e30))
+
+    trainer.train_step(iter(batches))
+
+    (said,) = told
+    assert said["num_tokens"] == 8
+    assert said["loss"] == pytest.approx(sum(losses))
+    assert said["bound"].update == pytest.approx(0.1 * largest_ratio(0.9, 0.999))
+    assert adamw.state[weight]["exp_avg"].view(-1)[0] == 0
+    sys.modules.pop(MODULE)
