@@ -30,7 +30,7 @@ class AlarmKind(StrEnum):
     CANDIDATE_BAD = "candidate_bad"  # a candidate of the published parameters was judged bad
     RETURN = "return"  # the run goes back, or went back, to its last good checkpoint
     CONTRIBUTION_REFUSED = "contribution_refused"  # the guard of a merge left an island out
-    ISLAND_DECLINES = "island_declines"  # an island found its own state broken, and sends nothing
+    ISLAND_DECLINES = "island_declines"  # an island found its own state broken
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
     DAMAGED_ON_THE_WAY = "damaged_on_the_way"  # a link damages more than it should
 

@@ -1,6 +1,7 @@
 """An island's outer state at one inner step, as named tensors for a run checkpoint.
 
     meta                      int64 [5]: format, then a `Moment`
+    reach/{p}                 float64 [2]: how far from the anchor local values may lie (`Reach`)
     ledger/{p}                int64 [14]: counters and what is outstanding of fragment p
     anchor/{p}/{lane}         float32 [lane.numel]
     payload/{p}/{lane}        uint8 [wire bytes]: what is in flight; zeros when nothing is
@@ -10,9 +11,9 @@
     carried_norm/{p}/{lane}   float64 [1], likewise: bound of its norm; -1: none yet
     delta/{p}/{lane}          float32 [lane.numel], likewise: pseudo-gradient that is in flight
 
-A rank holds the lanes that it carries; `meta` and `ledger/{p}` are equal on all ranks, so that the
-union over the ranks serves any number of ranks. Names and shapes follow from the plan, the codec,
-error feedback, what is carried, and the lanes alone, never from the moment.
+A rank holds the lanes that it carries; `meta`, `reach/{p}` and `ledger/{p}` are equal on all ranks,
+so that the union over the ranks serves any number of ranks. Names and shapes follow from the plan,
+the codec, error feedback, what is carried, and the lanes alone, never from the moment.
 
 Source: protocol.md section 9.
 """
@@ -30,8 +31,9 @@ from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 from diloco.rounds.terms import RoundKey
 from diloco.sync.ledger import FragmentLedger, Outstanding
+from diloco.sync.soundness import Reach
 
-_FORMAT = 2
+_FORMAT = 3
 _LEDGER_NUMBERS = 14
 _ALWAYS: tuple[str, ...] = ("anchor", "payload")
 _WITH_FEEDBACK = ("residual", "residual_after")
@@ -88,6 +90,7 @@ class CapturedFragment:
 
     ledger: FragmentLedger
     lanes: CapturedLanes
+    reach: Reach
     sent_as: RoundKey | None = None
 
 
@@ -106,6 +109,7 @@ class StateLayout:
         shapes: dict[str, tuple[list[int], torch.dtype]] = {"meta": ([5], torch.int64)}
         for p in self.lanes:
             shapes[f"ledger/{p}"] = ([_LEDGER_NUMBERS], torch.int64)
+            shapes[f"reach/{p}"] = ([2], torch.float64)
             for section, lane_id in self._parts(p):
                 fragment = self.plan.fragments[p]
                 numel = fragment.lanes[lane_id].numel
@@ -125,6 +129,7 @@ class StateLayout:
         state = {"meta": torch.tensor([_FORMAT, *astuple(moment)])}
         for p, fragment in enumerate(fragments):
             state[f"ledger/{p}"] = torch.tensor(_numbers(fragment))
+            state[f"reach/{p}"] = torch.tensor(astuple(fragment.reach), dtype=torch.float64)
             for section, lane_id in self._parts(p):
                 state[f"{section}/{p}/{lane_id}"] = getattr(fragment.lanes, section)[lane_id]
         return state
@@ -190,7 +195,8 @@ class StateLayout:
             values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
         lanes = CapturedLanes(**parts, is_declined=in_flight == 2, broken_in_a_row=broken_in_a_row)
-        return CapturedFragment(ledger, lanes, sent_as)
+        reach = Reach(*state[f"reach/{p}"].tolist())
+        return CapturedFragment(ledger, lanes, reach, sent_as)
 
     def _parts(self, p: int) -> Iterator[tuple[str, int]]:
         sections = _ALWAYS

@@ -17,6 +17,7 @@ from torch import Tensor
 from diloco.compression.base import from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.outer.fragments import Fragment
+from diloco.outer.pseudo_gradient import bit_sum
 from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedLanes
 from diloco.sync.late import Over
@@ -99,12 +100,14 @@ class FragmentView:
 class SentLane:
     """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet.
 
+    `residual_sum` is the `bit_sum` of the residual as it was made.
     `delta` is the pseudo-gradient itself, where late work is carried over.
     """
 
     payload: Buffer
     digest: bytes
     residual_after: Tensor | None
+    residual_sum: int = 0
     received_epoch: int = -1
     delta: Tensor | None = None
 
@@ -112,7 +115,9 @@ class SentLane:
     def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
         """Make one of an encoded lane, uint8; nothing is copied."""
         payload = to_bytes(encoded)
-        return cls(payload, blake3.blake3(payload).digest(), residual_after)
+        digest = blake3.blake3(payload).digest()
+        added = 0 if residual_after is None else bit_sum(residual_after)
+        return cls(payload, digest, residual_after, added)
 
 
 @dataclass(slots=True)
@@ -134,6 +139,7 @@ class CarriedFragment:
     anchor_tokens: int = 0
     is_overwritten: bool = False
     residual: dict[int, Tensor] = field(default_factory=dict)
+    residual_sums: dict[int, int] = field(default_factory=dict)
     outstanding: Outstanding | None = None
     sending: dict[int, SentLane] = field(default_factory=dict)
     decline_reason: str = ""
@@ -197,6 +203,7 @@ class CarriedFragment:
             for lane_id, lane in self.sending.items():
                 if lane.residual_after is not None:
                     self.residual[lane_id] = lane.residual_after
+                    self.residual_sums[lane_id] = lane.residual_sum
                 if lane.delta is not None:
                     self.over.included(lane_id, lane.delta)
         if is_merged:
@@ -206,6 +213,18 @@ class CarriedFragment:
             self.staged, self.staged_version = {}, -1
         self.outstanding, self.outcome = None, None
         self.sending, self.decline_reason = {}, ""
+
+    def forget_flipped(self, lane_id: int) -> bool:
+        """Forget what a lane adds to its next contribution, if a bit of it has flipped in memory.
+
+        Returns:
+            Whether one has. What is kept is as it was when it was made.
+        """
+        residual = self.residual.get(lane_id)
+        is_flipped = residual is not None and bit_sum(residual) != self.residual_sums[lane_id]
+        if is_flipped:
+            del self.residual[lane_id]
+        return self.over.forget_flipped(lane_id) or is_flipped
 
     def verdict(self) -> Verdict | None:
         """Say how what is outstanding ended; a refused one waits for the round's end."""
@@ -262,6 +281,7 @@ class CarriedFragment:
         residual: dict[int, Tensor] = {}
         residual_after: dict[int, Tensor] = {}
         for lane_id in self.lanes:
+            self.forget_flipped(lane_id)  # a start that goes on from this could not tell
             numel, sent = fragment.lanes[lane_id].numel, self.sending.get(lane_id)
             payload[lane_id] = (
                 torch.zeros(
@@ -272,6 +292,8 @@ class CarriedFragment:
             )
             if error_feedback:
                 after = None if sent is None else sent.residual_after
+                if sent is not None and after is not None and bit_sum(after) != sent.residual_sum:
+                    after = None
                 residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
                 residual_after[lane_id] = torch.zeros(numel) if after is None else after
             if is_carried:
@@ -296,6 +318,7 @@ class CarriedFragment:
         is_newest = self.state.version == version
         self.anchor_digests = tuple(self.state.lane_digests) if is_newest else ()
         self.residual = dict(lanes.residual)
+        self.residual_sums = {lane_id: bit_sum(values) for lane_id, values in self.residual.items()}
         self.broken_in_a_row = lanes.broken_in_a_row
         for lane_id, carried in lanes.carried.items():
             self.over.restore(lane_id, carried, lanes.carried_norm[lane_id])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from diloco.alarms import AlarmKind
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
@@ -31,7 +32,7 @@ from diloco.sync.captured import CapturedLanes
 from diloco.sync.carried import NOT_DURABLE, CarriedFragment, SentLane
 from diloco.sync.ledger import Outstanding, Verdict
 from diloco.sync.tasks import Tasks, wait_for
-from diloco.telemetry.events import Event, FragmentSent, OutcomeHeard, PhaseDone
+from diloco.telemetry.events import AlarmRaised, Event, FragmentSent, OutcomeHeard, PhaseDone
 from protos import fragment_pb2 as wire
 
 logger = logging.getLogger(__name__)
@@ -194,8 +195,11 @@ class Contributions:
         self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
     ) -> SentLane:
         rules, residual = self._rules, None
+        if carried.forget_flipped(lane_id):
+            self._tell_flipped(key.fragment_id, lane_id)
         if rules.error_feedback:
-            residual = carried.residual.setdefault(lane_id, torch.zeros_like(delta))
+            residual = carried.residual.get(lane_id)
+            residual = torch.zeros_like(delta) if residual is None else residual
         codec = lane_codec(rules.codec, self._plan.fragments[key.fragment_id], lane_id)
         drawn_by = rounding_key(
             rules.seed, key.fragment_id, lane_id, key.version, key.attempt, rules.island
@@ -207,6 +211,16 @@ class Contributions:
         if rules.is_carried:
             lane.delta = delta.clone()  # the memory of `local` is used again
         return lane
+
+    def _tell_flipped(self, fragment_id: int, lane_id: int) -> None:
+        text = (
+            f"a bit has flipped in memory, in what lane {lane_id} of fragment {fragment_id} had "
+            f"left over from its last contribution: it is forgotten, and not sent. See whether "
+            f"this machine's memory is sound (edac-util, dmesg)"
+        )
+        logger.error("%s", text)
+        island = self._rules.island
+        self._on_event(AlarmRaised(AlarmKind.ISLAND_DECLINES, text, island, fragment_id))
 
     def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))

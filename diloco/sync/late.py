@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from diloco.outer.pseudo_gradient import l2_norm
+from diloco.outer.pseudo_gradient import bit_sum, l2_norm
 
 
 class Over:
@@ -27,11 +27,20 @@ class Over:
     def __init__(self) -> None:
         """Carry nothing."""
         self._carried: dict[int, Tensor] = {}
+        self._sums: dict[int, int] = {}
         self._norms: dict[int, float] = {}
 
     def of(self, lane_id: int) -> Tensor | None:
         """Return what the next contribution of a lane carries; None: nothing."""
         return self._carried.get(lane_id)
+
+    def forget_flipped(self, lane_id: int) -> bool:
+        """Carry nothing if a bit of it has flipped since it was made; returns whether one has."""
+        carried = self._carried.get(lane_id)
+        if carried is None or bit_sum(carried) == self._sums[lane_id]:
+            return False
+        del self._carried[lane_id]
+        return True
 
     def captured(self, lane_id: int, numel: int) -> tuple[Tensor, Tensor]:
         """Return what a lane carries and the bound of its norm, for `restore`; not copied."""
@@ -41,7 +50,7 @@ class Over:
     def restore(self, lane_id: int, carried: Tensor, norm: Tensor) -> None:
         """Carry what was captured."""
         if bool(carried.any()):
-            self._carried[lane_id] = carried
+            self._keep(lane_id, carried)
         if (most := float(norm)) >= 0:
             self._norms[lane_id] = most
 
@@ -67,4 +76,7 @@ class Over:
         most, size = self._norms.get(lane_id, norm), l2_norm(carried)
         if size > most:
             carried *= most / size
-        self._carried[lane_id] = carried
+        self._keep(lane_id, carried)
+
+    def _keep(self, lane_id: int, carried: Tensor) -> None:
+        self._carried[lane_id], self._sums[lane_id] = carried, bit_sum(carried)

@@ -12,7 +12,6 @@ Source: protocol.md sections 3, 5, 6, 7 and 9.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +42,7 @@ from diloco.sync.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.sync.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
 from diloco.sync.self_check import SelfCheck
 from diloco.sync.shards import LaneShards
-from diloco.sync.soundness import Mend, Reach, StepBound
+from diloco.sync.soundness import Mend, StepBound
 from diloco.telemetry.events import Event, PhaseDone
 
 #: Inner steps whose median is told as the recent one.
@@ -288,9 +287,7 @@ class OuterLoop:
             yield self._exchange.wait_for_news(news, LOOK_S)
 
     def _take(self, state: OuterState) -> None:
-        # How far the steps before a checkpoint can have moved values, nobody knows any more.
-        unknown = Reach(math.inf)
-        self._merging.reaches = [unknown if x.local_steps else Reach() for x in state.ledgers]
+        self._merging.reaches = state.reaches
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
         self._ledgers, self._merging.anchors = state.ledgers, state.anchors
         # Whoever starts after the end of the run makes no step: nobody would ever count it.
@@ -325,6 +322,7 @@ class OuterLoop:
             self.first_checkpoint_step,
             self._ledgers,
             self._merging.anchors,
+            self._merging.reaches,
         )
         return (yield from self._keeper.capturing(state, self.cut.number))
 

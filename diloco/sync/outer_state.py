@@ -9,8 +9,9 @@ Source: protocol.md section 9.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from diloco.sync.exchange import Exchange
 from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger
 from diloco.sync.shards import LaneShards
+from diloco.sync.soundness import Reach
 from diloco.telemetry.events import Event, InitialOverwritten, IslandRejoined, IslandResumed
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class OuterState:
-    """What an outer loop goes on from: by fragment its ledger and anchor.
+    """What an outer loop goes on from: by fragment its ledger, anchor and reach.
 
     Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`). `newest` are
     the versions that were published when a checkpoint was resumed.
@@ -72,6 +74,7 @@ class OuterState:
     first_checkpoint_step: int
     ledgers: list[FragmentLedger]
     anchors: list[Mapping[int, Tensor]]
+    reaches: list[Reach]
     newest: tuple[int, ...] = ()
 
 
@@ -85,6 +88,17 @@ def _as_word(counted: tuple[int, int]) -> int:
     """Return a version and an attempt as one integer, in their order."""
     version, attempt = counted
     return version * (_MOST_ATTEMPT + 1) + min(attempt, _MOST_ATTEMPT)
+
+
+def _bits(value: float) -> int:
+    """Return the bits of a float from 0 on, as an integer: they are ordered as floats are."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits)
+
+
+def _float(bits: int) -> float:
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)
 
 
 class StateKeeper:
@@ -152,7 +166,10 @@ class StateKeeper:
             self._on_event(IslandRejoined(course.inner_step, lost_steps))
         elif overwritten:
             self._on_event(InitialOverwritten(course.inner_step, overwritten))
-        return OuterState(course.inner_step, course.first_checkpoint_step, ledgers, anchors)
+        reaches = [Reach() for _ in entered]
+        return OuterState(
+            course.inner_step, course.first_checkpoint_step, ledgers, anchors, reaches
+        )
 
     def resuming(self, state: Mapping[str, Tensor]) -> Waits[OuterState]:
         """Restore what `capturing` returned, and submit again what was in flight.
@@ -197,6 +214,7 @@ class StateKeeper:
             inner_step,
             [fragment.ledger for fragment in fragments],
             [fragment.lanes.anchor for fragment in fragments],
+            [fragment.reach for fragment in fragments],
             tuple(self._largest(heard)),
         )
 
@@ -223,10 +241,14 @@ class StateKeeper:
         known = [lanes[p] for p in range(len(state.ledgers))]
         broken = self._largest([of.broken_in_a_row for of in known])
         declined = self._largest([int(of.is_declined) for of in known])
+        # Ranks know of different parameters how far a step moves them.
+        farthest = iter(self._largest([_bits(x) for each in state.reaches for x in astuple(each)]))
+        reaches = [Reach(_float(next(farthest)), _float(next(farthest))) for _ in state.reaches]
         fragments = [
             CapturedFragment(
                 ledger,
                 replace(known[p], is_declined=bool(declined[p]), broken_in_a_row=broken[p]),
+                reaches[p],
             )
             for p, ledger in enumerate(state.ledgers)
         ]

@@ -25,12 +25,14 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.outer.fragments import Lane
+from diloco.outer.pseudo_gradient import bit_sum
 from diloco.rounds.polls import Polls
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedFragment, CapturedLanes
 from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.ledger import FragmentLedger, Outstanding, Verdict
+from diloco.sync.soundness import Reach
 from diloco.sync.staging import grouped
 from protos import fragment_pb2 as wire
 from tests.raw_island import KEY, NUMEL, RawIsland, SlowWorker, founded, restart
@@ -423,6 +425,33 @@ def test_included_keeps_what_quantisation_lost_for_the_next_send(
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("bit", [0, 22, 30])
+@pytest.mark.parametrize("is_kept", [False, True], ids=["sent", "captured"])
+def test_a_residual_in_which_a_bit_has_flipped_is_forgotten(
+    setting: Setting, is_kept: bool, bit: int
+) -> None:
+    async def scenario() -> None:
+        _, a, b = await started(feedback(setting))
+        await asyncio.gather(a.train(5), b.train(5))
+        carried = a.exchange._carried[0]
+        carried.residual[0].view(torch.int32)[3] ^= 1 << bit
+        if is_kept:
+            lanes: dict[int, CapturedLanes] = {}
+            await a.exchange.capture(lanes)
+            assert not lanes[0].residual[0].any()
+            return
+        anchor = carried.anchor[0].clone()
+        await asyncio.gather(a.train(3), b.train(3))
+
+        x, codec = anchor - padded(torch.tensor(a.local[7]["w"])), get_codec("int4")
+        payload = from_bytes(a.data.of("submit")[1][2])
+        assert torch.equal(codec.decode(payload, 128), codec.decode(codec.encode(x), 128))
+        (alarm,) = a.kinds("alarm")
+        assert "lane 0 of fragment 0 had left over from its last contribution" in alarm["text"]
+
+    run_virtual(scenario())
+
+
 def test_expired_keeps_the_residual_from_before(setting: Setting) -> None:
     async def scenario() -> None:
         _, a, b = await started(feedback(setting, 0.9))
@@ -589,7 +618,7 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
         lanes = CapturedLanes(
             lanes_of(run.setting, 0.0), {}, {}, {}, is_declined=False, broken_in_a_row=0
         )
-        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes)], sent_by=1)
+        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes, Reach())], sent_by=1)
         await asyncio.sleep(1.0)
 
         assert exchange.view(0).staged_version == 1
@@ -848,7 +877,8 @@ def test_a_pseudo_gradient_that_overflows_with_its_residual_ends_the_island(
 ) -> None:
     async def scenario() -> None:
         _, a, _ = await started(feedback(setting))
-        a.exchange._carried[0].residual[0] = torch.full((128,), 3e38)
+        a.exchange._carried[0].residual[0] = large = torch.full((128,), 3e38)
+        a.exchange._carried[0].residual_sums[0] = bit_sum(large)
 
         a.exchange.send(outstanding(), {0: torch.full((128,), -3e38)})
 

@@ -23,6 +23,7 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.rounds.pins import pinned_steps
 from diloco.sync.agreement import Agreement
 from diloco.sync.outer_state import LOOK_S
+from diloco.sync.soundness import StepBound
 from tests.virtual_run import Checkpoint, Setting, VirtualIsland, VirtualRun
 from transport.loopback import run_virtual
 
@@ -292,7 +293,8 @@ def test_names_and_shapes_of_the_state_are_the_same_at_every_step(setting: Setti
 
     assert all(shapes == first for shapes in others)
     sections = {name.split("/")[0] for name in first}
-    assert sections == {"meta", "ledger", "anchor", "payload", "residual", "residual_after"}
+    of_lanes = {"anchor", "payload", "residual", "residual_after"}
+    assert sections == {"meta", "ledger", "reach", *of_lanes}
 
 
 def test_what_is_in_flight_is_sent_again_as_it_was(setting: Setting) -> None:
@@ -513,3 +515,46 @@ def test_ranks_look_at_each_other_while_their_leader_waits_for_the_pin(
     assert ended - began > 400.0
     assert max(later - look for look, later in pairwise([began, *looks, ended])) <= LOOK_S
     assert pinned_steps(setting.directory) == [0]
+
+
+def test_a_bit_that_flips_before_the_first_send_after_a_resume_is_not_sent(
+    setting: Setting,
+) -> None:
+    """How far the steps before the checkpoint can have moved values is in the checkpoint."""
+    bound = StepBound(1.0)  # 0.1 times normal numbers, and a little
+
+    async def step(island: VirtualIsland) -> None:
+        await asyncio.sleep(1.0)
+        with torch.no_grad():
+            wander(island.name, island.session.inner_step + 1, island.parameters)
+        await island.runner.drive(island.session.stepping(1, bound=bound))
+
+    async def scenario() -> list[dict[str, Any]]:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        islands = [run.island(name) for name in "ab"]
+
+        async def train(island: VirtualIsland) -> Checkpoint:
+            await island.start()
+            for _ in range(5):
+                await step(island)
+            return await island.checkpoint()
+
+        kept = await asyncio.gather(*map(train, islands))
+        for island in islands:
+            await island.drop()
+        await run.resume(5)
+        a, b = (run.island(name, run.timeline + 1) for name in "ab")
+        await asyncio.gather(a.resume(kept[0]), b.resume(kept[1]))
+        with torch.no_grad():
+            for parameter in a.parameters.values():
+                parameter[0] = 20.0
+        await asyncio.gather(step(a), step(b))  # a fragment is due after 6
+        sent = a.kinds("fragment_sent")
+        for island in (a, b):
+            await island.drop()
+        await run.kill_syncer()
+        return sent
+
+    (sent,) = run_virtual(scenario())
+    assert "value 0 is" in sent["declined"], sent
