@@ -15,7 +15,7 @@ from diloco.alarms import MOST_ALARMS
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.leases import Leases
 from diloco.coordinator.membership import Membership
-from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, ReportedAlarms
+from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, SYNCER, ReportedAlarms
 from diloco.coordinator.terms import Terms
 from diloco.loop_clock import loop_now
 from diloco.refusals import Cause
@@ -97,7 +97,7 @@ class Board:
         alarms: Iterable[Alarm] = (),
     ) -> None:
         """Take note of a syncer's report: what it has refused since its start, and its alarms."""
-        self._alarms_of(f"syncer {syncer_id}", alarms, MOST_ALARMS)
+        self._alarms_of(f"{SYNCER}{syncer_id}", alarms, MOST_ALARMS)
         word = self.syncers.setdefault(syncer_id, SyncerWord())
         word.epoch, word.at, word.refusals = epoch, loop_now(), refusals
 

@@ -7,7 +7,9 @@ alone. What is not judged, for want of reports or of a majority, is neither.
 
 Only a good checkpoint lets older ones go, however many others follow. When candidates are bad
 several times in a row, or not finite, the run returns to the last good one by itself: `Return` says
-where to and why. After returns that did not help the run is lost, with the command to type.
+where to and why, and without whom: from the second return in a row on without the islands that
+something speaks against, where these are few. After returns that did not help the run is lost,
+with the command to type.
 
     candidates    all of it, but for votes on what is not judged yet: islands repeat these
 
@@ -64,10 +66,16 @@ class JudgeRules:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The run goes back to checkpoint `to`; `why` in words."""
+    """The run goes back to checkpoint `to`; `why` in words; `without` these islands."""
 
     to: int
     why: str
+    without: tuple[str, ...] = ()
+
+    @property
+    def without_text(self) -> str:
+        """Say without whom, behind where to; empty: with everybody."""
+        return f" without {', '.join(self.without)}" if self.without else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,9 @@ class Candidates:
                         for n, (v, loss) in saved["verdicts"].items()
                     },
                 },
-                pending=None if pending is None else Return(**pending),
+                pending=None
+                if pending is None
+                else Return(pending["to"], pending["why"], tuple(pending["without"])),
             )
             # What is judged, or was abandoned, needs no votes.
             judged = self._state.verdicts
@@ -350,8 +360,15 @@ class Candidates:
                 num_returns=state.num_returns + 1,
                 returned_to=step,
                 last=f"the run returned to checkpoint {step} by itself"
-                + (f": {pending.why}" if pending is not None else ""),
+                + (f"{pending.without_text}: {pending.why}" if pending is not None else ""),
             )
+        )
+
+    def made_without(self, islands: Iterable[str]) -> Entries:
+        """Decide that the return is made without some islands."""
+        assert self.pending is not None
+        return _entry(
+            replace(self._state, pending=replace(self.pending, without=tuple(sorted(islands))))
         )
 
     def given_up(self) -> Entries:

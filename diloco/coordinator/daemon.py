@@ -218,8 +218,27 @@ class Coordinator:
         if entries := membership.lost_by_returns(self.board.terms.judging):
             self._keep(entries)
         else:
+            if accused := self._accused():
+                self._keep(membership.candidates.made_without(accused))
             logger.error("the run returns by itself: %s", pending.why)
         self.ended.set()
+
+    def _accused(self) -> set[str]:
+        """Name the islands without which a run returns that is ruined again; empty: with all.
+
+        Those that something speaks against, where they are fewer than the others. What speaks
+        against most says nothing: on ruined parameters every island finds its own loss far off.
+        """
+        membership = self._membership
+        if not membership.candidates.num_returns or self.board.instead_of_syncer:
+            return set()
+        live, accused = set(membership.live), set[str]()
+        for each in self.alarms.accused(loop_now()):
+            if 2 * len(each & live) < len(live):
+                accused |= each & live
+        num_left = len(live) - len(accused)
+        is_enough = num_left >= membership.rules.min_islands or not membership.rules.is_elastic
+        return accused if len(accused) < num_left and is_enough else set()
 
     def _raise_alarms(self) -> None:
         """Raise what the judged checkpoints say, as long as it holds."""
@@ -231,7 +250,8 @@ class Coordinator:
             holding[AlarmKind.LOSS_RISES] = text, candidates.num_bad
         if candidates.pending is not None:
             to = membership.checkpoint_name(candidates.pending.to)
-            text = f"the run is to return to {to}: {candidates.pending.why}"
+            text = f"the run is to return to {to}{candidates.pending.without_text}: "
+            text += candidates.pending.why
             holding[AlarmKind.RETURN] = text, 1
         elif candidates.last_return:
             holding[AlarmKind.RETURN] = candidates.last_return, candidates.num_returns

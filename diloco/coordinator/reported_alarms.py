@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Reporter of alarms that the coordinator raises itself.
 COORDINATOR = "coordinator"
+#: What a syncer's name as a reporter begins with; no island has one with a space.
+SYNCER = "syncer "
 #: Seconds for which an alarm is shown after it was last reported.
 SHOWN_S = 3600.0
 #: Seconds since its last report within which an alarm holds; islands and syncers report sooner.
@@ -133,6 +135,24 @@ class ReportedAlarms:
         unwritten, self._unwritten = self._unwritten, []
         if unwritten:
             self._record(unwritten)
+
+    def accused(self, now: float) -> tuple[set[str], set[str]]:
+        """Return the islands that something speaks against, since this process serves the timeline.
+
+        What one island says of another does not count.
+
+        Returns:
+            Those of whose contributions a syncer has refused one, and those that have found their
+            own state broken.
+        """
+        refused, broken = set[str](), set[str]()
+        for reporter, alarms in self._by_reporter.items():
+            for alarm in (held.alarm for held in alarms.holding(now) if held.alarm.island):
+                if alarm.kind is AlarmKind.CONTRIBUTION_REFUSED and reporter.startswith(SYNCER):
+                    refused.add(alarm.island)
+                elif alarm.kind is AlarmKind.ISLAND_DECLINES and reporter == alarm.island:
+                    broken.add(alarm.island)
+        return refused, broken
 
     def status(self, now: float) -> list[AlarmStatus]:
         """Return the alarms that hold, or did within the last hour; the newest first."""

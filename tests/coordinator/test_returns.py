@@ -14,6 +14,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.coordinator.candidates import JudgeRules
+from diloco.coordinator.tape import told_of
 from diloco.errors import AggregationError, Fenced, RunReturned
 from diloco.launch.coordinator import _return
 from diloco.launch.state_dir import StateDir
@@ -187,6 +188,83 @@ def test_returns_that_do_not_help_end_the_run_with_the_command(
         assert "diloco coordinator RUN.toml --resume --at 10" in reason
         reply = await desk.report(grants[0], inner_step=31)
         assert (reply.stop, reply.exit_code) == (True, 20)
+
+    tell(tmp_path, story)
+
+
+REFUSED = control.Alarm(kind="contribution_refused", island="west", fragment_id=1, text="norm 3e9")
+DECLINES = control.Alarm(kind="island_declines", island="west", fragment_id=-1, text="far off")
+
+
+async def ruined(desk: Desk, grants: list[control.Grant]) -> None:
+    """Let the newest checkpoint be bad, and the run return."""
+    await reported(desk, grants, 30, math.nan)
+    watching = asyncio.create_task(desk.coordinator.watch())
+    await asyncio.sleep(2.0)
+    watching.cancel()
+    pending = desk.membership.candidates.pending
+    assert pending is not None
+    desk.journal.write(entries := desk.membership.resumed(pending.to, is_return=True))
+    if pending.without:
+        assert [each.kind for each in told_of(entries)] == ["timeline", "members"], "audit log"
+    await desk.restart()
+
+
+@pytest.mark.parametrize(
+    ("who", "accusing", "fenced"),
+    [
+        ("by a syncer", REFUSED, True),
+        ("by itself", DECLINES, True),
+        ("by another island", REFUSED, False),
+    ],
+)
+def test_who_is_spoken_against_is_fenced_before_the_second_return(
+    tmp_path: Path, who: str, accusing: control.Alarm, fenced: bool
+) -> None:
+    async def accuse(desk: Desk, grants: list[control.Grant]) -> None:
+        if who == "by a syncer":
+            await desk.round_report(timeline=desk.membership.timeline, alarms=[accusing])
+            for grant in grants:  # as on ruined parameters
+                declines = control.Alarm(kind="island_declines", island=grant.island)
+                await desk.report(grant, alarms=[declines])
+        else:
+            by = grants[desk.names.index("west" if who == "by itself" else "east")]
+            await desk.report(by, alarms=[accusing])
+
+    async def story(desk: Desk) -> None:
+        grants = await begun(desk)
+        await accuse(desk, grants)
+        await ruined(desk, grants)
+        assert len(desk.membership.live) == 3, "the first return is with everybody"
+        grants = await joined(desk, "b")
+        await accuse(desk, grants)
+
+        await ruined(desk, grants)
+
+        assert desk.membership.live == (("east", "north") if fenced else ("east", "north", "west"))
+        again = await desk.join("west", "c")
+        assert (again.status == control.JOIN_STATUS_KICKED) is fenced
+        if fenced:
+            assert "was ruined again" in again.message
+            told = await desk.report(grants[2], inner_step=31)
+            assert (told.stop, told.exit_code) == (True, Fenced.exit_code)
+            roster = await desk.roster()
+            assert roster is not None and list(roster.live) == ["east", "north"]
+            assert desk.membership.candidates.last_return.startswith(
+                "the run returned to checkpoint 10 by itself without west: held-out loss"
+            )
+
+    tell(tmp_path, story, names=("east", "north", "west"))
+
+
+def test_nobody_is_fenced_where_half_of_the_islands_are_spoken_against(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        grants = await begun(desk)
+        for start in "bc":
+            await desk.round_report(timeline=desk.membership.timeline, alarms=[REFUSED])
+            await ruined(desk, grants)
+            grants = await joined(desk, start)
+        assert desk.membership.live == ("east", "west")
 
     tell(tmp_path, story)
 
