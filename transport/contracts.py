@@ -37,11 +37,15 @@ class Reply:
 
     A server calls `on_sent` when it has handed the last byte to the network: only what the windows
     of the way hold is under way then. Where an attempt is repeated it may be called again.
+
+    A reply with a `digest`, 16 bytes or more that tell its payload from any other, is not kept for
+    its caller: after a break the handler is asked again, and an equal payload goes on.
     """
 
     header: bytes
     payload: Buffer = b""
     on_sent: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+    digest: bytes = field(default=b"", compare=False)
 
     @classmethod
     def of(cls, message: Message) -> Reply:

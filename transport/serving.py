@@ -32,7 +32,7 @@ from transport.framing import (
 )
 from transport.limits import Lines
 from transport.pacing import Pacer
-from transport.transfer import NO_NAME, Kept, TransferTable
+from transport.transfer import NAME_BYTES, NO_NAME, Kept, TransferTable
 
 
 class AttemptStream(Protocol):
@@ -141,27 +141,30 @@ class Attempt:
         kept = self._kept
         try:
             if kept is not None and kept.reply is not None:
-                return self._going_on(kept.reply, kept)
+                return self._going_on(kept.reply, kept.reply_name)
             reply = await dispatch(handlers, call, lines)
             size = memoryview(reply.payload).nbytes
             if size and self.frames.resumption.takes_none:
                 raise MessageTooLarge(f"the reply has a payload of {size} bytes; 0 are allowed")
             if kept is not None and kept.stream is self.stream:
+                if reply.digest:
+                    self._table.drop(kept, self.stream)
+                    return self._going_on(reply, reply.digest[:NAME_BYTES])
                 kept.answered(reply)
-                return self._going_on(reply, kept)
+                return self._going_on(reply, kept.reply_name)
             asked = self.frames.resumption
             return Answer(reply, Resumption(is_bulk=asked.is_bulk, takes_small=asked.takes_small))
         except TransportError as error:
             if kept is not None and isinstance(error, HandlerFailed) and not self._is_half_way:
-                self._table.fail(kept, self.stream)
+                self._table.drop(kept, self.stream)
             return Answer.failure(error)
 
-    def _going_on(self, reply: Reply, kept: Kept) -> Answer:
+    def _going_on(self, reply: Reply, name: bytes) -> Answer:
         asked = self.frames.resumption
         size = memoryview(reply.payload).nbytes
-        is_known = asked.reply == kept.reply_name and asked.offset <= size
+        is_known = asked.reply == name and asked.offset <= size
         named = Resumption(
-            reply=kept.reply_name,
+            reply=name,
             offset=asked.offset if is_known else 0,
             is_bulk=asked.is_bulk,
             takes_small=asked.takes_small,

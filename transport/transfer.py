@@ -6,7 +6,9 @@ first byte that the peer lacks, the handler's answer is sent on from the first b
 lacks, and a handler that has answered is not asked again.
 
 `TransferTable` is pure: `now` is given. What it keeps of broken calls is bounded in bytes, number
-and time; whoever keeps most loses its oldest first, what was answered to the end before the rest.
+and time; the caller that keeps most loses first what was answered to the end, oldest first, then
+the payload of which least has arrived: so the one that is furthest arrives at last, however often
+the line breaks and however many go on beside it.
 """
 
 from __future__ import annotations
@@ -117,7 +119,10 @@ class TransferTable:
     """What one server keeps of calls that broke."""
 
     def __init__(self, *, kept_bytes: int, kept_s: float, most: int = 4096) -> None:
-        """Keep at most `kept_bytes` of at most `most` calls, each at most `kept_s` seconds."""
+        """Keep at most `kept_bytes` of at most `most` calls, each at most `kept_s` seconds.
+
+        One call is kept however large it is.
+        """
         self._kept_bytes = kept_bytes
         self._kept_s = {False: kept_s, True: min(kept_s, SENT_S)}
         self._most = most
@@ -172,13 +177,16 @@ class TransferTable:
         self._idle_bytes[kept.caller] += kept.num_bytes
         self._idle_calls[kept.caller] += 1
         self._expire(now)
-        while self.num_idle_bytes > self._kept_bytes:
-            self._drop_oldest(self._idle_bytes)
+        while self.num_idle_bytes > self._kept_bytes and self.num_idle > 1:
+            self._drop_least(self._idle_bytes)
         while self.num_idle > self._most:
-            self._drop_oldest(self._idle_calls)
+            self._drop_least(self._idle_calls)
 
-    def fail(self, kept: Kept, stream: object) -> None:
-        """Forget a call that its handler has refused; harmless for one that was superseded."""
+    def drop(self, kept: Kept, stream: object) -> None:
+        """Forget a call; harmless for one that was superseded.
+
+        Its handler has refused it, or gives an equal reply when it is asked again.
+        """
         if kept.stream is stream:
             self._drop(kept)
 
@@ -205,12 +213,19 @@ class TransferTable:
             while calls and now - (oldest := _first(calls)).idle_since >= self._kept_s[shelf[1]]:
                 self._drop(oldest)
 
-    def _drop_oldest(self, held: Counter[str]) -> None:
-        """Drop the oldest call of whoever holds most, one whose reply was sent if there is."""
+    def _drop_least(self, held: Counter[str]) -> None:
+        """Drop a call of the caller that holds most."""
         greediest, _ = held.most_common(1)[0]
         sent, broken = self._idle.get((greediest, True)), self._idle.get((greediest, False))
-        self._drop(_first(sent or broken or {}))
+        self._drop(_first(sent) if sent else min((broken or {}).values(), key=_arrived))
 
 
 def _first(calls: dict[bytes, Kept]) -> Kept:
     return next(iter(calls.values()))
+
+
+def _arrived(kept: Kept) -> float:
+    """Bytes of the payload; infinite: it is answered."""
+    if kept.reply is not None:
+        return float("inf")
+    return kept.partial.filled if kept.partial else 0

@@ -282,14 +282,11 @@ class FragmentService(RoundRunner):
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return lanes of a published version, and the reply that goes before them."""
-        reply, payload = await fetch_lanes(
-            header, self.record, self._store, self._hooks.workers.reads
-        )
-        self._hooks.meter.sent(header.fragment_id, header.grant.island, len(payload))
-        return reply, payload
+        return await fetch_lanes(header, self.record, self._store, self._hooks.workers.reads)
 
-    def fetched(self, header: wire.FetchHeader) -> None:
+    def fetched(self, header: wire.FetchHeader, num_bytes: int) -> None:
         """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
+        self._hooks.meter.sent(header.fragment_id, header.grant.island, num_bytes)
         if header.version == self.rounds.version:
             self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
 

@@ -394,8 +394,8 @@ class Syncer:
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
             return Reply.of(reply)
-        on_sent = functools.partial(service.fetched, header)
-        return Reply(reply.SerializeToString(), payload, on_sent)
+        on_sent = functools.partial(service.fetched, header, len(payload))
+        return Reply(reply.SerializeToString(), payload, on_sent, reply.digest)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
@@ -437,7 +437,7 @@ class Syncer:
         else:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
         reply.syncer_epoch = self._epoch
-        return Reply(reply.SerializeToString(), payload)
+        return Reply(reply.SerializeToString(), payload, digest=reply.digest)
 
     def _refuse(self, grant: Grant, cause: Cause, words: str) -> str:
         """Count a refusal of what an island says with a good grant; returns the words."""

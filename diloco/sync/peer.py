@@ -341,7 +341,7 @@ class Peer:
             replica = fragment.replica
             reply, payload = await fetch_lanes(header, replica.record, replica.store, self._beside)
         reply.syncer_epoch = self._grant.incarnation
-        return Reply(reply.SerializeToString(), payload)
+        return Reply(reply.SerializeToString(), payload, digest=reply.digest)
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
@@ -418,10 +418,9 @@ class Peer:
 
     def _lane(self, payload: Buffer) -> Reply:
         self._calls.bytes_up += len(payload)
-        reply = allreduce_pb2.LaneReply(
-            status=allreduce_pb2.LANE_STATUS_OK, digest=blake3.blake3(payload).digest()
-        )
-        return Reply(reply.SerializeToString(), payload)
+        digest = blake3.blake3(payload).digest()
+        reply = allreduce_pb2.LaneReply(status=allreduce_pb2.LANE_STATUS_OK, digest=digest)
+        return Reply(reply.SerializeToString(), payload, digest=digest)
 
     def _no_lane(
         self,

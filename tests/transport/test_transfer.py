@@ -72,6 +72,25 @@ def test_over_the_bound_whoever_keeps_most_loses_its_oldest() -> None:
     assert found == [False] * 6 + [True] * 2
 
 
+def test_the_payload_that_is_furthest_is_kept_longest() -> None:
+    table = TransferTable(kept_bytes=200, kept_s=1e9)
+    furthest = broken(table, "a", 0, 80, 0.0)
+    others = [broken(table, "a", number, number, 1.0) for number in range(1, 5)]
+
+    assert table.enter("a", furthest.name, object(), 2.0) is furthest
+    found = [table.enter("a", kept.name, object(), 2.0) is kept for kept in others]
+    assert found == [False] * 3 + [True]
+
+
+def test_one_call_is_kept_however_large_it_is() -> None:
+    table = TransferTable(kept_bytes=99, kept_s=1e9)
+    broken(table, "a", 1, 60, 0.0)
+    newest = broken(table, "a", 2, 60, 1.0)
+
+    assert (table.num_idle, table.num_idle_bytes) == (1, 100)
+    assert table.enter("a", newest.name, object(), 2.0) is newest
+
+
 def test_over_the_number_whoever_keeps_most_calls_loses() -> None:
     table = TransferTable(kept_bytes=1000, kept_s=1e9, most=4)
     modest = broken(table, "modest", 0, 60, 0.0)
@@ -106,7 +125,7 @@ def test_a_reply_that_was_sent_to_its_end_goes_first_and_soon() -> None:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["enter", "leave", "fail", "answer"]),
+            st.sampled_from(["enter", "leave", "drop", "answer"]),
             st.integers(0, 5),
             st.integers(0, 100),
             st.floats(0, 5),
@@ -130,8 +149,8 @@ def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int, float]]) 
             if action == "leave":
                 table.leave(kept, stream, now, is_sent=filled % 2 == 0)
                 held.pop(number)
-            elif action == "fail":
-                table.fail(kept, stream)
+            elif action == "drop":
+                table.drop(kept, stream)
                 held.pop(number)
             else:
                 kept.answered(Reply(b"h", bytes(filled)))
@@ -145,7 +164,7 @@ def test_a_superseded_attempt_leaves_the_newer_one_alone() -> None:
     assert table.enter("a", bytes(16), new, 1.0) is kept
 
     table.leave(kept, old, 2.0)
-    table.fail(kept, old)
+    table.drop(kept, old)
 
     assert kept.stream is new and table.num_idle == 0
     assert table.enter("a", bytes(16), object(), 3.0) is kept
