@@ -33,6 +33,9 @@ Entries = tuple[tuple[str, str], ...]
 _KIND = "slot"
 #: Characters of all positions together: they travel in one message to whoever inherits all slots.
 _MOST_POSITIONS = 1 << 19
+#: Draws that a slot may be ahead of what was told last: no island makes more while its coordinator
+#: is away. Whoever inherits the slot goes on from there, and tells it in turn.
+_MOST_UNTOLD = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,7 @@ class Claims:
                     raise ValueError(f"a position of {size} characters; {most} are allowed")
                 if not (0 <= slot < len(self.slots) and type(grant) is int):
                     raise ValueError(f"slot {slot} of {len(self.slots)}")
+                self._insist_on_progress(slot, position)
                 if type(is_final) is not bool:
                     raise ValueError("is_final is true or false")
                 found[slot] = {
@@ -224,7 +228,18 @@ class Claims:
             raise ValueError("positions are an object")
         if odd := [text for text in said if text not in map(str, range(len(self.slots)))]:
             raise ValueError(f"slot {odd[0]} of {len(self.slots)}")
-        return {text: SlotPosition.from_json(value).as_json() for text, value in said.items()}
+        found = {text: SlotPosition.from_json(value) for text, value in said.items()}
+        for text, position in found.items():
+            self._insist_on_progress(int(text), position)
+        return {text: position.as_json() for text, position in found.items()}
+
+    def _insist_on_progress(self, number: int, position: SlotPosition) -> None:
+        told = _num_drawn(self.slots[number].told)
+        if position.num_drawn > told + _MOST_UNTOLD:
+            raise ValueError(
+                f"slot {number}: {position.num_drawn} draws, {told} were told before; at most "
+                f"{_MOST_UNTOLD} more are believed"
+            )
 
     def of(self, island: str) -> str:
         """Say which slots an island is to draw from and where from, and which it owes: JSON.

@@ -2,7 +2,7 @@
 
 Who is silent loses its lease, and the cut goes on without it (`Cuts.without`); who reports while
 its training thread hangs does not. Who says that it writes its part is waited for as long as that
-takes: a slow disk is no reason to go without.
+takes, up to a bound: a slow disk is no reason to go without, one that hangs for ever is.
 
 Source: protocol.md section 9.
 """
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that count between two looks, at most: what nobody saw is nobody's delay.
 _MOST_COUNTED_S = 1.0
+#: Times `transport.unreachable` for which a cut waits for parts that are said to be written.
+MOST_WRITING = 16
 
 
 class CutPatience:
@@ -33,6 +35,7 @@ class CutPatience:
         self._writing: set[str] = set()
         self._waits: tuple[Cut | None, tuple[str, ...]] = None, ()
         self._waited_s, self._looked = 0.0, 0.0
+        self._number, self._of_cut_s = 0, 0.0
 
     def heard(self, island: str, part: CutPart) -> None:
         """Take note of what a report says of a cut."""
@@ -50,7 +53,11 @@ class CutPatience:
         membership = self._membership
         passed_s, self._looked = min(now - self._looked, _MOST_COUNTED_S), now
         cut = membership.cuts.newest(membership.timeline)
-        awaited = tuple(i for i in membership.awaited_in_cut if i not in self._writing)
+        number = 0 if cut is None else cut.number
+        self._of_cut_s = self._of_cut_s + passed_s if number == self._number else 0.0
+        self._number = number
+        writing = self._writing if self._of_cut_s < MOST_WRITING * unreachable_s else set()
+        awaited = tuple(i for i in membership.awaited_in_cut if i not in writing)
         waits = cut, awaited
         self._waited_s = self._waited_s + passed_s if waits == self._waits else 0.0
         self._waits = waits
@@ -64,4 +71,4 @@ class CutPatience:
         if cut.is_last:
             self._keep(membership.given_up(awaited))
         else:
-            self._keep(membership.cuts.without(membership.timeline, self._writing))
+            self._keep(membership.cuts.without(membership.timeline, writing))

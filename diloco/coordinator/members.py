@@ -32,6 +32,7 @@ class MembershipRules:
         max_islands: Most islands that the run can ever have.
         on_member_lost: What becomes of a run whose islands are fixed when one stays away.
         most_step_tokens: Largest batch that an island may declare; 0: any.
+        total_tokens: That end the run, where it is elastic; 0: not known.
     """
 
     is_elastic: bool = False
@@ -41,6 +42,7 @@ class MembershipRules:
     max_islands: int = 1
     on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
     most_step_tokens: int = 0
+    total_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

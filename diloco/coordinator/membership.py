@@ -358,9 +358,12 @@ class Membership(Roll):
     def is_finished(self) -> bool:
         """Whether every island has left without an error, at the end of the run.
 
-        Where islands come and go: whether one has come to the end, and none is at work.
+        Where islands come and go: whether one has come to the end, and none is at work. One that
+        says so while fragments are known to lack tokens has not.
         """
         if self.rules.is_elastic:
+            if 0 < self.merged_tokens() < self.rules.total_tokens:
+                return False
             members = filter(self._has_joined, self.members.values())
             has_end = any(m.has_finished for m in members)
             return has_end and not (self.holders or self.is_stopping)

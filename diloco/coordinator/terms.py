@@ -38,11 +38,12 @@ class Terms:
 def terms_of(config: Config) -> Terms:
     """Read the terms of a configuration."""
     outer, run = config.outer, config.run
+    total_tokens = config.total_tokens if outer.is_on_arrival else 0
     return Terms(
         policy_json=policy_json(config),
         unreachable_s=config.transport.unreachable_s,
         lease_s=config.lease_s,
-        total_tokens=config.total_tokens if outer.is_on_arrival else 0,
+        total_tokens=total_tokens,
         cut_tokens=config.checkpoint.every_tokens,
         rules=MembershipRules(
             is_elastic=outer.is_on_arrival,
@@ -53,6 +54,7 @@ def terms_of(config: Config) -> Terms:
             max_islands=config.max_islands,
             on_member_lost=outer.on_member_lost,
             most_step_tokens=most_step_tokens_of(config),
+            total_tokens=total_tokens,
         ),
         judging=JudgeRules(
             config.evaluation.max_rise,

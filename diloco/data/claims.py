@@ -56,8 +56,9 @@ class SlotPosition:
         drawn, cursor = values["drawn"], values["cursor"]
         if not isinstance(drawn, dict) or not isinstance(cursor, dict):
             raise ValueError("drawn and cursor are objects")
-        if not all(type(count) is int and 0 <= count < 2**63 for count in drawn.values()):
-            raise ValueError("drawn has numbers from 0 on")
+        counts = drawn.values()
+        if not all(type(n) is int and n >= 0 for n in counts) or sum(counts) >= 2**63:
+            raise ValueError("drawn has numbers from 0 on, in all less than 2^63")
         return cls(drawn, cursor)
 
 

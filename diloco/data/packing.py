@@ -158,6 +158,8 @@ class PackedSource:
         self._pass = start["pass"]
         self._reader.go_to(start)
         if not cursor["check"]:
+            if self._offset or self.num_sequences:
+                raise ConfigError(f"{self._source.setting}: no position has no check but the start")
             return
         try:
             group = self._read_group()
@@ -168,6 +170,10 @@ class PackedSource:
                 f"{self._source.setting}: document {start['document'] + 1} and those after it are "
                 "not what the run was trained on, although names and sizes are the same; "
                 "put the earlier text back, or start a new run"
+            )
+        if not 0 <= self._offset < len(group.tokens):
+            raise ConfigError(
+                f"{self._source.setting}: token {self._offset} of a group of {len(group.tokens)}"
             )
         self._groups.append(group)
 

@@ -250,14 +250,17 @@ class StreamBatches:
     def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
         """Draw from these slots alone, each from its position on.
 
+        One that the text does not lead to is another island's error, and no reason to end: its slot
+        is drawn from the start.
+
         Raises:
-            ConfigError: If the text is not what a position was written for.
+            ConfigError: If the text cannot be read.
         """
         held, self._texts = self._texts, {}
         for slot, claim in sorted(claims.items()):
             text = held.get(slot) or self._data.text_of(slot, self._num_slots)
             if text.cursor() != claim.cursor:
-                text.go_to(claim.cursor or None)
+                _take_up(slot, text, claim)
             self._texts[slot] = text
         self._ended.clear()
         self._position = Position(inner_step, self._position.samples)
@@ -309,6 +312,26 @@ class StreamBatches:
                     ) from None
                 logger.warning("slot ended, others go on: %s", end)
                 self._ended.add(slot)
+
+
+def _take_up(slot: int, text: WindowShuffle, claim: SlotPosition) -> None:
+    """Go to the position that an earlier holder of a slot told, or to the start."""
+    try:
+        text.go_to(claim.cursor or None)
+        if not claim.cursor or (text.cursor(), text.drawn) == (claim.cursor, claim.drawn):
+            return
+        problem: object = f"it leads to {text.drawn}, not to {dict(claim.drawn)}"
+    except (
+        ArithmeticError, AttributeError, ConfigError, LookupError, RuntimeError, SourceEndedError,
+        TypeError, ValueError,
+    ) as error:  # fmt: skip
+        problem = repr(error)
+    logger.error(
+        "slot %d cannot go on where its last holder said, and is drawn from the start, so its text "
+        "comes again: position %.300s: %s",
+        slot, claim.cursor, problem,
+    )  # fmt: skip
+    text.go_to(None)
 
 
 def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:

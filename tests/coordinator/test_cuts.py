@@ -12,6 +12,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.cut_patience import MOST_WRITING
 from diloco.coordinator.cuts import Cuts, Part
 from protos import control_pb2 as control
 from tests.coordinator_desk import Desk, tell
@@ -337,6 +338,27 @@ def test_who_writes_its_part_is_waited_for_however_long_that_takes(
         await told_to_syncer(desk, pinned_cut=1)
         assert desk.membership.checkpoints == (1,)
         assert desk.coordinator.status().message.endswith("waits for east") == is_stop
+        watching.cancel()
+
+    tell(tmp_path, story, config=elastic)
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_part_that_is_said_to_be_written_for_ever_holds_up_neither_checkpoints_nor_a_stop(
+    is_stop: bool, tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in NAMES]
+        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
+        watching = asyncio.create_task(desk.coordinator.watch())
+        writing = control.CutPart(number=1, is_being_written=True)
+        for _ in range((MOST_WRITING + 2) * int(elastic.transport.unreachable_s) // 5):
+            await asyncio.sleep(5.0)
+            await desk.report(east, cut=part_of(1, 3, 5))
+            await desk.report(west, cut=writing)
+
+        assert desk.membership.cuts[1].is_taken
+        assert [*desk.membership.cuts[1].parts] == ["east"]
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)

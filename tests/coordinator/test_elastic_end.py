@@ -11,6 +11,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.daemon import RETURN_S
 from diloco.durable import DiskFull
+from protos.control_pb2 import FragmentStatus
 from tests.coordinator_desk import Desk, tell
 from tests.run_files import write_run
 
@@ -55,6 +56,33 @@ def test_an_island_that_stays_away_does_not_keep_a_run_from_its_end(tmp_path: Pa
 
         await asyncio.sleep(RETURN_S)
 
+        assert desk.coordinator.ended.is_set()
+        watching.cancel()
+
+    tell(tmp_path, story, config=config)
+
+
+def test_an_island_that_says_that_it_has_finished_does_not_end_the_run_of_others(
+    tmp_path: Path,
+) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    async def story(desk: Desk) -> None:
+        liar, _ = await desk.join("east"), await desk.join("west")
+        watching = asyncio.create_task(desk.coordinator.watch())
+        for p, merged in enumerate((config.total_tokens, 1)):
+            status = FragmentStatus(fragment_id=p, version=3, merged_tokens=merged)
+            desk.coordinator.fragment_stands(status)
+        await desk.leave(liar.grant)
+        await asyncio.sleep(config.lease_s + RETURN_S + 2)  # the other cannot be reached for long
+
+        assert not desk.coordinator.ended.is_set()
+        for p in range(2):
+            status = FragmentStatus(fragment_id=p, merged_tokens=config.total_tokens)
+            desk.coordinator.fragment_stands(status)
+        await asyncio.sleep(2)
         assert desk.coordinator.ended.is_set()
         watching.cancel()
 

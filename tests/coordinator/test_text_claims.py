@@ -83,8 +83,13 @@ def of_size(num_characters: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "said", ["[]", "{", word(0, slot2=(0, 1, False)), of_size(300_000)], ids=lambda said: said[:40]
-)
+    "said",
+    [
+        "[]", "{", word(0, slot2=(0, 1, False)), of_size(300_000),
+        word(0, slot0=(0, 2**40, False)),  # heirs would go on from there, and be refused in turn
+    ],
+    ids=lambda said: said[-40:],
+)  # fmt: skip
 def test_what_no_island_says_is_refused_and_counted(
     said: str, tmp_path: Path, elastic: Config
 ) -> None:

@@ -105,6 +105,7 @@ def test_slot_furthest_behind_is_drawn_next():
         {"drawn": {"a": True}, "cursor": {}},
         {"drawn": {"a": 1.0}, "cursor": {}},
         {"drawn": {"a": 2**63}, "cursor": {}},
+        {"drawn": {"a": 2**62, "b": 2**62}, "cursor": {}},
         {"drawn": {}, "cursor": 1},
         {"drawn": {}, "cursor": {}, "more": 1},
     ],
@@ -221,6 +222,43 @@ def test_positions_count_by_source_what_was_drawn(streams, whole):
     assert again.positions() == positions
     assert all(set(position.drawn) == {"lines", "table"} for position in positions.values())
     assert torch.equal(again.batch(10), batches.batch(10))
+
+
+def _lies():
+    """What a slot's last holder may tell that its text does not lead to."""
+
+    def lie(*path, value):
+        def change(position):
+            there = position
+            for key in path[:-1]:
+                there = there[key]
+            there[path[-1]] = value
+
+        return pytest.param(change, id=f"{'.'.join(path)}={value}")
+
+    source = "cursor", "sources", "lines"
+    yield lie("cursor", value={"window": 1})
+    yield lie("cursor", "window", value="1")
+    yield lie("cursor", "position", value=-1)
+    yield lie("drawn", "lines", value=2**40)
+    for key, value in {"token": 2**60, "check": "00", "start": {}, "sequences": None}.items():
+        yield lie(*source, key, value=value)
+    yield lie(*source, "check", value="")
+    yield lie(*source, "start", "stream", value={"examples_iterable": 1})
+
+
+@pytest.mark.parametrize("lie", list(_lies()))
+def test_a_position_that_its_text_does_not_lead_to_ends_no_heir(streams, whole, caplog, lie):
+    holder, heir = open_slots(streams, [0]), open_slots(streams, [1], 1)
+    for step in range(4):
+        holder.batch(step)
+    told = json.loads(json.dumps(holder.positions()[0].as_json()))
+    lie(told)
+
+    heir.hold({0: SlotPosition.from_json(told)}, inner_step=7)
+
+    assert sequences(heir, first=7) == whole[0]
+    assert "drawn from the start" in caplog.text
 
 
 def _told(position):
