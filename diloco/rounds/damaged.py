@@ -128,7 +128,8 @@ class Damage:
     """What is wrong with one fragment, and from whom it is repaired.
 
     `lost` is the newest version that was published and cannot be read; -1: there is none. `said_by`
-    is the island on whose word alone it is; empty: the store has something of it, or it is indexed.
+    are the islands on whose word alone it is; empty: the store has something of it, or it is
+    indexed.
     """
 
     def __init__(self, fragment: Fragment, on_event: Callable[[Event], None]) -> None:
@@ -171,14 +172,15 @@ class Damage:
         p, who = self._fragment.fragment_id, self.said_by
         remedy = (
             f"The coordinator does not say so, and has no digests to repair it by: resume a "
-            f"checkpoint (diloco coordinator RUN.toml --resume), or, if {who} is wrong, take it "
-            f"out (diloco kick HOST:PORT {who}) and start this syncer again"
+            f"checkpoint (diloco coordinator RUN.toml --resume), or, if {who} "
+            f"{'are' if ',' in who else 'is'} wrong, take each out (diloco kick HOST:PORT "
+            f"{who.split(',')[0]}) and start this syncer again"
             if who
             else self._repair_text
         )
         return (
             f"fragment {p} is damaged and not served: its version {self.lost} was published"
-            f"{f', as island {who} alone says,' if who else ''} and {self._problem}. The other "
+            f"{f', as {who} alone say,' if who else ''} and {self._problem}. The other "
             f"fragments go on. {remedy}"
         )
 

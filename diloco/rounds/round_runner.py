@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -22,6 +22,7 @@ from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
+from diloco.peer_texts import MOST_NAMES
 from diloco.refusals import Cause
 from diloco.rounds.attendance import Attendance
 from diloco.rounds.damaged import Damage
@@ -96,6 +97,8 @@ class RoundRunner:
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_doubt = self._is_indexed = False
         self._disbelieved: set[str] = set()
+        self._live: Collection[str] = ()
+        self._claims: dict[str, tuple[int, str]] = {}  # newest version and digest of each island
 
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
         rules, timing = self._rules, None
@@ -118,6 +121,7 @@ class RoundRunner:
     ) -> None:
         """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
         self._is_in_doubt = self._store.is_in_doubt
+        self._live = attendance.roster.live
         self.hold_openings(bool(self._hooks.room.waiting))
         for island, incarnation in attendance.incarnations.items():
             self.granted(island, incarnation)
@@ -173,10 +177,12 @@ class RoundRunner:
         """Take note of a start of an island; fences its earlier ones."""
         self._tell_fetched(self._fetches.gone([island]))
         self.damage.forget(island)
+        self._claims.pop(island, None)
         self._perform(self.rounds.granted(island, incarnation, loop_now()))
 
     def heard_of(self, roster: Roster) -> None:
         """Take who may take part in the next openings."""
+        self._live = roster.live
         self._tell_fetched(self._fetches.gone_but(roster.live))
         self.damage.keep(roster.live)
         self._perform(self.rounds.heard_of(roster, loop_now()))
@@ -220,33 +226,42 @@ class RoundRunner:
         `digest` is that of the newest, in hex; empty: not known.
         """
         self._is_indexed = True
-        self._was_published(num_versions - 1, digest)
+        if self._contradicts(num_versions - 1, digest):
+            self.lose(num_versions - 1)
         if self._is_in_doubt:
             self._is_in_doubt = False
             self.hold_openings(bool(self._hooks.room.waiting))
 
     def island_knows(self, island: str, known: wire.FragmentState) -> None:
-        """Hear what an island knows: its grant says that it is ours, so what it knows was true.
+        """Take what an island says that it knows.
 
-        Unless it is of more versions than are kept: of that many, which no damage takes from a
-        store, the coordinator's word is asked, and nothing opens before.
+        What contradicts the store is believed once most of the live islands say it, or where the
+        store has a trace of it: no island ends a fragment alone. Nor is it believed of more
+        versions than are kept, which no damage takes from a store. Else the coordinator's word is
+        asked, and nothing opens before.
         """
         self.damage.holds(island, known.num_held - 1)
         if not known.is_founded or known.is_damaged:
             return
-        record = self.record
-        if record is None or known.version <= record.version + self._store.retained_versions:
-            self._was_published(known.version, known.digest.hex(), island)
-        elif known.version > self.damage.lost:
-            self._disbelieve(island, known.version)
+        newest, version = -1 if self.record is None else self.record.version, known.version
+        claim = self._claims[island] = version, known.digest.hex()
+        if not self._contradicts(*claim):
+            return
+        agreed = [i for i in sorted(self._live) if self._claims.get(i) == claim]
+        is_near = newest < 0 or version <= newest + self._store.retained_versions
+        has_trace = self._store.is_in_doubt and version == newest + 1
+        if is_near and (has_trace or 2 * len(agreed) > len(self._live)):
+            self.lose(version, ", ".join(agreed[:MOST_NAMES]))
+        elif version > self.damage.lost:
+            self._disbelieve(island, version)
 
     def _disbelieve(self, island: str, version: int) -> None:
         self._hooks.meter.refusal(island, Cause.KEY)
         if island not in self._disbelieved:
             self._disbelieved.add(island)
             logger.error(
-                "island %s says that version %d of fragment %d was published, which is too far "
-                "ahead to be believed of it: the coordinator's index says what was",
+                "island %s says that version %d of fragment %d was published, or as something "
+                "else, which is not believed of it alone: the coordinator's index says what was",
                 island,
                 version,
                 self._fragment.fragment_id,
@@ -255,11 +270,10 @@ class RoundRunner:
             self._is_in_doubt = True
             self.hold_openings(True)
 
-    def _was_published(self, version: int, digest: str, said_by: str = "") -> None:
-        """Serve the fragment no more if what was published is later than its record, or another."""
+    def _contradicts(self, version: int, digest: str) -> bool:
+        """Whether a version, if it was published, is later than the record, or another."""
         newest, own = (-1, "") if (r := self.record) is None else (r.version, r.digest.hex())
-        if version > newest or (version == newest and digest not in ("", own)):
-            self.lose(version, said_by)
+        return version > newest or (version == newest and digest not in ("", own))
 
     async def _finish_repair(self, attendance: Attendance) -> None:
         """Write the version of which every lane is here, and serve the fragment again.

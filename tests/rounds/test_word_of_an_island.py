@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def test_an_island_with_another_version_under_the_same_number_says_so(setting: S
     async def scenario() -> None:
         run = VirtualRun(setting)
         await run.start_syncer()
-        island = run.island("a")
-        training = asyncio.create_task(island.run())
+        islands = [run.island(name) for name in "ab"]
+        training = asyncio.gather(*(island.run() for island in islands))
         await asyncio.sleep(25.0)
         await run.kill_syncer()
         fragment = setting.plan().fragments[0]
@@ -50,8 +51,10 @@ def test_an_island_with_another_version_under_the_same_number_says_so(setting: S
         assert f"version {held.version} was published" in run.syncer.damage(0)
         assert "what is here under its number is not that" in run.syncer.damage(0)
         training.cancel()
-        await asyncio.gather(training, return_exceptions=True)
-        await island.exchange.stop()
+        with contextlib.suppress(asyncio.CancelledError):
+            await training
+        for island in islands:
+            await island.exchange.stop()
         await run.kill_syncer()
 
     run_virtual(scenario())
@@ -71,16 +74,21 @@ async def begun(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
     return run, [a, b]
 
 
-def test_a_loss_that_only_an_island_tells_of_names_it_and_offers_no_repair(
+def test_a_loss_that_only_islands_tell_of_takes_most_of_them_names_them_and_offers_no_repair(
     setting: Setting,
 ) -> None:
     async def scenario() -> None:
-        run, (_, b) = await begun(setting)
+        run, (a, b) = await begun(setting)
         run.syncer.indexed({0: 1})
-        await b.poll(known=ahead(2))
+        other = wire.FragmentState(is_founded=True, version=0, digest=b"other")
+        for count, known in enumerate([ahead(2), [other], ahead(2)], start=1):
+            await b.poll(known=known, step_s=1.0)
+            assert not run.syncer.damage(0)
+            assert run.syncer.meter.counts.refusals == {("b", Cause.KEY): count}
+        await a.poll(known=ahead(2))
         told = run.syncer.damage(0)
-        assert "its version 2 was published, as island b alone says" in told
-        assert "diloco kick HOST:PORT b" in told
+        assert "its version 2 was published, as a, b alone say" in told
+        assert "diloco kick HOST:PORT a" in told
         assert "diloco repair" not in told
 
         run.syncer.indexed({0: 3})
