@@ -32,6 +32,7 @@ class AlarmKind(StrEnum):
     CONTRIBUTION_REFUSED = "contribution_refused"  # the guard of a merge left an island out
     ISLAND_DECLINES = "island_declines"  # an island found its own state broken
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
+    SYNCER_ENDS = "syncer_ends"  # it ended by itself, and is started again
     DAMAGED_ON_THE_WAY = "damaged_on_the_way"  # a link damages more than it should
 
 

@@ -487,18 +487,20 @@ class SyncerHelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan_json", "islands", "fragment_ids", "num_indexed", "indexed_digests")
+    __slots__ = ("plan_json", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations")
     PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_INDEXED_FIELD_NUMBER: _ClassVar[int]
     INDEXED_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     plan_json: str
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
     num_indexed: _containers.RepeatedScalarFieldContainer[int]
     indexed_digests: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ...) -> None: ...
+    incarnations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")

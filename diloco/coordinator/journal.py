@@ -54,6 +54,8 @@ _TELL = (
 #: An island that starts again and again does not fill the journal.
 _MOST_TOLD = 100_000
 _FORGET = f"DELETE FROM tape WHERE sequence <= (SELECT MAX(sequence) FROM tape) - {_MOST_TOLD}"
+#: How SQLite says that there is no room: for the file, by a limit, or for the index of its log.
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 _INDEX = "INSERT INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
 #: Timeline, fragment, version, and the header of its record, JSON with the version's `digest`.
 RoundRow: TypeAlias = tuple[int, int, int, str]
@@ -90,12 +92,18 @@ class Journal:
         """Open or create the file; every commit reaches the disk before it returns.
 
         Raises:
+            DiskFull: If there is no room for what SQLite keeps beside it.
             sqlite3.DatabaseError: If the file is not a journal.
         """
-        connection = sqlite3.connect(self._path, isolation_level=None)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.executescript(_SCHEMA)
+        with self._heeding_room():
+            connection = sqlite3.connect(self._path, isolation_level=None)
+            try:
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=FULL")
+                connection.executescript(_SCHEMA)
+            except sqlite3.Error:
+                connection.close()
+                raise
         self._connection = connection
 
     def close(self) -> None:
@@ -215,7 +223,7 @@ class Journal:
         try:
             yield
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+            if error.sqlite_errorcode not in _FULL:
                 raise
             if not self._is_full:
                 self._is_full = True

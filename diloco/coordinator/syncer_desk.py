@@ -102,6 +102,7 @@ class SyncerDesk:
                 fragment_ids=fragment_ids,
                 num_indexed=[num_versions for num_versions, _ in indexed],
                 indexed_digests=[digest for _, digest in indexed],
+                incarnations=[m.incarnation for m in self._membership.members.values()],
             )
         )
 

@@ -20,10 +20,11 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.alarms import Alarm, AlarmKind
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
@@ -66,6 +67,7 @@ from diloco.launch.state_dir import (
     read_timeline,
 )
 from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.loop_clock import loop_now
 from diloco.peer_bounds import limits_of, weights_of
 from diloco.rounds.log import headers_in
 from diloco.rounds.pins import pin_directory
@@ -174,7 +176,7 @@ def _with_settings(config: Config, membership: Membership, tell: Callable[[str],
 
 def _claim(config: Config, state: StateDir, membership: Membership) -> None:
     """Record the configuration; whoever lives and stays keeps the policy it has."""
-    if state.resolved.exists() and read_timeline(state.timeline) == _timeline(membership):
+    if state.resolved.exists() and _is_served(state, membership):
         before = _with_settings(load_config(state.resolved), membership, lambda line: None)
         _insist_on_same_policy(config, before, state, membership)
     write_durably(state.resolved, [resolved_toml(config).encode()])
@@ -268,7 +270,8 @@ async def _coordinate(
     signals: Request,
 ) -> int:
     """Stop the syncers of an earlier timeline, then serve until the end; returns the exit code."""
-    coordinator = _build_coordinator(config, membership, journal, state)
+    read_by_syncers: dict[Path, bytes] = {}
+    coordinator = _build_coordinator(config, membership, journal, state, read_by_syncers)
     security = Security.of(config, Role.COORDINATOR)
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
@@ -276,19 +279,28 @@ async def _coordinate(
         tell(f"warning: {problem}")
     decider = _build_decider(config, coordinator, membership, journal, state)
     supervisors = [
-        SyncerSupervisor(each, on_hopeless=coordinator.fail)
+        SyncerSupervisor(
+            each,
+            on_hopeless=coordinator.fail,
+            on_ended=lambda reason: coordinator.alarms.raise_(
+                Alarm(AlarmKind.SYNCER_ENDS, reason), loop_now()
+            ),
+            before_start=functools.partial(_write_again, read_by_syncers),
+        )
         for each in state.of_syncers(config.coordinator.num_syncers)
     ]
     if _is_over(membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
         return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
-    if read_timeline(state.timeline) != _timeline(membership):
+    if not _is_served(state, membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
     await having_room(
         "the timeline",
         lambda: _timeline(membership).write(state.timeline),
         given_up=signals.forced,
     )
+    for path in (state.resolved, state.secret, state.timeline):
+        read_by_syncers[path] = path.read_bytes()
     async with _serving(config, state, security, coordinator, decider, signals) as address:
         tell(f"coordinator of run {config.run.name!r} listens on {address}")
         if membership.is_finished:
@@ -313,11 +325,26 @@ async def _coordinate(
     return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
 
 
+def _write_again(contents: Mapping[Path, bytes]) -> None:
+    """Write again what a starting syncer reads, where a disk does not give it back as it was."""
+    for path, content in contents.items():
+        if not path.is_file() or path.read_bytes() != content:
+            logger.error("%s is not what was written there: it is written again", path)
+            with contextlib.suppress(DiskFull):  # the syncer says what is wrong with it
+                write_durably(path, [content], mode=0o600)
+
+
 def _build_coordinator(
-    config: Config, membership: Membership, journal: Journal, state: StateDir
+    config: Config,
+    membership: Membership,
+    journal: Journal,
+    state: StateDir,
+    read_by_syncers: dict[Path, bytes],
 ) -> Coordinator:
     def keep(config: Config) -> None:
-        write_durably(state.resolved, [resolved_toml(config).encode()])
+        content = resolved_toml(config).encode()
+        write_durably(state.resolved, [content])
+        read_by_syncers[state.resolved] = content
 
     return Coordinator(
         membership=membership,
@@ -501,6 +528,15 @@ def _is_over(membership: Membership) -> bool:
     """Whether nobody is to be answered any more; who is away may still come for the end."""
     has_all = membership.is_finished and not membership.away
     return has_all or bool(membership.fatal_reason)
+
+
+def _is_served(state: StateDir, membership: Membership) -> bool:
+    """Whether the timeline that the last start served is the journal's."""
+    try:
+        return read_timeline(state.timeline) == _timeline(membership)
+    except ConfigError as error:
+        logger.error("it is written again, as the journal has it: %s", error)
+        return False
 
 
 def _timeline(membership: Membership) -> Timeline:

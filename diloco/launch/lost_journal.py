@@ -21,7 +21,7 @@ from diloco.coordinator.cuts import Part as CutPart
 from diloco.coordinator.journal import Journal, Told
 from diloco.coordinator.rebuilt import Remains, entries_of
 from diloco.durable import read_json, rename
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, PlanMismatch
 from diloco.launch.checkpoints import found_directory, read_manifest, written_steps
 from diloco.launch.state_dir import ONLY_SYNCER, StateDir, read_timeline
 from diloco.launch.stores import known_plan
@@ -65,7 +65,13 @@ def insist_on_journal(state: StateDir, journal: Journal) -> None:
             f"Bring {state.journal.name} back from a copy of that day (diloco backup), or: {way}. "
             f"A new run needs a coordinator.state_dir of its own"
         )
-    there = known_plan(state) if stores else None
+    there = None
+    try:
+        there = known_plan(state) if stores else None
+    except PlanMismatch as error:
+        if "plan" not in entries:
+            raise
+        logger.error("the syncer is told the plan again at its next start: %s", error)
     if there is not None and "plan" in entries and there.to_json() != entries["plan"]:
         raise ConfigError(
             f"the journal {state.journal} and the store {stores[0]} are of two runs: their plans "

@@ -26,7 +26,6 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import (
     make_directory_durably,
-    read_json,
     sync_directory,
     write_durably,
     write_json,
@@ -36,7 +35,7 @@ from diloco.launch.address import listen, local_address, peer_address
 from diloco.launch.build import build_publication_rules
 from diloco.launch.disk import num_unsure_checkpoints
 from diloco.launch.security import Security
-from diloco.launch.state_dir import Held, StateDir, Timeline, hold, read_timeline
+from diloco.launch.state_dir import Held, StateDir, Timeline, hold, read_bound, read_timeline
 from diloco.launch.tensor_thread import TensorThread
 from diloco.outer.fragments import Plan
 from diloco.peer_bounds import limits_of
@@ -134,7 +133,7 @@ async def start_peer(
         await peer.start()
         server = await listen(
             config.island.peer_listen,
-            read_json(state.bound) or "",
+            read_bound(state.bound),
             peer.handlers,
             security=security,
             chunk_bytes=config.transport.chunk_bytes,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from diloco.errors import ConfigError
 from diloco.launch.checkpoints import found_directory, verify
 from diloco.launch.mirror import Mirror
 from diloco.launch.progress import progress_bar
+from diloco.launch.room import wait_for_room
 from diloco.launch.state_dir import StateDir
 from diloco.launch.stores import Part, assigned_parts
 from diloco.outer.fragments import Plan
@@ -43,14 +45,14 @@ RESUME = f"{START} --resume"
 
 @contextmanager
 def open_journal(path: Path) -> Iterator[Journal]:
-    """Open a run's journal, and close it in the end.
+    """Open a run's journal, and close it in the end; waits for room on a full disk.
 
     Raises:
         ConfigError: If the file is not a journal.
     """
     journal = Journal(path)
     try:
-        journal.open()
+        wait_for_room("the journal", journal.open, time.sleep)
     except sqlite3.DatabaseError as error:
         raise _unreadable(path, error) from error
     try:

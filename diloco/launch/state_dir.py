@@ -245,6 +245,18 @@ def read_endpoint(path: Path) -> Endpoint | None:
         ) from error
 
 
+def read_bound(path: Path) -> str:
+    """Return the address that a syncer or peer bound before; empty: none that can be read.
+
+    Where it is empty a free port will do, which islands hear from the coordinator.
+    """
+    try:
+        return str(read_json(path) or "")
+    except ValueError as error:
+        logger.error("a free port is bound in place of the last one: %s", error)
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """How often the run was resumed, and at which inner step's checkpoint it last began."""

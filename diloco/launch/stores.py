@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from diloco.coordinator.assignment import Assignment
 from diloco.coordinator.journal import Journal
 from diloco.durable import read_json
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, PlanMismatch
 from diloco.launch.state_dir import ONLY_SYNCER, StateDir
 from diloco.outer.fragments import Fragment, Plan
 
@@ -83,6 +83,21 @@ def parts_of(state: StateDir, plan: Plan) -> tuple[Part, ...]:
     return assigned_parts(state, plan, assignment)
 
 
+def stored_plan(state: StateDir) -> Plan:
+    """Read the plan that one syncer has learned.
+
+    Raises:
+        PlanMismatch: If the file is damaged; names it, and what to do.
+    """
+    try:
+        return Plan.from_json(state.plan.read_text(encoding="utf-8"))
+    except (PlanMismatch, UnicodeDecodeError) as error:
+        raise PlanMismatch(
+            f"{state.plan} is damaged: {error}. Remove it (rm {state.plan}) and start the "
+            f"coordinator, whose journal has the plan, too: diloco coordinator RUN.toml"
+        ) from error
+
+
 def known_plan(state: StateDir) -> Plan | None:
     """Read the plan of a run from any of its stores; None if none of them has learned it.
 
@@ -91,7 +106,7 @@ def known_plan(state: StateDir) -> Plan | None:
     """
     for each in state.holding_records:
         if each.plan.is_file():
-            return Plan.from_json(each.plan.read_text(encoding="utf-8"))
+            return stored_plan(each)
     return None
 
 

@@ -46,10 +46,11 @@ from diloco.launch.state_dir import (
     StateDir,
     Timeline,
     hold,
+    read_bound,
     read_endpoint,
     read_timeline,
 )
-from diloco.launch.stores import part_of
+from diloco.launch.stores import part_of, stored_plan
 from diloco.launch.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
@@ -144,7 +145,7 @@ async def _run_syncer(state: StateDir) -> int:
     importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
     try:
         await first_of(
-            _keep_plan(state, reporter, stopping),
+            _keep_what_is_asked(state, reporter, stopping),
             stopping.wait(),
             end_once_orphaned(lambda: reporter.num_answers, config.transport.unreachable_s),
         )
@@ -155,11 +156,26 @@ async def _run_syncer(state: StateDir) -> int:
         await reporter.close()
 
 
+async def _keep_what_is_asked(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
+    await _keep_plan(state, reporter, stopping)
+    try:
+        _Incarnations(state.incarnations).load()
+    except ValueError as error:
+        logger.error("asking the coordinator which starts of islands count: %s", error)
+        reply = await reporter.learn_plan()
+        granted = dict(zip(reply.islands, reply.incarnations, strict=True))
+        await having_room(
+            "which starts of islands count",
+            lambda: write_json(state.incarnations, {i: n for i, n in granted.items() if n}),
+            given_up=stopping,
+        )
+
+
 async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     """Have the plan in the store, and what of it is ours: a restart needs no coordinator."""
     if state.plan.exists():
         try:
-            part_of(state, Plan.from_json(state.plan.read_text(encoding="utf-8")))
+            part_of(state, stored_plan(state))
             return
         except DilocoError as error:
             logger.warning("asking the coordinator: %s", error)
@@ -183,7 +199,7 @@ async def _serve(
     reporter: Reporter,
     stopping: asyncio.Event,
 ) -> int:
-    plan = Plan.from_json(state.plan.read_text(encoding="utf-8"))
+    plan = stored_plan(state)
     num_threads = len(os.sched_getaffinity(0))
     with syncer_workers(num_threads) as workers:
         await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
@@ -201,11 +217,11 @@ async def _serve(
             await syncer.stop()
             events.close()
             return 0
-        bound = read_json(state.bound)
+        bound = read_bound(state.bound)
         coordinator = read_endpoint(state.coordinator)
         server = await listen(
             of_syncer(config.coordinator.syncer_listen, state.syncer_id),
-            bound or "",
+            bound,
             syncer.handlers,
             security=security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk_bytes,
@@ -231,7 +247,7 @@ async def _serve(
         reporting = asyncio.create_task(reporter.run(syncer, address))
         verifying = asyncio.create_task(syncer.verify_stores())
         try:
-            await metrics.start(is_restart=epoch > 1)
+            await metrics.start(is_restart=bound != "")
             await first_of(
                 syncer.ended.wait(),
                 stopping.wait(),
@@ -292,7 +308,7 @@ def _open_events(
         sink.open()
     except OSError as error:
         problem = f"telemetry.dir = {directory}: events of rounds cannot be written there: {error}"
-        if epoch == 1:
+        if not state.bound.exists():
             raise ConfigError(f"{problem}; give another directory") from error
         logger.warning("the run goes on without them: %s", problem)
         return FanOut(())
@@ -322,14 +338,20 @@ def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
         ConfigError: If the checkpoint's pin is not whole; names an older one that is. Or if the
             store is ahead of the run.
     """
-    stored = read_timeline(state.store_timeline)
-    if stored == timeline:
+    problem = ""
+    try:
+        stored = read_timeline(state.store_timeline)
+    except ConfigError as error:
+        stored, problem = Timeline(), str(error)
+    if stored == timeline and not problem:
         return
-    if not state.store_timeline.exists() and _has_records_of(state, timeline):
-        logger.error("%s is lost: records say that it was timeline %d",
+    if (problem or stored.number < timeline.number) and _has_records_of(state, timeline):
+        logger.error("%s is lost or damaged: records say that it was timeline %d",
                      state.store_timeline, timeline.number)  # fmt: skip
         timeline.write(state.store_timeline)
         return
+    if problem:
+        raise ConfigError(problem)
     if stored.number >= timeline.number:
         raise ConfigError(
             f"{state.store_timeline} says timeline {stored.number}, {state.timeline} says "
@@ -438,14 +460,16 @@ class _Incarnations:
         self._path = path
 
     def load(self) -> dict[str, int]:
+        """Read them.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
         try:
             stored = read_json(self._path) or {}
             return {str(island): int(number) for island, number in stored.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{self._path}, which says what starts of islands count, is damaged: {error}. "
-                f"Stop the coordinator, then: diloco repair {self._path.parents[1]}"
-            ) from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{self._path} is damaged: {error}") from error
 
     def store(self, incarnations: dict[str, int]) -> None:
         write_json(self._path, incarnations)
@@ -489,19 +513,18 @@ class _Orders:
 
 
 def _next_epoch(path: Path, now_unix_s: float) -> int:
-    """Raise the counter of a syncer's starts; durable when this returns.
+    """Raise the number of a syncer's starts; durable when this returns.
 
-    Where the file is lost beside a store, or damaged, it goes on beyond what a counter from 1 on
-    could have reached: islands know the last one.
+    It is the time of the start, in seconds, or one more than the last: islands take no word of a
+    lower number, so that a counter from 1 on would end the run where its file is damaged, lost or
+    an older copy.
     """
     try:
-        before = read_json(path)
-        epoch = 1 + int(before or 0)
+        before = int(read_json(path) or 0)
     except (ValueError, TypeError) as error:
-        logger.error("the counter of starts is damaged, it goes on from the clock: %s", error)
-        before, epoch = None, int(now_unix_s)
-    if before is None and any(path.parent.glob("fragment-*/v*")):
-        epoch = int(now_unix_s)
+        logger.error("the number of the last start is damaged: %s", error)
+        before = 0
+    epoch = max(before + 1, int(now_unix_s))
     write_json(path, epoch)
     return epoch
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from diloco.errors import ConfigError
 from diloco.launch.logs import tail
 from diloco.launch.state_dir import (
     Held,
@@ -40,10 +41,26 @@ _HOPELESS = frozenset({2, 10, 20, 50})
 class SyncerSupervisor:
     """Supervises one syncer of a state directory: the one whose paths `state` has."""
 
-    def __init__(self, state: StateDir, *, on_hopeless: Callable[[str, int], None]) -> None:
-        """Assign only; `on_hopeless(reason, exit_code)` hears that no restart can help."""
+    def __init__(
+        self,
+        state: StateDir,
+        *,
+        on_hopeless: Callable[[str, int], None],
+        on_ended: Callable[[str], None] = lambda reason: None,
+        before_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Assign only.
+
+        Args:
+            state: As that syncer sees it.
+            on_hopeless: Gets the reason and the exit code where no restart can help.
+            on_ended: Gets the reason where it ended by itself and is started again.
+            before_start: Called before each start.
+        """
         self._state = state
         self._on_hopeless = on_hopeless
+        self._on_ended = on_ended
+        self._before_start = before_start
 
     async def run(self) -> None:
         """Keep a syncer alive, until cancelled or until no restart can help.
@@ -66,11 +83,7 @@ class SyncerSupervisor:
                 how = f"exit code {code}"
                 is_killed = code == -signal.SIGKILL and self._was_serving(child.pid)
                 if code in _HOPELESS:
-                    said = tail(self._state.syncer_log, 1)
-                    reason = (
-                        f"the syncer ended, see {self._state.syncer_log}; its last word: {said}"
-                    )
-                    self._on_hopeless(reason, code)
+                    self._on_hopeless(self._reason(), code)
                     return
             if is_killed:
                 logger.warning("syncer was killed, starting it again at once: %s", how)
@@ -79,6 +92,7 @@ class SyncerSupervisor:
             if loop.time() - started >= _LONG_LIFE_S:
                 wait_s = _FIRST_WAIT_S
             logger.warning("syncer ended, starting it again, wait_s=%.1f: %s", wait_s, how)
+            self._on_ended(f"{self._reason()}; it is started again ({how})")
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
@@ -86,9 +100,17 @@ class SyncerSupervisor:
         """Stop the syncer, whoever started it; call it when `run` was cancelled."""
         await asyncio.to_thread(stop_syncer, self._state)
 
+    def _reason(self) -> str:
+        log = self._state.syncer_log
+        return f"{self._state.syncer_name} ended, see {log}; its last word: {tail(log, 1)}"
+
     def _was_serving(self, pid: int | None) -> bool:
         """Whether this syncer served and left no word of its end, as every orderly end does."""
-        endpoint = read_endpoint(self._state.syncer)
+        try:
+            endpoint = read_endpoint(self._state.syncer)
+        except ConfigError as error:
+            logger.error("%s", error)
+            return False
         return endpoint is not None and endpoint.pid == pid and endpoint.address != ""
 
     async def _watch(self) -> int | None:
@@ -100,6 +122,7 @@ class SyncerSupervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a syncer that holds its store already; raises Held if another one does."""
+        self._before_start()
         lock = acquire(self._state.store_lock)
         arguments = [str(self._state.root), "--lock-descriptor", str(lock)]
         arguments += ["--name", self._state.syncer_name]

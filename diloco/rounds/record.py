@@ -14,6 +14,7 @@ Source: protocol.md section 4 (commit point).
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -45,6 +46,8 @@ HEADER_END = b'"sections": ['
 _END = ""
 _PREFIX = struct.Struct("<8sQ32s")
 _FLOAT32_BYTES = 4
+#: Errors of a disk; others, such as a lack of descriptors, say nothing of what it holds.
+_UNREADABLE = (errno.EIO, errno.EISDIR, errno.EUCLEAN)
 _DIGEST_BYTES = 32
 
 
@@ -357,9 +360,13 @@ def _insist_on_end(stored: StoredRecord) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be read; what the disk does not give back is damaged, not this process."""
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except FileNotFoundError as error:
         raise RecordInvalid(f"{path} does not exist") from error
-    with file:
-        yield file
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise RecordInvalid(f"{path} cannot be read: {error.strerror}") from error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
+import resource
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +150,26 @@ def test_a_full_disk_stores_nothing_and_the_same_is_stored_later(
         f"there is room for {tmp_path}/journal.sqlite again",
     ]
     journal.close()
+
+
+def test_a_journal_that_finds_no_room_at_its_start_is_opened_once_there_is_some(
+    tmp_path: Path,
+) -> None:
+    with contextlib.closing(Journal(tmp_path / "journal.sqlite")) as journal:
+        journal.open()
+        journal.write([("a", "1")])
+        shutil.copytree(tmp_path, tmp_path / "killed")  # what a killed coordinator leaves
+    (tmp_path / "killed" / "journal.sqlite-shm").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.closing(Journal(tmp_path / "killed" / "journal.sqlite")) as journal:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(DiskFull):
+                journal.open()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        journal.open()
+        assert journal.entries() == {"a": "1"}
 
 
 def test_a_call_that_finds_the_disk_full_is_to_be_repeated() -> None:

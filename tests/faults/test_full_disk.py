@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config
-from diloco.durable import read_json
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import holder
 from diloco.rounds.log import headers_in
@@ -83,7 +82,7 @@ def test_a_run_goes_on_by_itself_when_there_is_room_again(
     log = (run.state.root / f"{victim}.log").read_text()
     assert log.count("the disk is full") == 1, log
     assert "there is room" in log, log
-    assert read_json(run.state.syncer_epoch) == 1, "nothing was started again"
+    assert run.state.syncer_log.read_text().count("syncer starting") == 1
     if victim == "syncer":
         assert filler.num_versions == 0, "a version without room"
     finished = FinishedRun(run)

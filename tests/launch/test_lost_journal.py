@@ -164,16 +164,19 @@ def test_damaged_small_files_of_a_syncer_are_no_end(site: Site) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: holder(site.state.store_lock) is None, "the syncer's end")
-        for path in (site.state.orders, site.state.syncer_epoch):
-            path.write_text("{]")
+        state = site.state
+        for path in (
+            state.orders, state.syncer_epoch, state.incarnations, state.plan, state.bound,
+            state.syncer, state.secret, state.timeline, state.resolved, state.store_timeline,
+        ):  # fmt: skip
+            path.write_bytes(b"{]\xff")
     finally:
         process.send_signal(signal.SIGCONT)
     eventually(lambda: holder(site.state.store_lock) not in (None, pid), "another syncer")
-    syncer = site.syncer_address(coordinator, "east", "east-1")
 
     def states() -> bool:
-        try:
-            reply = poll(syncer, east)
+        try:  # it has bound another port
+            reply = poll(site.syncer_address(coordinator, "east", "east-1"), east)
         except TransportError:
             return False
         assert reply.syncer_epoch > before or not reply.syncer_epoch
@@ -185,15 +188,14 @@ def test_damaged_small_files_of_a_syncer_are_no_end(site: Site) -> None:
     assert "Traceback" not in log
 
 
-def test_a_lost_counter_of_starts_goes_on_beyond_what_islands_know(tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [None, "", "{", "[1]", "7", '"x"'])
+def test_the_number_of_a_start_is_higher_than_any_before_whatever_its_file_says(
+    tmp_path: Path, found: str | None
+) -> None:
     path = tmp_path / "epoch.json"
-    assert [_next_epoch(path, 1e9) for _ in range(2)] == [1, 2]
-    (tmp_path / "fragment-0000").mkdir()
-    (tmp_path / "fragment-0000" / "v000000000000.record").touch()
-    for damaged in ("", "{", "[1]"):
-        path.write_text(damaged) if damaged else path.unlink()
-        assert _next_epoch(path, 1e9) == 10**9
-        assert _next_epoch(path, 1e9) == 10**9 + 1
+    assert [_next_epoch(path, 1e9) for _ in range(2)] == [10**9, 10**9 + 1]
+    path.unlink() if found is None else path.write_text(found)
+    assert _next_epoch(path, 1e9 + 9) == 10**9 + 9
 
 
 def test_damaged_incarnations_are_written_again_from_the_journal(site: Site, begun: Begun) -> None:
