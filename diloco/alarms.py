@@ -7,6 +7,7 @@ alarms that hold; the coordinator shows them (`diloco.coordinator.reported_alarm
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -30,6 +31,7 @@ class AlarmKind(StrEnum):
     CANDIDATE_BAD = "candidate_bad"  # a candidate of the published parameters was judged bad
     RETURN = "return"  # the run goes back, or went back, to its last good checkpoint
     CONTRIBUTION_REFUSED = "contribution_refused"  # the guard of a merge left an island out
+    ISLANDS_OPPOSED = "islands_opposed"  # what two islands send goes against each other
     ISLAND_DECLINES = "island_declines"  # an island found its own state broken
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
     SYNCER_ENDS = "syncer_ends"  # it ended by itself, and is started again
@@ -129,6 +131,28 @@ class Alarms:
         over = [k for k, held in self._held.items() if held.last + self._lasting_s < now]
         for key in over:
             del self._held[key]
+
+
+def suspect(holding: Iterable[Alarm]) -> Alarm | None:
+    """Say which of two opposed islands is the wrong one; None: it cannot be told, or none are.
+
+    That whose own training loss rises, as by shuffled labels, where the other's does not.
+
+    Args:
+        holding: Alarms that hold; of those about a training loss, only what islands say themselves.
+    """
+    alarms = list(holding)
+    opposed = [a for a in alarms if a.kind is AlarmKind.ISLANDS_OPPOSED and not a.island]
+    rising = {a.island: a for a in alarms if a.kind is AlarmKind.LOSS_RISES and a.island}
+    if not opposed or len(rising) != 1:
+        return None
+    ((island, loss),) = rising.items()
+    text = (
+        f"what it sends and what the other island sends does not go together, and of the two only "
+        f"its loss rises: look at its data, or take it out: diloco kick HOST:PORT {island}. "
+        f"{loss.text}"
+    )
+    return Alarm(AlarmKind.ISLANDS_OPPOSED, text, island)
 
 
 def alarm_message(held: HeldAlarm) -> AlarmMessage:

@@ -257,6 +257,7 @@ class Coordinator:
             holding[AlarmKind.RETURN] = candidates.last_return, candidates.num_returns
         for kind, (text, count) in holding.items():
             self.alarms.raise_(Alarm(kind, text), now, count=count)
+        self.alarms.suspect(now)
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""

@@ -20,6 +20,7 @@ from diloco.alarms import (
     Alarms,
     HeldAlarm,
     alarm_message,
+    suspect,
 )
 from diloco.coordinator.journal import Told
 from diloco.peer_texts import MOST_REASON, bounded_text
@@ -109,6 +110,18 @@ class ReportedAlarms:
         held = {each.alarm.key: each for each in alarms.holding(now)}.get(alarm.key)
         if held is not None and now - before.get(alarm.key, -SHOWN_S) > HOLDS_S:
             self._note(reporter, held, now, most)
+
+    def suspect(self, now: float) -> None:
+        """Raise what the alarms that hold say together (`diloco.alarms.suspect`)."""
+        suspected = suspect(
+            held.alarm
+            for reporter, alarms in self._by_reporter.items()
+            for held in alarms.holding(now)
+            if now - held.last <= HOLDS_S
+            and (held.alarm.kind is not AlarmKind.LOSS_RISES or held.alarm.island == reporter)
+        )
+        if suspected is not None:
+            self.raise_(suspected, now, count=1)
 
     def _note(self, reporter: str, held: HeldAlarm, now: float, most: int) -> None:
         """Make an entry for the audit log: an alarm began to hold; at most once in a while.

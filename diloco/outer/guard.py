@@ -21,8 +21,17 @@ way than the others, where these agree. With three or more contributions, by cos
     r         mean cosine to the others / mean cosine of the others among themselves
     refused   r < 0.15 where the others' is above 0.15
 
-Of two it cannot be told which is the odd one. What was made of less than half the usual inner steps
-is mostly noise by nature, and neither judged nor compared with.
+What was made of less than half the usual inner steps is mostly noise by nature, and neither judged
+nor compared with.
+
+Of two it cannot be told by directions which is the odd one: both are merged, and their cosine is
+compared with that of earlier rounds of two,
+
+    opposed   below 0.15 of the usual cosine, where that is above 0.15; else below -0.3
+
+which in three such rounds in a row is an alarm that names both. The outer momentum is no third: its
+cosine to what clean islands send falls from 0.8 to between -0.06 and 0.1, and an island that went
+wrong soon has it on its side.
 
 Pure: figures of one round and a small state that is in the record of each version; no tensors, no
 clock. The arithmetic is over arrays, and linear in tensors and contributions.
@@ -57,8 +66,14 @@ _MOST_ALONE = 32.0
 #: How many times as large as the parameters it may be in the first rounds, likewise.
 _MOST_OF_OWN = 0.5
 _MOST_OF_OWN_ALONE = 4.0
-#: Fewer do not tell which of them goes another way.
-LEAST_DIRECTED = 3
+#: Fewer do not tell which of them goes another way; and have no other to be compared with.
+_LEAST_DIRECTED = 3
+LEAST_COMPARED = 2
+#: Cosine below which two go against each other, where too little is known of usual ones; and rounds
+#: in a row that are an alarm. In clean runs of two (H = 10, 24, 40: 145 rounds) the cosine was
+#: 0.28 at least, and 0.40 of the usual one.
+_LEAST_OF_TWO = -0.3
+_ROUNDS_OPPOSED = 3
 #: Mean cosine among the others above which they agree, and what part of it is merged. In clean runs
 #: of 3 and 4 islands the part was 0.40 at least, with flipped signs or shuffled labels below -0.2.
 _AGREEMENT = 0.15
@@ -82,22 +97,42 @@ class History:
     Attributes:
         sizes: Of a usual contribution to each round, float32 of shape [rounds, kinds, units].
         steps: Inner steps that it was made of, float32 of shape [rounds].
+        cosines: Of the two contributions to rounds of two that agreed, float32 of shape
+            [`WINDOW`]; NaN: there were fewer such rounds.
+        cosine: Of the last round of two; NaN: there was none.
+        num_opposed: Rounds of two, up to the last one, in which these did not agree.
     """
 
     sizes: npt.NDArray[np.float32]
     steps: npt.NDArray[np.float32]
+    cosines: npt.NDArray[np.float32]
+    cosine: float = math.nan
+    num_opposed: int = 0
 
     @classmethod
     def empty(cls, num_units: int) -> History:
         """Give that of version 0."""
         shape = (0, len(KINDS), num_units)
-        return cls(np.zeros(shape, np.float32), np.zeros(0, np.float32))
+        unknown = np.full(WINDOW, np.nan, np.float32)
+        return cls(np.zeros(shape, np.float32), np.zeros(0, np.float32), unknown)
 
     def __len__(self) -> int:
         """Count the rounds."""
         return len(self.steps)
 
-    def after(self, sizes: Floats, steps: Floats) -> History:
+    @property
+    def is_opposed(self) -> bool:
+        """Whether two islands go against each other, round by round."""
+        return self.num_opposed >= _ROUNDS_OPPOSED
+
+    @property
+    def least_cosine(self) -> float:
+        """Cosine below which two contributions do not agree."""
+        known = self.cosines[~np.isnan(self.cosines)]
+        usual = float(np.median(known)) if len(known) >= _SETTLED else 0.0
+        return _LEAST_OF_AGREEMENT * usual if usual > _AGREEMENT else _LEAST_OF_TWO
+
+    def after(self, sizes: Floats, steps: Floats, cosine: float = math.nan) -> History:
         """Add a round, and forget the oldest beyond `WINDOW`.
 
         The usual contribution is the lower median of those that were merged: one that is wrong
@@ -106,32 +141,46 @@ class History:
         Args:
             sizes: Of those, shape [contributions, kinds, units]; at least one.
             steps: Of those.
+            cosine: Of `cosine_of_two`.
         """
+        cosines, num_opposed = self.cosines, self.num_opposed
+        if cosine < self.least_cosine:
+            num_opposed += 1
+        elif not math.isnan(cosine):
+            cosines, num_opposed = np.append(cosines[1:], np.float32(cosine)), 0
         middle = (len(sizes) - 1) // 2
         usual = np.sort(sizes, axis=0)[middle].astype(np.float32)
         return History(
             np.concatenate([self.sizes, usual[None]])[-WINDOW:],
             np.append(self.steps, np.float32(np.sort(steps)[middle]))[-WINDOW:],
+            cosines,
+            self.cosine if math.isnan(cosine) else cosine,
+            num_opposed,
         )
 
     def to_bytes(self) -> bytes:
         """Write it for a record: the same number of bytes for as many rounds and units."""
         head = json.dumps([len(self), self.sizes.shape[2]]).encode()
-        arrays = (self.sizes.astype("<f4").tobytes(), self.steps.astype("<f4").tobytes())
-        return b"".join((_LENGTH.pack(len(head)), head, *arrays))
+        of_two = np.append(self.cosines, [self.cosine, self.num_opposed])
+        arrays = (self.sizes, self.steps, of_two)
+        return b"".join(
+            (_LENGTH.pack(len(head)), head, *(a.astype("<f4").tobytes() for a in arrays))
+        )
 
     @classmethod
     def from_bytes(cls, content: bytes, num_units: int) -> History:
-        """Read what `to_bytes` wrote; what is of other units, or nothing, is an empty one."""
+        """Read what `to_bytes` wrote; what is of other units or length is an empty one."""
         if not content:
             return cls.empty(num_units)
         start = _LENGTH.size + _LENGTH.unpack_from(content)[0]
         rounds, units = json.loads(content[_LENGTH.size : start])
-        if units != num_units:
-            return cls.empty(num_units)
         values = np.frombuffer(content, "<f4", offset=start).astype(np.float32)
         num = rounds * len(KINDS) * units
-        return cls(values[:num].reshape(rounds, len(KINDS), units), values[num:])
+        if units != num_units or len(values) != num + rounds + WINDOW + 2:
+            return cls.empty(num_units)
+        steps, of_two = np.split(values[num:], [rounds])
+        sizes = values[:num].reshape(rounds, len(KINDS), units)
+        return cls(sizes, steps, of_two[:WINDOW], float(of_two[-2]), int(of_two[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,23 +259,38 @@ def sampling_stride(numel: int, num_contributions: int) -> int:
     return stride
 
 
-def misdirected(samples: Sequence[Sample], seen: Round) -> dict[int, str]:
-    """Say which contributions do not go where the others go together, and why.
+def cosine_of_two(samples: Sequence[Sample], seen: Round) -> float:
+    """Return the cosine of the contributions of a round of two; NaN: of any other.
 
     Args:
-        samples: Of each contribution the same values, buffers aside; empty: nothing is judged.
+        samples: Of each contribution the same values, buffers aside; empty: nothing is known.
         seen: The round, with their steps and weights.
     """
+    directions = list(_directions(samples, seen).values())
+    is_pair = len(samples) == len(directions) == LEAST_COMPARED
+    return _product(*directions) if is_pair else math.nan
+
+
+def _directions(samples: Sequence[Sample], seen: Round) -> dict[int, Sample]:
+    """Give those of the contributions that have one, of length 1."""
     is_counted = np.array(seen.weights) > 0
-    if not samples or is_counted.sum() < LEAST_DIRECTED or len(samples[0]) < _LEAST_SAMPLED:
+    if not samples or not is_counted.any() or len(samples[0]) < _LEAST_SAMPLED:
         return {}
     enough = _LEAST_STEPS * np.median(seen.steps[is_counted])
-    directions = {
+    return {
         m: samples[m] / length
         for m in np.flatnonzero(is_counted & (seen.steps >= enough)).tolist()
         if (length := math.sqrt(_product(samples[m], samples[m])))
     }
-    if (num := len(directions)) < LEAST_DIRECTED:
+
+
+def misdirected(samples: Sequence[Sample], seen: Round) -> dict[int, str]:
+    """Say which contributions do not go where the others go together, and why.
+
+    Args: see `cosine_of_two`.
+    """
+    directions = _directions(samples, seen)
+    if (num := len(directions)) < _LEAST_DIRECTED:
         return {}
     total = np.zeros(len(samples[0]))
     for direction in directions.values():

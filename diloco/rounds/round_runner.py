@@ -20,6 +20,7 @@ from diloco.alarms import AlarmKind
 from diloco.errors import AggregationError, ConfigError
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
+from diloco.outer.guard import History
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
 from diloco.peer_texts import MOST_NAMES
@@ -437,6 +438,7 @@ class RoundRunner:
         self._heed_tokens()
         quorum = self._rules.rounds.min_contributions or len(rounds.members)
         self._telemetry.closed(close, record, rounds, quorum, loop_now())
+        self._telemetry.compared(record, History.from_bytes(record.guard, len(self._units)))
         if quorum < len(rounds.members) and self._timing is not None:
             self._telemetry.lacking_grace(self._timing.lacks_grace(rounds.members))
         self._fetches.begun([c.island for c in record.contributors], len(self._fragment.lanes))

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 
 from diloco.alarms import AlarmKind
+from diloco.outer.guard import LEAST_COMPARED, History
 from diloco.refusals import Cause
 from diloco.rounds.state import FragmentRounds
 from diloco.rounds.terms import Admission, Close, LaneArrival, Opened, RecordExpiry, RoundKey
 from diloco.rounds.version import VersionRecord
-from diloco.telemetry.events import AlarmRaised, Event
+from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
 from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.syncer_meter import SyncerMeter
 
@@ -27,7 +28,7 @@ class RoundTelemetry:
         self._fragment_id = fragment_id
         self._meter = meter
         self._on_event = on_event
-        self._has_warned = False
+        self._has_warned = self._are_opposed = False
 
     def opened(self, opened: Opened) -> None:
         """Tell that an attempt is open."""
@@ -80,6 +81,22 @@ class RoundTelemetry:
             )
             alarm = AlarmKind.CONTRIBUTION_REFUSED.value
             self._on_event(AlarmRaised(alarm, text, island, key.fragment_id))
+
+    def compared(self, record: VersionRecord, history: History) -> None:
+        """Raise an alarm about two islands that go against each other, or clear it."""
+        was_opposed, self._are_opposed = self._are_opposed, history.is_opposed
+        alarm, p = AlarmKind.ISLANDS_OPPOSED.value, self._fragment_id
+        islands = [c.island for c in record.contributors]
+        if history.is_opposed and len(islands) == LEAST_COMPARED:
+            text = (
+                f"what {' and '.join(islands)} sent to the last {history.num_opposed} versions "
+                f"does not go together: cosine {history.cosine:.2f}, below "
+                f"{history.least_cosine:.2f}. Compare their training losses, look at their memory, "
+                "devices and data, and take the faulty one out: diloco kick HOST:PORT ISLAND"
+            )
+            self._on_event(AlarmRaised(alarm, text, fragment_id=p))
+        elif was_opposed and not history.is_opposed:
+            self._on_event(AlarmCleared(alarm, fragment_id=p))
 
     def lacking_grace(self, terms: tuple[float, float] | None) -> None:
         """Say once that rounds wait for nobody, where that is not what `outer.grace` asks for.

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
 from diloco.outer.fragments import Fragment, buffer_runs
 from diloco.outer.guard import (
     KINDS,
-    LEAST_DIRECTED,
+    LEAST_COMPARED,
     Floats,
     History,
     Round,
     Sample,
+    cosine_of_two,
     is_unsettled,
     misdirected,
     outsized,
@@ -63,7 +64,7 @@ class MergeWatch:
         self._own: dict[int, tuple[Floats, Floats]] = {}
         self._is_flush = is_flush
         num_counted = sum(c.weight_tokens > 0 for c in contributors)
-        self._has_directions = not is_flush and num_counted >= LEAST_DIRECTED
+        self._has_directions = not is_flush and num_counted >= LEAST_COMPARED
         #: By lane: what was sampled of each contribution, in their order.
         self._samples: dict[int, list[Sample]] = {}
 
@@ -77,12 +78,12 @@ class MergeWatch:
             self._own[lane_id] = measured(self._base.lanes[lane_id].published, places)
         if not self._has_directions:
             return lambda delta: found.append(measured(delta, places))
-        samples, positions = list[Sample](), self._positions(lane_id)
-        self._samples[lane_id] = samples
+        samples = self._samples[lane_id] = []
+        places_sampled, is_sampled = self._sampling(lane_id)
 
         def look(delta: Tensor) -> None:
             found.append(measured(delta, places))
-            samples.append(delta[positions].numpy())
+            samples.append(delta[places_sampled].numpy()[is_sampled])
 
         return look
 
@@ -101,18 +102,23 @@ class MergeWatch:
         history = self._history
         if not self._is_flush:
             seen = self._round()
-            history = history.after(seen.sizes, seen.steps)
+            history = history.after(seen.sizes, seen.steps, cosine_of_two(self._sampled(), seen))
         return history.to_bytes()
 
-    def _positions(self, lane_id: int) -> Tensor:
-        """Say which values of a lane are sampled: the same of the fragment however it is cut."""
+    def _sampling(self, lane_id: int) -> tuple[slice, npt.NDArray[np.bool_]]:
+        """Say which values of a lane are sampled: the same of the fragment however it is cut.
+
+        Returns:
+            A slice of the lane, and which of its values are of no buffer.
+        """
         lane = self._fragment.lanes[lane_id]
         stride = sampling_stride(self._fragment.padded_numel, len(self._contributors))
-        positions = torch.arange(-lane.start % stride, lane.numel, stride)
+        positions = np.arange(-lane.start % stride, lane.numel, stride)
+        is_sampled = np.ones(len(positions), bool)
         for place, is_buffer in buffer_runs(self._fragment, lane_id):
             if is_buffer:
-                positions = positions[(positions < place.start) | (positions >= place.stop)]
-        return positions
+                is_sampled &= (positions < place.start) | (positions >= place.stop)
+        return slice(-lane.start % stride, lane.numel, stride), is_sampled
 
     def _sampled(self) -> list[Sample]:
         """Join the lanes of each contribution, in their order."""

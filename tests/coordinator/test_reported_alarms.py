@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from diloco.alarms import AlarmKind
 from diloco.cli.tables import alarm_lines, run_text
 from diloco.coordinator.reported_alarms import HOLDS_S, MOST_OF_ISLAND, SHOWN_S
@@ -45,6 +47,32 @@ def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Pa
         assert run_text(status).splitlines()[1:] == alarm_lines(status)
         assert recorded(desk) == [("west", "island_declines"), ("syncer 0", "contribution_refused")]
         assert not status.islands[1].last_report.alarms
+
+    tell(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("about", "named"),
+    [
+        pytest.param({"east": "", "west": "west"}, {"west"}, id="one-rises"),
+        pytest.param({"east": "", "west": ""}, set(), id="none-rises"),
+        pytest.param({"east": "east", "west": "west"}, set(), id="both-rise"),
+        pytest.param({"east": "west", "west": ""}, set(), id="another-says-so"),
+    ],
+)
+def test_of_two_opposed_islands_that_whose_own_loss_rises_is_named(
+    tmp_path: Path, about: dict[str, str], named: set[str]
+) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.round_report(alarms=[Alarm(kind="islands_opposed", fragment_id=0, text="-0.6")])
+        for grant in await joined(desk):
+            rising = about[grant.island]
+            loss = Alarm(kind="loss_rises", island=rising, fragment_id=-1, text="training loss 3")
+            await desk.report(grant, alarms=[loss] if rising else [])
+
+        desk.coordinator._raise_alarms()
+
+        assert {a.alarm.island for a in shown(desk) if a.reporter == "coordinator"} == named
 
     tell(tmp_path, story)
 

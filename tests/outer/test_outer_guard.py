@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.outer.guard import WINDOW, Floats, History, Round, Sample, misdirected, outsized
+from diloco.outer.guard import (
+    WINDOW,
+    Floats,
+    History,
+    Round,
+    Sample,
+    cosine_of_two,
+    misdirected,
+    outsized,
+)
 from diloco.outer.measures import measured
 from diloco.outer.units import Unit
 
@@ -267,3 +276,43 @@ def test_directions_of_a_thousand_islands_are_those_of_all_pairs() -> None:
 
     assert list(found) == [500]
     assert f"is {to_others:.3f}, theirs to each other is {agreement:.3f}:" in found[500]
+
+
+def rounds_of_two(history: History, cosines: Sequence[float]) -> History:
+    sizes, steps = np.ones((2, 2, len(UNITS))), np.ones(2)
+    for cosine in cosines:
+        history = history.after(sizes, steps, cosine)
+        history = History.from_bytes(history.to_bytes(), len(UNITS))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("before", "later", "is_opposed"),
+    [
+        pytest.param([], [-0.4, -0.5, -0.4], True, id="from-the-start"),
+        pytest.param([0.9], [-0.1] * 9, False, id="too-little-known"),
+        pytest.param([0.9, 0.7, 0.6, 0.5], [-0.6, -0.5], False, id="two-rounds"),
+        pytest.param([0.9, 0.7, 0.6, 0.5], [0.0, -0.5, 0.05], True, id="signs-or-noise"),
+        pytest.param([0.9, 0.7, 0.6, 0.5], [0.0, float("nan"), 0.0, 0.0], True, id="one-late"),
+        pytest.param([0.9, 0.7, 0.6, 0.5], [0.0] * 20, True, id="as-long-as-it-goes-on"),
+        pytest.param([0.9, 0.7, 0.6, 0.5], [0.0, 0.0, 0.0, 0.4], False, id="well-again"),
+        pytest.param([0.1] * 8, [-0.1] * 9, False, id="little-in-common"),
+    ],
+)
+def test_two_that_go_against_each_other_for_three_rounds_are_opposed(
+    before: Sequence[float], later: Sequence[float], is_opposed: bool
+) -> None:
+    history = rounds_of_two(History.empty(len(UNITS)), before)
+    assert not history.is_opposed
+
+    assert rounds_of_two(history, later).is_opposed == is_opposed
+
+
+def test_only_two_that_were_made_of_enough_steps_have_a_cosine() -> None:
+    samples = [delta(m).numpy() for m in range(3)]
+    pair = [samples[0], -samples[0]]
+
+    assert cosine_of_two(pair, seen([delta(0)] * 2)) == pytest.approx(-1.0)
+    assert np.isnan(cosine_of_two(pair, seen([delta(0)] * 2, steps=[10, 1])))
+    assert np.isnan(cosine_of_two(samples, seen([delta(m) for m in range(3)])))
+    assert np.isnan(cosine_of_two([], seen([delta(0)] * 2)))
