@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
         _finding(
             "every contribution has exactly one outcome",
             [*_outcome_problems(evidence, tape)],
-            _outcomes_text(evidence),
+            _verdicts_text(_sends(evidence)),
         ),
         _finding(
             "every token is accounted for",
@@ -341,10 +341,12 @@ def _thin_line_problems(evidence: Evidence) -> Iterator[str]:
 
 
 def _thin_line_text(evidence: Evidence, line: FaultStory) -> str:
+    island, (began, ended) = line.fault.island, line.unix_span_s
+    sends = [s for s in _sends_of(evidence, island) if began <= s.event["unix_s"] <= ended]
     moved, sent = _moved_around(evidence, line)
     return (
-        f"{line.fault.island}: {_versions_within(evidence, line)} versions meanwhile, {line.note}, "
-        f"{moved:,} bytes moved for {sent:,} of contributions"
+        f"{island}: {line.note}, {_versions_within(evidence, line)} versions meanwhile, of its "
+        f"contributions {_verdicts_text(sends)}; {moved:,} bytes moved for {sent:,} of them"
     )
 
 
@@ -463,8 +465,8 @@ def _num(evidence: Evidence, kind: str) -> int:
     return sum(event["kind"] == kind for events in evidence.events.values() for event in events)
 
 
-def _outcomes_text(evidence: Evidence) -> str:
-    verdicts = Counter(send.verdict for send in _sends(evidence))
+def _verdicts_text(sends: Iterable[Send]) -> str:
+    verdicts = Counter(send.verdict for send in sends)
     return ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from diloco.chaos.plan import COORDINATOR, Kind, Timed
 from diloco.chaos.storm import Storm
-from diloco.chaos.world import World, held_still, is_frozen, send
+from diloco.chaos.world import World, fragment_of, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
 from diloco.launch.chaos import (
     FLIPPED,
@@ -51,8 +51,6 @@ _DEAD_S = 5.0
 _STOPPED_S = 1.0
 _LOOK_S = 0.002
 _CERTIFICATE_DAYS = 30
-#: Seconds after which islands hold a version that was published.
-_FETCHED_S = 0.3
 
 
 class Performance(ABC):
@@ -246,7 +244,7 @@ class TornNewest(_Damage):
     """The newest record of a fragment has lost its end, and islands hold what it was."""
 
     def may(self, directory: Path) -> bool:
-        """Whether the newest version is a record, and old enough to have been fetched."""
+        """Whether the newest version is a record, and an island that lives can give it back."""
         versions = versions_in(directory)
         if not versions or versions[-1] < max([1, *frames_in(directory)]):
             return False
@@ -255,7 +253,7 @@ class TornNewest(_Damage):
             insist_on_whole(path)
         except RecordInvalid:  # it is damaged already, and not repaired yet
             return False
-        return time.time() - path.stat().st_mtime > _FETCHED_S
+        return self.world.is_held(fragment_of(directory), versions[-1])
 
     def begin(self) -> bool:
         """Wait for another moment where a newer version came between."""
@@ -286,9 +284,9 @@ class DiskFull(Performance):
         """Lift it; it took effect if no record was written, or the syncer ended of it."""
         assert self._pid is not None
         newest, is_same = self._written(), self.world.pid(self.fault.target) == self._pid
-        # One was perhaps renamed just when the limit came.
-        num_written = sum(newest.values()) - sum(self._newest.values())
-        self.fired = not is_same or num_written <= 1
+        # One of a fragment was perhaps renamed just when the limit came.
+        num_written = [newest[p] - before for p, before in self._newest.items() if p in newest]
+        self.fired = not is_same or max(num_written, default=0) <= 1
         self.note = "the syncer went on" if is_same else "the syncer ended and was started again"
         if is_same:
             _limit_files(self._pid, is_full=False)

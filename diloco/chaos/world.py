@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.chaos.plan import COORDINATOR
 from diloco.launch.local import LocalRun
 from diloco.launch.state_dir import Endpoint, StateDir, holder, read_endpoint
 from diloco.rounds.log import frames_in
 from diloco.rounds.record import RecordInvalid, insist_on_whole, record_path, versions_in
-from diloco.telemetry.events import InnerStepDone
+from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone
 
 _FRAGMENTS = "fragment-[0-9]*"
 #: Of a file of events: its last step is among them.
@@ -88,14 +91,31 @@ class World:
 
     def inner_step(self, island: str) -> int:
         """Return the newest inner step that an island has done; 0: none yet."""
+        steps = (e["inner_step"] for e in self._last_events(island) if _is(e, InnerStepDone))
+        return int(next(steps, 0))
+
+    def is_held(self, fragment_id: int, version: int) -> bool:
+        """Whether an island whose leader lives has merged a version, and so can give it back."""
+        for island in self.run.islands:
+            leader = self.pid(f"{island}/0")
+            since = _started_unix_s(leader) if leader is not None else math.inf
+            if any(
+                _is(event, FragmentMerged)
+                and (event["fragment_id"], event["version"]) == (fragment_id, version)
+                and event["unix_s"] >= since
+                for event in self._last_events(island)
+            ):
+                return True
+        return False
+
+    def _last_events(self, island: str) -> Iterator[dict[str, Any]]:
+        """Yield what an island's leader wrote last, newest first."""
         path = self.run.config.telemetry_dir / f"events-{island}-0.jsonl"
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             for line in reversed(file.read().splitlines()):
                 with contextlib.suppress(ValueError):  # not all of a line is there
-                    if (event := json.loads(line))["kind"] == InnerStepDone.kind:
-                        return int(event["inner_step"])
-        return 0
+                    yield json.loads(line)
 
     @property
     def trained_tokens(self) -> int:
@@ -118,9 +138,14 @@ class World:
         Of all syncers, if none is named.
         """
         return {
-            int(directory.name.removeprefix("fragment-")): _whole_versions(directory)
+            fragment_of(directory): _whole_versions(directory)
             for directory in self.fragments(*syncers)
         }
+
+
+def fragment_of(directory: Path) -> int:
+    """Which fragment's directory of a store it is."""
+    return int(directory.name.removeprefix("fragment-"))
 
 
 def _whole_versions(directory: Path) -> list[int]:
@@ -146,6 +171,19 @@ def ranks_of(supervisor: int) -> dict[int, int]:
                 if variable.startswith(b"RANK="):
                     found[int(variable.removeprefix(b"RANK="))] = int(entry.name)
     return found
+
+
+def _is(event: dict[str, Any], kind: type[Event]) -> bool:
+    return bool(event["kind"] == kind.kind)
+
+
+def _started_unix_s(pid: int) -> float:
+    """When a process was started, as events tell time; never, of one that has ended."""
+    with contextlib.suppress(OSError):
+        ticks = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
+        ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return time.time() - ago_s
+    return math.inf
 
 
 def is_frozen(pid: int) -> bool:

@@ -311,13 +311,25 @@ def test_the_newest_record_is_torn_once_islands_hold_it(scene: Scene) -> None:
     performance = scene.perform(Kind.TORN_NEWEST, SYNCER)
     newest = record_path(scene.fragment, 2)
     whole = newest.read_bytes()
-    now = newest.stat().st_mtime
-    os.utime(newest, (now + 60, now + 60))
-    assert not performance.begin(), "it was published just now"
+    before = time.time()
+    supervisor = scene.island("RANK=0 sleep 60 & wait")
+    wait_until(lambda: ranks_of(supervisor.pid))
+    path = scene.world.run.config.telemetry_dir / "events-east-0.jsonl"
+    path.parent.mkdir(parents=True)
+
+    def merged(version: int, unix_s: float) -> None:
+        event = {"kind": "fragment_merged", "fragment_id": 0, "version": version, "unix_s": unix_s}
+        path.write_text(json.dumps(event) + "\n")
+
+    merged(1, time.time() + 1.0)
+    assert not performance.begin(), "nobody holds it yet"
+    merged(2, before - 1.0)
+    assert not performance.begin(), "who held it has ended"
     assert process.poll() is None
 
-    os.utime(newest, (now - 60, now - 60))
+    merged(2, time.time() + 1.0)
     assert performance.begin()
+    os.kill(ranks_of(supervisor.pid)[0], signal.SIGKILL)
 
     assert performance.fired
     left = newest.read_bytes()
