@@ -21,11 +21,14 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from torch import Tensor
 
 from diloco.config.schema import Config
+from diloco.errors import AggregationError
 from diloco.inner.trainer import InnerMetrics
 from diloco.launch.build import build_syncer_rules
 from diloco.outer.fragments import Fragment, Plan
+from diloco.rounds.orders import Orders
 from diloco.rounds.store import FragmentStore
 from diloco.rounds.syncer import Syncer
+from diloco.rounds.terms import Roster
 from diloco.rounds.worker import Workers
 from diloco.sync.agreement import Agreement
 from diloco.sync.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerWay
@@ -41,6 +44,7 @@ from transport.loopback import LoopbackNetwork, run_virtual
 
 _T = TypeVar("_T")
 Lanes: TypeAlias = Mapping[int, Tensor]  # by lane id
+BeforeSend: TypeAlias = Callable[[str, Fragment, Lanes, Lanes], None]
 
 _SYNCER = "syncer"
 #: Virtual seconds of one inner step; islands take turns at each.
@@ -110,8 +114,11 @@ class World:
         on_failure: Hears that an island has failed, by name, with the outer loop that is no more.
         on_step: Hears of every inner step: island, its outer loop, tokens.
         on_event: Hears every event of an island.
-        before_send: May change what is sent of a fragment: given the published lanes that the
-            island last merged, and its own, which it may write to.
+        on_syncer_event: Hears every event of the syncer.
+        before_send: May change what an island sends of a fragment: given the published lanes that
+            it last merged, and its own, which it may write to.
+        on_end: Hears that an island's own check has ended it, by name and reason: the others go on
+            without it, as after `diloco kick`. None: that ends the run.
     """
 
     step_s: Callable[[str, int], float] = lambda island, inner_step: _STEP_S
@@ -121,7 +128,9 @@ class World:
     on_failure: Callable[[str, OuterLoop], None] = lambda island, outer: None
     on_step: Callable[[str, OuterLoop, int], None] = lambda island, outer, num_tokens: None
     on_event: Callable[[str, Event], None] = lambda island, event: None
-    before_send: Callable[[Fragment, Lanes, Lanes], None] = lambda fragment, anchor, local: None
+    on_syncer_event: Callable[[Event], None] = lambda event: None
+    before_send: BeforeSend = lambda island, fragment, anchor, local: None
+    on_end: Callable[[str, AggregationError], None] | None = None
 
 
 def run_islands(
@@ -158,7 +167,7 @@ async def _run(
     names = tuple(sorted(config.islands))
     plan = build_plan(config.outer, tensor_specs(trainings[names[0]].parameters))
     records: list[Mapping[str, Any]] = []
-    host = _SyncerHost(config, plan, directory, network, records.append)
+    host = _SyncerHost(config, plan, directory, network, records.append, world.on_syncer_event)
     await host.start()
     keeping = asyncio.create_task(host.live(world.syncer_lives))
     islands = [
@@ -166,12 +175,13 @@ async def _run(
     ]
     clock = asyncio.get_running_loop().time
     began = clock()
-    await asyncio.gather(*(island.run() for island in islands))
+    left = await asyncio.gather(*(_run_island(island, host, world) for island in islands))
+    islands = [island for island, has_left in zip(islands, left, strict=True) if not has_left]
     virtual_s = clock() - began
     digests = {island.outer.digests for island in islands}
     assert len(digests) == 1, f"islands ended with different parameters: {digests}"
     with islands[0].outer.global_parameters():
-        figure = trainings[names[0]].evaluate()
+        figure = trainings[islands[0].name].evaluate()
     for island in islands:
         await island.exchange.stop()
     keeping.cancel()
@@ -195,6 +205,20 @@ async def _run(
     )
 
 
+async def _run_island(island: _Island, host: _SyncerHost, world: World) -> bool:
+    """Run an island to its end; returns whether it left the others before that."""
+    try:
+        await island.run()
+    except AggregationError as error:
+        if world.on_end is None or island.exchange.failure is not None:  # else all hear of it
+            raise
+        await island.exchange.stop()
+        host.take_out(island.name)
+        world.on_end(island.name, error)
+        return True
+    return False
+
+
 class _SyncerHost:
     """The syncer, started again and again on what it has written."""
 
@@ -205,9 +229,11 @@ class _SyncerHost:
         directory: Path,
         network: LoopbackNetwork,
         on_record: Callable[[Mapping[str, Any]], None],
+        on_event: Callable[[Event], None],
     ) -> None:
         self._config, self._plan, self._directory = config, plan, directory
-        self._network, self._on_record = network, on_record
+        self._network, self._on_record, self._on_event = network, on_record, on_event
+        self._members = tuple(sorted(config.islands))
         self._incarnations = _Incarnations()
         self.num_starts = 0
         self._running: tuple[Syncer, Server] | None = None
@@ -228,12 +254,21 @@ class _SyncerHost:
             workers=Workers.all_by(_InlineWorker()),
             on_record=self._on_record,
             on_change=lambda: None,
+            on_event=self._on_event,
             unix_clock=asyncio.get_running_loop().time,
         )
         await syncer.start()
+        if len(self._members) < len(config.islands):
+            syncer.heard_of(Orders(Roster(self._members)))
         server = self._network.server(_SYNCER, syncer.handlers)
         await server.start()
         self._running = syncer, server
+
+    def take_out(self, island: str) -> None:
+        """Have the next rounds wait for an island no more."""
+        self._members = tuple(name for name in self._members if name != island)
+        if self._running is not None:
+            self._running[0].heard_of(Orders(Roster(self._members)))
 
     async def stop(self) -> None:
         """Drop it, with all that was not durable."""
@@ -329,7 +364,7 @@ class _Island:
             rng=random.Random(self.name),
             on_event=on_event,
         )
-        self.exchange.before_send = self._world.before_send
+        self.exchange.before_send = functools.partial(self._world.before_send, self.name)
         self.outer = OuterLoop(
             plan,
             build_schedule(config.outer, config.run.inner_steps),

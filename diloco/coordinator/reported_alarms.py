@@ -112,15 +112,18 @@ class ReportedAlarms:
             self._note(reporter, held, now, most)
 
     def suspect(self, now: float) -> None:
-        """Raise what the alarms that hold say together (`diloco.alarms.suspect`)."""
-        suspected = suspect(
+        """Raise what syncers say of two islands, and these of themselves, together.
+
+        See `diloco.alarms.suspect`.
+        """
+        said = (
             held.alarm
             for reporter, alarms in self._by_reporter.items()
             for held in alarms.holding(now)
             if now - held.last <= HOLDS_S
-            and (held.alarm.kind is not AlarmKind.LOSS_RISES or held.alarm.island == reporter)
+            and (reporter.startswith(SYNCER) or reporter == held.alarm.island)
         )
-        if suspected is not None:
+        if (suspected := suspect(said)) is not None:
             self.raise_(suspected, now, count=1)
 
     def _note(self, reporter: str, held: HeldAlarm, now: float, most: int) -> None:

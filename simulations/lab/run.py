@@ -7,7 +7,6 @@ Model, data, gradients, codecs, outer steps and the machines of the rounds are t
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import tempfile
 import time
@@ -220,7 +219,7 @@ def _run_diloco(
     )
     if lab.prune.share:
         shapes = {n: p.shape for n, p in trainings[min(trainings)].parameters.items()}
-        world = replace(world, before_send=functools.partial(prune_, lab.prune, shapes))
+        world = replace(world, before_send=lambda island, *sent: prune_(lab.prune, shapes, *sent))
     if timeline is not None:
         world = timeline.watched(world)
     figures: Result = {"ended": ""}

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from diloco.bench import (
     codec,
+    guard,
     heartbeat,
     overhead,
     parity,
@@ -38,6 +39,7 @@ COMMANDS = {
     "heartbeat": (heartbeat, "run_heartbeat"),
     "wan": (wan, "run_wan"),
     "recovery": (recovery, "run_recovery"),
+    "guard": (guard, "run_guard"),
 }
 
 
