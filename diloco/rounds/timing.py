@@ -3,7 +3,8 @@
 Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measure them
 (`MeasuredTiming`), with averages xi of weight 1/2:
 
-    opening    not before H * xi_step(fastest live member) after the fragment's previous close
+    opening    not before H * xi_step(fastest live member) after the fragment's previous close;
+               as the fastest counts at most `MOST_FASTER` times the median's pace
     grace      clamp(gamma * (tau * xi_step(slowest member) - (xi_quorum + xi_sync)), 0, cap)
     deadline   clamp(max over members of (xi_late + 4 * deviation), floor, cap), doubled by every
                expiry since the last publication
@@ -24,6 +25,7 @@ RFC 6298, section 2.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,6 +37,9 @@ _DEVIATIONS = 4.0
 _MOST_DOUBLINGS = 60
 #: Seconds of the shortest and the longest inner step that is believed.
 _STEP_S = (1e-6, 86400.0)
+#: The fastest island counts as so many times as fast as the median, at most: by a step of nothing
+#: that one says, rounds would open without an end.
+MOST_FASTER = 4
 
 
 class Average:
@@ -255,10 +260,11 @@ class MeasuredTiming:
         steps = self._steps.of(live)
         if not steps:
             return math.inf
-        full = self._rules.inner_steps_per_round * min(steps)
+        fastest = max(min(steps), statistics.median_high(steps) / MOST_FASTER)
+        full = self._rules.inner_steps_per_round * fastest
         if self._expiries:
             return self._expired_at + min(
-                min(steps) * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
+                fastest * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
             )
         due = self._closed_at + self._share * full
         return due if self._downtime is None else self._downtime.opens_at(due, full)

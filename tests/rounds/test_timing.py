@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.rounds.timing import Downtime, FixedTiming, MeasuredTiming, StepTimes, TimingRules
+from diloco.rounds.timing import (
+    MOST_FASTER,
+    Downtime,
+    FixedTiming,
+    MeasuredTiming,
+    StepTimes,
+    TimingRules,
+)
 
 RULES = TimingRules(
     inner_steps_per_round=30,
@@ -48,6 +55,14 @@ def test_a_round_opens_when_the_fastest_has_made_its_steps_since_the_close() -> 
 
     assert timing.opens_at(BOTH) == 132.0 + 30 * 1.0
     assert timing.opens_at(("slow",)) == 132.0 + 30 * 2.0
+
+
+def test_an_island_that_says_that_its_steps_take_no_time_does_not_decide_when_rounds_open() -> None:
+    steps = step_times()
+    steps.stepped("liar", 1e-6)
+    timing = MeasuredTiming(RULES, steps, 100.0)
+    assert timing.opens_at(("fast", "slow", "liar")) == 100.0 + 30 * 1.0 / MOST_FASTER
+    assert timing.opens_at(("slow", "liar")) == 100.0 + 30 * 2.0 / MOST_FASTER
 
 
 def test_nothing_opens_before_somebody_has_told_a_step() -> None:
