@@ -1,16 +1,26 @@
-"""X.509 of a run: its certificate authority, what it issues, what it takes back.
+"""X.509 of a run: its certificate authority, what is issued below it, and how that is judged.
+
+    authority (ca.key, with the operator; may be offline)
+      +- IDENTITY.pem     of an island or operator, as long as the operator says: shown to the
+      |                   coordinator alone, who looks up at every call whether it was revoked
+      +- coordinator.pem  the issuer, with its key, at the coordinator's site
+           +- leaf        of coordinator, syncer or island, 24 h: shown to everybody else
+
+Who holds IDENTITY.pem asks the coordinator for leaves. What is revoked gets none, so only the
+coordinator knows what is revoked, and whatever else a thief has ends by itself. Nobody can pose as
+a server: a leaf alone has the extended key usage serverAuth and the name of its role, which TLS
+compares, and the issuer takes the name from the certificate of whoever asks.
 
 Owns contents and judgement, no file and no clock: `now` is given. Keys are EC P-256, signatures
-SHA-256. A certificate names one identity as a URI; those of servers also have the name of their
-role, which clients insist on. Every refusal is a `CertificateError` that says why in words.
+SHA-256. Every refusal is a `CertificateError` that says why in words.
 
-Source: RFC 5280 (certificates and revocation lists).
+Source: RFC 5280 (certificates), RFC 2986 (requests).
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +30,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from transport.identity import MAY_SERVE, Identity, Role, server_name
+from transport.identity import Identity, Role, server_name
 
 #: Clocks of sites differ: what is issued here is valid there at once.
 CLOCK_SKEW = datetime.timedelta(hours=1)
@@ -28,12 +38,12 @@ _PEM_KEY = b"-----BEGIN PRIVATE KEY-----"
 
 
 class CertificateError(ValueError):
-    """A certificate, key or revocation list that cannot be used; says which and why."""
+    """A certificate, key or request that cannot be used; says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """The run's certificate authority with its key."""
+    """Who issues, with the key: the run's certificate authority, or the issuer below it."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -42,6 +52,11 @@ class Authority:
     def run(self) -> str:
         """Name of the run that it speaks for."""
         return identity_of(self.certificate).run
+
+    @property
+    def ends(self) -> datetime.datetime:
+        """Until when it may issue."""
+        return expiry_of(self.certificate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,66 +70,67 @@ class Issued:
 def make_authority(run: str, now: datetime.datetime, days: int) -> Authority:
     """Make the authority of a new run; it signs itself."""
     key = ec.generate_private_key(ec.SECP256R1())
-    identity = Identity(run, Role.CA)
-    builder = _builder(identity, now, days, key).issuer_name(_name(identity))
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    # Two CAs of a run have one name: whoever verifies tells them apart by their keys.
-    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    builder = builder.add_extension(key_id, critical=False)
-    return Authority(builder.sign(key, hashes.SHA256()), key)
+    identity, lifetime = Identity(run, Role.CA), datetime.timedelta(days=days)
+    builder = _builder(identity, now, lifetime, key.public_key()).issuer_name(_name(identity))
+    return Authority(_as_issuer(builder, key, path_length=1).sign(key, hashes.SHA256()), key)
 
 
 def issue(authority: Authority, identity: Identity, now: datetime.datetime, days: int) -> Issued:
-    """Issue a certificate with a new key to `identity`, at most as long as the authority lasts."""
+    """Issue a certificate with a new key to `identity`, at most as long as the authority lasts.
+
+    That of the coordinator is an issuer; all others are good for a client only.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
-    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if identity.role in MAY_SERVE:
-        usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
-    days = min(days, (expiry_of(authority.certificate) - now).days)
-    certificate = (
-        _builder(identity, now, days, key)
-        .issuer_name(authority.certificate.subject)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
-            critical=False,
-        )
-        .sign(authority.key, hashes.SHA256())
-    )
+    builder = _below(authority, identity, now, datetime.timedelta(days=days), key.public_key())
+    if identity.role is Role.COORDINATOR:
+        builder = _as_issuer(builder, key, path_length=0)
+    else:
+        builder = _as_end(builder, [ExtendedKeyUsageOID.CLIENT_AUTH])
+    certificate = builder.sign(authority.key, hashes.SHA256())
     return Issued(certificate_pem(certificate) + key_pem(key), certificate)
 
 
-@dataclass(frozen=True, slots=True)
-class Revoked:
-    """A revocation list: of two, the one with the larger number holds.
-
-    Attributes:
-        serials: Serial numbers that are taken back.
-        number: Counts the lists of a run from 1 on; 0: there is none.
-        pem: The list as it was read; empty: there is none.
-    """
-
-    serials: frozenset[int] = frozenset()
-    number: int = 0
-    pem: bytes = b""
-
-
-def make_revocation_list(
-    authority: Authority, serials: Iterable[int], now: datetime.datetime, number: int
+def issue_leaf(
+    issuer: Authority,
+    identity: Identity,
+    public_key: ec.EllipticCurvePublicKey,
+    now: datetime.datetime,
+    lifetime: datetime.timedelta,
 ) -> bytes:
-    """Sign list `number` of a run, with all serial numbers that are taken back, as PEM."""
-    builder = (
-        x509.CertificateRevocationListBuilder()
-        .issuer_name(authority.certificate.subject)
-        .last_update(now)
-        .next_update(expiry_of(authority.certificate))
-        .add_extension(x509.CRLNumber(number), critical=False)
-    )
-    for serial in sorted(serials):
-        revoked = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
-        builder = builder.add_revoked_certificate(revoked.build())
-    return builder.sign(authority.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    """Issue a leaf for `public_key`, good for client and server; with the issuer's, as PEM."""
+    name = server_name(identity.role)
+    builder = _below(issuer, identity, now, lifetime, public_key, name)
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+    leaf = _as_end(builder, usages).sign(issuer.key, hashes.SHA256())
+    return certificate_pem(leaf) + certificate_pem(issuer.certificate)
+
+
+def make_request(identity: Identity) -> tuple[ec.EllipticCurvePrivateKey, bytes]:
+    """Draw a key, and write the request for a leaf for it (DER)."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.uri)])
+    builder = x509.CertificateSigningRequestBuilder(_name(identity)).add_extension(names, False)
+    request = builder.sign(key, hashes.SHA256())
+    return key, request.public_bytes(serialization.Encoding.DER)
+
+
+def read_request(request: bytes, caller: Identity) -> ec.EllipticCurvePublicKey:
+    """Return the key for which `caller` asks for a leaf.
+
+    Raises:
+        CertificateError: If it is no request, or for somebody else, or not signed with that key.
+    """
+    try:
+        read = x509.load_der_x509_csr(request)
+        is_signed = read.is_signature_valid
+    except (ValueError, TypeError) as error:
+        raise CertificateError(f"this is no request for a certificate: {error}") from error
+    if (asked := identity_of(read)) != caller:
+        raise CertificateError(f"{caller.uri} asks for a certificate of {asked.uri}")
+    key = read.public_key()
+    if not (is_signed and isinstance(key, ec.EllipticCurvePublicKey)):
+        raise CertificateError("the request is not signed with its key, or that is of another kind")
+    return key
 
 
 def read_certificates(pem: bytes, where: str) -> tuple[x509.Certificate, ...]:
@@ -157,28 +173,8 @@ def read_keys(pem: bytes, where: str) -> tuple[ec.EllipticCurvePrivateKey, ...]:
     return tuple(keys)
 
 
-def read_revoked(pem: bytes, cas: Sequence[x509.Certificate], where: str) -> Revoked:
-    """Read a revocation list.
-
-    Raises:
-        CertificateError: If it is none, or not signed by one of `cas`.
-    """
-    try:
-        revocations = x509.load_pem_x509_crl(pem)
-        number = revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    except (ValueError, x509.ExtensionNotFound) as error:
-        raise CertificateError(f"{where} is no revocation list: {error}") from error
-    keys = [ca.public_key() for ca in cas]
-    if not any(
-        isinstance(key, ec.EllipticCurvePublicKey) and revocations.is_signature_valid(key)
-        for key in keys
-    ):
-        raise CertificateError(f"{where} is not signed by the CA of this run")
-    return Revoked(frozenset(revoked.serial_number for revoked in revocations), number, pem)
-
-
-def identity_of(certificate: x509.Certificate) -> Identity:
-    """Return whom a certificate names.
+def identity_of(certificate: x509.Certificate | x509.CertificateSigningRequest) -> Identity:
+    """Return whom a certificate or a request names.
 
     Raises:
         CertificateError: If it names nobody, or several.
@@ -192,26 +188,12 @@ def identity_of(certificate: x509.Certificate) -> Identity:
         raise CertificateError("the certificate names no identity of a run") from error
 
 
-def insist_on_valid(
-    certificate: x509.Certificate,
-    cas: Sequence[x509.Certificate],
-    revoked: frozenset[int],
-    now: datetime.datetime,
-) -> Identity:
-    """Judge a certificate; returns whom it names.
-
-    Args:
-        certificate: What somebody shows.
-        cas: The run's authority, and while it is replaced the earlier one, too.
-        revoked: Serial numbers that are taken back.
-        now: In UTC.
+def insist_on_dates(certificate: x509.Certificate, now: datetime.datetime) -> Identity:
+    """Judge the dates of a certificate whose issuer is known; returns whom it names.
 
     Raises:
-        CertificateError: If it is foreign, self-signed, expired, not valid yet or revoked.
+        CertificateError: If it has expired, or is not valid yet.
     """
-    if not any(is_issued_by(certificate, ca) for ca in cas):
-        what = "self-signed" if certificate.issuer == certificate.subject else "foreign"
-        raise CertificateError(f"the certificate is {what}: the CA of this run did not issue it")
     identity = identity_of(certificate)
     start, end = certificate.not_valid_before_utc, expiry_of(certificate)
     if now > end:
@@ -221,9 +203,26 @@ def insist_on_valid(
             f"the certificate of {identity.short} is valid from {start:%F %R} UTC on: is a clock "
             f"wrong?"
         )
-    if certificate.serial_number in revoked:
-        raise CertificateError(f"the certificate of {identity.short} was revoked")
     return identity
+
+
+def insist_on_valid(
+    certificate: x509.Certificate, cas: Sequence[x509.Certificate], now: datetime.datetime
+) -> Identity:
+    """Judge a certificate that the authority itself issued; returns whom it names.
+
+    Args:
+        certificate: What somebody shows.
+        cas: The run's authority, and while it is replaced the earlier one, too.
+        now: In UTC.
+
+    Raises:
+        CertificateError: If it is foreign, self-signed, expired or not valid yet.
+    """
+    if not any(is_issued_by(certificate, ca) for ca in cas):
+        what = "self-signed" if certificate.issuer == certificate.subject else "foreign"
+        raise CertificateError(f"the certificate is {what}: the CA of this run did not issue it")
+    return insist_on_dates(certificate, now)
 
 
 @lru_cache(maxsize=1024)
@@ -246,11 +245,6 @@ def certificate_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def certificate_der(certificate: x509.Certificate) -> bytes:
-    """Write a certificate as DER."""
-    return certificate.public_bytes(serialization.Encoding.DER)
-
-
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     """Write a private key as PEM, without a password."""
     return key.private_bytes(
@@ -260,23 +254,72 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _name(identity: Identity) -> x509.Name:
-    # A common name has at most 64 characters; nothing is decided by it.
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.uri[:64])])
+def _name(identity: Identity, server: str = "") -> x509.Name:
+    # Of 64 characters at most. Nothing is decided by it, but issuers are found by it: the leaf of
+    # the coordinator has another than the issuer, or it would be taken for self-signed.
+    common = server or identity.short
+    names = ((NameOID.ORGANIZATION_NAME, identity.run), (NameOID.COMMON_NAME, common))
+    return x509.Name([x509.NameAttribute(oid, text[:64]) for oid, text in names])
 
 
 def _builder(
-    identity: Identity, now: datetime.datetime, days: int, key: ec.EllipticCurvePrivateKey
+    identity: Identity,
+    now: datetime.datetime,
+    lifetime: datetime.timedelta,
+    public_key: ec.EllipticCurvePublicKey,
+    server: str = "",
 ) -> x509.CertificateBuilder:
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]
-    if identity.role in MAY_SERVE:
-        names.append(x509.DNSName(server_name(identity.role)))
+    if server:
+        names.append(x509.DNSName(server))
     return (
         x509.CertificateBuilder()
-        .subject_name(_name(identity))
-        .public_key(key.public_key())
+        .subject_name(_name(identity, server))
+        .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(now + lifetime)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
     )
+
+
+def _below(
+    authority: Authority,
+    identity: Identity,
+    now: datetime.datetime,
+    lifetime: datetime.timedelta,
+    public_key: ec.EllipticCurvePublicKey,
+    server: str = "",
+) -> x509.CertificateBuilder:
+    lifetime = min(lifetime, expiry_of(authority.certificate) - now)
+    # Two issuers of a run have one name: whoever verifies tells them apart by their keys.
+    key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    return (
+        _builder(identity, now, lifetime, public_key, server)
+        .issuer_name(authority.certificate.subject)
+        .add_extension(key_id, critical=False)
+    )
+
+
+def _as_issuer(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, *, path_length: int
+) -> x509.CertificateBuilder:
+    usage = x509.KeyUsage(
+        digital_signature=False, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, key_cert_sign=True, crl_sign=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=path_length), True)
+        .add_extension(usage, critical=True)
+        .add_extension(key_id, critical=False)
+    )
+
+
+def _as_end(
+    builder: x509.CertificateBuilder, usages: Sequence[x509.ObjectIdentifier]
+) -> x509.CertificateBuilder:
+    return builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    ).add_extension(x509.ExtendedKeyUsage(usages), critical=True)

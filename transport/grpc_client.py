@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
-from grpc import ChannelConnectivity
 
 from transport.addresses import split_address, split_candidates
-from transport.certificates import CertificateError
 from transport.channels import Channels, LossMeter
 from transport.contracts import Buffer, Reply
 from transport.errors import (
@@ -28,11 +25,7 @@ from transport.framing import DEFAULT_CHUNK_BYTES, check_call, check_chunk_bytes
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
     CANDIDATE_TIMEOUT_MS,
-    CHALLENGE_METADATA,
     CHANNEL_OPTIONS,
-    PROOF_METADATA,
-    PROVE_METHOD,
-    REVOKED_METADATA,
     SERVICE,
     STATUS_ERRORS,
     TOKEN_METADATA,
@@ -41,7 +34,7 @@ from transport.identity import Role, server_name
 from transport.pacing import Pacer
 from transport.requesting import Request
 from transport.tcp_counters import can_count, segment_counts
-from transport.tls import ClientEnd, Tls
+from transport.tls import Tls
 from transport.transfer import Transfer
 from transport.turns import LineTurns
 
@@ -52,8 +45,9 @@ _Call: TypeAlias = (
     " | grpc.aio.UnaryUnaryCall[bytes, bytes]"
 )
 
-#: Seconds for which calls in progress may go on over the connection of replaced certificates.
-_RETIRE_S = 300.0
+#: Seconds for which calls in progress may go on over the connection of replaced certificates: as
+#: long as a server bears a call.
+_RETIRE_S = 7200.0
 #: Seconds between two looks at what was lost.
 _LOOK_S = 1.0
 
@@ -73,8 +67,7 @@ class GrpcTransport:
     A call that never arrived is made again at the next address, in order; the one that answered
     is the first that the next call tries. Names are resolved again at every reconnection.
 
-    Under TLS the server proves (`proof`) that its certificate is valid and not revoked: before
-    anything is sent over a new connection, and again before any reply is believed.
+    Under TLS a new connection is made when this process shows another certificate (`tls`).
     """
 
     def __init__(
@@ -126,7 +119,6 @@ class GrpcTransport:
         self._meter = None if channels else LossMeter()
         self._looked_at = float("-inf")
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
-        self._ends: dict[grpc.aio.Channel, ClientEnd] = {}
         #: When something came over a connection last, or it was opened.
         self._heard_at: WeakKeyDictionary[grpc.aio.Channel, float] = WeakKeyDictionary()
         self._stamp: object = None
@@ -167,7 +159,6 @@ class GrpcTransport:
                 async with asyncio.timeout(deadline_s) as scope:
                     if transfer is not None:
                         under_way.extend(scope, deadline_s)
-                    # The wait for its turn comes first: a connection is proved when it is used.
                     message = await request.whole() if request.is_whole else b""
                     self._check_open(method)
                     # This end keeps the deadline; the one that travels only lets the server give
@@ -196,6 +187,8 @@ class GrpcTransport:
         timeout: float | None,
     ) -> Reply:
         """Call the peer at the first of its addresses that answers."""
+        if self._tls is not None and self._expects is not Role.COORDINATOR:
+            await self._show_leaf(method)
         num_candidates, first = len(self._candidates), self._first
         dealt = self._deal(num_bytes)
         try:
@@ -206,6 +199,8 @@ class GrpcTransport:
                     reply = await self._call(channel, method, request, message, timeout)
                 except ConnectError:
                     if n == num_candidates - 1:
+                        if self._tls is not None:
+                            self._tls.doubt()
                         raise
                 else:
                     self._first = index
@@ -213,6 +208,14 @@ class GrpcTransport:
         finally:
             self._dealt.leave(dealt, num_bytes)
         raise AssertionError("a peer has at least one address")
+
+    async def _show_leaf(self, method: str) -> None:
+        """Have a certificate to show to whoever is not the coordinator."""
+        assert self._tls is not None
+        try:
+            await self._tls.ready()
+        except TransportError as error:
+            raise self._error(type(error), str(error), method) from error
 
     async def close(self) -> None:
         """Release the connection; calls in flight raise `TransportClosed`."""
@@ -234,37 +237,12 @@ class GrpcTransport:
         timeout: float | None,
     ) -> Reply:
         """Call the peer at one of its addresses."""
-        end = self._ends.get(channel)
-        if end and channel.get_state() is not ChannelConnectivity.READY:
-            end.is_proved = False  # whoever answers next has to prove itself, however late
-        if end and not end.is_proved:
-            await self._prove(channel, end, method)
-        challenge = end.challenge() if end else b""
-        asked = ((CHALLENGE_METADATA, challenge),) if end else ()
+        call = _begin(channel, method, request, message, timeout, self._metadata)
         try:
-            call = _begin(channel, method, request, message, timeout, (*self._metadata, *asked))
-        except grpc.aio.UsageError as error:  # closed while the server proved itself
-            self._check_open(method)
-            replaced = f"its connection was replaced, with the certificates: {error}"
-            raise self._error(ConnectError, replaced, method) from error
-        try:
-            async with self._translated(call, method):
-                if ACCEPTED_METADATA in tuple(await call.initial_metadata()):
-                    request.arrived()
-                self._heard(channel)
-                if end:
-                    await self._insist_on_proof(call, end, challenge)
-                return await self._read_reply(channel, call, request)
-        except (ConnectError, PeerReset):
-            if end:  # gRPC tells late, at times, that a connection broke
-                end.is_proved = False
-            raise
-
-    @contextlib.asynccontextmanager
-    async def _translated(self, call: _Call, method: str) -> AsyncIterator[None]:
-        """End a call, and say what went wrong with it in our own words."""
-        try:
-            yield
+            if ACCEPTED_METADATA in tuple(await call.initial_metadata()):
+                request.arrived()
+            self._heard(channel)
+            return await self._read_reply(channel, call, request)
         except grpc.aio.AioRpcError as error:
             raise await self._translate(error, call, method) from error
         except TransportError as error:
@@ -276,36 +254,6 @@ class GrpcTransport:
             raise self._error(PeerReset, "the gRPC runtime ended the call", method) from None
         finally:
             call.cancel()
-
-    async def _prove(self, channel: grpc.aio.Channel, end: ClientEnd, method: str) -> None:
-        """Have the server of a new connection prove itself, before it is sent anything."""
-        challenge = end.challenge()
-        metadata = ((CHALLENGE_METADATA, challenge),)
-        call = channel.stream_stream(f"/{SERVICE}/{PROVE_METHOD}", None, None)(metadata=metadata)
-        async with self._translated(call, method):
-            await self._insist_on_proof(call, end, challenge)
-        end.is_proved = True
-
-    async def _insist_on_proof(self, call: _Call, end: ClientEnd, challenge: bytes) -> None:
-        """Wait for the server's proof.
-
-        Raises:
-            ConnectError: If it is not good: this is not the peer that was called.
-        """
-        metadata = dict(await call.initial_metadata())
-        if ACCEPTED_METADATA[0] not in metadata:
-            await _read(call)  # raises what went wrong
-        proof, revocations = metadata.get(PROOF_METADATA), metadata.get(REVOKED_METADATA)
-        try:
-            end.insist_on_proof(
-                challenge,
-                proof if isinstance(proof, bytes) else b"",
-                revocations if isinstance(revocations, bytes) else b"",
-                self._expects,
-            )
-        except CertificateError as error:
-            end.is_proved = False
-            raise ConnectError(f"the server is not believed: {error}") from error
 
     def _deal(self, num_bytes: int) -> int:
         """Choose a connection for a call that moves so many bytes, at most."""
@@ -354,7 +302,6 @@ class GrpcTransport:
     def _retire(self, key: tuple[str, int]) -> None:
         """Close a connection once the calls in progress over it have ended."""
         channel = self._channels.pop(key)
-        self._ends.pop(channel, None)
         task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_S))
         self._retiring[task] = channel
         task.add_done_callback(self._retired)
@@ -371,12 +318,8 @@ class GrpcTransport:
         if self._tls is None:
             return grpc.aio.insecure_channel(candidate, options=tuple(options.items()))
         options["grpc.ssl_target_name_override"] = server_name(self._expects)
-        end = self._tls.client_end()
-        channel = grpc.aio.secure_channel(
-            candidate, end.credentials(), options=tuple(options.items())
-        )
-        self._ends[channel] = end
-        return channel
+        credentials = self._tls.client_credentials(self._expects)
+        return grpc.aio.secure_channel(candidate, credentials, options=tuple(options.items()))
 
     async def _read_reply(self, channel: grpc.aio.Channel, call: _Call, request: Request) -> Reply:
         async def read() -> bytes | None:
@@ -421,10 +364,7 @@ def _begin(
     timeout: float | None,
     metadata: tuple[tuple[str, str | bytes], ...],
 ) -> _Call:
-    """Start a call as the cheapest kind that can carry it; to the server, all are byte streams.
-
-    Nothing is awaited here: what was proved of the connection is true of what is sent.
-    """
+    """Start a call as the cheapest kind that can carry it; to the server, all are byte streams."""
     path = f"/{SERVICE}/{method}"
     if not request.is_whole:
         messages = request.messages()

@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 
 from transport.addresses import split_address
+from transport.errors import TransportError
 from transport.grpc_wire import SERVER_OPTIONS
 from transport.limits import Limits
 from transport.strangers import Strangers
@@ -72,6 +73,8 @@ class GrpcListener:
             OSError: If the address cannot be bound, another process using it included.
         """
         _require_free(self._bind)
+        if self._tls is not None:
+            await self._tls.ready()
         self._server, self._port = await self._open(self._bind)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
         self._watching.add_done_callback(self._watched)
@@ -155,10 +158,12 @@ class GrpcListener:
         wait_s = _LOOK_S
         while True:
             await asyncio.sleep(wait_s)
-            is_due = loop.time() >= replaced_at + _BETWEEN_S
-            if self._server and self._tls and is_due and self._tls.stamp != self._stamp:
-                replaced_at = loop.time()
-                await self._replace()
+            if self._server and self._tls and loop.time() >= replaced_at + _BETWEEN_S:
+                with contextlib.suppress(TransportError):  # it is logged, and tried again
+                    await self._tls.ready()
+                if self._tls.stamp != self._stamp:
+                    replaced_at = loop.time()
+                    await self._replace()
             look = self._strangers.close_excess
             closed = await asyncio.to_thread(look, self._port, loop.time())
             wait_s = _ATTACKED_LOOK_S if closed else _LOOK_S

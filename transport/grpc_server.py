@@ -13,12 +13,11 @@ import grpc
 import grpc.aio
 
 from transport.addresses import is_loopback, is_own, split_address
-from transport.contracts import Buffer, Handlers
+from transport.contracts import Buffer, Handlers, IncomingCall, Reply
 from transport.deadlines import Movement
 from transport.errors import (
     DamagedFrame,
     DeadlineExceeded,
-    Overloaded,
     TransportError,
     Unauthorised,
 )
@@ -26,14 +25,11 @@ from transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_byte
 from transport.grpc_listener import GrpcListener
 from transport.grpc_wire import (
     ACCEPTED_METADATA,
-    CHALLENGE_METADATA,
-    PROOF_METADATA,
-    PROVE_METHOD,
-    REVOKED_METADATA,
+    ISSUE_METHOD,
     SERVICE,
     TOKEN_METADATA,
 )
-from transport.identity import Identity
+from transport.identity import Identity, Role
 from transport.limits import Limits, Lines, Refusals, Turnstile
 from transport.pacing import Pacer
 from transport.serving import Answer, Attempt
@@ -86,12 +82,13 @@ class GrpcServer:
             )
         check_chunk_bytes(chunk_bytes)
         self._bind = bind
-        self._handlers = handlers
+        self._handlers = dict(handlers)
+        if tls is not None and tls.identity.role is Role.COORDINATOR:
+            self._handlers[ISSUE_METHOD] = self._issue
         self._tls = tls
         self._tokens = tokens
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
-        self._proving = Turnstile(self._limits)
         self._refusals = Refusals(self._limits)
         self._failures = Lines(self._limits.refusals_logged_per_s)
         self._transfers = TransferTable(
@@ -129,10 +126,7 @@ class GrpcServer:
             await listener.stop(drain_timeout_s)
 
     async def _serve(self, method: str, context: _Context) -> None:
-        if method == PROVE_METHOD and self._tls is not None:
-            await self._prove(context)
-            return
-        await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
+        await context.send_initial_metadata((ACCEPTED_METADATA,))
         try:
             async with asyncio.timeout(self._limits.call_s):
                 await self._answer(method, context)
@@ -141,26 +135,6 @@ class GrpcServer:
             # a status would wait behind what was not read, as long as the connection lasts.
             _log.warning("call ended by its limit method=%.100s peer=%s", method, context.peer())
             raise asyncio.CancelledError from None
-
-    async def _prove(self, context: _Context) -> None:
-        """Answer the challenge of a new connection, as many and as long as other calls may be."""
-        # Whoever shows the same certificate is one caller, whether or not it is believed.
-        key = b"".join(context.auth_context().get("x509_pem_cert", ())).hex()
-        try:
-            self._proving.enter(key, PROVE_METHOD, asyncio.get_running_loop().time())
-        except Overloaded as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        try:
-            async with asyncio.timeout(self._limits.silence_s):
-                await context.send_initial_metadata((ACCEPTED_METADATA, *self._proof(context)))
-                # gRPC hands out the status of a call without messages before its metadata, at
-                # times.
-                await context.write(b"")
-        except TimeoutError:
-            _log.warning("proof not taken in time peer=%s", context.peer())
-            raise asyncio.CancelledError from None  # as above
-        finally:
-            self._proving.leave(key, PROVE_METHOD)
 
     async def _answer(self, method: str, context: _Context) -> None:
         movement = self._movements.setdefault(context.peer(), Movement())
@@ -209,19 +183,10 @@ class GrpcServer:
         finally:
             self._refusals.leave()
 
-    def _proof(self, context: _Context) -> tuple[tuple[str, bytes], ...]:
-        """Answer the caller's challenge; nothing without one: it believes no reply then."""
-        found = [v for k, v in context.invocation_metadata() or () if k == CHALLENGE_METADATA]
-        if self._tls is None or len(found) != 1 or not isinstance(found[0], bytes):
-            return ()
-        pems = context.auth_context().get("x509_pem_cert", ())
-        try:
-            proof, revocations = self._tls.prove(found[0], b"".join(pems))
-        except Unauthorised as error:
-            _log.warning("challenge refused peer=%s: %s", context.peer(), error)
-            return ()
-        handed = ((REVOKED_METADATA, revocations),) if revocations else ()
-        return ((PROOF_METADATA, proof), *handed)
+    async def _issue(self, call: IncomingCall) -> Reply:
+        assert self._tls is not None
+        assert call.caller is not None
+        return Reply(self._tls.issue(call.header, call.caller))
 
     def _identify(self, context: _Context) -> Identity | None:
         """Say who calls, by certificate and token.

@@ -19,12 +19,8 @@ SERVICE = "diloco.wire.v1"
 ACCEPTED_METADATA = ("diloco-accepted", "1")
 #: Carries a caller's token.
 TOKEN_METADATA = "diloco-token"
-#: Under TLS: a client's challenge, a server's proof, and its revocation list (`proof`).
-CHALLENGE_METADATA = "diloco-challenge-bin"
-PROOF_METADATA = "diloco-proof-bin"
-REVOKED_METADATA = "diloco-revoked-bin"
-#: Method by which a client has its server prove itself before it sends anything.
-PROVE_METHOD = "transport.prove"
+#: Method by which an island has the coordinator issue a leaf: header and reply are `Tls.issue`'s.
+ISSUE_METHOD = "transport.issue"
 
 KEEPALIVE_TIME_MS = 20_000
 #: Without a single byte of the peer's after a ping, its connection is dead.

@@ -28,10 +28,9 @@ class Role(StrEnum):
     CA = "ca"
 
 
-#: Roles that serve others; a client insists on the role of whom it calls, not on an address.
+#: Roles with the issuer at their site. A client insists on the role of whom it calls, not on an
+#: address.
 SERVERS = frozenset({Role.COORDINATOR, Role.SYNCER})
-#: Roles whose certificates are good for a server; islands serve each other in an all-reduce.
-MAY_SERVE = SERVERS | {Role.ISLAND}
 
 
 @dataclass(frozen=True, slots=True)

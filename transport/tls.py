@@ -1,82 +1,115 @@
-"""TLS of one process: its certificate, the CA it believes, and what that CA took back.
+"""TLS of one process: its certificates, the CA it believes, and whom it lets in.
 
     ca.pem            certificate of the run's CA; while it is replaced  everywhere
                       the new one first, then the earlier one
     IDENTITY.pem      certificate and private key of one identity, 0600  where that identity runs
-    revoked.pem       revocation list, signed by the CA                  where a server runs;
-                                                    clients are handed it and keep it there, too
+    coordinator.pem   those of the issuer, 0600           where coordinator and syncers run
 
-Files are read again when they change, so certificates are rotated and revoked under a running
-process: new connections use the new ones, and both ends judge the other's certificate at every
-call, on old connections too: a server by what the connection shows, a client by a `proof`. A change
-that cannot be read is logged and the last good files stay in force.
+`certificates` says what each is for. IDENTITY.pem is shown to the coordinator; everybody else is
+shown a leaf, which lies in no file and has a key of its own. Coordinator and syncers issue theirs
+themselves, islands ask the coordinator: when they first need one, and again after one to two thirds
+of its time, drawn at random, so that the processes of a run do not come at once. What fails is
+tried again and logged while the last leaf is shown. How old a leaf is, each process counts by its
+own clock.
+
+Files are read again when they change: new connections use the new ones, and calls are judged by
+what is in force then, on old connections, too. A change that cannot be read is logged and the last
+good files stay in force.
 """
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
-import os
 import secrets
 import stat
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from transport.certificates import (
+    CLOCK_SKEW,
+    Authority,
     CertificateError,
-    Revoked,
     expiry_of,
     identity_of,
+    insist_on_dates,
     insist_on_valid,
+    is_issued_by,
+    issue_leaf,
+    key_pem,
+    make_request,
     read_certificates,
     read_key,
-    read_revoked,
+    read_request,
 )
-from transport.errors import Unauthorised
+from transport.errors import ConnectError, TransportError, Unauthorised
 from transport.identity import SERVERS, Identity, Role
-from transport.proof import NONCE_BYTES, make_challenge, make_proof, read_challenge, read_proof
 
 _log = logging.getLogger(__name__)
 
 CA_FILE = "ca.pem"
-KEY_FILE = "ca.key"  # of the CA; where it lies no process writes
-REVOKED_FILE = "revoked.pem"
+KEY_FILE = "ca.key"  # of the CA
+ISSUER_FILE = "coordinator.pem"
 #: From so many days before the end on, a process warns once a day.
 WARN_DAYS = 21
-#: Longest revocation list that is handed to clients, about 90 serial numbers: it travels as
-#: metadata of a call. A longer one is brought to the sites by hand.
-MAX_HANDED_BYTES = 5 << 10
-_DAY_S = 86400.0
+#: Seconds for which a leaf is valid.
+LIFETIME_S = _DAY_S = 86400.0
+#: Of its time a leaf is shown so long, for clocks differ.
+_SHOWN_SHARE = 0.95
+#: Until a failed renewal is tried again: this share of its lifetime, so many seconds at most.
+_AGAIN_SHARE, _AGAIN_S = 0.01, 60.0
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Files of one moment, judged."""
+    """Files of one moment, judged; `own` is an issuer where coordinator or syncer run."""
 
     stamp: _Stamp
     cas: tuple[x509.Certificate, ...]
     ca_pem: bytes
     pem: bytes
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+    own: Authority
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf, its issuer's certificate and its key as PEM; times by this process's clock."""
+
+    pem: bytes
+    serial: int
+    since: float
+    renew_at: float
+    until: float
 
 
 class Tls:
-    """One process's side of every TLS connection; safe for use by several threads."""
+    """One process's side of every TLS connection; safe for use by several threads.
+
+    Attributes:
+        identity: Whose process this is.
+        ask: Has the coordinator issue a leaf for a request; None: the issuer that lies beside the
+            other files does, as where everything is on one machine.
+        is_revoked: Whether a certificate with this serial number was revoked.
+    """
 
     def __init__(
-        self, directory: Path, identity: Identity, clock: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        identity: Identity,
+        clock: Callable[[], float] = time.time,
+        lifetime_s: float = LIFETIME_S,
     ) -> None:
         """Read and judge the files.
 
@@ -84,256 +117,284 @@ class Tls:
             directory: Where they lie.
             identity: Whose process this is; an empty run means that of the CA.
             clock: Seconds since 1970.
+            lifetime_s: Of leaves that are issued here.
 
         Raises:
             CertificateError: If a file is missing, unreadable for this process or readable for
                 everybody, or its certificate is not valid, or somebody else's.
         """
+        self.ask: Callable[[bytes], Awaitable[bytes]] | None = None
+        self.is_revoked: Callable[[int], bool] = lambda serial: False
         self._directory = directory
-        self._role, self._name, self._run = identity.role, identity.name, identity.run
+        self._is_server = identity.role in SERVERS
+        self._file = ISSUER_FILE if self._is_server else f"{identity.file_stem}.pem"
         self._clock = clock
+        self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         self._warned_at = float("-inf")
         self._refused: _Stamp | None = None
-        self._revoked = Revoked()
+        self._leaf: _Leaf | None = None
+        self._asking = WeakKeyDictionary[asyncio.AbstractEventLoop, "asyncio.Task[None]"]()
+        self._ask_again_at = float("-inf")
+        self._failure: Exception | None = None
+        self.identity = identity
         self._loaded = self._load(self._stamp())
-        self.identity = identity_of(self._loaded.certificate)
+        self.identity = Identity(self._loaded.own.run, identity.role, identity.name)
         self._warn()
 
     @property
     def days_left(self) -> float:
-        """Days until this process's certificate expires; negative once it has."""
-        return (expiry_of(self._current().certificate) - self._now()).total_seconds() / _DAY_S
+        """Days until this process's file expires; negative once it has."""
+        return self._days_until_end(self._current().own.certificate)
+
+    @property
+    def problem(self) -> str:
+        """What ends within `WARN_DAYS`, and what to do; empty: nothing does."""
+        self._current()
+        return "; ".join(self._endings())
 
     @property
     def stamp(self) -> object:
-        """Something that changes when other files come into force."""
-        return self._current().stamp
+        """Something that changes when other files or another leaf come into force."""
+        loaded, leaf = self._current(), self._leaf
+        return loaded.stamp, leaf.serial if leaf else 0
 
-    def client_end(self) -> ClientEnd:
-        """Return a client's end of a new connection."""
-        return ClientEnd(self, self._current())
+    @property
+    def leaf_pem(self) -> bytes:
+        """The leaf with its issuer's certificate and its key; islands await `ready` before.
+
+        Raises:
+            CertificateError: If there is none.
+        """
+        self._current()
+        if self._leaf is None:
+            raise CertificateError(f"no certificate was issued to {self.identity.short} yet")
+        return self._leaf.pem
+
+    def client_credentials(self, expects: Role) -> grpc.ChannelCredentials:
+        """Return what a connection to a server of role `expects` is made with."""
+        loaded = self._current()
+        is_own = expects is Role.COORDINATOR and not self._is_server
+        pem = loaded.pem if is_own else self.leaf_pem
+        return grpc.ssl_channel_credentials(loaded.ca_pem, pem, pem)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return what a server listens with from now on: it insists on a client's certificate.
 
         It does not change when the files do (`grpc_listener`).
         """
-        loaded = self._current()
-        pair = (loaded.pem, loaded.pem)
-        return grpc.ssl_server_credentials([pair], loaded.ca_pem, require_client_auth=True)
+        loaded, pem = self._current(), self.leaf_pem
+        return grpc.ssl_server_credentials([(pem, pem)], loaded.ca_pem, require_client_auth=True)
 
     def identify(self, pem: bytes) -> Identity:
-        """Say who a caller is, by the certificate of its connection.
+        """Say who a caller is, by the certificate of its connection, whose handshake has judged it.
+
+        The coordinator takes leaves from its own site, and else what the CA itself has issued; all
+        others take leaves.
 
         Raises:
-            Unauthorised: If that is not valid, or not any more.
+            Unauthorised: If it is of the other kind, revoked, or not valid any more.
         """
         try:
-            # The handshake has judged it; it may have expired or been revoked since.
-            return self.judge(_parsed(pem))
+            certificate, loaded, now = _parsed(pem), self._current(), self._now()
+            identity = insist_on_dates(certificate, now)
+            if self.is_revoked(certificate.serial_number):
+                raise CertificateError(f"the certificate of {identity.short} was revoked")
+            if self.identity.role is Role.COORDINATOR and identity.role not in SERVERS:
+                return insist_on_valid(certificate, loaded.cas, now)
+            if any(is_issued_by(certificate, ca) for ca in loaded.cas):
+                raise CertificateError(
+                    f"{identity.short} shows a certificate that is for the coordinator alone"
+                )
         except CertificateError as error:
             raise Unauthorised(str(error)) from error
+        return identity
 
-    def judge(self, certificate: x509.Certificate) -> Identity:
-        """Say whom a certificate names.
-
-        Raises:
-            CertificateError: If it is not valid, or not any more.
-        """
-        cas = self._current().cas
-        return insist_on_valid(certificate, cas, self._revoked.serials, self._now())
-
-    def prove(self, challenge: bytes, pem: bytes) -> tuple[bytes, bytes]:
-        """Answer a client's challenge.
-
-        Args:
-            challenge: What it sent.
-            pem: The certificate that its connection shows.
-
-        Returns:
-            The proof, and the revocation list if the client's is older; else empty.
+    def issue(self, request: bytes, caller: Identity) -> bytes:
+        """Issue a leaf to an island that asks for one; returns it and its issuer's, as PEM.
 
         Raises:
-            Unauthorised: If the challenge is none, or the certificate.
-        """
-        loaded = self._current()
-        try:
-            nonce, list_number = read_challenge(challenge)
-            proof = make_proof(loaded.key, loaded.certificate, nonce, _parsed(pem))
-        except ValueError as error:
-            raise Unauthorised(str(error)) from error
-        is_news = list_number < self._revoked.number
-        fits = len(self._revoked.pem) <= MAX_HANDED_BYTES
-        return proof, self._revoked.pem if is_news and fits else b""
-
-    @property
-    def list_number(self) -> int:
-        """Number of the revocation list in force; 0: none is."""
-        return self._revoked.number
-
-    def take_list(self, pem: bytes) -> None:
-        """Take over a revocation list that a server has handed out, if it is signed and newer.
-
-        It is written beside the certificates, for other processes of this site and later ones; not
-        where a server runs or certificates are issued, for there it is brought by people.
+            Unauthorised: If it is no island, or asks for another's, or for what is none.
         """
         try:
-            handed = read_revoked(pem, self._current().cas, "the revocation list of the peer")
+            if caller.role is not Role.ISLAND:
+                raise CertificateError(f"{caller.uri} needs no certificate of the coordinator")
+            key = read_request(request, caller)
         except CertificateError as error:
-            _log.warning("not taken over: %s", error)
+            raise Unauthorised(str(error)) from error
+        return self._issue(self._current().own, caller, key)
+
+    async def ready(self) -> None:
+        """See to a leaf that is not due; waits where there is none that is valid.
+
+        Raises:
+            Unauthorised: If the coordinator issues none.
+            ConnectError: If it is not reached, or what it issues is not valid here.
+        """
+        self._current()
+        now = self._clock()
+        is_valid = self._leaf is not None and now < self._leaf.until
+        is_due = not self._is_server and self._is_due(now)
+        if not is_due or (is_valid and now < self._ask_again_at):
             return
-        with self._lock:
-            if handed.number <= self._revoked.number:
-                return
-            self._revoked = handed
-        _log.info("revocation list taken over, number=%d", handed.number)
-        path = self._directory / REVOKED_FILE
-        if self._role in SERVERS or (self._directory / KEY_FILE).exists():
+        loop = asyncio.get_running_loop()
+        asking = self._asking.get(loop)
+        if asking is None or asking.done():
+            asking = self._asking[loop] = loop.create_task(self._ask(now))
+        if is_valid:
             return
+        await asyncio.shield(asking)
+        if self._is_due(self._clock()):
+            kind = Unauthorised if isinstance(self._failure, Unauthorised) else ConnectError
+            raise kind(f"no certificate for {self.identity.short}: {self._failure}")
+
+    def doubt(self) -> None:
+        """Have the leaf renewed with which a server was not reached: that may know another CA."""
+        if self._leaf is not None and self._clock() >= self._ask_again_at:
+            self._leaf = replace(self._leaf, renew_at=self._leaf.since)
+
+    async def _ask(self, now: float) -> None:
+        """Get a leaf; a failure is logged."""
+        key, request = make_request(self.identity)
         try:
-            _replace(path, pem)
-        except OSError as error:
+            if self.ask is not None:
+                pem = await self.ask(request)
+            else:
+                issuer = self._read_own(self._directory / ISSUER_FILE)[1]
+                pem = self._issue(issuer, self.identity, key.public_key())
+            self._take(pem, key)
+        except (TransportError, CertificateError) as error:
+            self._failure, leaf = error, self._leaf
+            lifetime_s, left_s = (leaf.until - leaf.since, leaf.until - now) if leaf else (0.0, 0.0)
+            self._ask_again_at = now + min(_AGAIN_S, _AGAIN_SHARE * lifetime_s)
             _log.warning(
-                "cannot keep the revocation list in %s, it is forgotten when this process ends: %s",
-                path,
-                error.strerror,
-            )
+                "no new certificate for %s, the present one ends in %.0f s: %s",
+                self.identity.short, max(0.0, left_s), error,
+            )  # fmt: skip
+        else:
+            _log.info("certificate issued to %s", self.identity.short)
+
+    def _take(self, pem: bytes, key: ec.EllipticCurvePrivateKey) -> None:
+        """Judge a leaf, and show it from now on.
+
+        Raises:
+            CertificateError: If it is not for this process, or not below the CA.
+        """
+        now = self._clock()
+        leaf, *above = read_certificates(pem, "what was issued")
+        if not above or not is_issued_by(leaf, above[0]) or leaf.public_key() != key.public_key():
+            raise CertificateError("what was issued is no certificate for the key that was sent")
+        insist_on_valid(above[0], self._loaded.cas, self._now())
+        if insist_on_dates(leaf, self._now()) != self.identity:
+            raise CertificateError(f"what was issued is not for {self.identity.uri}")
+        end = expiry_of(leaf)
+        valid = min(end - leaf.not_valid_before_utc - CLOCK_SKEW, end - self._now())
+        lifetime_s = _SHOWN_SHARE * valid.total_seconds()
+        renew_s = max(1.0, lifetime_s * secrets.SystemRandom().uniform(1 / 3, 2 / 3))
+        self._ask_again_at = now + min(_AGAIN_S, _AGAIN_SHARE * lifetime_s)
+        self._leaf = _Leaf(
+            pem + key_pem(key), leaf.serial_number, now, now + renew_s, now + lifetime_s
+        )
+
+    def _is_due(self, now: float) -> bool:
+        leaf = self._leaf
+        return leaf is None or not leaf.since <= now < leaf.renew_at
+
+    def _issue(
+        self, issuer: Authority, identity: Identity, key: ec.EllipticCurvePublicKey
+    ) -> bytes:
+        lifetime = datetime.timedelta(seconds=self._lifetime_s)
+        return issue_leaf(issuer, identity, key, self._now(), lifetime)
 
     def _current(self) -> _Loaded:
-        """Return the newest good files."""
+        """Return the newest good files; a server's leaf is renewed here."""
         stamp = self._stamp()
         with self._lock:
             if stamp not in (self._loaded.stamp, self._refused):
                 try:
                     self._loaded = self._load(stamp)
                     self._warned_at, self._refused = float("-inf"), None
+                    self._ask_again_at = float("-inf")
+                    self.doubt()
                     _log.info("certificates read again, directory=%s", self._directory)
                 except CertificateError as error:
                     self._refused = stamp
                     _log.error("certificates changed, the last good ones stay: %s", error)
+            own = self._loaded.own
+            if self._is_server and self._is_due(self._clock()) and self._now() < own.ends:
+                key, _ = make_request(self.identity)
+                self._take(self._issue(own, self.identity, key.public_key()), key)
         self._warn()
         return self._loaded
 
     def _stamp(self) -> _Stamp:
-        return tuple(_stamp(self._directory / name) for name in self._files())
-
-    def _files(self) -> tuple[str, ...]:
-        return CA_FILE, REVOKED_FILE, f"{Identity('', self._role, self._name).file_stem}.pem"
+        return tuple(_stamp(self._directory / name) for name in (CA_FILE, self._file))
 
     def _load(self, stamp: _Stamp) -> _Loaded:
-        ca_path, revoked_path, own_path = (self._directory / name for name in self._files())
-        ca_pem, pem = _read(ca_path), _read(own_path)
-        if stat.S_IMODE(own_path.stat().st_mode) & 0o007:
-            raise CertificateError(f"{own_path} is open to everybody: chmod 600 {own_path}")
+        ca_path, own_path = self._directory / CA_FILE, self._directory / self._file
+        ca_pem = _read(ca_path)
         cas = read_certificates(ca_pem, str(ca_path))
-        certificate, *_ = read_certificates(pem, str(own_path))
-        revoked = Revoked()
-        if self._role in SERVERS or revoked_path.exists():
-            revoked = read_revoked(_read(revoked_path), cas, str(revoked_path))
-        # In force whatever else is wrong here: a list that takes back this process's certificate
-        # takes others back, too. An older list is a copy from another day, or another CA's.
-        if revoked.number >= self._revoked.number or not _is_signed(self._revoked, cas):
-            self._revoked = revoked
-        key = read_key(pem, str(own_path))
-        if key.public_key() != certificate.public_key():
-            raise CertificateError(f"{own_path}: the key does not belong to the certificate")
+        pem, own = self._read_own(own_path)
         try:
-            identity = insist_on_valid(certificate, cas, self._revoked.serials, self._now())
+            identity = insist_on_valid(own.certificate, cas, self._now())
         except CertificateError as error:
             raise CertificateError(f"{own_path}: {error}") from error
-        expected = Identity(self._run or identity_of(cas[0]).run, self._role, self._name)
+        role = Role.COORDINATOR if self._is_server else self.identity.role
+        run = self.identity.run or identity_of(cas[0]).run
+        expected = Identity(run, role, self.identity.name)
         if identity != expected:
             raise CertificateError(
                 f"{own_path} is the certificate of {identity.uri}, this process is {expected.uri}"
             )
-        return _Loaded(stamp, cas, ca_pem, pem, certificate, key)
+        return _Loaded(stamp, cas, ca_pem, pem, own)
+
+    def _read_own(self, path: Path) -> tuple[bytes, Authority]:
+        """Read a file with a certificate and its key."""
+        pem = _read(path)
+        if stat.S_IMODE(path.stat().st_mode) & 0o007:
+            raise CertificateError(f"{path} is open to everybody: chmod 600 {path}")
+        certificate, *_ = read_certificates(pem, str(path))
+        key = read_key(pem, str(path))
+        if key.public_key() != certificate.public_key():
+            raise CertificateError(f"{path}: the key does not belong to the certificate")
+        return pem, Authority(certificate, key)
 
     def _warn(self) -> None:
         now = self._clock()
         if now - self._warned_at < _DAY_S:
             return
         self._warned_at = now
-        short = Identity("", self._role, self._name).short
-        file = self._files()[2]
+        for text in self._endings():
+            _log.warning("%s", text)
+
+    def _endings(self) -> Iterator[str]:
+        loaded = self._loaded
+        short = identity_of(loaded.own.certificate).short
         for what, certificate, remedy in (
             (
                 f"certificate of {short}",
-                self._loaded.certificate,
-                f"diloco certs rotate {short}, then bring {file} here; it is taken up without a "
-                f"restart",
+                loaded.own.certificate,
+                f"diloco certs rotate {short}, then bring {self._file} here; it is taken up "
+                f"without a restart",
             ),
-            ("CA of this run", self._loaded.cas[0], "diloco certs rotate ca, which says the rest"),
+            ("CA of this run", loaded.cas[0], "diloco certs rotate ca, which says the rest"),
         ):
-            left = (expiry_of(certificate) - self._now()).total_seconds() / _DAY_S
+            left = self._days_until_end(certificate)
             if left < WARN_DAYS:
                 when = f"expires in {left:.1f} days" if left > 0 else "has expired"
-                _log.warning("the %s %s: %s", what, when, remedy)
+                yield f"the {what} {when}: {remedy}"
+
+    def _days_until_end(self, certificate: x509.Certificate) -> float:
+        return (expiry_of(certificate) - self._now()).total_seconds() / _DAY_S
 
     def _now(self) -> datetime.datetime:
         return datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
-
-
-class ClientEnd:
-    """A client's end of one connection: what it shows there, and how its server proves itself.
-
-    `is_proved` says whether the server has, since the connection was made; who uses it keeps it.
-    """
-
-    def __init__(self, tls: Tls, loaded: _Loaded) -> None:
-        """Keep the files of this moment: the connection shows them as long as it lasts."""
-        self._tls = tls
-        self._loaded = loaded
-        self.is_proved = False
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Return what the connection is made with."""
-        loaded = self._loaded
-        return grpc.ssl_channel_credentials(loaded.ca_pem, loaded.pem, loaded.pem)
-
-    def challenge(self) -> bytes:
-        """Draw what the server must answer, once."""
-        return make_challenge(secrets.token_bytes(NONCE_BYTES), self._tls.list_number)
-
-    def insist_on_proof(
-        self, challenge: bytes, proof: bytes, revocations: bytes, expects: Role
-    ) -> None:
-        """Judge a server by its answer to `challenge`, and take over the list that it hands out.
-
-        Raises:
-            CertificateError: If it has not proved to be `expects`, with a certificate that is valid
-                and not revoked.
-        """
-        certificate = read_proof(proof, read_challenge(challenge)[0], self._loaded.certificate)
-        if revocations:
-            self._tls.take_list(revocations)
-        identity = self._tls.judge(certificate)
-        if identity.role is not expects:
-            raise CertificateError(f"the peer is {identity.short}, not the {expects}")
 
 
 @lru_cache(maxsize=256)
 def _parsed(pem: bytes) -> x509.Certificate:
     certificate, *_ = read_certificates(pem, "the connection")
     return certificate
-
-
-def _is_signed(revoked: Revoked, cas: tuple[x509.Certificate, ...]) -> bool:
-    try:
-        read_revoked(revoked.pem, cas, "the list in force")
-    except CertificateError:
-        return False
-    return True
-
-
-def _replace(path: Path, text: bytes) -> None:
-    """Write a file that others may be reading: old or new, never half."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as written:
-        written.write(text)
-        written.flush()
-        os.fsync(written.fileno())
-    os.chmod(written.name, 0o644)
-    os.replace(written.name, path)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -363,10 +363,10 @@ async def _longest_call_s(
 
 
 def _issue(certs: Path, names: Sequence[str]) -> str:
-    """Make an authority and certificates of a syncer and of islands; returns their directory."""
+    """Make an authority, an issuer and certificates of islands; returns their directory."""
     ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
     ca.create(_RUN, _CERTIFICATE_DAYS)
-    for short in ("syncer", *(f"island/{name}" for name in names)):
+    for short in ("coordinator", *(f"island/{name}" for name in names)):
         ca.issue(short, _CERTIFICATE_DAYS, again=False)
     return str(certs)
 

@@ -96,7 +96,7 @@ def measure_mtls(num_bytes: int, *, tries: int) -> dict[str, Any]:
         certs = Path(directory) / "certs"
         ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
         ca.create("bench", 400)
-        for short in ("syncer", "island/bench"):
+        for short in ("coordinator", "island/bench"):
             ca.issue(short, 365, again=False)
         found: dict[str, list[tuple[float, float]]] = {"plaintext": [], "mtls": []}
         for _ in range(tries):

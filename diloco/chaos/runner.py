@@ -133,7 +133,7 @@ def _make_certificates(config: Config) -> None:
     ca = RunCa(Path(config.transport.certs), lambda: datetime.datetime.now(datetime.UTC))
     ca.create(config.run.name, _CERTIFICATE_DAYS)
     islands = (f"island/{name}" for name in config.islands)
-    for short in ("coordinator", "syncer", "operator", *islands):
+    for short in ("coordinator", "operator", *islands):
         ca.issue(short, _CERTIFICATE_DAYS, again=False)
 
 

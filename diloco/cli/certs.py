@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.options import RunFile
+from diloco.cli.options import RunFile, Tokens
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.launch.run_ca import Entry, RunCa, Taken
+    from diloco.launch.run_ca import Entry, RunCa
 
 certs = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +29,8 @@ _DIRECTORY = Path("certs")
 _DAYS = 365
 _CA_DAYS = 3650
 _CA = "ca"
+#: Serial numbers that one command tells: the newest.
+_MOST = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 @certs.command()
 def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
-    """Make the CA of a run, and certificates for its coordinator, syncer, operator and islands."""
+    """Make the CA of a run, and certificates for its coordinator, operator and islands."""
     from diloco.config.load import load_config
 
     # As it will be: a file for several machines is refused as long as nothing protects them.
@@ -48,19 +50,21 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
     ca = _ca(directory)
     ca.create(config.run.name, max(days, _CA_DAYS))
     islands = [f"island/{name}" for name in sorted(config.islands)]
-    for short in ("coordinator", "syncer", "operator", *islands):
+    for short in ("coordinator", "operator", *islands):
         ca.issue(short, days, again=False)
     typer.echo(
         f"{directory} holds the CA of run {config.run.name!r}. Set transport.certs = "
         f'"{directory}" in the run file, and bring to that directory of each site, over a way that '
         f"you trust:\n"
-        f"  coordinator: ca.pem revoked.pem coordinator.pem syncer.pem"
+        f"  coordinator: ca.pem coordinator.pem"
     )
     for short in islands:
         typer.echo(f"  {short}: ca.pem {short.replace('/', '-')}.pem")
     typer.echo(
         "  diloco status: ca.pem operator.pem\n"
-        "ca.key stays here and nowhere else: whoever has it is every island."
+        "ca.key stays here and nowhere else: whoever has it is every island. What coordinator, "
+        "syncers and islands show each other lasts for transport.certificate_lifetime; the "
+        "coordinator issues it."
     )
 
 
@@ -80,9 +84,6 @@ def rotate(
         int | None,
         typer.Option(min=1, help="Days for which it is valid; usually 365, or 3650 for ca."),
     ] = None,
-    revoke_old: Annotated[
-        bool, typer.Option("--revoke", help="Take its earlier certificates back, too.")
-    ] = False,
     finish: Annotated[
         bool, typer.Option("--finish", help="With ca: believe the earlier CA no longer.")
     ] = False,
@@ -90,24 +91,21 @@ def rotate(
     """Issue a new certificate with a new key in place of the old one.
 
     Running processes take it up without a restart once its file is at their site. Earlier ones
-    stay valid until they expire; with --revoke bring the new one to its site first.
+    stay valid until they expire, or until `revoke NAME --earlier`.
 
     The CA is replaced in three steps, under a running run: `rotate ca`, and ca.pem to every site;
     `rotate NAME` for each name, and its file to its site; `rotate ca --finish`, and ca.pem to every
-    site.
+    site. A server takes up to six seconds to listen with changed files.
     """
     from diloco.errors import ConfigError
 
     ca = _ca(directory)
     if name == _CA:
-        if revoke_old or (finish and days):
-            raise ConfigError("rotate ca takes --days, or --finish, and neither takes --revoke")
+        if finish and days:
+            raise ConfigError("rotate ca takes --days, or --finish")
         if finish:
             ca.retire_authority()
-            typer.echo(
-                f"the earlier CA is retired: bring {directory / 'ca.pem'} to every site, and "
-                f"{directory / 'revoked.pem'} to that of the coordinator"
-            )
+            typer.echo(f"the earlier CA is retired: bring {directory / 'ca.pem'} to every site")
         else:
             ca.replace_authority(days or _CA_DAYS)
             _tell_replaced(ca, directory)
@@ -115,14 +113,45 @@ def rotate(
     if finish:
         raise ConfigError(f"--finish is of the CA: diloco certs rotate ca --finish, not {name}")
     _tell_issued(ca.issue(name, days or _DAYS, again=True))
-    if revoke_old:
-        _tell_revoked(name, ca.revoke(name, keep_newest=True), directory)
 
 
 @certs.command()
-def revoke(name: _Name, directory: _Directory = _DIRECTORY) -> None:
-    """Take all certificates of an identity back, and its token: its next call is refused."""
-    _tell_revoked(name, _ca(directory).revoke(name, keep_newest=False), directory)
+def revoke(
+    name: _Name,
+    address: Annotated[
+        str, typer.Argument(metavar="[HOST:PORT]", help="Of the coordinator of the run under way.")
+    ] = "",
+    directory: _Directory = _DIRECTORY,
+    earlier: Annotated[
+        bool, typer.Option("--earlier", help="All but the newest, and not the token.")
+    ] = False,
+    tokens: Tokens = "",
+) -> None:
+    """Take all certificates of an identity back, and its token.
+
+    The coordinator refuses its next call, issues no more certificates to it, and takes an island
+    out of the run at once, as `diloco kick` does. What it was issued before is of no use without
+    the coordinator, and ends within transport.certificate_lifetime. To let it in again: `rotate
+    NAME`, and for an island `diloco kick --undo`. With --earlier a run goes on with the newest.
+    """
+    from diloco.cli.operate import tell
+
+    taken = _ca(directory).revoke(name, keep_newest=earlier)
+    if taken.has_token:
+        typer.echo(f"its token, too: bring {directory / 'tokens.json'} to the coordinator's site")
+    if not taken.serials:
+        if earlier:
+            typer.echo(f"{name} has no earlier certificate")
+        return
+    if not address:
+        flag = " --earlier" * earlier
+        again = f"diloco certs revoke {name} HOST:PORT --dir {directory}{flag}"
+        typer.echo(f"noted here; the coordinator does not know of it yet: {again}")
+        return
+    arguments = {"identity": name, "serials": ",".join(f"{s:x}" for s in taken.serials[-_MOST:])}
+    if earlier:
+        arguments["earlier"] = "true"
+    tell(address, "revoke", arguments, str(directory), tokens, insecure=False)
 
 
 @certs.command()
@@ -210,23 +239,6 @@ def _tell_replaced(ca: RunCa, directory: Path) -> None:
     for short in sorted({e.identity.short for e in ca.entries() if not e.is_revoked}):
         typer.echo(f"  diloco certs rotate {short} --dir {directory}")
     typer.echo(f"At the end: diloco certs rotate ca --finish --dir {directory}")
-
-
-def _tell_revoked(name: str, taken: Taken, directory: Path) -> None:
-    files = [str(directory / "revoked.pem")]
-    what = f"{taken.num_certificates} certificates"
-    if taken.has_token:
-        files.append(str(directory / "tokens.json"))
-        what += " and the token"
-    typer.echo(
-        f"{what} of {name} are revoked: bring {' and '.join(files)} to the site of the "
-        f"coordinator; it holds from the next call on"
-    )
-    if name in ("coordinator", "syncer"):
-        typer.echo(
-            f"islands refuse the {name} once they have that list, too. They are handed it by a "
-            f"server that has it and is not revoked; to be sure, bring {files[0]} to every site"
-        )
 
 
 def _ca(directory: Path) -> RunCa:

@@ -73,6 +73,8 @@ _duration = partial(parse_duration, is_positive=True)
 #: How long something may take that a network or a person has a part in.
 Deadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h")]
 AutoDeadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h", word="auto")]
+#: Of what is renewed under way; a server takes up to 6 s to show what is new.
+Lifetime: TypeAlias = Annotated[str, Range(_duration, "20s", "8760h")]
 #: A wait that may be none.
 AutoPause: TypeAlias = Annotated[str, Range(parse_duration, "0s", "1h", word="auto")]
 #: Between one attempt and the next.

@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from diloco.config.classes import Local, Policy, Section
-from diloco.config.fields import AutoDeadline, Chunk, Deadline, Memory, Problem, Rate, Wait, tuples
+from diloco.config.fields import (
+    AutoDeadline,
+    Chunk,
+    Deadline,
+    Lifetime,
+    Memory,
+    Problem,
+    Rate,
+    Wait,
+    tuples,
+)
 from transport.addresses import is_loopback, split_address
 from transport.hivemind_address import is_peer_address, parse_peer_address
 from transport.units import parse_bandwidth, parse_bytes, parse_duration
@@ -106,6 +116,11 @@ class TransportConfig(Section):
         description="Directory of this site's tokens (diloco certs token); empty: none are asked "
         "for or sent",
     )
+    certificate_lifetime: Local[Lifetime] = Field(
+        default="24h",
+        description="How long certificates are valid that coordinator, syncers and islands show to "
+        "each other; the coordinator issues them, and none to whom was revoked",
+    )
     insecure: Local[bool] = Field(
         default=False,
         description="Whether unencrypted traffic beyond this machine is accepted; it is warned of, "
@@ -189,6 +204,11 @@ class TransportConfig(Section):
     def rpc_timeout_s(self) -> float:
         """Deadline of one call, in seconds."""
         return parse_duration(self.rpc_timeout)
+
+    @property
+    def certificate_lifetime_s(self) -> float:
+        """Seconds for which a certificate is valid that the coordinator issues."""
+        return parse_duration(self.certificate_lifetime)
 
     @property
     def unreachable_s(self) -> float:

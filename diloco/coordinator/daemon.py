@@ -67,15 +67,18 @@ class Coordinator:
         terms: Terms,
         unix_clock: Callable[[], float],
         operations: Operations | None = None,
+        certificate_problem: Callable[[], str] = lambda: "",
     ) -> None:
         """Assign only; the journal must be open and its entries applied to `membership`.
 
-        Without `operations` no command of an operator is taken.
+        Without `operations` no command of an operator is taken. `certificate_problem` says which
+        certificates here end soon; empty: none.
         """
         self._membership = membership
         self._journal = journal
         self._secret = secret
         self._unix_clock = unix_clock
+        self._certificate_problem = certificate_problem
         self._leases = Leases(terms.lease_s)
         self.alarms = ReportedAlarms(record=self._record, unix_clock=unix_clock)
         self.board = Board(membership, journal, self._leases, terms, self.alarms)
@@ -255,6 +258,8 @@ class Coordinator:
             holding[AlarmKind.RETURN] = text, 1
         elif candidates.last_return:
             holding[AlarmKind.RETURN] = candidates.last_return, candidates.num_returns
+        if problem := self._certificate_problem():
+            holding[AlarmKind.CERTIFICATE] = problem, 1
         for kind, (text, count) in holding.items():
             self.alarms.raise_(Alarm(kind, text), now, count=count)
         self.alarms.suspect(now)

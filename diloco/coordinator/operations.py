@@ -20,6 +20,7 @@ from diloco.coordinator.leases import Lease
 from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError, Fenced, RunHalted
 from diloco.peer_texts import bounded_text
+from transport.identity import Identity
 
 #: The syncer asks so often.
 _HEARD = "the syncer hears it within 2 s"
@@ -94,7 +95,7 @@ def decide(
     decide_it, names = known
     if odd := arguments.keys() - names:
         return _refused(f"{command} takes no {bounded_text(min(odd))!r}: install one version")
-    if config.outer.exchange == "allreduce" and command != "stop":
+    if config.outer.exchange == "allreduce" and command not in ("stop", "revoke"):
         return _refused(
             f"{command} is for runs with a syncer; here the islands merge among themselves "
             f'(outer.exchange = "allreduce"), as they agreed when they joined. {_RESTART}'
@@ -184,6 +185,27 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
     )
 
 
+def _revoke(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
+    name = arguments.get("identity", "")
+    try:
+        identity = Identity.from_short(membership.run, name)
+        serials = [int(serial, 16) for serial in arguments.get("serials", "").split(",")]
+    except ValueError as error:
+        return _refused(f"revoke: {bounded_text(str(error))}")
+    entries = membership.settings.revoked(name, serials)
+    message = f"{len(serials)} certificates of {name} are refused from now on"
+    if arguments.get("earlier"):
+        return Decision(f"{message}; its newest one is not", entries=entries)
+    if config.outer.exchange == "allreduce":
+        lifetime = config.transport.certificate_lifetime
+        message += f", and it contributes no more; what it shows to others ends within {lifetime}"
+    elif identity.name in membership.members:
+        arguments = {"island": identity.name, "reason": "its certificates were revoked"}
+        kick = _kick(arguments, membership, config)
+        message, entries = f"{message}. {kick.message}", entries + kick.entries
+    return Decision(message, entries=entries)
+
+
 def _set(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
     key, value = arguments.get("key", ""), arguments.get("value", "")
     field = field_at(Config, tuple(key.split(".")))
@@ -260,6 +282,7 @@ _COMMANDS: Mapping[str, tuple[_Decide, frozenset[str]]] = {
     "unpause": (_unpause, frozenset()),
     "drain": (_drain, frozenset({"island"})),
     "kick": (_kick, frozenset({"island", "reason", "undo"})),
+    "revoke": (_revoke, frozenset({"identity", "serials", "earlier"})),
     "repair": (_repair, frozenset({"fragment", "island"})),
     "set": (_set, frozenset({"key", "value"})),
     "stop": (_stop, frozenset({"checkpoint"})),

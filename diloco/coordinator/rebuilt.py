@@ -2,8 +2,9 @@
 
 Records name the islands that contributed and how far each had come; the store names the starts that
 its syncer accepted, the timeline, and the last orders; pins name run checkpoints. Not known are the
-text's digest and the first inner step, which the next join fixes again, who was kicked, and how far
-the slots of the text were drawn since the newest cut of which parts are here: that is drawn again.
+text's digest and the first inner step, which the next join fixes again, who was kicked or revoked,
+and how far the slots of the text were drawn since the newest cut of which parts are here: that is
+drawn again.
 
 No earlier start counts any more: each island gets an incarnation that is beyond all that are known,
 and beyond any that a counter from 1 on could have reached.

@@ -2,6 +2,7 @@
 
     policy/N       {key, value}: what an operator set, in order
     operation/N    {number, ...}: what an operator did, the newest ones, for people
+    revoked/SERIAL identity: a certificate that an operator took back
 
 Source: protocol.md section 10.
 """
@@ -25,6 +26,7 @@ class Settings:
         """Begin with none."""
         self._by_revision: dict[int, tuple[str, Any]] = {}
         self._num_operations = 0
+        self._revoked: set[int] = set()
 
     @property
     def revision(self) -> int:
@@ -50,6 +52,17 @@ class Settings:
                     self._by_revision[int(revision)] = saved["key"], saved["value"]
                 case ("operation", _, _):
                     self._num_operations = max(self._num_operations, json.loads(value)["number"])
+                case ("revoked", _, serial):
+                    self._revoked.add(int(serial, 16))
+
+    def is_revoked(self, serial: int) -> bool:
+        """Whether the certificate with this serial number was taken back."""
+        return serial in self._revoked
+
+    def revoked(self, identity: str, serials: Iterable[int]) -> Entries:
+        """Note that certificates are taken back."""
+        new = (serial for serial in serials if serial not in self._revoked)
+        return tuple((f"revoked/{serial:x}", identity) for serial in new)
 
     def changed(self, key: str, value: Any) -> Entries:
         """Note what an operator has set."""

@@ -75,6 +75,8 @@ from transport.identity import Role
 
 if TYPE_CHECKING:
     from diloco.coordinator.decider import Decider
+    from diloco.telemetry.protection import Protection
+    from transport.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +273,10 @@ async def _coordinate(
 ) -> int:
     """Stop the syncers of an earlier timeline, then serve until the end; returns the exit code."""
     read_by_syncers: dict[Path, bytes] = {}
-    coordinator = _build_coordinator(config, membership, journal, state, read_by_syncers)
     security = Security.of(config, Role.COORDINATOR)
+    coordinator = _build_coordinator(
+        config, membership, journal, state, read_by_syncers, security.tls
+    )
     if security.insecure:
         tell(f"warning: {INSECURE_WARNING}")
     if problem := config.outer.sparse_problem:
@@ -340,7 +344,11 @@ def _build_coordinator(
     journal: Journal,
     state: StateDir,
     read_by_syncers: dict[Path, bytes],
+    tls: Tls | None,
 ) -> Coordinator:
+    if tls is not None:
+        tls.is_revoked = membership.settings.is_revoked
+
     def keep(config: Config) -> None:
         content = resolved_toml(config).encode()
         write_durably(state.resolved, [content])
@@ -353,6 +361,7 @@ def _build_coordinator(
         terms=terms_of(config),
         unix_clock=wall_clock(os.environ, "coordinator"),
         operations=Operations(config, on_config=keep, backup=Backups(state).make),
+        certificate_problem=lambda: "" if tls is None else tls.problem,
     )
 
 
@@ -377,7 +386,9 @@ async def _serving(
         on_refused=coordinator.refused,
     )
     try:
-        async with _serving_metrics(config, coordinator, is_restart=earlier is not None):
+        protection = metrics_protection(config, security)
+        is_restart = earlier is not None
+        async with _serving_metrics(config, coordinator, protection, is_restart=is_restart):
             endpoint = Endpoint(local_address(server.address), os.getpid())
             await having_room(
                 "the coordinator's address",
@@ -393,10 +404,9 @@ async def _serving(
 
 @contextlib.asynccontextmanager
 async def _serving_metrics(
-    config: Config, coordinator: Coordinator, *, is_restart: bool
+    config: Config, coordinator: Coordinator, protection: Protection, *, is_restart: bool
 ) -> AsyncIterator[None]:
     """Serve metrics where the run asks for them."""
-    protection = metrics_protection(config, Role.COORDINATOR)
     if not config.telemetry.coordinator_metrics:
         yield
         return

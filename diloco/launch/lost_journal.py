@@ -222,6 +222,7 @@ def _said(remains: Remains) -> str:
         f"made again: {len(remains.headers)} versions, timeline {remains.timeline}, {where}; "
         f"checkpoints of {kind}: {complete}. Starts from now on have incarnations from "
         f"{remains.first_incarnation} on, earlier ones are fenced: start every island again. Not "
-        f"known: who was kicked (diloco kick), versions of which no header is left"
+        f"known: who was kicked (diloco kick) or revoked (diloco certs revoke), versions of which "
+        f"no header is left"
         + (", text that was drawn since the newest cut: it is drawn again" * remains.is_elastic)
     )

@@ -333,6 +333,8 @@ def _identities(config: Config) -> list[Identity]:
 def _certificates(config: Config) -> Iterator[CertificateFacts]:
     directory = config.transport.certs
     for identity in _identities(config) if directory else ():
+        if identity.role is Role.SYNCER:  # it has the coordinator's
+            continue
         try:
             left = Tls(Path(directory), identity).days_left
         except CertificateError as error:

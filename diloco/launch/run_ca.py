@@ -1,9 +1,11 @@
 """The certificate authority of a run, as a directory: issues, rotates, revokes, hands out tokens.
 
-    ca.pem, revoked.pem       public; every site has the first, coordinator and syncer the second
+    ca.pem                    public; every site has it
     ca.key        0600        stays where certificates are issued, and goes nowhere else
     issued.json               serial number, identity, end and CA of all that was issued
-    IDENTITY.pem  0600        certificate and key of one identity, for its site
+    revoked.json              serial numbers that were taken back; the coordinator is told of them
+    IDENTITY.pem  0600        certificate and key of one identity, for its site; coordinator.pem
+                              issues what lasts a day (`transport.certificates`), to syncers, too
     tokens.json               digests; for coordinator and syncer, where join tokens are used
     IDENTITY.token 0600       for its site
 
@@ -30,7 +32,6 @@ from diloco.launch.state_dir import Held, hold, make_directory
 from transport.certificates import (
     Authority,
     CertificateError,
-    Revoked,
     certificate_pem,
     expiry_of,
     identity_of,
@@ -38,16 +39,15 @@ from transport.certificates import (
     issue,
     key_pem,
     make_authority,
-    make_revocation_list,
     read_certificates,
     read_keys,
-    read_revoked,
 )
-from transport.identity import Identity
-from transport.tls import CA_FILE, KEY_FILE, REVOKED_FILE
+from transport.identity import Identity, Role
+from transport.tls import CA_FILE, KEY_FILE
 from transport.tokens import TABLE_FILE, digest_of, make_token
 
 ISSUED_FILE = "issued.json"
+_REVOKED_FILE = "revoked.json"
 _LOCK_FILE = "ca.lock"
 
 Clock: TypeAlias = Callable[[], datetime.datetime]
@@ -73,9 +73,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a revocation took back."""
+    """What was taken back of an identity: serial numbers, and now its token."""
 
-    num_certificates: int
+    serials: Sequence[int]
     has_token: bool
 
 
@@ -103,7 +103,6 @@ class RunCa:
             authority = make_authority(run, self._clock(), days)
             write_json(self.directory / ISSUED_FILE, [])
             self._write(KEY_FILE, key_pem(authority.key), mode=0o600)
-            self._write(REVOKED_FILE, make_revocation_list(authority, (), self._clock(), 1))
             # Last: without it the directory holds no CA, and the next attempt begins anew.
             self._write(CA_FILE, certificate_pem(authority.certificate))
 
@@ -111,7 +110,7 @@ class RunCa:
         """Issue a certificate with a new key; returns its file.
 
         Args:
-            short: Whose: coordinator, syncer, operator or island/NAME.
+            short: Whose: coordinator, operator or island/NAME.
             days: How long it is valid, at most until the CA's own end.
             again: Whether there must be one already (a rotation), or must not.
 
@@ -121,6 +120,11 @@ class RunCa:
         with self._changing():
             authority = self._authority()
             identity = _identity(authority.run, short)
+            if identity.role is Role.SYNCER:
+                raise ConfigError(
+                    "syncers issue their certificates with coordinator.pem, at its site: diloco "
+                    "certs rotate coordinator makes a new one"
+                )
             path = self.directory / f"{identity.file_stem}.pem"
             if path.exists() and not again:
                 raise ConfigError(f"{path} is there: diloco certs rotate {short} replaces it")
@@ -145,18 +149,22 @@ class RunCa:
             return path
 
     def revoke(self, short: str, *, keep_newest: bool) -> Taken:
-        """Take certificates of an identity back, and its token; says what that was.
+        """Take certificates of an identity back, and its token; says what that is by now.
 
         Args:
             short: Whose.
             keep_newest: Whether the newest certificate and the token stay, as after a rotation.
 
         Raises:
-            ConfigError: If it never had one.
+            ConfigError: If it never had one, or it is the coordinator's.
         """
         with self._changing():
-            authority = self._authority()
-            identity = _identity(authority.run, short)
+            identity = _identity(self.run, short)
+            if identity.role is Role.COORDINATOR:
+                raise ConfigError(
+                    "whoever has coordinator.pem has issued certificates that nobody knows of: "
+                    f"replace the CA, diloco certs rotate ca --dir {self.directory}"
+                )
             mine = [int(serial, 16) for serial, uri, *_ in self._issued() if uri == identity.uri]
             has_token = not keep_newest and self._forget_token(identity)
             if not (mine or has_token):
@@ -164,10 +172,9 @@ class RunCa:
                     f"no certificate was issued to {short}, and no token: diloco certs show --dir "
                     f"{self.directory}"
                 )
-            before = self._revoked().serials
-            taken = set(mine[:-1] if keep_newest else mine)
-            self._write_list(authority, before | taken)
-            return Taken(len(taken - before), has_token)
+            revoked, taken = self._revoked(), mine[:-1] if keep_newest else mine
+            write_json(self.directory / _REVOKED_FILE, sorted(revoked.union(taken)))
+            return Taken([serial for serial in mine if serial in revoked.union(taken)], has_token)
 
     def replace_authority(self, days: int) -> None:
         """Make a new CA, believed beside the present one until `retire_authority`.
@@ -215,8 +222,6 @@ class RunCa:
                     f"be believed any more: diloco certs rotate NAME (or revoke NAME), bring them "
                     f"to their sites, then again"
                 )
-            # Signed by the CA that stays, before the other goes.
-            self._write_list(authority, self._revoked().serials)
             self._write(CA_FILE, certificate_pem(authority.certificate))
             self._write(KEY_FILE, key_pem(authority.key), mode=0o600)
 
@@ -244,7 +249,7 @@ class RunCa:
 
     def entries(self) -> Sequence[Entry]:
         """Return everything that was issued, oldest first."""
-        newest_ca, revoked = _serial(self._authority().certificate), self._revoked().serials
+        newest_ca, revoked = _serial(self._authority().certificate), self._revoked()
         issued = self._issued()
         newest = {uri: serial for serial, uri, *_ in issued}
         return [
@@ -292,15 +297,8 @@ class RunCa:
         rows = read_json(self.directory / ISSUED_FILE) or []
         return [(serial, uri, expires, ca) for serial, uri, expires, ca in rows]
 
-    def _revoked(self) -> Revoked:
-        path = self.directory / REVOKED_FILE
-        return read_revoked(path.read_bytes(), self._authorities(), str(path))
-
-    def _write_list(self, authority: Authority, serials: frozenset[int]) -> None:
-        """Write the next revocation list."""
-        number = self._revoked().number + 1
-        text = make_revocation_list(authority, serials, self._clock(), number)
-        self._write(REVOKED_FILE, text)
+    def _revoked(self) -> set[int]:
+        return set(read_json(self.directory / _REVOKED_FILE) or ())
 
     def _forget_token(self, identity: Identity) -> bool:
         table = read_json(self.directory / TABLE_FILE) or {}
@@ -329,23 +327,19 @@ def site_certificates(directory: Path, now: datetime.datetime) -> dict[str, str]
     """Say of each certificate at a site, by file, whether it is valid, or why not.
 
     Raises:
-        ConfigError: If ca.pem or revoked.pem cannot be read.
+        ConfigError: If ca.pem cannot be read.
     """
     try:
         cas = read_certificates((directory / CA_FILE).read_bytes(), str(directory / CA_FILE))
-        path = directory / REVOKED_FILE
-        revoked = Revoked()
-        if path.exists():
-            revoked = read_revoked(path.read_bytes(), cas, str(path))
     except (OSError, CertificateError) as error:
         raise ConfigError(f"cannot read what a site needs: {error}") from error
     found = {CA_FILE: _state_of_ca(cas, now)}
     for path in sorted(directory.glob("*.pem")):
-        if path.name in (CA_FILE, REVOKED_FILE):
+        if path.name == CA_FILE:
             continue
         try:
             certificate, *_ = read_certificates(path.read_bytes(), str(path))
-            short = insist_on_valid(certificate, cas, revoked.serials, now).short
+            short = insist_on_valid(certificate, cas, now).short
         except (OSError, CertificateError) as error:
             found[path.name] = str(error)
         else:

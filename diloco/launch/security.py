@@ -7,6 +7,7 @@ every client of the product.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from transport.contracts import Handlers, Server, Transport
 from transport.framing import DEFAULT_CHUNK_BYTES
 from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
+from transport.grpc_wire import ISSUE_METHOD
 from transport.hivemind_address import is_peer_address
 from transport.hivemind_client import HivemindTransport
 from transport.hivemind_daemon import HivemindMissing, Swarm, daemon_path
@@ -29,10 +31,12 @@ from transport.identity import SERVERS, Identity, Role
 from transport.limits import Limits
 from transport.pacing import Pacer
 from transport.tcp_counters import can_count
-from transport.tls import Tls
+from transport.tls import LIFETIME_S, Tls
 from transport.tokens import TABLE_FILE, TokenTable, read_token
 
 logger = logging.getLogger(__name__)
+
+_ISSUE_S = 20.0
 
 INSECURE_WARNING = (
     "transport.insecure = true: traffic between the sites is not encrypted, and whoever reaches "
@@ -71,6 +75,7 @@ class Security:
             tokens=transport.tokens,
             insecure=transport.insecure,
             is_peer=role is Role.ISLAND and config.outer.exchange == "allreduce",
+            lifetime_s=transport.certificate_lifetime_s,
         )
         pacer = Pacer(transport.rate_bps, transport.snapshot_rate_bps)
         security = replace(security, pacer=pacer)
@@ -86,11 +91,25 @@ class Security:
         return replace(security, swarm=swarm, key=key)
 
     def knowing(self, coordinator: str) -> Security:
-        """Find others through the coordinator, too, where its address is not empty."""
-        if self.swarm is None or not coordinator:
+        """Find others through the coordinator, too, where its address is not empty.
+
+        It issues the certificates that this process shows to others.
+        """
+        if not coordinator:
+            return self
+        if self.tls is not None:
+            self.tls.ask = functools.partial(self._issued, coordinator)
+        if self.swarm is None:
             return self
         peers = (coordinator, *self.swarm.initial_peers)
         return replace(self, swarm=replace(self.swarm, initial_peers=peers))
+
+    async def _issued(self, coordinator: str, request: bytes) -> bytes:
+        way = self.transport(coordinator, Role.COORDINATOR)
+        try:
+            return (await way.call(ISSUE_METHOD, request, deadline_s=_ISSUE_S)).header
+        finally:
+            await way.close()
 
     def one_of(self, num_processes: int) -> Security:
         """Take an equal part of the rates, which that many processes share."""
@@ -110,23 +129,27 @@ class Security:
         tokens: str = "",
         insecure: bool = False,
         is_peer: bool = False,
+        lifetime_s: float = LIFETIME_S,
     ) -> Security:
         """Read the files of one identity; an empty run means that of the certificates.
 
-        An island that `is_peer` serves other islands, and so knows callers by their tokens.
+        An island that `is_peer` serves other islands, and so knows callers by their tokens. What is
+        issued here lasts for `lifetime_s` seconds.
 
         Raises:
             ConfigError: If a file is missing or cannot be used; says what to type.
         """
         if insecure:
             logger.warning("%s", INSECURE_WARNING)
+        # Syncers have the coordinator's file.
+        holder = Role.COORDINATOR if identity.role in SERVERS else identity.short
         try:
-            tls = Tls(Path(certs), identity) if certs else None
+            tls = Tls(Path(certs), identity, lifetime_s=lifetime_s) if certs else None
         except ValueError as error:
             raise ConfigError(
                 f"transport.certs = {certs}: {error}. What there is: diloco certs show --dir "
-                f"{certs}, where the CA is; a missing one: diloco certs issue {identity.short}; "
-                f"one that is not valid: diloco certs rotate {identity.short}"
+                f"{certs}, where the CA is; a missing one: diloco certs issue {holder}; one that "
+                f"is not valid: diloco certs rotate {holder}"
             ) from error
         serves = is_peer or identity.role in SERVERS
         calls = identity.role is not Role.COORDINATOR
@@ -262,16 +285,15 @@ def _insist_on_hivemind() -> None:
         raise ConfigError(f'transport.kind = "hivemind": {error}') from error
 
 
-def metrics_protection(config: Config, role: Role) -> Protection:
+def metrics_protection(config: Config, security: Security) -> Protection:
     """Give what a server of metrics asks for and shows.
 
     Raises:
         ConfigError: If `telemetry.metrics_token` cannot be read.
     """
-    chosen, certs = config.telemetry.metrics_token, config.transport.certs
+    chosen, tls = config.telemetry.metrics_token, security.tls
     try:
         token = read_token(Path(chosen)) if chosen else ""
     except ValueError as error:
         raise ConfigError(f"telemetry.metrics_token = {chosen}: {error}") from error
-    own = Identity(config.run.name, role).file_stem
-    return Protection(token, Path(certs) / f"{own}.pem" if certs else None)
+    return Protection(token, None if tls is None else lambda: tls.leaf_pem)

@@ -242,7 +242,7 @@ async def _serve(
             of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
             lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
             setting="telemetry.syncer_metrics",
-            protection=metrics_protection(config, Role.SYNCER),
+            protection=metrics_protection(config, security),
         )
         reporting = asyncio.create_task(reporter.run(syncer, address))
         verifying = asyncio.create_task(syncer.verify_stores())

@@ -17,10 +17,10 @@ import hmac
 import logging
 import socket
 import ssl
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Metric, MetricsHandler
@@ -148,17 +148,16 @@ class _Server(ThreadingHTTPServer):
         host: str,
         port: int,
         handler: type[BaseHTTPRequestHandler],
-        certificate: Path | None,
+        certificate: Callable[[], bytes] | None,
     ) -> None:
         (self.address_family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._room = threading.BoundedSemaphore(_MAX_SCRAPES)
         self._certificate = certificate
-        self._stamp: object = None
+        self._pem = b""
         super().__init__((host, port), handler)
         if certificate is not None:
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._context.load_cert_chain(certificate)
-            self._stamp = _stamp(certificate)
+            self._load(certificate())
             # The handshake is the handler's, in its thread and within its time.
             self.socket = self._context.wrap_socket(
                 self.socket, server_side=True, do_handshake_on_connect=False
@@ -166,13 +165,19 @@ class _Server(ThreadingHTTPServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection, with the certificate of this moment."""
-        if self._certificate is not None and (stamp := _stamp(self._certificate)) != self._stamp:
-            self._stamp = stamp
+        if self._certificate is not None and (pem := self._certificate()) != self._pem:
             try:
-                self._context.load_cert_chain(self._certificate)
+                self._load(pem)
             except (OSError, ssl.SSLError) as error:
                 logger.error("certificate changed, the last good one stays: %s", error)
         return super().get_request()
+
+    def _load(self, pem: bytes) -> None:
+        with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates from files alone
+            file.write(pem)
+            file.flush()
+            self._context.load_cert_chain(file.name)
+        self._pem = pem
 
     def process_request(self, request: Any, client_address: Any) -> None:
         # Who comes when all are busy is turned away: waiting here would hold up `shutdown`, too.
@@ -199,14 +204,6 @@ class _Server(ThreadingHTTPServer):
 def _cut(request: socket.socket) -> None:
     with contextlib.suppress(OSError):
         socket.socket.shutdown(request, socket.SHUT_RDWR)  # of the connection beneath TLS
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
 
 
 def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHandler]:

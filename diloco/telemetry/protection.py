@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +12,8 @@ class Protection:
 
     Attributes:
         token: Bearer token; empty: none is asked for.
-        certificate: PEM file with certificate and key; None: plain HTTP.
+        certificate: Gives certificates and key of this moment as PEM; None: plain HTTP.
     """
 
     token: str = field(default="", repr=False)
-    certificate: Path | None = None
+    certificate: Callable[[], bytes] | None = None

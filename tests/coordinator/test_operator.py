@@ -521,3 +521,51 @@ def test_commands_are_bounded_and_need_a_run_that_takes_them(tmp_path: Path, con
 
 def test_every_live_key_is_a_policy_of_the_schema(config_of) -> None:
     assert json.loads(policy_json(config_of(*ELASTIC))).keys() >= LIVE_KEYS.keys()
+
+
+# -- certificates ----------------------------------------------------------------------------------
+
+
+def test_who_is_revoked_is_out_at_once_and_stays_refused_after_a_restart(
+    tmp_path: Path, config_of
+) -> None:
+    async def story(desk: Desk) -> None:
+        _, west = await joined(desk)
+        is_revoked = desk.coordinator._membership.settings.is_revoked
+        for identity, serials, problem in [
+            ("island/../x", "7", "write coordinator, syncer, operator or island/NAME"),
+            ("island/west", "x", "invalid literal"),
+            ("island/west", "", "invalid literal"),
+        ]:
+            reply = await desk.operate("revoke", identity=identity, serials=serials)
+            assert not reply.is_done
+            assert problem in reply.message
+
+        earlier = {"identity": "island/west", "serials": "a", "earlier": "true"}
+        assert "its newest one is not" in (await desk.operate("revoke", **earlier)).message
+        assert not (await desk.report(west)).stop
+        assert (is_revoked(10), is_revoked(255)) == (True, False)
+
+        reply = await desk.operate("revoke", identity="island/west", serials="a,ff")
+        assert reply.is_done
+        assert "2 certificates of island/west are refused" in reply.message
+        assert "west is out" in reply.message
+        assert (await desk.report(west)).stop
+        assert (await desk.operate("revoke", identity="operator", serials="c")).is_done
+        await desk.restart()
+        is_revoked = desk.coordinator._membership.settings.is_revoked
+        assert all(map(is_revoked, (10, 255, 12)))
+        assert leases(desk)["west"] == "kicked"
+
+    tell(tmp_path, story, config=config_of(*ELASTIC))
+
+
+def test_certificates_that_end_soon_are_an_alarm(tmp_path: Path, config_of) -> None:
+    async def story(desk: Desk) -> None:
+        desk.coordinator._certificate_problem = lambda: "the CA of this run expires in 3.0 days"
+        async with watched(desk):
+            await asyncio.sleep(2.0)
+        alarms = desk.coordinator.status().alarms
+        assert [each.alarm.kind for each in alarms] == ["certificate"]
+
+    tell(tmp_path, story, config=config_of(*ELASTIC))

@@ -28,9 +28,12 @@ from simulations.emulate.namespaces import Namespaces, inside
 from tests.guarded_server import serving
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces
-from tests.transport.pki import COORDINATOR, EAST, SYNCER, Pki
+from tests.transport.pki import COORDINATOR, EAST, Pki
 from transport.contracts import IncomingCall, Reply
 from transport.tls import Tls
+
+#: Serial numbers that the coordinator knows to be revoked.
+REVOKED = set[int]()
 
 
 @pytest.fixture
@@ -144,7 +147,7 @@ def test_an_island_with_good_certificates_is_answered(run_file: Path, tmp_path: 
             "diloco certs rotate island/east", id="missing",
         ),
         pytest.param(
-            lambda pki: pki.revoke([EAST]), "call to the coordinator", "was revoked",
+            lambda pki: REVOKED.add(pki.serials[EAST]), "call to the coordinator", "was revoked",
             "diloco certs show", id="revoked",
         ),
     ],
@@ -159,7 +162,9 @@ def test_a_bad_certificate_is_broken(
 ) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
-    with coordinator(pki.tls(COORDINATOR)) as address:
+    tls = pki.tls(COORDINATOR)
+    tls.is_revoked = REVOKED.__contains__
+    with coordinator(tls) as address:
         spoil(pki)
         code, findings = doctor(
             run_file, "--island", "east", "--coordinator", address,
@@ -336,15 +341,17 @@ def test_an_all_reduce_asks_nobody_for_a_syncer(
     assert ("call to the coordinator" in found) != has_tokens
 
 
-def test_the_coordinators_site_judges_both_its_certificates(run_file: Path, tmp_path: Path) -> None:
+def test_the_coordinators_site_judges_its_issuer(run_file: Path, tmp_path: Path) -> None:
     pki = Pki(tmp_path / "certs")
-    pki.issue(COORDINATOR, days=10)
-    pki.issue(SYNCER, age_days=100, days=90)
+    setting = f"transport.certs={pki.directory}"
 
-    code, found = doctor(run_file, "--set", f"transport.certs={pki.directory}")
+    pki.issue(COORDINATOR, days=10)
+    assert [f["state"] for f in doctor(run_file, "--set", setting)[1]["certificate"]] == ["slow"]
+    pki.issue(COORDINATOR, age_days=100, days=90)
+    code, found = doctor(run_file, "--set", setting)
 
     assert code == 1
-    assert [f["state"] for f in found["certificate"]] == ["slow", "broken"]
+    assert [f["state"] for f in found["certificate"]] == ["broken"]
 
 
 def test_the_machine_alone_is_looked_at_without_a_run() -> None:

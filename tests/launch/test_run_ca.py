@@ -69,8 +69,10 @@ def test_what_it_issues_is_what_a_process_loads(ca: RunCa) -> None:
 def test_one_ca_a_directory_and_one_certificate_a_name(ca: RunCa) -> None:
     with pytest.raises(ConfigError, match="holds a CA already"):
         ca.create("other", 10)
-    ca.issue("syncer", 30, again=False)
-    with pytest.raises(ConfigError, match="diloco certs rotate syncer replaces it"):
+    ca.issue("coordinator", 30, again=False)
+    with pytest.raises(ConfigError, match="diloco certs rotate coordinator replaces it"):
+        ca.issue("coordinator", 30, again=False)
+    with pytest.raises(ConfigError, match=r"syncers issue .* diloco certs rotate coordinator"):
         ca.issue("syncer", 30, again=False)
     with pytest.raises(ConfigError, match="diloco certs issue operator makes it"):
         ca.issue("operator", 30, again=True)
@@ -95,12 +97,16 @@ def test_rotation_replaces_the_file_and_revokes_when_asked(ca: RunCa) -> None:
     assert tls.stamp != before
     assert [(e.is_current, e.is_revoked) for e in ca.entries()] == [(False, False), (True, False)]
 
-    assert ca.revoke("island/east", keep_newest=True) == Taken(1, has_token=False)
+    first, second = (entry.serial for entry in ca.entries())
+    assert ca.revoke("island/east", keep_newest=True) == Taken([first], has_token=False)
     assert [e.is_revoked for e in ca.entries()] == [True, False]
-    assert ca.revoke("island/east", keep_newest=False) == Taken(1, has_token=False)
-    assert ca.revoke("island/east", keep_newest=False) == Taken(0, has_token=False)
+    for _ in range(2):
+        taken = ca.revoke("island/east", keep_newest=False)
+        assert taken == Taken([first, second], has_token=False)
     with pytest.raises(ConfigError, match="no certificate was issued to operator"):
         ca.revoke("operator", keep_newest=False)
+    with pytest.raises(ConfigError, match="replace the CA, diloco certs rotate ca"):
+        ca.revoke("coordinator", keep_newest=True)
 
 
 def test_revocations_add_up(ca: RunCa) -> None:
@@ -130,24 +136,24 @@ def test_who_is_revoked_has_no_token_either(ca: RunCa) -> None:
     table = TokenTable(ca.directory / TABLE_FILE)
     assert table.identify(token) == EAST
 
-    assert ca.revoke("island/east", keep_newest=False) == Taken(0, has_token=True)
+    assert ca.revoke("island/east", keep_newest=False) == Taken([], has_token=True)
 
     with pytest.raises(Unauthorised, match="not one of this run"):
         table.identify(token)
 
 
 def test_a_ca_at_its_end_issues_nothing_and_is_replaced(ca: RunCa, clock: Clock) -> None:
-    ca.issue("syncer", 30, again=False)
+    ca.issue("operator", 30, again=False)
     clock.forward(999.5)
 
     with pytest.raises(ConfigError, match="diloco certs rotate ca"):
-        ca.issue("syncer", 30, again=True)
+        ca.issue("operator", 30, again=True)
     with pytest.raises(ConfigError, match="holds one CA, so none is to be retired"):
         ca.retire_authority()
     ca.replace_authority(1000)
     with pytest.raises(ConfigError, match="is being replaced already"):
         ca.replace_authority(1000)
-    ca.issue("syncer", 30, again=True)
+    ca.issue("operator", 30, again=True)
     assert [entry.is_of_newest_ca for entry in ca.entries()] == [False, True]
 
 
@@ -164,9 +170,9 @@ def test_a_replacement_that_was_killed_is_begun_again(
         patched.setattr(ca, "_write", killed)
         ca.replace_authority(1000)
 
-    ca.issue("syncer", 30, again=False)
+    ca.issue("operator", 30, again=False)
     ca.replace_authority(1000)
-    ca.issue("syncer", 30, again=True)
+    ca.issue("operator", 30, again=True)
     ca.retire_authority()
     assert [entry.is_of_newest_ca for entry in ca.entries()] == [False, True]
 
@@ -177,7 +183,7 @@ def test_a_key_of_another_ca_issues_nothing(ca: RunCa, tmp_path: Path, clock: Cl
     (ca.directory / "ca.key").write_bytes((other.directory / "ca.key").read_bytes())
 
     with pytest.raises(ConfigError, match=r"ca\.key is not the key of .*ca\.pem"):
-        ca.issue("syncer", 30, again=False)
+        ca.issue("operator", 30, again=False)
 
 
 def test_the_ca_is_replaced_under_a_running_run(ca: RunCa, tmp_path: Path) -> None:
@@ -191,8 +197,7 @@ def test_the_ca_is_replaced_under_a_running_run(ca: RunCa, tmp_path: Path) -> No
 
     for short in ("coordinator", "island/east"):
         ca.issue(short, 30, again=False)
-    ca.revoke("island/east", keep_newest=True)  # the second list
-    bring(server_site, "ca.pem", "revoked.pem", "coordinator.pem")
+    bring(server_site, "ca.pem", "coordinator.pem")
     bring(east_site, "ca.pem", "island-east.pem")
     stolen = Tls(ca.directory, EAST)
 
@@ -243,14 +248,10 @@ def test_the_ca_is_replaced_under_a_running_run(ca: RunCa, tmp_path: Path) -> No
         for site in (east_site, server_site):
             bring(site, "ca.pem")
             await ask(east)
-        bring(server_site, "revoked.pem")
-        await ask(east)
-
         with pytest.raises(Unauthorised, match="is foreign"):
             tls.identify(old)
 
     asyncio.run(run())
-    assert (east_site / "revoked.pem").read_bytes() == (ca.directory / "revoked.pem").read_bytes()
 
 
 def test_two_commands_at_once_do_not_lose_each_other(ca: RunCa) -> None:
@@ -258,14 +259,14 @@ def test_two_commands_at_once_do_not_lose_each_other(ca: RunCa) -> None:
         hold(ca.directory / "ca.lock"),
         pytest.raises(ConfigError, match="another command changes"),
     ):
-        ca.issue("syncer", 30, again=False)
+        ca.issue("operator", 30, again=False)
 
 
 def test_without_the_key_nothing_is_issued(ca: RunCa) -> None:
     (ca.directory / "ca.key").unlink()
 
     with pytest.raises(ConfigError, match=r"no CA with its key.*diloco certs init RUN\.toml"):
-        ca.issue("syncer", 30, again=False)
+        ca.issue("operator", 30, again=False)
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -317,19 +318,19 @@ def test_a_site_is_shown_what_it_has(tmp_path: Path) -> None:
     code, said = invoke("show", "--dir", str(site))
     assert (code, "island-east.pem: valid until" in said) == (0, True)
     assert "of run 'test'" in said
-    assert invoke("revoke", "island/east", "--dir", str(directory))[0] == 0
-    shutil.copy2(directory / "revoked.pem", site / "revoked.pem")
-    (site / "syncer.pem").write_text("half a fi")
+    (site / "operator.pem").write_text("half a fi")
     code, said = invoke("show", "--dir", str(site))
-    assert (code, "certificate of island/east was revoked" in said) == (1, True)
-    assert "syncer.pem holds no certificate" in said.replace("\n", "")
+    assert code == 1
+    assert "operator.pem holds no certificate" in said.replace("\n", "")
 
 
 def test_show_names_what_needs_a_hand(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, {"east": ""})
     directory = str(tmp_path / "certs")
     invoke("init", str(run_file), "--dir", directory)
-    invoke("rotate", "island/east", "--dir", directory, "--days", "10", "--revoke")
+    invoke("rotate", "island/east", "--dir", directory, "--days", "10")
+    code, said = invoke("revoke", "island/east", "--earlier", "--dir", directory)
+    assert (code, "the coordinator does not know of it yet" in said) == (0, True)
 
     code, said = invoke("show", "--dir", directory)
 
@@ -345,12 +346,12 @@ def test_the_replacement_of_the_ca_is_led_step_by_step(tmp_path: Path) -> None:
     invoke("init", str(run_file), *place)
 
     code, said = invoke("rotate", "ca", *place)
-    assert (code, said.count("diloco certs rotate ")) == (0, 5)
+    assert (code, said.count("diloco certs rotate ")) == (0, 4)
     assert "First bring it to every site" in said
     code, said = invoke("show", *place)
-    assert (code, said.count("renew it: diloco certs rotate")) == (1, 4)
+    assert (code, said.count("renew it: diloco certs rotate")) == (1, 3)
     assert invoke("rotate", "ca", "--finish", *place)[0] == 2
-    for short in ("coordinator", "syncer", "operator", "island/east"):
+    for short in ("coordinator", "operator", "island/east"):
         assert invoke("rotate", short, *place)[0] == 0
     code, said = invoke("show", *place)
     assert (code, "rotate ca --finish" in said.replace("\n", " ")) == (1, True)
@@ -358,7 +359,7 @@ def test_the_replacement_of_the_ca_is_led_step_by_step(tmp_path: Path) -> None:
     assert (code, "ca.pem to every site" in said.replace("\n", " ")) == (0, True)
     assert invoke("show", *place)[0] == 0
     assert "of the CA: diloco certs rotate ca --finish" in invoke(
-        "rotate", "syncer", "--finish", *place
+        "rotate", "operator", "--finish", *place
     )[1]  # fmt: skip
 
 
@@ -370,7 +371,7 @@ def test_other_commands_say_what_to_bring_where(tmp_path: Path) -> None:
     code, said = invoke("issue", "island/later", "--dir", directory)
     assert (code, "island-later.pem: bring it to its site" in said) == (0, True)
     code, said = invoke("revoke", "coordinator", "--dir", directory)
-    assert (code, "revoked.pem to every site" in said) == (0, True)
+    assert (code, "diloco certs rotate ca" in said) == (2, True)
     code, said = invoke("token", "island/east", "--dir", directory)
     assert (code, "tokens.json" in said) == (0, True)
     code, said = invoke("issue", "island/later", "--dir", str(tmp_path / "elsewhere"))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import random
+import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -21,9 +25,11 @@ from tests.waiting import wait_until, written
 from transport.contracts import PROTOCOL_VERSION
 from transport.errors import ConnectError, Unauthorised
 from transport.identity import Role
+from transport.retry import RetryPolicy, retry
 from transport.tokens import make_token
 
-SHORTS = ("coordinator", "syncer", "operator", "island/east", "island/west")
+CERTIFIED = ("coordinator", "operator", "island/east", "island/west")
+SHORTS = (*CERTIFIED, "syncer")
 
 
 @pytest.fixture
@@ -32,8 +38,9 @@ def site(tmp_path: Path) -> Path:
     run_file = write_run(tmp_path, {"east": "", "west": ""})
     ca = RunCa(tmp_path / "certs", lambda: datetime.datetime.now(datetime.UTC))
     ca.create("test", 100)
-    for short in SHORTS:
+    for short in CERTIFIED:
         ca.issue(short, 30, again=False)
+    for short in SHORTS:
         ca.make_token(short)
     return run_file
 
@@ -95,7 +102,7 @@ def test_each_role_takes_its_own_files(site: Path) -> None:
     [
         ("island-east.pem", Role.ISLAND, "diloco certs issue island/east"),
         ("island-east.token", Role.ISLAND, "diloco certs token island/east"),
-        ("revoked.pem", Role.COORDINATOR, "revoked.pem"),
+        ("coordinator.pem", Role.SYNCER, "diloco certs issue coordinator"),
         ("tokens.json", Role.COORDINATOR, "tokens.json"),
     ],
 )
@@ -121,13 +128,17 @@ def test_metrics_beyond_loopback_have_a_token_and_the_runs_certificate(site: Pat
     path.write_text(make_token())
     setting = f"telemetry.metrics_token={path}"
 
-    protection = metrics_protection(config(site, certs_of(site), setting), Role.COORDINATOR)
+    secured = config(site, certs_of(site), setting)
+    security = Security.of(secured, Role.COORDINATOR)
+    protection = metrics_protection(secured, security)
 
     assert protection.token == path.read_text()
-    assert protection.certificate == site.parent / "certs" / "coordinator.pem"
+    assert protection.certificate is not None
+    assert security.tls is not None
+    assert protection.certificate() == security.tls.leaf_pem
     path.chmod(0o644)
     with pytest.raises(ConfigError, match=r"metrics_token.*chmod 600"):
-        metrics_protection(config(site, setting), Role.COORDINATOR)
+        metrics_protection(config(site, setting), Security())
 
 
 @pytest.mark.timeout(180)
@@ -145,6 +156,8 @@ def test_a_run_under_certificates_and_tokens_keeps_its_secrets(site: Path) -> No
     for short in SHORTS:
         stem = certs / short.replace("/", "-")
         assert stem.with_suffix(".token").read_text() not in written
+        if short not in CERTIFIED:
+            continue
         key = stem.with_suffix(".pem").read_text().split("PRIVATE KEY-----\n")[1][:60]
         assert key not in written
 
@@ -177,11 +190,21 @@ def test_a_proxy_that_would_be_passed_by_is_refused_without_its_password(
     assert declared.transport("127.0.0.1:1", Role.SYNCER)
 
 
-@pytest.mark.timeout(300)
-def test_a_run_under_way_refuses_strangers_and_takes_up_what_is_rotated_and_revoked(
-    site: Path,
+def certs(site: Path, *arguments: str) -> str:
+    """Type `diloco certs`, where the CA is."""
+    directory = str(site.parent / "certs")
+    result = CliRunner().invoke(app, ["certs", *arguments, "--dir", directory])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("renewing_s", [0.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_a_run_under_way_refuses_strangers_takes_up_what_is_rotated_and_fences_the_revoked(
+    site: Path, renewing_s: float
 ) -> None:
-    configured = config(site, certs_of(site), tokens_of(site), "run.inner_steps=100000")
+    lifetime = "transport.certificate_lifetime=20s"
+    configured = config(site, certs_of(site), tokens_of(site), lifetime, "run.inner_steps=100000")
     ca = RunCa(site.parent / "certs", lambda: datetime.datetime.now(datetime.UTC))
 
     async def status(security: Security, address: str) -> StatusReply:
@@ -193,9 +216,19 @@ def test_a_run_under_way_refuses_strangers_and_takes_up_what_is_rotated_and_revo
             await transport.close()
         return StatusReply.FromString(reply.header)
 
+    def shown(address: str) -> StatusReply:
+        async def ask() -> StatusReply:  # a listener that is replaced hangs up on who just comes
+            operator = Security.of(configured, Role.OPERATOR)
+            policy = RetryPolicy(budget_s=30.0)
+            return await retry(lambda: status(operator, address), policy, random.Random(0))
+
+        return asyncio.run(ask())
+
     def versions(address: str) -> int:
-        reply = asyncio.run(status(Security.of(configured, Role.OPERATOR), address))
-        return min((fragment.version for fragment in reply.fragments), default=0)
+        return min((fragment.version for fragment in shown(address).fragments), default=0)
+
+    def lease_of(island: str, address: str) -> str:
+        return next(each.lease for each in shown(address).islands if each.island == island)
 
     def wait_for_version(version: int, address: str) -> None:
         going_on = written(configured.telemetry_dir)
@@ -210,14 +243,33 @@ def test_a_run_under_way_refuses_strangers_and_takes_up_what_is_rotated_and_revo
         with pytest.raises(Unauthorised, match=r"may not call control\.status"):
             asyncio.run(status(Security.of(configured, Role.ISLAND, "east"), address))
 
-        for short in SHORTS:
+        for short in CERTIFIED:
             ca.issue(short, 30, again=True)
         # A call that is on its way under what is then revoked is refused for good.
         wait_for_version(versions(address) + 2, address)
-        for short in SHORTS:
-            ca.revoke(short, keep_newest=True)
+        tokens = ("--tokens", str(site.parent / "certs"))
+        for short in CERTIFIED[1:]:
+            said = certs(site, "revoke", short, address, "--earlier", *tokens)
+            assert "its newest one is not" in said
+        until = time.monotonic() + renewing_s  # every leaf is renewed several times meanwhile
         wait_for_version(versions(address) + 3, address)
+        while time.monotonic() < until:
+            wait_for_version(versions(address) + 1, address)
+            assert all(process.poll() is None for process in run.islands.values())
 
-        ca.revoke("coordinator", keep_newest=False)
-        with pytest.raises(ConnectError, match=r"not believed: .*coordinator was revoked"):
-            versions(address)
+        said = certs(site, "revoke", "island/east", address, *tokens)
+        assert "east is out" in said
+        wait_until(lambda: lease_of("east", address) == "kicked")
+        log = configured.telemetry_dir / "east-0.log"
+        refused = "control.join of island 'east': the certificate of island/east was revoked"
+        wait_until(lambda: refused in log.read_text())  # when it would come back
+        with pytest.raises(Unauthorised, match="island/east was revoked"):
+            asyncio.run(status(Security.of(configured, Role.ISLAND, "east"), address))
+        wait_for_version(versions(address) + 1, address)  # west goes on
+        if not renewing_s:
+            return
+        certs(site, "rotate", "island/east")
+        certs(site, "token", "island/east")
+        undo = ["kick", address, "east", "--undo", "--certs", str(site.parent / "certs"), *tokens]
+        assert CliRunner().invoke(app, undo).exit_code == 0
+        wait_until(lambda: lease_of("east", address) == "active")

@@ -65,8 +65,7 @@ def test_a_scrape_without_the_token_gets_nothing() -> None:
 
 
 def test_with_certificates_it_is_https_under_the_name_of_the_role(tmp_path: Path) -> None:
-    pki = Pki(tmp_path)
-    certificate = pki.issue(COORDINATOR)
+    tls = Pki(tmp_path).tls(COORDINATOR)
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     context.check_hostname = False  # urllib knows no other name than the address
 
@@ -82,7 +81,7 @@ def test_with_certificates_it_is_https_under_the_name_of_the_role(tmp_path: Path
         with pytest.raises(OSError):
             scrape(f"http://{address}/metrics")
 
-    serving(Protection(certificate=certificate), claim)
+    serving(Protection(certificate=lambda: tls.leaf_pem), claim)
 
 
 def test_a_peer_that_says_nothing_holds_up_nobody(
@@ -130,9 +129,9 @@ def test_peers_that_trickle_hold_up_neither_scrapes_nor_the_end(
     asyncio.run(run())
 
 
-def test_a_rotated_certificate_is_taken_up(tmp_path: Path) -> None:
+def test_a_renewed_certificate_is_taken_up(tmp_path: Path) -> None:
     pki = Pki(tmp_path)
-    certificate = pki.issue(COORDINATOR)
+    pems = [pki.tls(COORDINATOR).leaf_pem for _ in range(2)]
 
     def shown(address: str) -> int:
         host, port = address.split(":")
@@ -140,14 +139,13 @@ def test_a_rotated_certificate_is_taken_up(tmp_path: Path) -> None:
         return read_certificates(pem.encode(), "shown")[0].serial_number
 
     def claim(address: str) -> None:
-        for _ in range(2):
-            assert shown(address) == pki.serials[COORDINATOR]
-            pki.issue(COORDINATOR)
-        rotated = shown(address)
-        certificate.write_bytes(b"half a fi")
-        assert shown(address) == rotated
+        before = shown(address)
+        del pems[0]
+        after = shown(address)
+        pems[0] = b"half a fi"
+        assert before != after == shown(address)
 
-    serving(Protection(certificate=certificate), claim)
+    serving(Protection(certificate=lambda: pems[0]), claim)
 
 
 def test_the_token_is_not_shown_by_what_is_printed_of_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
 from pathlib import Path
 
 from transport.certificates import (
@@ -11,10 +10,9 @@ from transport.certificates import (
     certificate_pem,
     issue,
     make_authority,
-    make_revocation_list,
 )
 from transport.identity import Identity, Role
-from transport.tls import CA_FILE, REVOKED_FILE, Tls
+from transport.tls import CA_FILE, ISSUER_FILE, Tls
 
 RUN = "test"
 COORDINATOR = Identity(RUN, Role.COORDINATOR)
@@ -36,9 +34,7 @@ class Pki:
         directory.mkdir(parents=True, exist_ok=True)
         self.authority: Authority = make_authority(run, days_ago(300), 4000)
         self.serials: dict[Identity, int] = {}
-        self.list_number = 0
         (directory / CA_FILE).write_bytes(certificate_pem(self.authority.certificate))
-        self.revoke(())
 
     def issue(self, identity: Identity, *, age_days: float = 0, days: int = 90) -> Path:
         """Write a new certificate of an identity in place of its last one."""
@@ -51,17 +47,13 @@ class Pki:
         written.replace(path)
         return path
 
-    def revoke(self, identities: Iterable[Identity]) -> None:
-        """Write the list of all that is taken back."""
-        serials = [self.serials[identity] for identity in identities]
-        self.list_number += 1
-        text = make_revocation_list(self.authority, serials, days_ago(0), self.list_number)
-        written = self.directory / "revoked.new"
-        written.write_bytes(text)
-        written.replace(self.directory / REVOKED_FILE)
-
     def tls(self, identity: Identity) -> Tls:
-        """Issue a certificate, if there is none, and load it as its process would."""
-        if identity not in self.serials:
+        """Issue a certificate, if there is none, and load it as its process would.
+
+        The issuer in the same directory issues the leaf, without a call.
+        """
+        if COORDINATOR not in self.serials and not (self.directory / ISSUER_FILE).exists():
+            self.issue(COORDINATOR)
+        if identity not in self.serials and identity.role is not Role.SYNCER:
             self.issue(identity)
         return Tls(self.directory, identity)

@@ -6,20 +6,22 @@ import datetime
 
 import pytest
 
-from tests.transport.pki import COORDINATOR, EAST, RUN
+from tests.transport.pki import COORDINATOR, EAST, RUN, WEST
 from transport.certificates import (
     Authority,
     CertificateError,
     expiry_of,
     identity_of,
+    insist_on_dates,
     insist_on_valid,
     issue,
+    issue_leaf,
     key_pem,
     make_authority,
-    make_revocation_list,
+    make_request,
     read_certificates,
     read_key,
-    read_revoked,
+    read_request,
 )
 from transport.identity import Identity, Role
 
@@ -37,7 +39,7 @@ def test_a_certificate_names_its_identity_and_is_judged_valid(authority: Authori
 
     (read,) = read_certificates(issued.pem, "file")
 
-    assert insist_on_valid(read, [authority.certificate], frozenset(), NOW) == EAST
+    assert insist_on_valid(read, [authority.certificate], NOW) == EAST
     assert identity_of(authority.certificate) == Identity(RUN, Role.CA)
     assert read_key(issued.pem, "file").public_key() == read.public_key()
     assert authority.run == RUN
@@ -47,7 +49,7 @@ def test_a_site_whose_clock_is_behind_accepts_it_at_once(authority: Authority) -
     issued = issue(authority, EAST, NOW, 30)
     behind = NOW - datetime.timedelta(minutes=50)
 
-    insist_on_valid(issued.certificate, [authority.certificate], frozenset(), behind)
+    insist_on_valid(issued.certificate, [authority.certificate], behind)
 
 
 def test_nothing_outlives_its_authority(authority: Authority) -> None:
@@ -56,44 +58,53 @@ def test_nothing_outlives_its_authority(authority: Authority) -> None:
     assert expiry_of(issued.certificate) <= expiry_of(authority.certificate)
 
 
-def test_a_server_is_one_of_its_own_role_only(authority: Authority) -> None:
-    operator = Identity(RUN, Role.OPERATOR)
-    who = (operator, EAST, COORDINATOR)
-    texts = [str(issue(authority, i, NOW, 30).certificate.extensions) for i in who]
+def test_only_a_leaf_serves_and_only_under_the_name_of_its_role(authority: Authority) -> None:
+    issued = [issue(authority, i, NOW, 30) for i in (Identity(RUN, Role.OPERATOR), EAST)]
+    coordinator = issue(authority, COORDINATOR, NOW, 30)
+    issuer = Authority(coordinator.certificate, read_key(coordinator.pem, "issuer"))
+    key, _ = make_request(EAST)
+    day = datetime.timedelta(days=1)
+    leaf, above = read_certificates(issue_leaf(issuer, EAST, key.public_key(), NOW, day), "leaf")
 
-    assert ["serverAuth" in text for text in texts] == [False, True, True]
-    assert ["coordinator.diloco" in text for text in texts] == [False, False, True]
+    assert above == coordinator.certificate
+    assert expiry_of(leaf) == NOW + day
+    assert insist_on_dates(leaf, NOW) == EAST
+    with pytest.raises(CertificateError, match="foreign"):
+        insist_on_valid(leaf, [authority.certificate], NOW)
+    shown = [str(c.extensions) for c in (*(i.certificate for i in issued), above, leaf)]
+    assert ["serverAuth" in text for text in shown] == [False, False, False, True]
+    assert ["island.diloco" in text for text in shown] == [False, False, False, True]
+    assert ["ca=True, path_length=0" in text for text in shown] == [False, False, True, False]
 
 
 def test_every_spoilt_certificate_is_refused_by_name(authority: Authority) -> None:
     other = make_authority(RUN, NOW, 1000)
     mine = issue(authority, EAST, NOW, 30).certificate
-    revoked = frozenset([mine.serial_number])
     cases = [
-        (issue(other, EAST, NOW, 30).certificate, frozenset(), NOW, "foreign"),
-        (other.certificate, frozenset(), NOW, "self-signed"),
-        (mine, frozenset(), NOW + 31 * DAY, "island/east expired at 2026-01-31"),
-        (mine, frozenset(), NOW - DAY, "is a clock wrong"),
-        (mine, revoked, NOW, "island/east was revoked"),
+        (issue(other, EAST, NOW, 30).certificate, NOW, "foreign"),
+        (other.certificate, NOW, "self-signed"),
+        (mine, NOW + 31 * DAY, "island/east expired at 2026-01-31"),
+        (mine, NOW - DAY, "is a clock wrong"),
     ]
 
-    for certificate, taken, now, reason in cases:
+    for certificate, now, reason in cases:
         with pytest.raises(CertificateError, match=reason):
-            insist_on_valid(certificate, [authority.certificate], taken, now)
+            insist_on_valid(certificate, [authority.certificate], now)
 
 
-def test_a_revocation_list_is_believed_from_the_ca_alone(authority: Authority) -> None:
-    other = make_authority(RUN, NOW, 1000)
-    text = make_revocation_list(authority, [7, 3], NOW, 5)
-    empty = make_revocation_list(other, [], NOW, 1)
+def test_a_request_is_for_whoever_asks_and_for_a_key_that_it_has() -> None:
+    key, request = make_request(EAST)
+    _, of_west = make_request(WEST)
 
-    read = read_revoked(text, [other.certificate, authority.certificate], "list")
-    assert (read.serials, read.number, read.pem) == ({3, 7}, 5, text)
-    assert not read_revoked(empty, [other.certificate], "list").serials
-    with pytest.raises(CertificateError, match="list is not signed by the CA"):
-        read_revoked(text, [other.certificate], "list")
-    with pytest.raises(CertificateError, match="list is no revocation list"):
-        read_revoked(b"junk", [authority.certificate], "list")
+    assert read_request(request, EAST) == key.public_key()
+    for bad, reason in [
+        (of_west, "island/east asks for a certificate of diloco://test/island/west"),
+        (b"junk", "is no request"),
+        (b"", "is no request"),
+        (request[:-1] + bytes([request[-1] ^ 1]), "is not signed with its key"),
+    ]:
+        with pytest.raises(CertificateError, match=reason):
+            read_request(bad, EAST)
 
 
 @pytest.mark.parametrize("text", [b"", b"junk", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
