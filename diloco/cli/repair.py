@@ -41,8 +41,9 @@ def repair(
 
     A version is made again from the one before it and its own contributions; what a killed writer
     left half written is removed. A journal that is lost or damaged is made again from the store,
-    its pins and the islands' checkpoints; what cannot be known then is said, and every island has
-    to be started again. Exits with 1 if something stays damaged.
+    its pins and the islands' checkpoints (where islands merge among themselves, from those of their
+    peers' directories that are here); what cannot be known then is said, and every island has to be
+    started again. Exits with 1 if something stays damaged.
 
     A run under way repairs a damaged fragment itself, from any island that holds the version that
     its syncer has lost. With --fragment and --from-island it is asked of that island first, and the

@@ -66,16 +66,10 @@ class JudgeRules:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The run goes back to checkpoint `to`; `why` in words; `without` these islands."""
+    """The run goes back to checkpoint `to`; `why` in words."""
 
     to: int
     why: str
-    without: tuple[str, ...] = ()
-
-    @property
-    def without_text(self) -> str:
-        """Say without whom, behind where to; empty: with everybody."""
-        return f" without {', '.join(self.without)}" if self.without else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +87,7 @@ class _State:
         pending: A return that is decided and not made.
         last: The last return that was made, in words; empty: none, or good candidates followed.
         since: Timeline that an operator began; later ones were begun by returns.
+        accused: Islands that something spoke against at the returns in a row.
     """
 
     lowest: tuple[float, ...] = ()
@@ -105,6 +100,7 @@ class _State:
     pending: Return | None = None
     last: str = ""
     since: int = 0
+    accused: tuple[str, ...] = ()
 
 
 class Candidates:
@@ -131,10 +127,9 @@ class Candidates:
                         int(n): (Verdict(v), float(loss))
                         for n, (v, loss) in saved["verdicts"].items()
                     },
+                    "accused": tuple(saved["accused"]),
                 },
-                pending=None
-                if pending is None
-                else Return(pending["to"], pending["why"], tuple(pending["without"])),
+                pending=None if pending is None else Return(**pending),
             )
             # What is judged, or was abandoned, needs no votes.
             judged = self._state.verdicts
@@ -159,6 +154,21 @@ class Candidates:
     def last_return(self) -> str:
         """The last return, in words; empty: none was made, or good candidates followed."""
         return self._state.last
+
+    @property
+    def accused(self) -> tuple[str, ...]:
+        """Islands that something spoke against at this return, or at those in a row before it."""
+        return self._state.accused
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Islands without which the next return is made: none of the first one."""
+        return self.accused if self.num_returns else ()
+
+    @property
+    def without_text(self) -> str:
+        """Say so, behind where a return leads to; empty: with everybody."""
+        return f" without {', '.join(self.without)}" if self.without else ""
 
     def verdict(self, number: int) -> Verdict | None:
         """Return what was found of a candidate; None: it is not judged."""
@@ -295,6 +305,7 @@ class Candidates:
                     num_good=num_good,
                     num_returns=0 if num_good >= _CALM else state.num_returns,
                     last="" if num_good >= BAD_IN_A_ROW else state.last,
+                    accused=() if num_good >= _CALM else state.accused,
                 )
             case Verdict.BAD:
                 num_bad = state.num_bad + (1 if math.isfinite(loss) else BAD_IN_A_ROW)
@@ -352,7 +363,9 @@ class Candidates:
             pending=None,
         )
         if not is_return:
-            state = replace(state, num_returns=0, returned_to=-1, last="", since=timeline)
+            state = replace(
+                state, num_returns=0, returned_to=-1, last="", since=timeline, accused=()
+            )
             return _entry(state)
         return _entry(
             replace(
@@ -360,16 +373,13 @@ class Candidates:
                 num_returns=state.num_returns + 1,
                 returned_to=step,
                 last=f"the run returned to checkpoint {step} by itself"
-                + (f"{pending.without_text}: {pending.why}" if pending is not None else ""),
+                + (f"{self.without_text}: {pending.why}" if pending is not None else ""),
             )
         )
 
-    def made_without(self, islands: Iterable[str]) -> Entries:
-        """Decide that the return is made without some islands."""
-        assert self.pending is not None
-        return _entry(
-            replace(self._state, pending=replace(self.pending, without=tuple(sorted(islands))))
-        )
+    def accuse(self, islands: Iterable[str]) -> Entries:
+        """Note whom something speaks against as a return is made."""
+        return _entry(replace(self._state, accused=tuple(sorted(islands))))
 
     def given_up(self) -> Entries:
         """Decide that a return is not made."""

@@ -221,22 +221,21 @@ class Coordinator:
         if entries := membership.lost_by_returns(self.board.terms.judging):
             self._keep(entries)
         else:
-            if accused := self._accused():
-                self._keep(membership.candidates.made_without(accused))
+            self._keep(membership.candidates.accuse(self._accused()))
             logger.error("the run returns by itself: %s", pending.why)
         self.ended.set()
 
     def _accused(self) -> set[str]:
-        """Name the islands without which a run returns that is ruined again; empty: with all.
+        """Name the islands that something speaks against, now or at the last return.
 
-        Those that something speaks against, where they are fewer than the others. What speaks
-        against most says nothing: on ruined parameters every island finds its own loss far off.
+        Where they are fewer than the others; none where the islands are fixed. What speaks against
+        most says nothing: on ruined parameters every island finds its own loss far off.
         """
         membership = self._membership
-        if not membership.candidates.num_returns or self.board.instead_of_syncer:
-            return set()
         live, accused = set(membership.live), set[str]()
-        for each in self.alarms.accused(loop_now()):
+        if self.board.instead_of_syncer:
+            return accused
+        for each in (*self.alarms.accused(loop_now()), set(membership.candidates.accused)):
             if 2 * len(each & live) < len(live):
                 accused |= each & live
         num_left = len(live) - len(accused)
@@ -253,7 +252,7 @@ class Coordinator:
             holding[AlarmKind.LOSS_RISES] = text, candidates.num_bad
         if candidates.pending is not None:
             to = membership.checkpoint_name(candidates.pending.to)
-            text = f"the run is to return to {to}{candidates.pending.without_text}: "
+            text = f"the run is to return to {to}{candidates.without_text}: "
             text += candidates.pending.why
             holding[AlarmKind.RETURN] = text, 1
         elif candidates.last_return:

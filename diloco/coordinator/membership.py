@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from diloco.config.fields import ISLAND_NAME
 from diloco.coordinator.admission import Entries, Joined, JoinVerdict, Shared, objection
 from diloco.coordinator.assignment import Assignment
-from diloco.coordinator.candidates import Candidates, JudgeRules, Return, newest_first
+from diloco.coordinator.candidates import Candidates, JudgeRules, newest_first
 from diloco.coordinator.claims import Claims
 from diloco.coordinator.cuts import Cuts
 from diloco.coordinator.leases import Lease, LeaseEvent
@@ -656,7 +656,6 @@ class Membership(Roll):
         `is_return`: the run does so by itself.
         """
         beginning = {"timeline": self.timeline + 1, "resume_step": step}
-        pending = self.candidates.pending if is_return else None
         kept = [checkpoint for checkpoint in self.checkpoints if checkpoint <= step]
         return (
             ("timeline", json.dumps(beginning)),
@@ -666,18 +665,17 @@ class Membership(Roll):
             *self.paused(False),
             *self.candidates.resumed(step, self.timeline + 1, is_return=is_return),
             *self._taken_back(step),
-            *(self._kicked_from(self.timeline + 1, pending) if pending is not None else ()),
+            *(self._kicked_from(self.timeline + 1) if is_return else ()),
         )
 
-    def _kicked_from(self, timeline: int, decided: Return) -> Entries:
+    def _kicked_from(self, timeline: int) -> Entries:
         """Begin a timeline without the islands that a return is made without."""
         reason = (
-            f"the run returned to a good checkpoint, was ruined again, and this island's own "
-            f"checks or those of the merges speak against it: {decided.why}"
+            "the run returned to a good checkpoint and was ruined again, and this island's own "
+            "checks or those of the merges speak against it"
         )
-        return self._all_changed(
-            {i: self.members[i].kicked(reason, timeline) for i in decided.without}
-        )
+        without = self.candidates.without
+        return self._all_changed({i: self.members[i].kicked(reason, timeline) for i in without})
 
 
 def _text_fixed_by(first: Shared) -> Entries:

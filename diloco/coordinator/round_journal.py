@@ -98,23 +98,13 @@ class RoundJournal:
         """
         record = saved.record
         p = record["fragment_id"]
-        value = {
-            "timeline": self._timeline,
-            "attempt": saved.attempt,
-            "expired_in_a_row": saved.expired_in_a_row,
-            "broken_in_a_row": saved.broken_in_a_row,
-            "missing": list(saved.missing),
-            "reason": saved.reason,
-            "record": record,
-            "state_digest": saved.state_digest.hex(),
-        }
         # What a resume begins from is a version of the earlier timeline: it is indexed there.
         is_own = record["timeline"] == self._timeline
         rounds = [(self._timeline, p, record["version"], _text(record))] if is_own else []
         expired = RoundKey(self._timeline, p, record["version"], saved.attempt - 1)
         told = [told_expiry(expired, saved.missing, saved.reason)] if saved.attempt else []
         try:
-            self._journal.write([(_entry_key(p), json.dumps(value))], rounds, told)
+            self._journal.write([round_entry(self._timeline, saved)], rounds, told)
         except (sqlite3.Error, OSError) as error:
             raise JournalUnwritable(
                 f"cannot write version {record['version']}, attempt {saved.attempt} of fragment "
@@ -122,6 +112,21 @@ class RoundJournal:
                 f"diloco coordinator RUN.toml; nothing published is lost, and the islands ask for "
                 f"it for transport.unreachable"
             ) from error
+
+
+def round_entry(timeline: int, saved: SavedRound) -> tuple[str, str]:
+    """Write how a fragment stands in a timeline as an entry of the journal."""
+    value = {
+        "timeline": timeline,
+        "attempt": saved.attempt,
+        "expired_in_a_row": saved.expired_in_a_row,
+        "broken_in_a_row": saved.broken_in_a_row,
+        "missing": list(saved.missing),
+        "reason": saved.reason,
+        "record": saved.record,
+        "state_digest": saved.state_digest.hex(),
+    }
+    return _entry_key(saved.record["fragment_id"]), json.dumps(value)
 
 
 class JournalUnwritable(DilocoError):

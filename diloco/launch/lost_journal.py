@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.cuts import Part as CutPart
 from diloco.coordinator.journal import Journal, Told
 from diloco.coordinator.rebuilt import Remains, entries_of
+from diloco.coordinator.round_journal import SavedRound, round_entry
 from diloco.durable import read_json, rename
 from diloco.errors import ConfigError, PlanMismatch
 from diloco.launch.checkpoints import found_directory, read_manifest, written_steps
@@ -51,19 +52,13 @@ def insist_on_journal(state: StateDir, journal: Journal) -> None:
     ]
     if stores and journal.is_empty:
         where = ", ".join(map(str, stores))
-        if any(state.root.glob("peers/*/syncer/plan.json")):
-            way = "its rounds were decided there alone, and nothing else can say them"
-        else:
-            way = (
-                f"diloco repair {state.root} makes it again from the store, its pins and the "
-                f"islands' checkpoints, and says what cannot be known; nothing is lost that was "
-                f"published"
-            )
         raise ConfigError(
             f"the journal {state.journal} is missing or empty, and {where} holds a run: started "
             f"so, its islands would begin at inner step 0 and its checkpoints be written over. "
-            f"Bring {state.journal.name} back from a copy of that day (diloco backup), or: {way}. "
-            f"A new run needs a coordinator.state_dir of its own"
+            f"Bring {state.journal.name} back from a copy of that day (diloco backup), or: diloco "
+            f"repair {state.root} makes it again from what the store holds, its pins and the "
+            f"islands' checkpoints, and says what cannot be known; nothing is lost that was "
+            f"published. A new run needs a coordinator.state_dir of its own"
         )
     there = None
     try:
@@ -79,7 +74,23 @@ def insist_on_journal(state: StateDir, journal: Journal) -> None:
         )
 
 
-def rebuild_journal(state: StateDir, config: Config, plan: Plan, *, unix_s: float) -> str:
+def stores_of(state: StateDir, config: Config) -> tuple[StateDir, ...]:
+    """Give whose stores a run's versions are in: its syncers', or those of peers that are here.
+
+    Of peers those of the newest timeline: others have yet to go back to what that began from.
+    """
+    if config.outer.exchange == "syncer":
+        return state.syncers
+    peers = [
+        StateDir(path.parents[1]) for path in sorted(state.root.glob("peers/*/syncer/plan.json"))
+    ]
+    timelines = [read_timeline(peer.store_timeline).number for peer in peers]
+    return tuple(p for p, number in zip(peers, timelines, strict=True) if number == max(timelines))
+
+
+def rebuild_journal(
+    state: StateDir, config: Config, plan: Plan, decided: Sequence[SavedRound], *, unix_s: float
+) -> str:
     """Make an empty journal again from what is left of the run; returns in words what it says.
 
     Whoever calls this holds the stores.
@@ -88,6 +99,7 @@ def rebuild_journal(state: StateDir, config: Config, plan: Plan, *, unix_s: floa
         state: The run's state directory.
         config: The run's configuration.
         plan: The run's plan.
+        decided: How each fragment stands where islands merge among themselves; else empty.
         unix_s: Now, by the wall clock.
 
     Raises:
@@ -103,7 +115,8 @@ def rebuild_journal(state: StateDir, config: Config, plan: Plan, *, unix_s: floa
     journal.open()
     try:
         told = Told("repair", f"journal at {unix_s:.0f}", json.dumps({"what": said}))
-        journal.write(entries_of(remains), rounds, [told])
+        saved = [round_entry(remains.timeline, each) for each in decided]
+        journal.write((*entries_of(remains), *saved), rounds, [told])
     finally:
         journal.close()
     return said
@@ -128,9 +141,9 @@ def has_journal(state: StateDir) -> bool:
 
 
 def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Remains:
-    syncers = state.syncers
+    syncers = stores_of(state, config)
     headers = {
-        (h["timeline"], h["fragment_id"], h["version"]): h for h in _headers(state.syncers)
+        (h["timeline"], h["fragment_id"], h["version"]): h for h in _headers(syncers)
     }  # of a version that is there twice, either
     orders = [_orders(each) for each in syncers]
     newest = max(orders, key=lambda each: each.policy_revision)
@@ -139,7 +152,9 @@ def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Rema
         (read_timeline(p) for p in (state.timeline, *(s.store_timeline for s in syncers))),
         key=lambda each: each.number,
     )
-    pins = set.intersection(*(set(pinned_steps(each.store)) for each in syncers))
+    pinned = [set(pinned_steps(each.store)) for each in syncers]
+    # Of peers one is enough: the others take it from there.
+    pins = (set.intersection if config.outer.exchange == "syncer" else set.union)(*pinned)
     return Remains(
         plan_json=plan.to_json(),
         islands=tuple(sorted(config.islands)),
@@ -147,7 +162,7 @@ def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Rema
         headers=tuple(headers[key] for key in sorted(headers)),
         unix_s=unix_s,
         assigned=()
-        if syncers[0].syncer_name == ONLY_SYNCER
+        if syncers[0].syncer_name == ONLY_SYNCER or config.outer.exchange == "allreduce"
         else tuple(tuple(_read(each.fragments) or ()) for each in syncers),
         incarnations=_most(_read(each.incarnations) or {} for each in syncers),
         fenced=_most(roster.fenced for roster in rosters),

@@ -15,15 +15,17 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal, Told
 from diloco.coordinator.members import read_member
+from diloco.coordinator.round_journal import SavedRound
 from diloco.durable import read_json, write_json
 from diloco.errors import ConfigError
-from diloco.launch.lost_journal import has_journal, rebuild_journal
+from diloco.launch.lost_journal import has_journal, rebuild_journal, stores_of
 from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
 from diloco.launch.stores import Part, known_plan, parts_of
 from diloco.outer.fragments import Plan
 from diloco.rounds.repair import Condition, Finding, repair_fragment
 from diloco.rounds.store import FragmentStore
+from diloco.sync.replica import state_digest
 
 #: Fragment of a finding that is of all of them.
 ALL_FRAGMENTS = -1
@@ -34,6 +36,9 @@ def repair_run(
 ) -> tuple[Finding, ...]:
     """Verify and mend the store of a run that nobody serves; returns one finding a part.
 
+    Where islands merge among themselves only a lost journal is made again: a peer takes what is
+    damaged of its store from the others by itself.
+
     Args:
         state: The run's state directory.
         on_finding: Hears each as it is made.
@@ -42,30 +47,58 @@ def repair_run(
         ConfigError: If there is no store, or a syncer serves it.
         DiskFull: If there is no room for what is made again.
     """
-    if state.holding_records != state.syncers or (plan := known_plan(state)) is None:
+    if not state.resolved.exists() or (plan := known_plan(state)) is None:
         raise ConfigError(
-            f"{state.root} holds no store of a syncer (there is no {state.syncers[0].plan}): give "
-            "the run file, or the coordinator.state_dir of a run that was started"
+            f"{state.root} holds no store of a syncer or peer (there is no "
+            f"{state.syncers[0].plan}): give the run file, or the coordinator.state_dir of a run "
+            f"that was started. Where islands merge among themselves bring the directory of an "
+            f"island's peer here first (peers/ISLAND)"
         )
     config = load_config(state.resolved)
+    rebuilt: tuple[Finding, ...] = ()
     if not has_journal(state):
-        on_finding(rebuilt := _rebuilt(state, config, plan))
-        return (rebuilt, *_repaired(state, config, plan, on_finding))
-    return _repaired(state, config, plan, on_finding)
+        rebuilt = (_rebuilt(state, config, plan),)
+        on_finding(rebuilt[0])
+    if config.outer.exchange == "allreduce":
+        return rebuilt
+    return (*rebuilt, *_repaired(state, config, plan, on_finding))
 
 
 def _rebuilt(state: StateDir, config: Config, plan: Plan) -> Finding:
     """Make the journal again; of several syncers it says whose the fragments are."""
-    with hold(state.coordinator_lock), _held(state):
-        said = rebuild_journal(state, config, plan, unix_s=time.time())
+    with hold(state.coordinator_lock), _held(stores_of(state, config)):
+        decided = _decided(state, config, plan) if config.outer.exchange == "allreduce" else []
+        said = rebuild_journal(state, config, plan, decided, unix_s=time.time())
     return Finding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
+
+
+def _decided(state: StateDir, config: Config, plan: Plan) -> list[SavedRound]:
+    """Find the newest version of each fragment that an island's peer here knows to be committed.
+
+    What was committed and reached no peer is decided again: nobody has merged it.
+    """
+    decided = []
+    for fragment in plan.fragments:
+        stores = [
+            FragmentStore(each.store, fragment, config.outer.retained_versions)
+            for each in stores_of(state, config)
+        ]
+        found = [recovered.record for store in stores if (recovered := store.recover()) is not None]
+        if not found:
+            raise ConfigError(
+                f"no island's peer in {state.root} holds fragment {fragment.fragment_id}: bring "
+                f"the directory of one here that does (peers/ISLAND)"
+            )
+        newest = max(found, key=lambda record: record.version)
+        decided.append(SavedRound(newest.header(), state_digest(newest)))
+    return decided
 
 
 def _repaired(
     state: StateDir, config: Config, plan: Plan, on_finding: Callable[[Finding], None]
 ) -> tuple[Finding, ...]:
     parts = parts_of(state, plan)
-    with _held(state):
+    with _held(state.syncers):
         found = []
         for part in parts:
             for finding in _findings(part, config):
@@ -76,22 +109,22 @@ def _repaired(
 
 
 @contextlib.contextmanager
-def _held(state: StateDir) -> Iterator[None]:
+def _held(stores: Sequence[StateDir]) -> Iterator[None]:
     """Hold the stores of a run, so that nobody serves them.
 
     Raises:
-        ConfigError: If a syncer does.
+        ConfigError: If somebody does.
     """
     try:
         with contextlib.ExitStack() as held:
-            for each in state.holding_records:
+            for each in stores:
                 if each.store.is_dir():
                     held.enter_context(hold(each.store_lock))
             yield
     except Held as error:
         raise ConfigError(
-            f"the store of {state.root} is in use: {error}. Stop the run first "
-            "(Ctrl-C at its coordinator, which stops its syncer), then repair it again"
+            f"the store of the run is in use: {error}. Stop the run first (Ctrl-C at its "
+            "coordinator, which stops its syncer and islands), then repair it again"
         ) from error
 
 

@@ -22,6 +22,7 @@ from diloco.errors import (
     ConfigError,
     CoordinatorUnavailable,
     DilocoError,
+    Fenced,
     FingerprintMismatch,
     PlanMismatch,
     RunStopped,
@@ -35,6 +36,7 @@ from diloco.telemetry.events import Event
 from protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JOIN_STATUS_KICKED,
     JOIN_STATUS_PLAN_MISMATCH,
     JOIN_STATUS_RUN_STOPPED,
     CutPart,
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS: dict[int, type[DilocoError]] = {
     JOIN_STATUS_FINGERPRINT_MISMATCH: FingerprintMismatch,
+    JOIN_STATUS_KICKED: Fenced,
     JOIN_STATUS_PLAN_MISMATCH: PlanMismatch,
     JOIN_STATUS_RUN_STOPPED: RunStopped,
 }

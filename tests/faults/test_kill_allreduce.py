@@ -17,11 +17,16 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config
+from diloco.errors import CoordinatorUnavailable
+from diloco.launch.chaos import STEP_VARIABLE
 from diloco.launch.local import LocalRun
+from diloco.launch.repair import repair_run
 from diloco.launch.state_dir import StateDir, holder
 from diloco.outer.fragments import Plan
+from diloco.rounds.repair import Condition
 from diloco.rounds.store import FragmentStore
 from tests.run_files import all_logs, journal_tape, write_run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -171,3 +176,44 @@ def test_three_islands(
     run = run_with(tmp_path, ("a", "b", "c"), killer, steps=60)
 
     insist_on_one_truth(run.state, ("a", "b", "c"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_peers", [1, 3], ids=["one-peer-is-left", "all-peers"])
+def test_a_lost_journal_is_made_again_from_peers_and_the_run_goes_on(
+    tmp_path: Path, num_peers: int
+) -> None:
+    islands = ("a", "b", "c")
+    run_file = write_run(tmp_path, dict.fromkeys(islands, ""), inner_steps=200)
+    run_file.write_text(run_file.read_text() + "[checkpoint]\nevery_inner_steps = 4\n")
+    config = load_config(run_file, OVERRIDES)
+    with LocalRun(config, environment={STEP_VARIABLE: "0.02"}) as run:
+        run.start()
+        wait_until(lambda: newest(run.state, "a") >= 12, what=lambda: all_logs(run.state.root))
+        for process in (run.coordinator, *run.islands.values()):
+            assert process is not None
+            process.kill()
+    state, held = run.state, [newest(run.state, name) for name in islands]
+    for path in state.root.glob("journal.sqlite*"):
+        path.unlink()
+    with LocalRun(config) as run, pytest.raises(CoordinatorUnavailable):
+        run.start()
+    assert f"diloco repair {state.root} makes it again" in all_logs(state.root)
+    newest_one = islands[held.index(max(held))]
+    away = [name for name in islands if name != newest_one][num_peers - 1 :]
+    for name in away:
+        state.peer(name).root.rename(tmp_path / name)
+
+    (made,) = repair_run(state)
+
+    assert made.condition is Condition.REPAIRED
+    for name in away:
+        (tmp_path / name).rename(state.peer(name).root)
+    with LocalRun(config) as run:
+        run.start()
+        code = run.wait(lambda: None)
+        run.wait_for_coordinator()
+    assert code == 0, f"exit code {code}\n{all_logs(state.root)}"
+    first, *others = (vectors(state.peer(name)) for name in islands)
+    assert all(other == first for other in others)
+    assert max(h["version"] for h in journal_tape(state)) >= max(held) // 2

@@ -7,6 +7,7 @@ contribution is at fault, and no guard of a merge can see it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,14 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.durable import write_json
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.chaos import STEP_VARIABLE
+from diloco.launch.chaos import STEP_VARIABLE, VARIABLE, spoilt_name, spoilt_path
 from diloco.launch.local import LocalRun
 from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.security import Security
 from diloco.launch.status import operate
-from tests.run_files import FinishedRun, all_logs, write_run
+from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 from transport.identity import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -67,6 +69,24 @@ class Ruin:
         at = _RUIN_FROM if self._left[:1] == ["30"] else _RUIN_TO
         if self._left and newest_checkpoint(self._run.config) >= at:
             operated(self._run, "outer.optimizer.lr", self._left.pop(0))
+
+
+class Uphill:
+    """Has all islands step against their gradients, after one checkpoint and until a later one.
+
+    What no guard can tell from training where all do it, and what needs no policy to be set:
+    islands that merge among themselves take none.
+    """
+
+    def __init__(self, run: LocalRun, directory: Path) -> None:
+        self._run, self._directory = run, directory
+        self._left = [(_RUIN_FROM, {"how": "signs"}), (_RUIN_TO, {})]
+
+    def __call__(self) -> None:
+        if self._left and newest_checkpoint(self._run.config) >= self._left[0][0]:
+            _, what = self._left.pop(0)
+            islands = self._run.config.islands
+            write_json(spoilt_path(self._directory), {spoilt_name(i): what for i in islands})
 
 
 def newest_checkpoint(config: Config) -> int:
@@ -142,6 +162,18 @@ def test_a_run_in_which_nobody_waits_returns_to_a_cut(tmp_path: Path) -> None:
     assert {len(digests) for digests in run.ending_digests()} == {2}
 
 
+def test_a_run_without_a_syncer_returns_by_itself(tmp_path: Path) -> None:
+    config = run_file(tmp_path, (*_SCHEDULED, "outer.exchange=allreduce"))
+    (chaos := tmp_path / "chaos").mkdir()
+
+    run = finished(config, lambda run: Uphill(run, chaos), {**_PACE, VARIABLE: str(chaos)})
+
+    assert "return" in alarms(run)
+    assert {header["timeline"] for header in journal_tape(run.state)[-2:]} <= {1, 2}
+    assert last_loss(run) < 4.0
+    assert {len(digests) for digests in run.ending_digests()} == {2}
+
+
 @pytest.mark.parametrize(
     "line",
     ["the run returns by itself", "now timeline 1", "store restored", "syncer starting"],
@@ -179,3 +211,34 @@ def test_a_run_that_diverges_again_ends_with_the_command(tmp_path: Path) -> None
     assert caught.value.exit_code == 20
     assert "2 returns to a good checkpoint did not help (evaluation.max_returns = 2)" in log
     assert "diloco coordinator RUN.toml --resume --at " in log
+
+
+def test_who_is_refused_is_left_out_when_the_run_is_ruined_again(tmp_path: Path) -> None:
+    file = write_run(tmp_path, dict.fromkeys(("east", "north", "west"), ""), inner_steps=300)
+    config = load_config(file, [*_SCHEDULED, "evaluation.num_sequences=32"])
+    (chaos := tmp_path / "chaos").mkdir()
+    write_json(spoilt_path(chaos), {})
+
+    with LocalRun(config, look_s=0.1, environment={**_PACE, VARIABLE: str(chaos)}) as run:
+        log, left = run.state.root / "coordinator.log", ["poison", "30", "0.7"]
+
+        def look() -> None:
+            newest = newest_checkpoint(config)
+            match left:
+                case ["poison", *_] if newest >= _RUIN_FROM // 2:
+                    write_json(spoilt_path(chaos), {spoilt_name("west"): {"how": "labels"}})
+                    left.pop(0)
+                case ["30", *_] if newest >= _RUIN_FROM:
+                    operated(run, "outer.optimizer.lr", left.pop(0))
+                case ["0.7"] if "now timeline 2" in log.read_text():
+                    with contextlib.suppress(CoordinatorUnavailable):  # as a new timeline begins
+                        operated(run, "outer.optimizer.lr", left[0])
+                        left.pop(0)
+
+        run.start()
+        run.wait(look)
+        run.wait_for_coordinator()
+        codes = {name: process.poll() for name, process in run.islands.items()}
+
+    assert codes == {"east": 0, "north": 0, "west": 41}, all_logs(run.state.root)
+    assert last_loss(FinishedRun(run)) < 4.0

@@ -132,12 +132,13 @@ def test_join_says_who_asks_and_asks_again_until_a_syncer_is_there() -> None:
     [
         (control.JOIN_STATUS_FINGERPRINT_MISMATCH, FingerprintMismatch),
         (control.JOIN_STATUS_PLAN_MISMATCH, PlanMismatch),
+        (control.JOIN_STATUS_KICKED, Fenced),
         (control.JOIN_STATUS_UNKNOWN_ISLAND, ConfigError),
         (control.JOIN_STATUS_WRONG_RUN, ConfigError),
         (control.JOIN_STATUS_VERSION_MISMATCH, ConfigError),
         (control.JOIN_STATUS_RUN_STOPPED, RunStopped),
     ],
-    ids=["fingerprint", "plan", "island", "run", "version", "stopped"],
+    ids=["fingerprint", "plan", "kicked", "island", "run", "version", "stopped"],
 )
 def test_refusal_is_an_error_with_the_coordinators_words(
     status: control.JoinStatus, expected: type[DilocoError]
