@@ -21,7 +21,8 @@ class Supervised(SyncerSupervisor):
     """Its syncers are shell processes that end by themselves."""
 
     def __init__(self, state: StateDir, script: str, *, serves: bool) -> None:
-        super().__init__(state, on_hopeless=lambda reason, code: None)
+        self.told: list[str] = []
+        super().__init__(state, on_hopeless=lambda reason, code: None, on_ended=self.told.append)
         self.script = script
         self.serves = serves
         self.num_starts = 0
@@ -68,3 +69,4 @@ def test_a_killed_syncer_is_started_again_at_once(
         child.wait()
 
     assert supervisor.num_starts >= 5 if is_at_once else supervisor.num_starts == 1
+    assert bool(supervisor.told) != is_at_once, "what ends by itself is an alarm"

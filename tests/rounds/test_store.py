@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -318,6 +320,27 @@ def test_a_damaged_version_in_between_does_not_hide_the_newest(store: FragmentSt
     assert recovered is not None
     assert_same(recovered.record, records[2], is_recovered=True)
     assert sorted(recovered.past) == [1]
+
+
+@pytest.mark.parametrize(("number", "is_lost"), [(errno.EIO, True), (errno.EMFILE, False)])
+def test_what_the_disk_does_not_give_back_is_lost_and_a_lack_of_descriptors_is_not_that(
+    store: FragmentStore, monkeypatch: pytest.MonkeyPatch, number: int, is_lost: bool
+) -> None:
+    commit(store, 2)
+    newest, opened = path_of(store, 2), Path.open
+
+    def failing(path: Path, *mode: Any) -> Any:
+        if path == newest:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *mode)
+
+    monkeypatch.setattr(Path, "open", failing)
+    if is_lost:
+        store.recover()
+        assert store.lost == 2
+    else:
+        with pytest.raises(OSError, match="open files"):
+            store.recover()
 
 
 def test_what_is_skipped_is_said_once_however_often_it_is_read(
