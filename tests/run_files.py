@@ -54,7 +54,7 @@ round_deadline = "{round_deadline}"
 state_dir = "{state_dir}"
 
 [transport]
-rpc_timeout = "10s"
+rpc_timeout = "{rpc_timeout}"
 unreachable = "120s"
 
 [evaluation]
@@ -80,6 +80,7 @@ def write_run(
     tied: bool = False,
     ffn_dim: int = 96,
     round_deadline: str = "60s",
+    rpc_timeout: str = "10s",
 ) -> Path:
     """Write a run file; `islands` maps a name to its mesh: "", "dp_shard = 2, tp = 2".
 
@@ -94,6 +95,7 @@ def write_run(
         tied=str(tied).lower(),
         ffn_dim=ffn_dim,
         round_deadline=round_deadline,
+        rpc_timeout=rpc_timeout,
         state_dir=directory / "state",
     )
     for name, mesh in islands.items():

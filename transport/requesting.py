@@ -105,6 +105,7 @@ class Request:
             is_bulk = self._transfer.is_bulk
             self._moving.enter_context(self._pacer.moving(is_bulk=is_bulk))
             await self._pacer.admit(num_bytes, is_bulk=is_bulk)
+            self._under_way.sending.begin()
         self.is_sent = True
         return frame_whole(self._header, self._payload, self._resumption())
 
@@ -127,8 +128,12 @@ class Request:
         Raises:
             TransportError: The failure that the peer sent instead, or what is wrong with it.
         """
-        transfer = self._transfer
+        transfer, receiving = self._transfer, self._under_way.receiving
+        if self._max_reply_bytes <= WHOLE_BYTES:
+            receiving.begin()  # nothing of it is heard of before all of it is here
         first = await self._first(read)
+        if self.is_whole:
+            self._under_way.sending.moved(len(self._payload))
         if self._is_resuming:
             position = read_position(first, len(self._payload))
             if position is not None:
@@ -147,8 +152,8 @@ class Request:
             raise FrameError(f"the reply goes on at byte {named.offset}, {here} are here")
         if frames.is_whole:
             transfer.received_bytes += partial.filled
+            receiving.moved(partial.filled)
         transfer.reply, transfer.reply_name = partial, named.reply
-        receiving = self._under_way.receiving
         while not frames.is_complete:
             receiving.begin()
             message = await read()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 
 from transport.framing import WHOLE_BYTES
@@ -104,7 +104,7 @@ class Turn:
 
     def begin(self) -> None:
         """Note that it begins to move: from now on the line's rate shows in it."""
-        if not (self._is_moving or self._is_over):
+        if self.num_bytes and not (self._is_moving or self._is_over):
             self._is_moving = True
             self._turns.meter.change(asyncio.get_running_loop().time(), 1)
 
@@ -136,11 +136,8 @@ class Turns:
         self._under_way: set[Turn] = set()
 
     async def take(self, turn: Turn) -> None:
-        """Return when a payload may begin to move; `give` must follow.
-
-        What fits into one message of its own accord (`WHOLE_BYTES`) need not wait for others.
-        """
-        if turn.num_bytes <= WHOLE_BYTES:
+        """Return when a payload, if there is any, may begin to move; `give` must follow."""
+        if not turn.num_bytes:
             return
         if not self._waiting and self._may_begin(turn):
             self._under_way.add(turn)
@@ -198,17 +195,24 @@ class UnderWay:
 
 
 class LineTurns:
-    """The turns of one transport's payloads: both ways, those of rounds and bulk apart."""
+    """The turns of one transport's payloads: both ways, those of rounds and bulk apart.
+
+    And apart those that travel in one message (`WHOLE_BYTES`): they do not wait for large ones.
+    """
 
     def __init__(self, message_bytes: int) -> None:
         """Begin with nothing under way."""
-        self._rounds = Turns(message_bytes), Turns(message_bytes)
-        self._bulk = Turns(message_bytes), Turns(message_bytes)
+        self._turns: defaultdict[tuple[str, bool, bool], Turns] = defaultdict(
+            lambda: Turns(message_bytes)
+        )
 
     def call(self, payload_bytes: int, reply_bytes: int, *, is_bulk: bool) -> UnderWay:
         """Return what a call moves, which has no turn yet."""
-        out, back = self._bulk if is_bulk else self._rounds
-        return UnderWay(Turn(out, payload_bytes), Turn(back, reply_bytes))
+
+        def turn(way: str, num_bytes: int) -> Turn:
+            return Turn(self._turns[way, is_bulk, num_bytes <= WHOLE_BYTES], num_bytes)
+
+        return UnderWay(turn("out", payload_bytes), turn("back", reply_bytes))
 
     @contextlib.asynccontextmanager
     async def turn(

@@ -22,7 +22,7 @@ from transport.errors import TransportError
 WINDOW_S = 600.0
 #: Damaged messages within them that a line may have.
 USUAL = 3
-#: Seconds between two events, at least.
+#: Seconds between two events, at least, but for the first of too much.
 _TELL_EVERY_S = 1.0
 
 
@@ -35,6 +35,7 @@ class LineDamage:
         self._on_event = on_event
         self._recent: deque[float] = deque(maxlen=10_000)
         self._told_at = float("-inf")
+        self._was_too_much = False
         self.count = 0
 
     @property
@@ -49,9 +50,10 @@ class LineDamage:
         self._recent.append(now)
         while now - self._recent[0] >= WINDOW_S:
             self._recent.popleft()
-        if now - self._told_at < _TELL_EVERY_S:
+        is_news = self.is_too_much and not self._was_too_much
+        if now - self._told_at < _TELL_EVERY_S and not is_news:
             return
-        self._told_at = now
+        self._told_at, self._was_too_much = now, self.is_too_much
         self._on_event(
             DamagedOnTheWay(
                 error.peer,
