@@ -110,6 +110,7 @@ class GrpcTransport:
         self._first = 0
         self._chunk_bytes = chunk_bytes
         self._tls = tls
+        self._leaves = tls if expects is not Role.COORDINATOR else None
         self._expects = expects
         self._metadata = ((TOKEN_METADATA, token),) if token else ()
         self._proxy = proxy
@@ -187,8 +188,12 @@ class GrpcTransport:
         timeout: float | None,
     ) -> Reply:
         """Call the peer at the first of its addresses that answers."""
-        if self._tls is not None and self._expects is not Role.COORDINATOR:
-            await self._show_leaf(method)
+        if self._leaves is not None:
+            try:
+                await self._leaves.ready()
+            except TransportError as error:
+                raise self._error(type(error), str(error), method) from error
+            self._check_open(method)
         num_candidates, first = len(self._candidates), self._first
         dealt = self._deal(num_bytes)
         try:
@@ -199,8 +204,8 @@ class GrpcTransport:
                     reply = await self._call(channel, method, request, message, timeout)
                 except ConnectError:
                     if n == num_candidates - 1:
-                        if self._tls is not None:
-                            self._tls.doubt()
+                        if self._leaves is not None:
+                            self._leaves.doubt()
                         raise
                 else:
                     self._first = index
@@ -208,14 +213,6 @@ class GrpcTransport:
         finally:
             self._dealt.leave(dealt, num_bytes)
         raise AssertionError("a peer has at least one address")
-
-    async def _show_leaf(self, method: str) -> None:
-        """Have a certificate to show to whoever is not the coordinator."""
-        assert self._tls is not None
-        try:
-            await self._tls.ready()
-        except TransportError as error:
-            raise self._error(type(error), str(error), method) from error
 
     async def close(self) -> None:
         """Release the connection; calls in flight raise `TransportClosed`."""

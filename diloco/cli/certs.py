@@ -119,7 +119,7 @@ def rotate(
 def revoke(
     name: _Name,
     address: Annotated[
-        str, typer.Argument(metavar="[HOST:PORT]", help="Of the coordinator of the run under way.")
+        str, typer.Argument(metavar="HOST:PORT", help="Of the coordinator of the run under way.")
     ] = "",
     directory: _Directory = _DIRECTORY,
     earlier: Annotated[
