@@ -13,7 +13,9 @@ contribution is compared, by its norm and by its largest value, with what is usu
 Work of more inner steps than theirs may be as many times larger. What all islands do at once, as
 when a learning rate restarts, is refused of none, since the others do it too. In the first four
 rounds half the size of the parameters is not too large either, beside one other contribution (that
-one may be the wrong one), and 4 times their size alone.
+one may be the wrong one), and 4 times their size alone. After two attempts in a row of which all
+was refused the history is forgotten, and that holds again: an island that is alone may jump by any
+factor, as when its learning rate restarts, and is refused twice; 4.8e35 always is.
 
 What has the usual size and is wrong, as with flipped signs, shuffled labels or noise, goes another
 way than the others, where these agree. With three or more contributions, by cosines of samples:
@@ -43,7 +45,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,6 +68,8 @@ _MOST_ALONE = 32.0
 #: How many times as large as the parameters it may be in the first rounds, likewise.
 _MOST_OF_OWN = 0.5
 _MOST_OF_OWN_ALONE = 4.0
+#: Attempts in a row of which all was refused, from which on history does not tell what is usual.
+_MOST_REJECTED = 2
 #: Fewer do not tell which of them goes another way; and have no other to be compared with.
 _LEAST_DIRECTED = 3
 LEAST_COMPARED = 2
@@ -119,6 +123,11 @@ class History:
     def __len__(self) -> int:
         """Count the rounds."""
         return len(self.steps)
+
+    def unless_rejected(self, rejected_in_a_row: int) -> History:
+        """Give what a round is judged by after so many attempts of which all was refused."""
+        is_usual = rejected_in_a_row < _MOST_REJECTED
+        return self if is_usual else replace(self, sizes=self.sizes[:0], steps=self.steps[:0])
 
     @property
     def is_opposed(self) -> bool:
@@ -198,6 +207,31 @@ class Round:
     steps: Floats
     weights: Sequence[float]
     own: Floats
+
+
+def refused(
+    seen: Round, samples: Sequence[Sample], history: History, units: Sequence[Unit]
+) -> dict[int, str]:
+    """Say which contributions are not to be merged, and why: none of the rest would be refused.
+
+    Args:
+        seen: The round.
+        samples: As for `misdirected`; empty: no directions are judged.
+        history: Of the rounds before.
+        units: Of the fragment.
+    """
+    found: dict[int, str] = {}
+    while staying := [m for m in range(len(seen.weights)) if m not in found]:
+        rest = Round(
+            seen.sizes[staying], seen.steps[staying], [seen.weights[m] for m in staying], seen.own
+        )
+        beyond = outsized(rest, history, units) or misdirected(
+            [samples[m] for m in staying] if samples else [], rest
+        )
+        if not beyond:
+            break
+        found |= {staying[index]: why for index, why in beyond.items()}
+    return found
 
 
 def outsized(seen: Round, history: History, units: Sequence[Unit]) -> dict[int, str]:

@@ -10,12 +10,13 @@ Source: protocol.md section 4 (expiry).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from diloco.durable import read_checked_json, write_checked_json
-from diloco.rounds.terms import RoundKey
+from diloco.rounds.terms import RecordExpiry
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +28,30 @@ _LATER_ATTEMPT = 1 << 16
 class Standing(NamedTuple):
     """How a version stands: its next attempt, and how those before it ended.
 
-    `expired_in_a_row` counts the expiries recorded since that version was published,
-    `broken_in_a_row` those whose results could not be used; `missing` are the islands that the last
-    of them waited for in vain, `expired_unix_s` when that was, by the syncer's wall clock (None:
-    not noted).
+    `expired_in_a_row` counts the expiries recorded since that version was published, less the
+    `rejected_in_a_row`; this, `broken_in_a_row`, `missing` and `refused_at` are those of
+    `RecordExpiry`; `expired_unix_s` is when the last was, by the syncer's wall clock (None: not
+    noted).
     """
 
     attempt: int = 0
     expired_in_a_row: int = 0
     broken_in_a_row: int = 0
+    rejected_in_a_row: int = 0
     missing: tuple[str, ...] = ()
+    refused_at: Mapping[str, tuple[int, str]] = MappingProxyType({})
     expired_unix_s: float | None = None
 
 
-def write_expiry(
-    directory: Path,
-    key: RoundKey,
-    missing: Sequence[str],
-    broken_in_a_row: int,
-    expired_unix_s: float | None,
-) -> None:
-    """Write durably that `key` expired."""
+def write_expiry(directory: Path, expiry: RecordExpiry, expired_unix_s: float | None) -> None:
+    """Write an expiry durably."""
     noted = {
-        "version": key.version,
-        "attempt": key.attempt + 1,
-        "broken_in_a_row": broken_in_a_row,
-        "missing": list(missing),
+        "version": expiry.key.version,
+        "attempt": expiry.key.attempt + 1,
+        "broken_in_a_row": expiry.broken_in_a_row,
+        "rejected_in_a_row": expiry.rejected_in_a_row,
+        "missing": list(expiry.missing),
+        "refused_at": dict(expiry.refused_at),
         "expired_unix_s": expired_unix_s,
     }
     write_checked_json(expiry_path(directory), noted)
@@ -70,12 +69,14 @@ def standing_of(directory: Path, version: int) -> Standing:
         return Standing(_LATER_ATTEMPT)
     if noted["version"] != version:
         return Standing()
-    attempt, broken = int(noted["attempt"]), int(noted["broken_in_a_row"])
+    attempt, rejected = int(noted["attempt"]), int(noted.get("rejected_in_a_row", 0))
     return Standing(
         attempt,
-        attempt % _LATER_ATTEMPT,
-        broken,
+        attempt % _LATER_ATTEMPT - rejected,
+        int(noted["broken_in_a_row"]),
+        rejected,
         tuple(noted["missing"]),
+        {island: (int(n), str(why)) for island, (n, why) in noted.get("refused_at", {}).items()},
         noted.get("expired_unix_s"),
     )
 

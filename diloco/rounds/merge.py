@@ -9,7 +9,7 @@ all lanes before it decodes what came and multiplies it with itself; the coeffic
 are part of the record, so that nobody who recomputes the version depends on their last bits.
 
 The guard (`outer.guard`) looks at each contribution while it is merged. Whom it refuses is left
-out: what was merged is thrown away, and all is done again without it, which is rare.
+out: what was merged is thrown away, and all is done again, once, without all of those.
 
 Source: protocol.md section 4 (reduction, commit point).
 """
@@ -141,27 +141,25 @@ class Merger:
         return record
 
     def _published(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
-        """Merge everything, and again without those that the guard refuses; commit."""
-        rejected: dict[str, str] = {}
-        while True:
-            record, outliers = self._attempted(base, close, rejected, spool)
-            if not outliers:
-                return record
-            for island, why in outliers.items():
-                logger.warning(
-                    "contribution rejected, key=%s island=%s: %s", close.key, island, why
-                )
-            rejected |= outliers
-            if len(rejected) == len(close.contributors):
-                raise NothingToMerge(rejected)
+        """Merge everything, and once again without those that the guard refuses; commit."""
+        record, rejected = self._attempted(base, close, {}, spool)
+        for island, why in rejected.items():
+            logger.warning("contribution rejected, key=%s island=%s: %s", close.key, island, why)
+        if len(rejected) == len(close.contributors):
+            raise NothingToMerge(rejected)
+        if rejected:
+            record, _ = self._attempted(base, close, rejected, spool)
+        return record
 
     def _attempted(
         self, base: VersionRecord, close: Close, rejected: Mapping[str, str], spool: Spooled
     ) -> tuple[VersionRecord, Mapping[str, str]]:
-        """Merge without `rejected`, and commit, unless the guard refuses more: then undo it.
+        """Merge without `rejected`, and commit; or undo it where there are outliers.
+
+        Those that are left when some are rejected were judged with them, and are not again.
 
         Returns:
-            The version, and who else is refused and why; it exists only where nobody is.
+            The version, and who is refused and why; it exists only where nobody is.
         """
         fragment_id, draft = close.key.fragment_id, None
         self.insist()
@@ -183,11 +181,11 @@ class Merger:
                             range(len(self.fragment.lanes)),
                         )
                     )
-                    outliers = watch.outliers()
+                    outliers = {} if rejected else watch.outliers()
                 except AggregationError:
                     # What is too large for the sum, or for the downlink codec, names its island.
                     pool.shutdown(cancel_futures=True)
-                    if not (outliers := self._outliers_of(base, close, merge, spool)):
+                    if rejected or not (outliers := self._outliers_of(base, close, merge, spool)):
                         raise
             if outliers:
                 self._undo(base, spool, draft)
@@ -227,6 +225,7 @@ class Merger:
             merge.contributors,
             base,
             is_flush=close.is_flush,
+            rejected_in_a_row=close.rejected_in_a_row,
         )
 
     def _outliers_of(

@@ -152,6 +152,8 @@ class RoundRunner:
                 last_included=recovered.record.last_included,
                 expired_in_a_row=recovered.expired_in_a_row,
                 broken_in_a_row=recovered.broken_in_a_row,
+                rejected_in_a_row=recovered.rejected_in_a_row,
+                refused_at=recovered.refused_at,
                 missing=recovered.missing,
                 closed_at=self._loop_time_of(
                     None if is_resumed else recovered.record.closed_unix_s
@@ -429,7 +431,7 @@ class RoundRunner:
                 return
             if isinstance(error, NothingToMerge):
                 self._telemetry.rejected(close.key, error.rejected)
-                self._perform(self.rounds.malformed(close.key, error.rejected, loop_now()))
+                self._perform(self.rounds.rejected(close.key, error.rejected, loop_now()))
                 return
             logger.error("result refused, key=%s: %s", close.key, error)
             self._perform(self.rounds.result_broken(close.key, str(error), loop_now()))
@@ -457,7 +459,7 @@ class RoundRunner:
         def expire() -> None:
             drop(spool)
             self._insist_on(rounds)
-            self._store.record_expiry(key, expiry.missing, expiry.broken_in_a_row, at_unix_s)
+            self._store.record_expiry(expiry, at_unix_s)
 
         members = rounds.members
         try:

@@ -41,6 +41,8 @@ class Standing:
         self.members: tuple[str, ...] = ()
         self.contributions: dict[str, Contribution] = {}
         self.left: dict[str, str] = {}
+        #: Island -> the last expired attempt at the next version that it had left, and why.
+        self.refused_at: dict[str, tuple[int, str]] = {}
         self.incarnations: dict[str, int] = {}
         self.past: dict[int, PastRound] = {}
         self.last_included: dict[str, Inclusion] = {}
@@ -165,6 +167,9 @@ class Standing:
             return Outcome(key, OutcomeKind.EXPIRED, "the run was resumed before it ended")
         if key.version == self.version:
             if key.attempt < self.attempt:
+                left_at, reason = self.refused_at.get(island, (-1, ""))
+                if left_at == key.attempt:
+                    return Outcome(key, OutcomeKind.REFUSED, reason)
                 return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
             if island in self.left:
                 return Outcome(key, OutcomeKind.REFUSED, self.left[island])

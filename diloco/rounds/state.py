@@ -69,6 +69,8 @@ class FragmentRounds(Standing):
         self._had_quorum = False
         self._expired_in_a_row = 0
         self._broken_in_a_row = 0
+        self._rejected_in_a_row = 0
+        self._has_rejected = False
         self._missing: tuple[str, ...] = ()
         self._expiry_is_numeric = False
         self._expiry_reason = ""
@@ -99,7 +101,9 @@ class FragmentRounds(Standing):
         last_included: Mapping[str, Inclusion] | None = None,
         expired_in_a_row: int = 0,
         broken_in_a_row: int = 0,
+        rejected_in_a_row: int = 0,
         missing: tuple[str, ...] = (),
+        refused_at: Mapping[str, tuple[int, str]] | None = None,
         reason: str = "",
         closed_at: float | None = None,
         expired_at: float | None = None,
@@ -114,8 +118,10 @@ class FragmentRounds(Standing):
             last_included: The newest contribution of each island that was counted.
             expired_in_a_row: Attempts at the next version that expired before.
             broken_in_a_row: Those whose results could not be used.
+            rejected_in_a_row: Further ones, in which the guard refused all that came.
             missing: Members that the last of them waited for in vain.
-            reason: Of its expiry, where it is known.
+            refused_at: Island -> the last of them that it had left, and why.
+            reason: Of the last expiry, where it is known.
             closed_at: When the round of `version` closed; None: not known, the floor counts from
                 the start of the timing.
             expired_at: When the last of the expiries was; None: not known, it counts as now.
@@ -126,7 +132,8 @@ class FragmentRounds(Standing):
         self.last_included = dict(last_included or {})
         self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
-        self._broken_in_a_row = broken_in_a_row
+        self._broken_in_a_row, self._rejected_in_a_row = broken_in_a_row, rejected_in_a_row
+        self.refused_at = dict(refused_at or {})
         has_floor = not (self.is_over or self.is_finishing)
         self._timing.resumed(
             version,
@@ -351,11 +358,20 @@ class FragmentRounds(Standing):
             counts = Inclusion(c.incarnation, key.version, key.attempt)
             self.last_included[c.island] = counts
         self.version, self.attempt = key.version + 1, 0
-        self._expired_in_a_row = self._broken_in_a_row = 0
+        self._expired_in_a_row = self._broken_in_a_row = self._rejected_in_a_row = 0
+        self.refused_at = {}
         self._timing.published()
         self._leave_round(RoundEvent.COMMITTED)
         self._tell(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
+
+    def rejected(self, key: RoundKey, rejected: Mapping[str, str], now: float) -> list[Instruction]:
+        """Refuse all contributors of a closing attempt, as the guard of the merge does.
+
+        It waits for the others, and is no expiry in a row if it expires: nobody was away.
+        """
+        self._has_rejected = True
+        return self.malformed(key, rejected, now)
 
     def malformed(self, key: RoundKey, refused: Mapping[str, str], now: float) -> list[Instruction]:
         """Refuse contributors of a closing attempt, which goes on without them; nothing moved.
@@ -363,7 +379,7 @@ class FragmentRounds(Standing):
         Args:
             key: Of the attempt.
             refused: Island -> why: its payload does not decode, where that is first read after
-                the close; or the guard of the merge refuses it, and everybody else's too.
+                the close.
             now: Time.
         """
         self._require(Phase.CLOSING, "malformed", key)
@@ -387,8 +403,10 @@ class FragmentRounds(Standing):
     def expiry_recorded(self, key: RoundKey, now: float) -> list[Instruction]:
         """Take note that the expiry of `key` is durable; the next attempt may open."""
         self._require(Phase.EXPIRING, "expiry_recorded", key)
+        self.refused_at = self._refused_at()
         self.attempt += 1
-        self._expired_in_a_row += 1
+        self._rejected_in_a_row += self._has_rejected
+        self._expired_in_a_row += not self._has_rejected
         is_numeric = self._expiry_is_numeric
         self._expiry_is_numeric = False
         self._timing.expired(now)
@@ -499,7 +517,7 @@ class FragmentRounds(Standing):
         self._timing.closed(now)
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
-        return [Close(self.key, contributors, is_flush, dict(self.left))]
+        return [Close(self.key, contributors, is_flush, dict(self.left), self._rejected_in_a_row)]
 
     def _expire(
         self, reason: str, now: float, missing: tuple[str, ...] | None = None
@@ -509,7 +527,20 @@ class FragmentRounds(Standing):
         reason = bounded_text(reason)
         self._expiry_reason = reason
         self._tell(now, f"expired {self.key}: {reason}")
-        return [RecordExpiry(self.key, reason, self._missing, self._broken_in_a_row)]
+        return [
+            RecordExpiry(
+                self.key,
+                reason,
+                self._missing,
+                self._broken_in_a_row,
+                self._rejected_in_a_row + self._has_rejected,
+                self._refused_at(),
+            )
+        ]
+
+    def _refused_at(self) -> dict[str, tuple[int, str]]:
+        """Add those who have left this attempt to those who left earlier ones."""
+        return {**self.refused_at, **{i: (self.attempt, why) for i, why in self.left.items()}}
 
     def _lose(self, key: RoundKey, reason: str, *, is_numeric: bool) -> list[Instruction]:
         self._move(RoundEvent.LOST)
@@ -521,7 +552,7 @@ class FragmentRounds(Standing):
         self.contributions = {}
         self.left = {}
         self._arrived = {}
-        self._had_quorum = False
+        self._had_quorum = self._has_rejected = False
         self._deadline = self._grace_end = math.inf
         self._take_rules()
 

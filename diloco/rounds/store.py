@@ -57,7 +57,7 @@ from diloco.rounds.record import (
 )
 from diloco.rounds.retention import Retention
 from diloco.rounds.stored import StoredVersions
-from diloco.rounds.terms import PastRound, RoundKey
+from diloco.rounds.terms import PastRound, RecordExpiry
 from diloco.rounds.version import VersionRecord, sections_of
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ class Recovered:
     attempt: int
     expired_in_a_row: int
     broken_in_a_row: int
+    rejected_in_a_row: int
     missing: tuple[str, ...]
+    refused_at: Mapping[str, tuple[int, str]]
     expired_unix_s: float | None
     past: Mapping[int, PastRound]
     headers: tuple[Mapping[str, Any], ...]
@@ -389,22 +391,12 @@ class FragmentStore(StoredVersions):
             if other != version:
                 self._retention.forget(other)
 
-    def record_expiry(
-        self,
-        key: RoundKey,
-        missing: Sequence[str] = (),
-        broken_in_a_row: int = 0,
-        expired_unix_s: float | None = None,
-    ) -> None:
-        """Write durably that `key` expired, so that a restart opens the attempt after it.
+    def record_expiry(self, expiry: RecordExpiry, expired_unix_s: float | None = None) -> None:
+        """Write durably that an attempt expired, so that a restart opens the one after it.
 
-        Args:
-            key: Of the attempt.
-            missing: Islands that it waited for in vain.
-            broken_in_a_row: Attempts at this version, it included, with results of no use.
-            expired_unix_s: When it did, by the wall clock.
+        `expired_unix_s` is when it did, by the wall clock.
         """
-        write_expiry(self._directory, key, missing, broken_in_a_row, expired_unix_s)
+        write_expiry(self._directory, expiry, expired_unix_s)
 
     # -- pins ------------------------------------------------------------------------------------
 

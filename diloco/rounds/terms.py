@@ -257,27 +257,33 @@ class Close:
     """Merge exactly these contributors, in this order, and commit; then call `committed`.
 
     `refused` says why other islands left the attempt; it is committed too, so that a restart does
-    not change an outcome.
+    not change an outcome. `rejected_in_a_row` are the attempts since the last publication that
+    expired because the guard of the merge refused all that came.
     """
 
     key: RoundKey
     contributors: tuple[Contributor, ...]
     is_flush: bool
     refused: Mapping[str, str] = field(default_factory=dict)
+    rejected_in_a_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RecordExpiry:
     """Write the expiry of `key` durably, then call `expiry_recorded`.
 
-    `missing` are the members that it waited for in vain, `broken_in_a_row` the attempts since the
-    last publication, this one included, whose results could not be used.
+    `missing` are the members that it waited for in vain. Of the attempts since the last
+    publication, this one included, `broken_in_a_row` had results that could not be used, and
+    `rejected_in_a_row` expired because the guard of the merge refused all that came: these are no
+    expiries in a row. `refused_at` says of islands which attempt they left last, and why.
     """
 
     key: RoundKey
     reason: str
     missing: tuple[str, ...]
     broken_in_a_row: int = 0
+    rejected_in_a_row: int = 0
+    refused_at: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from diloco.outer.guard import (
     Sample,
     cosine_of_two,
     is_unsettled,
-    misdirected,
-    outsized,
+    refused,
     sampling_stride,
 )
 from diloco.outer.measures import measured
@@ -49,16 +48,19 @@ class MergeWatch:
         base: VersionRecord,
         *,
         is_flush: bool,
+        rejected_in_a_row: int = 0,
     ) -> None:
         """Assign only; `base` is the version before, of which nothing has moved yet.
 
         A flush is of whatever was left, and says nothing about a round, nor about directions.
+        `rejected_in_a_row` attempts before this one expired with all that came refused.
         """
         self._fragment, self._units = fragment, units
         self._is_on = rules.merge.guard
         self._contributors = contributors
         self._base = base
-        self._history = History.from_bytes(base.guard, len(units))
+        history = History.from_bytes(base.guard, len(units))
+        self._history = history.unless_rejected(rejected_in_a_row)
         #: By lane: what was measured of each contribution, in their order, with its units.
         self._found: dict[int, list[tuple[Floats, Floats]]] = {}
         self._own: dict[int, tuple[Floats, Floats]] = {}
@@ -91,8 +93,7 @@ class MergeWatch:
         """Say whom the guard refuses, and why, once all lanes were measured."""
         if not self._is_on:
             return {}
-        seen = self._round()
-        found = outsized(seen, self._history, self._units) or misdirected(self._sampled(), seen)
+        found = refused(self._round(), self._sampled(), self._history, self._units)
         return {self._contributors[m].island: why for m, why in found.items()}
 
     def guard(self) -> bytes:

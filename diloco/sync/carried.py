@@ -91,7 +91,7 @@ class FragmentView:
     @property
     def has_ended(self) -> bool:
         """Whether nothing is left to wait for on this rank."""
-        if self.key is None or self.verdict is Verdict.EXPIRED:
+        if self.key is None or (self.verdict is not None and self.verdict.has_expired):
             return True
         return self.verdict is not None and self.staged_version > self.key.version
 
@@ -233,7 +233,10 @@ class CarriedFragment:
             return self.outcome
         if state.version > sent.key.version:
             return self.outcome
-        return Verdict.EXPIRED if state.attempt > sent.key.attempt else None
+        if state.attempt <= sent.key.attempt:
+            return None
+        is_refused = self.outcome is Verdict.REFUSED
+        return Verdict.REFUSED_EXPIRED if is_refused else Verdict.EXPIRED
 
     def view(self, island: str) -> FragmentView:
         """Return how things stand now for an island."""

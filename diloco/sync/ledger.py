@@ -25,8 +25,15 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     DECLINED = "declined"
     EXPIRED = "expired"
+    #: It was refused, and then its attempt expired.
+    REFUSED_EXPIRED = "refused_expired"
     #: Nothing was outstanding: a version came that this island was not asked for, or too late.
     ABSENT = "absent"
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether no version comes of the attempt."""
+        return self in (Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 
 
 class Counters(StrEnum):
@@ -65,9 +72,10 @@ OUTCOMES = (
     Settlement(Verdict.ABSENT, "drop", True, _MERGE, _KEEP),
     Settlement(Verdict.ABSENT, "carry", True, _KEEP, _KEEP),
     Settlement(Verdict.EXPIRED, "", False, _KEEP, _KEEP),
+    Settlement(Verdict.REFUSED_EXPIRED, "", False, _KEEP, _KEEP),
 )
 #: After these, what was sent is in the next contribution, too.
-_KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED)
+_KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 _SETTLEMENTS = {
     (each.verdict, late): each
     for each in OUTCOMES

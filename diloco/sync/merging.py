@@ -160,7 +160,7 @@ class Merging:
         p, sent = ledger.fragment_id, ledger.outstanding
         target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
         local_mix = 0.0 if target.is_flush else self._local_mix
-        if verdict is Verdict.EXPIRED:
+        if verdict.has_expired:
             assert sent is not None
             void = ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
             self.dropped_tokens += void.dropped_tokens * self.shares[p]

@@ -531,7 +531,8 @@ class OuterLoop:
             while True:
                 if agreed is not None:
                     standing = agreed.standings[ledger.fragment_id]
-                    if standing.verdict is Verdict.EXPIRED or _is_staged(standing, sent):
+                    has_expired = standing.verdict is not None and standing.verdict.has_expired
+                    if has_expired or _is_staged(standing, sent):
                         break
                 yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
                 agreed = self._agreement.now(

@@ -109,11 +109,12 @@ class ArrivalPace:
     def arrived(self, ledger: FragmentLedger, standing: Standing) -> Verdict | None:
         """See `Pace`."""
         sent, target = ledger.outstanding, ledger.target
-        if sent is not None and standing.verdict in (None, Verdict.EXPIRED):
-            return standing.verdict
+        verdict = standing.verdict
+        if sent is not None and (verdict is None or verdict.has_expired):
+            return verdict
         if target is None or standing.staged_version != target.version:
             return None
-        return Verdict.ABSENT if sent is None else standing.verdict
+        return Verdict.ABSENT if sent is None else verdict
 
     def due(
         self,

@@ -10,6 +10,7 @@ Source: protocol.md sections 5 and 6.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from diloco.alarms import AlarmKind
@@ -51,7 +52,7 @@ class SelfCheck:
         self._watch = OwnLosses()
         self._returns = Returns(inner_steps_per_round, num_fragments)
         self._returned_at = -1
-        self._num_refused = 0
+        self._refused = Counter[int]()  # by fragment: contributions in a row
         self._is_agreed = False
         self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
         self.mend = Mend.NOTHING
@@ -62,9 +63,13 @@ class SelfCheck:
         sent_at, reason = self._exchange.unsound
         if sent_at > self._returned_at:
             return reason
-        if self._num_refused >= MOST_REFUSED:
-            return f"the syncer refused {self._num_refused} contributions in a row"
+        if self._is_refused:
+            return f"the syncer refused {MOST_REFUSED} contributions in a row to one fragment"
         return self._watch.reason if self._watch.wants_return else ""
+
+    @property
+    def _is_refused(self) -> bool:
+        return max(self._refused.values(), default=0) >= MOST_REFUSED
 
     def is_in_doubt(self, inner_step: int) -> bool:
         """Whether the island has taken the published values lately, or declines for its loss."""
@@ -95,10 +100,10 @@ class SelfCheck:
 
     def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
         """Take what the end of a contribution says of what this island trains."""
-        if verdict is Verdict.REFUSED:
-            self._num_refused += 1
+        if verdict in (Verdict.REFUSED, Verdict.REFUSED_EXPIRED):
+            self._refused[fragment_id] += 1
         elif verdict is Verdict.INCLUDED:
-            self._num_refused = 0
+            del self._refused[fragment_id]
             self._returns.included(fragment_id)
         is_for_loss = fragment_id in self._for_loss
         if verdict is Verdict.EXPIRED and is_for_loss and self._watch.is_astray:
@@ -153,10 +158,10 @@ class SelfCheck:
     def _take_return(self, inner_step: int) -> Mend | None:
         mend: Mend | None = Mend.MOMENTS
         if not self._watch.is_astray:  # else the text was to blame, and has come back
-            is_new = self._num_refused >= MOST_REFUSED
-            mend = self._returns.mend(inner_step, is_new=is_new)
+            mend = self._returns.mend(inner_step, is_new=self._is_refused)
         self._watch.returned()
-        self._returned_at, self._num_refused, self._is_agreed = inner_step, 0, False
+        self._returned_at, self._is_agreed = inner_step, False
+        self._refused.clear()
         return mend
 
     def _alarm(self, kind: AlarmKind, inner_step: int, text: str) -> None:

@@ -35,7 +35,8 @@ _IN_A_ROW = 3
 _SHARE, _NATS, _DEVIATIONS = 0.5, 0.5, 6.0
 #: Of a normal distribution: standard deviation over median absolute deviation.
 _DEVIATION_OF_MEDIAN = 1.4826
-#: Contributions in a row that the syncer refuses before the optimizer state is not trusted.
+#: Contributions in a row to one fragment that the syncer refuses before the optimizer state is not
+#: trusted: a lawful jump of an island that is alone is refused once less (`outer.guard`).
 MOST_REFUSED = 3
 #: What a bound is multiplied with: roundings, and moments of other ages.
 _SLACK = 2.0
@@ -159,7 +160,7 @@ class Returns:
         """Assign only."""
         self._num_fragments = num_fragments
         self._included: set[int] = set()
-        self._forget_steps = max(_FORGET_STEPS, 2 * inner_steps_per_round)
+        self._forget_steps = max(_FORGET_STEPS, (MOST_REFUSED + 1) * inner_steps_per_round)
         self._last: int | None = None
         self._in_a_row = 0
 

@@ -19,6 +19,7 @@ from diloco.outer.guard import (
     cosine_of_two,
     misdirected,
     outsized,
+    refused,
 )
 from diloco.outer.measures import measured
 from diloco.outer.units import Unit
@@ -98,6 +99,58 @@ def test_a_flipped_bit_is_refused_or_changes_less_than_the_model_has(
     assert found or change < 0.15
     if bit in (26, 30):
         assert "t2" in found[num_islands - 1] or "t1" in found[num_islands - 1]
+
+
+@pytest.mark.parametrize("factor", [33.0, 60.0, 100.0])
+@pytest.mark.parametrize("rounds", [4, 20])
+def test_a_lawful_jump_of_an_island_that_is_alone_is_refused_twice(
+    rounds: int, factor: float
+) -> None:
+    history = after_rounds(rounds, 1)
+    jump = [seen([delta(n, factor * 1e-3)]) for n in range(30)]
+
+    assert [bool(outsized(jump[0], history.unless_rejected(n), UNITS)) for n in range(6)] == [
+        *(True, True),
+        *[False] * 4,
+    ]
+    history = history.unless_rejected(2)
+    for each in jump:
+        assert not outsized(each, history.unless_rejected(0), UNITS), "from then on it is usual"
+        history = history.after(each.sizes, each.steps)
+
+
+@pytest.mark.parametrize("bit", range(20, 31))
+@pytest.mark.parametrize("rejected_in_a_row", [0, 1, 2, 1000])
+def test_however_often_it_is_refused_what_is_beyond_the_model_is_never_merged(
+    bit: int, rejected_in_a_row: int
+) -> None:
+    before = delta(0)
+    values = flipped(before, bit)
+    history = after_rounds(9, 1).unless_rejected(rejected_in_a_row)
+
+    is_refused = bool(outsized(seen([values]), history, UNITS))
+
+    assert is_refused or (values - before).abs().max() <= 4 * OWN[1].max()
+    assert is_refused or bit != 30
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_what_is_left_none_would_be_refused(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    num = int(generator.integers(1, 7))
+    deltas = [delta(m) * 10.0 ** float(generator.integers(-2, 9)) for m in range(num)]
+    samples = [values.numpy() * generator.choice([-1.0, 1.0]) for values in deltas]
+    history = after_rounds(int(generator.integers(0, 9)), 2)
+
+    found = refused(seen(deltas), samples, history, UNITS)
+
+    left = [m for m in range(num) if m not in found]
+    again = (
+        refused(seen([deltas[m] for m in left]), [samples[m] for m in left], history, UNITS)
+        if left
+        else {}
+    )
+    assert not again
 
 
 @pytest.mark.parametrize("num_islands", [2, 3, 4])

@@ -23,7 +23,7 @@ from diloco.rounds.pins import (
 from diloco.rounds.publication import LaneState, lane_digest
 from diloco.rounds.record import RecordInvalid, fragment_directory, record_path, versions_in
 from diloco.rounds.store import FragmentStore, PinRefused
-from diloco.rounds.terms import Contributor, RoundKey
+from diloco.rounds.terms import Contributor, RecordExpiry, RoundKey
 from diloco.rounds.version import VersionRecord
 
 PLAN = make_plan([TensorSpec("v", (300,)), TensorSpec("w", (300,))], num_fragments=2)
@@ -286,7 +286,7 @@ def grown(directory: Path) -> Store:
     store.pin(16, 5, 4)
     store.commit(6)
     store.pin(24, 6, 6)
-    store.fragments[0].record_expiry(RoundKey(0, 0, 6, 0))
+    store.fragments[0].record_expiry(RecordExpiry(RoundKey(0, 0, 6, 0), "", ()))
     return store
 
 

@@ -18,7 +18,7 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.rounds.pins import verify_pin
 from diloco.rounds.record import RecordInvalid, versions_in
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.terms import RoundKey
+from diloco.rounds.terms import RecordExpiry, RoundKey
 from diloco.rounds.version import VersionRecord
 from tests.recorded_disk import RecordedDisk, crash_states, lay_out
 from tests.rounds import test_store
@@ -88,7 +88,8 @@ class Recorder:
     def expire(self) -> None:
         last = self.promised[-1]
         key = RoundKey(0, 0, last.version, last.attempt)
-        self.do(lambda: self.store.record_expiry(key, ("b",)), attempt=last.attempt + 1)
+        expiry = RecordExpiry(key, "", ("b",))
+        self.do(lambda: self.store.record_expiry(expiry), attempt=last.attempt + 1)
 
     def pin(self, step: int, version: int) -> None:
         pins = {**self.promised[-1].pins, step: version}

@@ -43,8 +43,8 @@ def machine(*, granted: str = "ab", **rules: Any) -> FragmentRounds:
     return rounds
 
 
-def unfounded(**rules: Any) -> FragmentRounds:
-    rounds = FragmentRounds(3, 0, RoundRules(("a", "b"), NUM_LANES, DEADLINE_S, **rules))
+def unfounded(members: tuple[str, ...] = ("a", "b"), **rules: Any) -> FragmentRounds:
+    rounds = FragmentRounds(3, 0, RoundRules(members, NUM_LANES, DEADLINE_S, **rules))
     for island in "ab":
         rounds.granted(island, 1, 0.0)
     return rounds
@@ -289,7 +289,9 @@ def test_with_nobody_left_the_attempt_expires_at_once() -> None:
     assert refuse(rounds, "a") == []
     (expiry,) = refuse(rounds, "b")
 
-    assert expiry == RecordExpiry(key, "too few members have anything valid to send", ())
+    left = dict.fromkeys("ab", (0, "declined: not finite"))
+    reason = "too few members have anything valid to send"
+    assert expiry == RecordExpiry(key, reason, (), refused_at=left)
 
 
 @pytest.mark.parametrize(
@@ -566,6 +568,50 @@ def test_expiries_that_end_no_run_end_none_after_a_restart() -> None:
 
     assert rounds.key.attempt == 9
     assert rounds.is_open
+
+
+def rejected(rounds: FragmentRounds, now: float) -> tuple[RecordExpiry, list[Instruction]]:
+    """Let a alone contribute, and the guard of the merge refuse it; returns what follows."""
+    contribute(rounds, "a", now)
+    _, expiry = rounds.rejected(rounds.key, {"a": f"too large at {now:g}"}, now)
+    assert isinstance(expiry, RecordExpiry)
+    return expiry, rounds.expiry_recorded(expiry.key, now)
+
+
+def test_what_the_guard_refuses_is_no_expiry_in_a_row_also_not_after_a_restart() -> None:
+    rounds = machine(members=("a",), granted="a")
+    for n in range(7):
+        expiry, (opened,) = rejected(rounds, n)
+        assert isinstance(opened, Opened), "the run goes on"
+        assert (expiry.rejected_in_a_row, expiry.missing) == (n + 1, ())
+
+    again = unfounded(("a",))
+    again.founded(0, 7, {}, 0.0, rejected_in_a_row=7, refused_at=expiry.refused_at)
+    (close,) = contribute(again, "a", 8.0)
+
+    assert isinstance(close, Close)
+    assert close.rejected_in_a_row == 7
+    again.committed(close.key, 8.0)
+    (close,) = contribute(again, "a", 9.0)
+    assert isinstance(close, Close)
+    assert close.rejected_in_a_row == 0, "it was published meanwhile"
+
+
+def test_who_was_refused_hears_it_of_that_attempt_also_after_a_restart() -> None:
+    rounds = machine(members=("a",), granted="a")
+    first, second = RoundKey(0, 3, 0, 0), RoundKey(0, 3, 0, 1)
+    rejected(rounds, 0.0)
+    assert kind_of(rounds, first, "a") is OutcomeKind.REFUSED
+    expiry, _ = rejected(rounds, 1.0)
+    again = unfounded(("a",))
+    again.founded(0, 2, {}, 0.0, rejected_in_a_row=2, refused_at=expiry.refused_at)
+
+    for each in (rounds, again):
+        assert each.outcome(second, "a", 1) == Outcome(
+            second, OutcomeKind.REFUSED, "too large at 1"
+        )
+        assert kind_of(each, first, "a") is OutcomeKind.EXPIRED, "one is outstanding, the last"
+        assert kind_of(each, second, "b") is OutcomeKind.EXPIRED
 
 
 # -- flush ---------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from diloco.rounds.log import headers_in
 from diloco.rounds.publication import LaneState, PublicationRules, lane_digest
 from diloco.rounds.record import RecordInvalid, header_path, record_path
 from diloco.rounds.store import FragmentStore
-from diloco.rounds.terms import Contributor, RoundKey
+from diloco.rounds.terms import Contributor, RecordExpiry, RoundKey
 from diloco.rounds.version import VersionRecord
 from tests.remaking import publish_lane, recompute
 
@@ -525,20 +525,29 @@ def attempt_file(store: FragmentStore) -> Path:
 def test_a_restart_opens_the_attempt_after_the_last_recorded(either: FragmentStore) -> None:
     commit(either, 1)
     for attempt in range(3):
-        either.record_expiry(RoundKey(0, 0, 1, attempt), ("east", "west")[:attempt], attempt // 2)
+        expiry = RecordExpiry(
+            RoundKey(0, 0, 1, attempt),
+            "",
+            ("east", "west")[:attempt],
+            broken_in_a_row=attempt // 2,
+            rejected_in_a_row=attempt // 2,
+            refused_at={"east": (attempt, "too large")},
+        )
+        either.record_expiry(expiry)
 
         recovered = either.recover()
 
         assert recovered is not None
-        assert recovered.missing == ("east", "west")[:attempt]
-        assert recovered.expired_in_a_row == attempt + 1
-        assert recovered.broken_in_a_row == attempt // 2
+        assert recovered.missing == expiry.missing
+        assert recovered.expired_in_a_row == attempt + 1 - attempt // 2
+        assert recovered.broken_in_a_row == recovered.rejected_in_a_row == attempt // 2
+        assert recovered.refused_at == expiry.refused_at
         assert (recovered.record.version, recovered.attempt) == (1, attempt + 1)
 
 
 def test_an_expiry_of_an_earlier_version_is_over_with_it(either: FragmentStore) -> None:
     records = commit(either, 1)
-    either.record_expiry(RoundKey(0, 0, 1, 0))
+    either.record_expiry(RecordExpiry(RoundKey(0, 0, 1, 0), "", ()))
     put(either, following(records[1], attempt=1))
 
     recovered = either.recover()
@@ -550,7 +559,7 @@ def test_an_expiry_of_an_earlier_version_is_over_with_it(either: FragmentStore) 
 
 def test_an_expiry_counts_again_when_the_next_version_is_torn(store: FragmentStore) -> None:
     records = commit(store, 1)
-    store.record_expiry(RoundKey(0, 0, 1, 0))
+    store.record_expiry(RecordExpiry(RoundKey(0, 0, 1, 0), "", ()))
     store.commit(following(records[1], attempt=1))
     path_of(store, 2).write_bytes(b"torn")
 
@@ -575,7 +584,7 @@ def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
     either: FragmentStore, damage: Callable[[bytes], bytes]
 ) -> None:
     commit(either, 1)
-    either.record_expiry(RoundKey(0, 0, 1, 0))
+    either.record_expiry(RecordExpiry(RoundKey(0, 0, 1, 0), "", ()))
     path = attempt_file(either)
 
     path.write_bytes(damage(path.read_bytes()))
@@ -583,7 +592,7 @@ def test_after_a_damaged_expiry_record_no_announced_attempt_is_opened_again(
     recovered = either.recover()
     assert recovered is not None
     assert recovered.attempt > 1000
-    either.record_expiry(RoundKey(0, 0, 1, recovered.attempt))
+    either.record_expiry(RecordExpiry(RoundKey(0, 0, 1, recovered.attempt), "", ()))
     again = either.recover()
     assert again is not None
     assert again.expired_in_a_row == 1, "numbers skipped are not expiries"

@@ -719,7 +719,7 @@ def test_when_everybody_declines_the_attempt_expires_at_once(setting: Setting) -
         await asyncio.sleep(1.0)
 
         assert version_of(run) == (0, 1, True)
-        assert await a.end() is OutcomeKind.EXPIRED
+        assert await a.end() is OutcomeKind.REFUSED
 
     run_virtual(scenario())
 
@@ -973,3 +973,47 @@ def test_three_pseudo_gradients_in_a_row_that_are_not_finite_end_the_island(
         assert isinstance(end, DilocoError)
         assert end.exit_code == 20
         assert "3 pseudo-gradients in a row were not finite" in str(end)
+
+
+@pytest.mark.parametrize(
+    ("jump", "num_refused", "is_on_arrival", "num_fragments"),
+    [(0.1, 2, False, 1), (0.1, 2, True, 2), (1e30, 3, False, 1)],
+    ids=["lawful", "lawful-on-arrival", "not-lawful"],
+)
+def test_an_island_that_is_alone_goes_on_after_a_jump(
+    tmp_path: Path, jump: float, num_refused: int, is_on_arrival: bool, num_fragments: int
+) -> None:
+    """Steps that are a hundred times longer are merged; what no model is as large as is undone."""
+
+    def step(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+        is_late = inner_step > 20 if jump < 1 else inner_step == 21
+        for parameter in parameters.values():
+            parameter.sub_(jump if is_late else 0.001)
+
+    initial = {name: [16.0] for name in "uw"[:num_fragments]}
+    setting = Setting(
+        initial, step, tmp_path, 40, islands=("a",), num_fragments=num_fragments, flush=True
+    )
+
+    async def scenario() -> tuple[VirtualRun, VirtualIsland]:
+        run = VirtualRun(setting.on_arrival(40) if is_on_arrival else setting)
+        await run.start_syncer()
+        island = run.island("a")
+        await asyncio.gather(island.run(), restarts(run))
+        return run, island
+
+    async def restarts(run: VirtualRun) -> None:
+        await asyncio.sleep(20.0)
+        for _ in range(3):
+            await asyncio.sleep(4.1)
+            await restart(run)
+
+    run, island = run_virtual(scenario())
+
+    assert run.syncer.fatal is None
+    heard = island.kinds("outcome_heard")
+    refused = {(e["fragment_id"], e["attempt"]) for e in heard if e["outcome"] == "refused"}
+    assert refused == {(p, n) for p in range(num_fragments) for n in range(num_refused)}
+    assert len(island.kinds("published_taken")) == (jump > 1)
+    for end in island.values().values():
+        assert end == pytest.approx([16 - 0.02 - 2.0 if jump < 1 else 16 - 0.03], abs=0.3)

@@ -42,6 +42,8 @@ TABLE = {
     (Verdict.DECLINED, 0.5): (4, 0, 6, 0, 0),
     (Verdict.EXPIRED, 0.0): (3, 1, 6, 0, 0),
     (Verdict.EXPIRED, 0.5): (3, 1, 6, 0, 0),
+    (Verdict.REFUSED_EXPIRED, 0.0): (3, 1, 6, 0, 0),
+    (Verdict.REFUSED_EXPIRED, 0.5): (3, 1, 6, 0, 0),
 }
 
 

@@ -98,7 +98,7 @@ def test_returns_mend_then_renew_then_give_up_and_are_forgotten() -> None:
 
     assert returns.mend(100, is_new=False) is Mend.MOMENTS
     assert returns.mend(110, is_new=False) is Mend.ALL
-    assert returns.is_recent(174) and not returns.is_recent(175)
+    assert returns.is_recent(206) and not returns.is_recent(207)
     assert returns.mend(120, is_new=False) is None
 
     assert returns.mend(900, is_new=False) is Mend.MOMENTS
