@@ -32,6 +32,7 @@ upper bound. Without allocator's gaps, buffers of collectives, code and CUDA's c
 On the host, for the outer loop, of each of the island's values, dealt to its ranks:
 
     4            anchor
+    4            local values, while published ones are evaluated in their place
     8            with error feedback, 8 with late = "carry"
     8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads
 
@@ -274,8 +275,8 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
 def insist_on_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
     """Refuse checkpoints behind the training where their copy does not fit, before ranks meet.
 
-    Beside the copy, the outer loop's anchors are counted, and parameters and optimizer of ranks
-    that compute on the CPU: what is certainly there when the first copy is made.
+    Beside the copy, what the outer loop keeps is counted, the local values beside an evaluation
+    among it, and parameters and optimizer of ranks that compute on the CPU.
 
     Args:
         config: With an island selected.
@@ -329,7 +330,7 @@ def _outer_device_bytes(
 
 def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) -> int:
     outer = config.outer
-    lasting = 4 + 8 * (outer.error_feedback + (outer.late == "carry"))
+    lasting = 8 + 8 * (outer.error_feedback + (outer.late == "carry"))
     period = outer.inner_steps_per_round
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     wire = PAYLOAD_BYTES[outer.uplink_codec] + PAYLOAD_BYTES[outer.downlink_codec]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import largest_change
 from diloco.sync.agreement import Standing
 from diloco.sync.carried import Announced, FragmentView
 from diloco.sync.exchange import Exchange
@@ -188,9 +190,11 @@ class Merging:
         if num_parts := self._shards.prefetches_without_room():
             logger.warning("no room to prefetch %d parts of fragment %d", num_parts, p)
             self._on_event(PrefetchWithoutRoom(inner_step, p, num_parts))
-        moved = _largest_change(self.anchors[p], staged) if local_mix else 0.0
+        anchor, self.anchors[p] = self.anchors[p], staged
+        moved = 0.0
+        if local_mix and math.isfinite(self.reaches[p].update):
+            moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)
         self.reaches[p] = self.reaches[p].mixed(local_mix, moved)
-        self.anchors[p] = staged
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
         self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))
@@ -214,10 +218,6 @@ class Merging:
 
     def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
         self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
-
-
-def _largest_change(before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> float:
-    return max((float((after[i] - before[i]).abs().max()) for i in after), default=0.0)
 
 
 def _merged_event(

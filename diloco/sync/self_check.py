@@ -25,6 +25,9 @@ from diloco.telemetry.events import AlarmRaised, Event, LossAccepted, PublishedT
 
 logger = logging.getLogger(__name__)
 
+#: In place of a fragment.
+_AMONG_OTHERS = -1
+
 
 class SelfCheck:
     """What one rank knows of the soundness of its island's training.
@@ -52,7 +55,8 @@ class SelfCheck:
         self._watch = OwnLosses()
         self._returns = Returns(inner_steps_per_round, num_fragments)
         self._returned_at = -1
-        self._refused = Counter[int]()  # by fragment: contributions in a row
+        #: Contributions in a row: by fragment, or `_AMONG_OTHERS` where another's was merged.
+        self._refused = Counter[int]()
         self._is_agreed = False
         self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
         self.mend = Mend.NOTHING
@@ -64,7 +68,7 @@ class SelfCheck:
         if sent_at > self._returned_at:
             return reason
         if self._is_refused:
-            return f"the syncer refused {MOST_REFUSED} contributions in a row to one fragment"
+            return f"the syncer refused {MOST_REFUSED} contributions in a row"
         return self._watch.reason if self._watch.wants_return else ""
 
     @property
@@ -100,10 +104,12 @@ class SelfCheck:
 
     def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
         """Take what the end of a contribution says of what this island trains."""
-        if verdict in (Verdict.REFUSED, Verdict.REFUSED_EXPIRED):
+        if verdict is Verdict.REFUSED:
+            self._refused[_AMONG_OTHERS] += 1
+        elif verdict is Verdict.REFUSED_EXPIRED:
             self._refused[fragment_id] += 1
         elif verdict is Verdict.INCLUDED:
-            del self._refused[fragment_id]
+            del self._refused[_AMONG_OTHERS], self._refused[fragment_id]
             self._returns.included(fragment_id)
         is_for_loss = fragment_id in self._for_loss
         if verdict is Verdict.EXPIRED and is_for_loss and self._watch.is_astray:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diloco.outer.pseudo_gradient import pseudo_gradient_
+from diloco.outer.pseudo_gradient import largest_change, pseudo_gradient_
 
 
 def test_it_points_from_local_to_anchor() -> None:
@@ -26,3 +26,14 @@ def test_it_points_from_local_to_anchor() -> None:
 def test_other_shapes_and_dtypes_are_refused(anchor: torch.Tensor, local: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="both must be float32 of one shape"):
         pseudo_gradient_(local, anchor)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 300_001])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_largest_change_is_found_wherever_it_is(numel: int, sign: float) -> None:
+    before = torch.linspace(-1.0, 1.0, numel)
+    after = before.clone()
+    if numel:
+        after[-1] += sign
+
+    assert largest_change(before, after) == pytest.approx(float(numel > 0))
