@@ -140,7 +140,7 @@ class Setting:
     timing: TimingRules | None = None
     lease_s: float = 10.0
     total_tokens: int = 0
-    num_threads: int = 1
+    merges_at_once: int = 1
     late: Literal["drop", "carry"] = "drop"
     weights: Weights = field(default_factory=Weights)
     #: Names of those that are no parameters but buffers.
@@ -205,7 +205,7 @@ class Setting:
             total_tokens=self.total_tokens,
             has_flush=self.flush,
             spool_bytes=self.spool_bytes,
-            num_threads=self.num_threads,
+            merges_at_once=self.merges_at_once,
             weights=self.weights,
         )
 

@@ -106,7 +106,7 @@ async def _serve(pipe: Connection, work: Work, directory: Path) -> None:
     with syncer_workers(work.num_threads) as workers:
         serving = Syncer(
             work.plan,
-            SyncerRules(0, work.islands, work.rules, _SYNCER_S, 1, num_threads=work.num_threads),
+            SyncerRules(0, work.islands, work.rules, _SYNCER_S, 1),
             [store(directory, work.fragment, 1)],
             syncer_epoch=1,
             incarnations=_NoIncarnations(),

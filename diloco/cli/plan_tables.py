@@ -53,6 +53,13 @@ def show_forecast(console: Console, planned: Forecast) -> None:
         f"({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
+    if planned.syncers:
+        most = max(planned.syncers, key=lambda syncer: syncer.memory_bytes)
+        console.print(
+            f"In the memory of a syncer's host, at "
+            f"most: {format_bytes(most.memory_bytes)}, and {format_bytes(most.merge_bytes)} for "
+            f"each fragment that it merges beside another, if there are cores and room."
+        )
     _print_memory_beside(console, planned)
     if len(planned.syncers) > 1:
         console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")

@@ -38,14 +38,14 @@ def build_publication_rules(config: Config) -> PublicationRules:
 
 
 def build_syncer_rules(
-    config: Config, *, timeline: int, num_threads: int = 1, policy_revision: int = 0
+    config: Config, *, timeline: int, merges_at_once: int = 1, policy_revision: int = 0
 ) -> SyncerRules:
     """Give all that a syncer obeys; where nobody waits, tokens end the run and times are measured.
 
     Args:
         config: The coordinator's, with what an operator has set since.
         timeline: Of the run.
-        num_threads: Lanes merged at once.
+        merges_at_once: Fragments merged at once.
         policy_revision: Of what was set.
     """
     outer, is_on_arrival = config.outer, config.outer.is_on_arrival
@@ -65,7 +65,7 @@ def build_syncer_rules(
         round_deadline_s=outer.round_deadline_s,
         num_unsure_pins=num_unsure_checkpoints(config),
         spool_bytes=config.coordinator.spool_bytes,
-        num_threads=num_threads,
+        merges_at_once=merges_at_once,
         on_member_lost=outer.on_member_lost,
         min_members=config.run.min_islands if is_on_arrival else None,
         quorum=outer.quorum,

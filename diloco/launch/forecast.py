@@ -7,6 +7,7 @@ disk             checkpoints of the islands, records of the syncer, or of every 
 host memory      copies of an island's inner states, for each of the hosts that keep one
                  (`diloco.launch.host_memory`)
 ranks            device and host memory, operations (`diloco.launch.rank_memory`)
+syncers          host memory (`diloco.launch.syncer_memory`), disk
 alternatives     the same schedule in float32; data parallel at every inner step
 """
 
@@ -25,6 +26,7 @@ from diloco.launch.build import link_profile
 from diloco.launch.disk import DiskForecast, forecast_disk
 from diloco.launch.host_memory import kept_bytes
 from diloco.launch.rank_memory import RankForecast, forecast_rank
+from diloco.launch.syncer_memory import syncer_memory
 from diloco.launch.traffic import (
     Traffic,
     allreduce_bytes,
@@ -99,12 +101,18 @@ class WayForecast:
 
 @dataclass(frozen=True, slots=True)
 class SyncerForecast:
-    """One syncer: its fragments, their parameters, and what its store takes on disk at most."""
+    """One syncer: its fragments, their parameters, and what it takes at most.
+
+    `store_bytes` are on disk; `memory_bytes` of its host, with one fragment merged at a time, and
+    `merge_bytes` more for each that is merged meanwhile.
+    """
 
     syncer_id: int
     fragment_ids: tuple[int, ...]
     parameters: int
     store_bytes: int
+    memory_bytes: int
+    merge_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +246,12 @@ def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
     for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
         parameters = sum(plan.fragments[p].numel for p in own)
         store_bytes = forecast_disk(config, parameters).store_bytes
-        syncers.append(SyncerForecast(syncer_id, own, parameters, store_bytes))
+        memory = syncer_memory(config, [plan.fragments[p] for p in own])
+        syncers.append(
+            SyncerForecast(
+                syncer_id, own, parameters, store_bytes, memory.least_bytes, memory.merge_bytes
+            )
+        )
     return tuple(syncers)
 
 

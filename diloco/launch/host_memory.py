@@ -232,7 +232,7 @@ def insist_on_memory(key: str, what: str, num_bytes: int, remedy: str) -> None:
         key: Dotted path of the setting that asks for it, and its value.
         what: Takes it: "copies of ..."; a plural.
         num_bytes: Of all ranks of this host; 0: nothing is asked for.
-        remedy: What to change instead of spreading the island over more hosts.
+        remedy: What to change.
 
     Raises:
         ConfigError: Naming what is needed, what is there and what to change.
@@ -241,5 +241,5 @@ def insist_on_memory(key: str, what: str, num_bytes: int, remedy: str) -> None:
     if available is not None and num_bytes > available:
         raise ConfigError(
             f"{key}: {what} take {format_bytes(num_bytes)} of this host's memory, and "
-            f"{format_bytes(available)} are available; spread the island over more hosts, {remedy}"
+            f"{format_bytes(available)} are available; {remedy}"
         )

@@ -147,7 +147,8 @@ class MemoryCopies:
             f"islands.{self._island}.memory_checkpoint_steps = {self._every}",
             "copies of the inner state",
             sum(missing[first : first + here]),
-            "lower memory_copies, or set memory_checkpoint_steps to 0",
+            "spread the island over more hosts, lower memory_copies, or set "
+            "memory_checkpoint_steps to 0",
         )
         self._agree(True)  # all hosts have looked before any rank takes
         try:

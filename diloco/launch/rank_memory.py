@@ -298,7 +298,8 @@ def insist_on_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bo
         f"{num_local_ranks} ranks of island {config.island_id} and {copies} of copies for "
         f"checkpoints behind their training",
         num_local_ranks * own,
-        "or set it to false: training then waits for the disk, and no copy is made",
+        "spread the island over more hosts, or set it to false: training then waits for the disk, "
+        "and no copy is made",
     )
 
 

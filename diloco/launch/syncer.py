@@ -35,6 +35,7 @@ from diloco.launch.address import listen, of_syncer, syncer_address
 from diloco.launch.chaos import wall_clock
 from diloco.launch.disk import insist_on_room
 from diloco.launch.ending import first_of, heed_signals
+from diloco.launch.host_memory import available_bytes
 from diloco.launch.logs import log_to
 from diloco.launch.orphaned import end_once_orphaned
 from diloco.launch.room import having_room
@@ -51,6 +52,7 @@ from diloco.launch.state_dir import (
     read_timeline,
 )
 from diloco.launch.stores import part_of, stored_plan
+from diloco.launch.syncer_memory import insist_on_syncer_memory, syncer_memory
 from diloco.launch.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
@@ -204,8 +206,10 @@ async def _serve(
     with syncer_workers(num_threads) as workers:
         await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
-            num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
+            fragments = part_of(state, plan).fragments
+            num_parameters = sum(fragment.numel for fragment in fragments)
             insist_on_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
+            insist_on_syncer_memory(config, fragments)
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(
@@ -418,8 +422,10 @@ def _build_syncer(
         )
         for fragment in part_of(state, plan).fragments
     ]
-    num_threads = len(os.sched_getaffinity(0))
-    rules = build_syncer_rules(config, timeline=timeline.number, num_threads=num_threads)
+    memory = syncer_memory(config, [store.fragment for store in stores])
+    merges_at_once = memory.merges_at_once(len(os.sched_getaffinity(0)), available_bytes())
+    logger.info("merges of as many as %d fragments at once", merges_at_once)
+    rules = build_syncer_rules(config, timeline=timeline.number, merges_at_once=merges_at_once)
     return Syncer(
         plan,
         rules,
@@ -507,7 +513,7 @@ class _Orders:
         return build_syncer_rules(
             with_settings(self._config, orders.policy_json),
             timeline=self._rules.timeline,
-            num_threads=self._rules.num_threads,
+            merges_at_once=self._rules.merges_at_once,
             policy_revision=orders.policy_revision,
         )
 

@@ -43,8 +43,8 @@ class TensorThread:
 
 @contextlib.contextmanager
 def syncer_workers(num_threads: int) -> Iterator[Workers]:
-    """Give a syncer its threads, and end each after its last work; merges use `num_threads`."""
-    with contextlib.ExitStack() as opened:
+    """Give a syncer its threads, and end each after its last work; `num_threads` merge lanes."""
+    with ThreadPoolExecutor(num_threads, "lanes") as lanes, contextlib.ExitStack() as opened:
 
         def thread(name: str, num: int = 1) -> TensorThread:
             return opened.enter_context(TensorThread(name, num))
@@ -56,4 +56,5 @@ def syncer_workers(num_threads: int) -> Iterator[Workers]:
             reads=thread("reads", _NUM_READING),
             pins=thread("pins"),
             donations=thread("donations"),
+            lanes=lanes,
         )

@@ -31,7 +31,6 @@ class Hooks:
         room: Has work done again while the disk is full.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
-        num_threads: Lanes merged at once.
         unix_clock: Wall clock in seconds, by which a later start knows how long ago a round closed.
         downtime: What this start finds overdue.
     """
@@ -46,6 +45,5 @@ class Hooks:
     room: Room
     meter: SyncerMeter
     spool: Spool
-    num_threads: int
     unix_clock: Callable[[], float]
     downtime: Downtime

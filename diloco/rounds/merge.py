@@ -17,11 +17,11 @@ Source: protocol.md section 4 (reduction, commit point).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -46,6 +46,7 @@ from diloco.rounds.store import FragmentStore
 from diloco.rounds.terms import MOST_NUMBER, Close, Contributor, Inclusion
 from diloco.rounds.version import VersionRecord
 from diloco.rounds.watch import MergeWatch
+from diloco.rounds.worker import side_by_side
 from diloco.telemetry.syncer_meter import SyncerMeter
 from transport.contracts import Buffer
 
@@ -53,6 +54,8 @@ from transport.contracts import Buffer
 Spooled: TypeAlias = Mapping[str, Mapping[int, SpooledLane]]
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _DIGEST_BYTES = 32
 
@@ -86,7 +89,7 @@ class Merger:
         store: Where its versions become durable.
         rules: How contributions become a version.
         meter: Counts the seconds.
-        num_threads: Lanes merged at once.
+        lanes: Merges lanes side by side; of other fragments, too.
         told: What beside `rules` made a version, for its record (JSON values).
         closed_unix_s: When its round closed, for its record.
         insist: Called when a merge begins, and before it is durable: raises what is to end it.
@@ -97,7 +100,7 @@ class Merger:
     store: FragmentStore
     rules: PublicationRules
     meter: SyncerMeter
-    num_threads: int
+    lanes: Executor
     told: Mapping[str, Any] = field(default_factory=dict)
     closed_unix_s: float | None = None
     insist: Callable[[], None] = lambda: None
@@ -164,27 +167,19 @@ class Merger:
         fragment_id, draft = close.key.fragment_id, None
         self.insist()
         try:
-            with (
-                self.meter.merging(fragment_id),
-                ThreadPoolExecutor(self.num_threads, "lanes") as pool,
-            ):
-                merge = self._decided(close, rejected, spool, pool)
+            with self.meter.merging(fragment_id):
+                merge = self._decided(close, rejected, spool)
                 watch = self._watch(base, close, merge)
                 record = self._uncomputed(base, close, merge, watch)
                 draft = begun = self._draft(record, spool)  # has room for all of it
                 try:
-                    made = list(
-                        pool.map(
-                            lambda i: self._lane(
-                                i, base.lanes[i], close, merge, spool, begun, watch
-                            ),
-                            range(len(self.fragment.lanes)),
-                        )
+                    made = self._of_lanes(
+                        lambda i: self._lane(i, base.lanes[i], close, merge, spool, begun, watch),
+                        range(len(self.fragment.lanes)),
                     )
                     outliers = {} if rejected else watch.outliers()
                 except AggregationError:
                     # What is too large for the sum, or for the downlink codec, names its island.
-                    pool.shutdown(cancel_futures=True)
                     if rejected or not (outliers := self._outliers_of(base, close, merge, spool)):
                         raise
             if outliers:
@@ -240,9 +235,7 @@ class Merger:
                 look(decode(spool[contributor.island][lane.lane_id].read()))
         return watch.outliers()
 
-    def _decided(
-        self, close: Close, rejected: Mapping[str, str], spool: Spooled, pool: Executor
-    ) -> _Merge:
+    def _decided(self, close: Close, rejected: Mapping[str, str], spool: Spooled) -> _Merge:
         """Decide with which coefficients those of a close that were not rejected are merged."""
         rule, is_flush = self.rules.merge, close.is_flush
         contributors = tuple(c for c in close.contributors if c.island not in rejected)
@@ -260,10 +253,13 @@ class Merger:
             self.units,
             self.rules.uplink_codec,
             is_radial=rule.is_radial(is_flush=is_flush),
-            across=pool.map,
+            across=self._of_lanes,
         )
         combination = combine(grams, self.units, weights, rule, is_flush=is_flush)
         return _Merge(contributors, combination, True, rejected)
+
+    def _of_lanes(self, work: Callable[[int], _T], lane_ids: Iterable[int]) -> list[_T]:
+        return side_by_side(self.lanes, work, lane_ids)
 
     def restore(self, base: VersionRecord) -> None:
         """Make theta and moments of a version again what they durably are.

@@ -396,7 +396,7 @@ class RoundRunner:
             self._store,
             rules.publication,
             hooks.meter,
-            hooks.num_threads,
+            hooks.workers.lanes,
             rules.told(),
             self._unix_s,
             partial(self._insist_on, self.rounds),

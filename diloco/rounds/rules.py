@@ -58,7 +58,7 @@ class SyncerRules:
         round_deadline_s: Seconds from the first complete contribution to expiry.
         num_unsure_pins: Newest pins that are kept though their checkpoints are not complete.
         spool_bytes: Coded contributions in memory; beyond that they wait on disk.
-        num_threads: Lanes merged at once.
+        merges_at_once: Fragments merged at once; each takes memory of its own.
         on_member_lost: What a scheduled run does without an island that stays away: stop after
             some attempts without a result, or have them expire until it is back or taken out.
         min_members: Islands without which nothing opens, where they come and go and nobody waits
@@ -78,7 +78,7 @@ class SyncerRules:
     round_deadline_s: float
     num_unsure_pins: int
     spool_bytes: int = 1 << 30
-    num_threads: int = 1
+    merges_at_once: int = 1
     on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
     min_members: int | None = None
     quorum: int | None = None

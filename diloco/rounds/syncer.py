@@ -58,9 +58,6 @@ from transport.errors import Overloaded
 logger = logging.getLogger(__name__)
 
 _NO_FRAGMENT = "this syncer has no such fragment"
-#: Each merge uses all threads; for so many there is one more fragment that merges meanwhile, which
-#: takes the memory of one more fragment's published values.
-_THREADS_OF_A_MERGE = 4
 
 
 class Syncer:
@@ -124,7 +121,7 @@ class Syncer:
         )
         hooks = Hooks(
             workers=workers,
-            merging=asyncio.Semaphore(max(1, rules.num_threads // _THREADS_OF_A_MERGE)),
+            merging=asyncio.Semaphore(rules.merges_at_once),
             spawn=self._spawn,
             on_record=on_record,
             on_change=self._notify,
@@ -133,7 +130,6 @@ class Syncer:
             room=Room(self.meter, self._hold_openings, self._donations.let_go),
             meter=self.meter,
             spool=self._spool,
-            num_threads=rules.num_threads,
             unix_clock=unix_clock,
             downtime=Downtime(loop_now()),
         )

@@ -6,11 +6,14 @@ Source: protocol.md sections 4 and 8.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 class Worker(Protocol):
@@ -32,6 +35,7 @@ class Workers:
         reads: Reads older versions from the disk, several pieces at once.
         pins: Keeps versions for checkpoints, one piece at a time.
         donations: Keeps what islands give each other of inner optimizers.
+        lanes: Merges lanes side by side, for all fragments.
     """
 
     of_fragment: Callable[[], Worker]
@@ -40,6 +44,7 @@ class Workers:
     reads: Worker
     pins: Worker
     donations: Worker
+    lanes: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "lanes"))
 
     @classmethod
     def all_by(cls, worker: Worker) -> Workers:
@@ -58,3 +63,19 @@ class Bounded:
         """See `Worker`."""
         async with self._at_once:
             return await self._worker.run(work)
+
+
+def side_by_side(
+    executor: Executor, work: Callable[[_Item], _T], items: Iterable[_Item]
+) -> list[_T]:
+    """Do work on each item in the threads of an executor; returns the results in their order.
+
+    When it raises what one raises, none of the others is at work any more.
+    """
+    begun = [executor.submit(work, item) for item in items]
+    try:
+        return [each.result() for each in begun]
+    finally:
+        for each in begun:
+            each.cancel()
+        wait(begun)

@@ -35,8 +35,8 @@ _IN_A_ROW = 3
 _SHARE, _NATS, _DEVIATIONS = 0.5, 0.5, 6.0
 #: Of a normal distribution: standard deviation over median absolute deviation.
 _DEVIATION_OF_MEDIAN = 1.4826
-#: Contributions in a row that the syncer refuses before the optimizer state is not trusted; where no
-#: other is merged, to one fragment: a lawful jump is refused once less there (`outer.guard`).
+#: Contributions in a row that the syncer refuses before the optimizer state is not trusted; to one
+#: fragment where no other is merged: a lawful jump is refused once less there (`outer.guard`).
 MOST_REFUSED = 3
 #: What a bound is multiplied with: roundings, and moments of other ages.
 _SLACK = 2.0

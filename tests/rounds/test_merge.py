@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -47,6 +48,10 @@ CLOSE = Close(
 )
 
 
+def threads(num_threads: int) -> Executor:
+    return ThreadPoolExecutor(num_threads, "lanes")
+
+
 def base() -> VersionRecord:
     generator = torch.Generator().manual_seed(1)
     lanes = []
@@ -75,7 +80,7 @@ class Bench:
         self.spool = Spool(directory / "spool", spool_bytes)
         self.spool.start()
         self.merger = Merger(
-            FRAGMENT, UNITS, self.store, RULES, SyncerMeter(time.perf_counter), num_threads
+            FRAGMENT, UNITS, self.store, RULES, SyncerMeter(time.perf_counter), threads(num_threads)
         )
 
     def spooled(self, scale: float = 1.0) -> Spooled:
@@ -246,7 +251,7 @@ class Round(Bench):
         self.spool = Spool(directory / "spool", 1 << 20)
         self.spool.start()
         meter = SyncerMeter(time.perf_counter)
-        self.merger = Merger(self.fragment, units, self.store, rules, meter, num_threads)
+        self.merger = Merger(self.fragment, units, self.store, rules, meter, threads(num_threads))
 
     def deltas(self) -> dict[str, torch.Tensor]:
         deltas = {}

@@ -175,12 +175,12 @@ def test_what_came_whole_in_the_grace_window_counts_though_its_verification_take
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize(("num_threads", "takes_s"), [(1, 2 * MERGE_S), (8, MERGE_S)])
+@pytest.mark.parametrize(("merges_at_once", "takes_s"), [(1, 2 * MERGE_S), (2, MERGE_S)])
 def test_fragments_merge_at_once_where_there_are_cores_for_it(
-    setting: Setting, num_threads: int, takes_s: float
+    setting: Setting, merges_at_once: int, takes_s: float
 ) -> None:
     async def scenario() -> None:
-        run, islands = await begun(replace(setting, num_threads=num_threads), slow_merges())
+        run, islands = await begun(replace(setting, merges_at_once=merges_at_once), slow_merges())
         for key in (FIRST, SECOND):
             for island in islands:
                 await island.contribute(key)
