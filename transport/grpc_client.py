@@ -48,6 +48,9 @@ _Call: TypeAlias = (
 #: Seconds for which calls in progress may go on over the connection of replaced certificates: as
 #: long as a server bears a call.
 _RETIRE_S = 7200.0
+#: Seconds of silence after which a connection is replaced as a call over it reaches its deadline.
+#: Less throws away what still waits in the sockets of a thin uplink that many processes share.
+_SILENT_S = 180.0
 #: Seconds between two looks at what was lost.
 _LOOK_S = 1.0
 
@@ -60,7 +63,7 @@ class GrpcTransport:
     of its first call. Loops in several threads work side by side, but gRPC logs an error when
     one of them is closed while another handles its last events.
 
-    A connection over which nothing came during all of a call's deadline is replaced: one flipped
+    A connection over which nothing came for three deadlines, or `_SILENT_S`, is replaced: a flipped
     bit in the length of an HTTP/2 frame makes either end take all that follows for that frame's
     content, and gRPC's keepalive does not see it, as the other direction lives.
 
@@ -169,7 +172,7 @@ class GrpcTransport:
                         method, request, message, size + max_reply_bytes, timeout
                     )
             except TimeoutError:
-                self._replace_silent(deadline_s)
+                self._replace_silent(max(deadline_s, min(3 * deadline_s, _SILENT_S)))
                 late = self._error(DeadlineExceeded, f"no answer within {deadline_s:g} s", method)
                 request.failed(late)
                 raise late from None

@@ -19,7 +19,7 @@ from transport.retry import RetryPolicy, retry
 from transport.transfer import Transfer
 
 #: A flip may leave a stream silent, as one of a frame's length: the attempt ends by its deadline.
-DEADLINE_S = 2.0
+DEADLINE_S = 1.0
 PAYLOAD = random.Random(9).randbytes((1 << 20) + 300_077)
 
 
