@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -122,12 +122,11 @@ def read_request(request: bytes, caller: Identity) -> ec.EllipticCurvePublicKey:
     """
     try:
         read = x509.load_der_x509_csr(request)
-        is_signed = read.is_signature_valid
-    except (ValueError, TypeError) as error:
+        key, is_signed = read.public_key(), read.is_signature_valid
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateError(f"this is no request for a certificate: {error}") from error
     if (asked := identity_of(read)) != caller:
         raise CertificateError(f"{caller.uri} asks for a certificate of {asked.uri}")
-    key = read.public_key()
     if not (is_signed and isinstance(key, ec.EllipticCurvePublicKey)):
         raise CertificateError("the request is not signed with its key, or that is of another kind")
     return key
@@ -184,7 +183,12 @@ def identity_of(certificate: x509.Certificate | x509.CertificateSigningRequest) 
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         (uri,) = uris
         return Identity.from_uri(uri)
-    except (x509.ExtensionNotFound, ValueError) as error:
+    except (
+        x509.ExtensionNotFound,
+        x509.DuplicateExtension,
+        x509.UnsupportedGeneralNameType,
+        ValueError,
+    ) as error:
         raise CertificateError("the certificate names no identity of a run") from error
 
 

@@ -102,6 +102,8 @@ def test_a_request_is_for_whoever_asks_and_for_a_key_that_it_has() -> None:
         (b"junk", "is no request"),
         (b"", "is no request"),
         (request[:-1] + bytes([request[-1] ^ 1]), "is not signed with its key"),
+        (request.replace(b"\x02\x01\x00", b"\x02\x01\x09", 1), "not a valid CSR version"),
+        (request.replace(b"\x3d\x03\x01\x07", b"\x3d\x03\x01\x2e"), "Curve .* is not supported"),
     ]:
         with pytest.raises(CertificateError, match=reason):
             read_request(bad, EAST)
