@@ -35,7 +35,7 @@ class AlarmKind(StrEnum):
     ISLAND_DECLINES = "island_declines"  # an island found its own state broken
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
     SYNCER_ENDS = "syncer_ends"  # it ended by itself, and is started again
-    CERTIFICATE = "certificate"  # the coordinator's, or the CA's, ends soon
+    CERTIFICATE = "certificate"  # the coordinator's or the CA's ends soon; or one is not renewed
     DAMAGED_ON_THE_WAY = "damaged_on_the_way"  # a link damages more than it should
 
 

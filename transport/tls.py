@@ -101,6 +101,7 @@ class Tls:
         identity: Whose process this is.
         ask: Has the coordinator issue a leaf for a request; None: the issuer that lies beside the
             other files does, as where everything is on one machine.
+        on_failure: Hears of a renewal that failed, in the event loop that needed it.
         is_revoked: Whether a certificate with this serial number was revoked.
     """
 
@@ -124,6 +125,7 @@ class Tls:
                 everybody, or its certificate is not valid, or somebody else's.
         """
         self.ask: Callable[[bytes], Awaitable[bytes]] | None = None
+        self.on_failure: Callable[[str], None] = lambda text: None
         self.is_revoked: Callable[[int], bool] = lambda serial: False
         self._directory = directory
         self._is_server = identity.role in SERVERS
@@ -267,10 +269,12 @@ class Tls:
             self._failure, leaf = error, self._leaf
             lifetime_s, left_s = (leaf.until - leaf.since, leaf.until - now) if leaf else (0.0, 0.0)
             self._ask_again_at = now + min(_AGAIN_S, _AGAIN_SHARE * lifetime_s)
-            _log.warning(
-                "no new certificate for %s, the present one ends in %.0f s: %s",
-                self.identity.short, max(0.0, left_s), error,
-            )  # fmt: skip
+            text = (
+                f"no new certificate for {self.identity.short}, the present one ends in "
+                f"{max(0.0, left_s):.0f} s: {error}"
+            )
+            _log.warning("%s", text)
+            self.on_failure(text)
         else:
             _log.info("certificate issued to %s", self.identity.short)
 

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Collection, Sequence
 
+from diloco.alarms import AlarmKind
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.launch.address import find_coordinator
@@ -21,6 +22,7 @@ from diloco.launch.security import Security
 from diloco.launch.slow_tcp import slow_tcp
 from diloco.outer.fragments import Plan
 from diloco.sync.connection import Connection
+from diloco.telemetry.events import AlarmRaised
 from protos.control_pb2 import JoinReply
 from transport.contracts import Transport
 from transport.identity import Role
@@ -53,7 +55,14 @@ def connect(config: Config, coordinator: str = "") -> Connection:
         )
     address = find_coordinator(config, coordinator)
     security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
-    return Connection(config, _Wires(config, address, security, link_profile(config)))
+    connection = Connection(config, _Wires(config, address, security, link_profile(config)))
+
+    def tell(text: str) -> None:
+        connection.on_event(AlarmRaised(AlarmKind.CERTIFICATE, text, config.island_id))
+
+    if security.tls is not None:
+        security.tls.on_failure = tell
+    return connection
 
 
 class _Wires:
