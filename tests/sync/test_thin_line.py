@@ -32,6 +32,7 @@ async def carry(
     *,
     is_up: bool,
     cuts: Sequence[int] = (),
+    num_ranks: int = 1,
 ) -> tuple[int, float, int]:
     """Move lanes.
 
@@ -64,25 +65,30 @@ async def carry(
     port = int(server.address.rpartition(":")[2])
     way = {"cut_up" if is_up else "cut_down": cuts}
     async with Line(("127.0.0.1", port), rate_bps=rate_bps, **way) as line:
-        calls = RetriedCalls(
-            GrpcTransport(f"127.0.0.1:{line.port}"),
-            GrpcTransport(f"127.0.0.1:{line.port}"),
-            "east",
-            rpc_deadline_s=60.0,
-            policy=RetryPolicy(budget_s=600.0, max_wait_s=1.0),
-            rng=random.Random(1),
-            reach=Reach(),
-            damage=LineDamage("east", lambda _: None),
-        )
+        ranks = [
+            RetriedCalls(
+                GrpcTransport(f"127.0.0.1:{line.port}"),
+                GrpcTransport(f"127.0.0.1:{line.port}"),
+                "east",
+                rpc_deadline_s=60.0,
+                policy=RetryPolicy(budget_s=600.0, max_wait_s=1.0),
+                rng=random.Random(1),
+                reach=Reach(),
+                damage=LineDamage("east", lambda _: None),
+            )
+            for _ in range(num_ranks)
+        ]
 
         async def move(number: int) -> bool:
+            calls = ranks[number % num_ranks]
             if is_up:
                 return (await calls.data("take", Int64Value(value=number), lane)).header == b"whole"
             asked = Int64Value(value=number)
             return (await calls.data("give", asked, max_reply_bytes=lane_bytes)).payload == lane
 
         came = await asyncio.gather(*map(move, range(num_lanes)))
-        await calls.close()
+        for calls in ranks:
+            await calls.close()
         assert bool(line.num_cuts) == bool(cuts)
         moved = line.up.num_bytes if is_up else line.down.num_bytes
     await server.stop(0)
@@ -115,6 +121,16 @@ def test_all_lanes_come_over_a_thin_line(
     size = size_kib << 10
     came, share, _ = asyncio.run(carry(num_lanes, size, mbps * 1e6, Limits(), is_up=is_up))
     assert came == num_lanes
+    assert share < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@WAYS
+def test_lanes_of_16_ranks_that_share_a_thin_line_come(is_up: bool) -> None:
+    come = carry(16, 1280 << 10, 2e6, Limits(), is_up=is_up, num_ranks=16)
+    came, share, _ = asyncio.run(come)
+    assert came == 16
     assert share < 1.2
 
 
