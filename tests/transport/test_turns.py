@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from transport.deadlines import STILL, Movement
+from transport.framing import WHOLE_BYTES
 from transport.loopback import run_virtual
 from transport.turns import MOVE_S, START_BYTES, LineTurns, RateMeter, may_begin
 
@@ -63,6 +64,26 @@ def test_all_get_their_turn_in_order_and_whoever_gives_up_holds_up_nobody() -> N
         return order
 
     assert run_virtual(run()) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+def test_small_payloads_take_turns_and_do_not_wait_for_large_ones() -> None:
+    async def run() -> int:
+        turns, num_begun = LineTurns(MESSAGE), 0
+
+        async def call(num_bytes: int) -> None:
+            nonlocal num_begun
+            async with turns.turn(0, num_bytes, is_bulk=False):
+                num_begun += num_bytes == WHOLE_BYTES
+                await asyncio.sleep(1e6)
+
+        tasks = [asyncio.create_task(call(n)) for n in [MESSAGE] * 9 + [WHOLE_BYTES] * 99]
+        await asyncio.sleep(1.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return num_begun
+
+    assert run_virtual(run()) == START_BYTES // WHOLE_BYTES
 
 
 def test_a_stream_is_silent_when_its_connection_is_and_after_some_silences_of_its_own() -> None:
