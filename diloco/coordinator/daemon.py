@@ -261,7 +261,8 @@ class Coordinator:
             holding[AlarmKind.CERTIFICATE] = problem, 1
         for kind, (text, count) in holding.items():
             self.alarms.raise_(Alarm(kind, text), now, count=count)
-        self.alarms.suspect(now)
+        if len(membership.live) == 2:  # of more, the loss that rises may be of a third
+            self.alarms.suspect(now)
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""

@@ -332,10 +332,12 @@ async def _coordinate(
 def _write_again(contents: Mapping[Path, bytes]) -> None:
     """Write again what a starting syncer reads, where a disk does not give it back as it was."""
     for path, content in contents.items():
-        if not path.is_file() or path.read_bytes() != content:
-            logger.error("%s is not what was written there: it is written again", path)
-            with contextlib.suppress(DiskFull):  # the syncer says what is wrong with it
-                write_durably(path, [content], mode=0o600)
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == content:
+                continue
+        logger.error("%s is not what was written there: it is written again", path)
+        with contextlib.suppress(OSError):  # the syncer says what is wrong with it
+            write_durably(path, [content], mode=0o600)
 
 
 def _build_coordinator(

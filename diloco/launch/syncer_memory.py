@@ -80,5 +80,5 @@ def insist_on_syncer_memory(config: Config, fragments: Sequence[Fragment]) -> No
         f"coordinator.spool_memory = {config.coordinator.spool_memory}",
         "the state, contributions and one merge of a syncer",
         syncer_memory(config, fragments).least_bytes,
-        "give it less, or raise coordinator.num_syncers and place syncers on several hosts",
+        "give it less, or start the coordinator, whose syncers are beside it, on a host with more",
     )

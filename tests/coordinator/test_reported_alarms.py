@@ -58,6 +58,7 @@ def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Pa
         pytest.param({"east": "", "west": ""}, set(), id="none-rises"),
         pytest.param({"east": "east", "west": "west"}, set(), id="both-rise"),
         pytest.param({"east": "west", "west": ""}, set(), id="another-says-so"),
+        pytest.param({"east": "", "west": "", "north": "north"}, set(), id="of-a-third"),
     ],
 )
 def test_of_two_opposed_islands_that_whose_own_loss_rises_is_named(
@@ -74,7 +75,7 @@ def test_of_two_opposed_islands_that_whose_own_loss_rises_is_named(
 
         assert {a.alarm.island for a in shown(desk) if a.reporter == "coordinator"} == named
 
-    tell(tmp_path, story)
+    tell(tmp_path, story, names=tuple(about))
 
 
 def test_what_is_not_reported_any_more_is_shown_for_an_hour(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.errors import ConfigError
-from diloco.launch.coordinator import run_coordinator
+from diloco.launch.coordinator import _write_again, run_coordinator
 from diloco.launch.lost_journal import has_journal
 from diloco.launch.repair import repair_run
 from diloco.launch.run_checkpoints import open_journal, read_membership
@@ -186,6 +186,18 @@ def test_damaged_small_files_of_a_syncer_are_no_end(site: Site) -> None:
     log = site.state.syncer_log.read_text()
     assert "orders.json is damaged and set aside" in log
     assert "Traceback" not in log
+
+
+def test_what_a_syncer_reads_of_its_coordinator_is_written_again_where_it_can_be(
+    tmp_path: Path,
+) -> None:
+    unreadable, damaged, lost = (tmp_path / name for name in "abc")
+    unreadable.mkdir()
+    damaged.write_bytes(b"dolt")
+
+    _write_again(dict.fromkeys((unreadable, damaged, lost), b"told"))
+
+    assert (damaged.read_bytes(), lost.read_bytes()) == (b"told", b"told")
 
 
 @pytest.mark.parametrize("found", [None, "", "{", "[1]", "7", '"x"'])
