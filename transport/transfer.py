@@ -7,8 +7,8 @@ lacks, and a handler that has answered is not asked again.
 
 `TransferTable` is pure: `now` is given. What it keeps of broken calls is bounded in bytes, number
 and time; the caller that keeps most loses first what was answered to the end, oldest first, then
-the payload of which least has arrived: so the one that is furthest arrives at last, however often
-the line breaks and however many go on beside it.
+the payload of which least has arrived: so its one that is furthest arrives at last, however often
+the line breaks and however many of its own go on beside it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TransferTable:
     def __init__(self, *, kept_bytes: int, kept_s: float, most: int = 4096) -> None:
         """Keep at most `kept_bytes` of at most `most` calls, each at most `kept_s` seconds.
 
-        One call is kept however large it is.
+        One call is kept however large it is, while it is the only one.
         """
         self._kept_bytes = kept_bytes
         self._kept_s = {False: kept_s, True: min(kept_s, SENT_S)}
