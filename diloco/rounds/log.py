@@ -26,6 +26,7 @@ from typing import Any
 
 from diloco import durable
 from diloco.rounds.record import (
+    GUARD,
     HEADER_END,
     MAGIC,
     RecordDraft,
@@ -287,7 +288,7 @@ def keep_without_state(directory: Path, record: StoredRecord) -> None:
     sections = [
         (name, section.num_bytes)
         for name, section in record.sections.items()
-        if name.startswith(("payload/", "contribution/"))
+        if name == GUARD or name.startswith(("payload/", "contribution/"))
     ]
     _make_kept(directory)
     path = segment_path(directory / KEPT, version - 1)

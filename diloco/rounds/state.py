@@ -384,6 +384,7 @@ class FragmentRounds(Standing):
         """
         self._require(Phase.CLOSING, "malformed", key)
         self._move(RoundEvent.MALFORMED)
+        self._deadline += now - self.closed_at  # nobody was late while it was merged
         return self._take_out(refused, now)
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:

@@ -133,7 +133,10 @@ def test_host_memory_is_forecast_where_copies_are_kept(run_file: Path) -> None:
     # Two moments of 4 B, two slots.
     assert planned["kept_bytes"] == {"west": 16 * 41120}
     assert "In the memory of island west's hosts: 642.5 KiB for each of" in plan(run_file, *setting)
-    assert "In the memory" not in plan(run_file)
+    assert "In the memory of island" not in plan(run_file)
+    (syncer,) = planned["syncers"]
+    assert syncer["merge_bytes"] < syncer["memory_bytes"]
+    assert "In the memory of a syncer's host, at most: " in plan(run_file)
 
 
 def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:

@@ -496,6 +496,16 @@ def test_pins_put_off_no_snapshot_and_all_is_kept(tmp_path: Path, every: int, la
         assert frame.header["lane_digests"] == records[version].header()["lane_digests"]
 
 
+def test_what_the_guard_knew_is_kept_too(tmp_path: Path) -> None:
+    store = opened(tmp_path, snapshot_rounds=1)
+    directory = directory_of(store)
+    put(store, replace(following(commit(store, 0)[0]), guard=b"usual sizes"))
+
+    keep_without_state(directory, locate(record_path(directory, 1)))
+
+    assert frames_in(directory / KEPT)[1].read("guard") == b"usual sizes"
+
+
 def test_a_version_that_is_kept_twice_does_not_hide_what_is_kept_after_it(tmp_path: Path) -> None:
     store = opened(tmp_path, snapshot_rounds=8)
     commit(store, 5)
