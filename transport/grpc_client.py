@@ -53,6 +53,8 @@ _RETIRE_S = 7200.0
 _SILENT_S = 180.0
 #: Seconds between two looks at what was lost.
 _LOOK_S = 1.0
+#: gRPC's words where TLS had not begun: no certificate is at fault.
+_NOBODY_LISTENS = "Failed to connect to remote host"
 
 
 class GrpcTransport:
@@ -205,9 +207,9 @@ class GrpcTransport:
                 channel = self._channel(self._candidates[index], dealt)
                 try:
                     reply = await self._call(channel, method, request, message, timeout)
-                except ConnectError:
+                except ConnectError as error:
                     if n == num_candidates - 1:
-                        if self._leaves is not None:
+                        if self._leaves is not None and _NOBODY_LISTENS not in str(error):
                             self._leaves.doubt()
                         raise
                 else:

@@ -311,3 +311,20 @@ def test_calls_that_begin_together_ask_once(run: Run) -> None:
             assert len(asked) == 1
 
     asyncio.run(claim())
+
+
+def test_a_server_that_is_away_costs_no_new_leaf_and_no_new_connections(run: Run) -> None:
+    async def claim() -> None:
+        async with run.serving():
+            east = run.site(EAST)
+            way, away = run.to_syncer(east), run.way("127.0.0.1:1", east, Role.SYNCER)
+            assert await ask(way) == "island/east"
+            before = east.stamp
+            for _ in range(3):
+                run.skew_s += 61.0  # from when on a leaf may be doubted
+                with pytest.raises(ConnectError, match="Connection refused"):
+                    await ask(away)
+                assert await ask(way) == "island/east"
+                assert east.stamp == before
+
+    asyncio.run(claim())
