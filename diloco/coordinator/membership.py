@@ -362,11 +362,11 @@ class Membership(Roll):
         says so while fragments are known to lack tokens has not.
         """
         if self.rules.is_elastic:
-            if 0 < self.merged_tokens() < self.rules.total_tokens:
-                return False
             members = filter(self._has_joined, self.members.values())
             has_end = any(m.has_finished for m in members)
-            return has_end and not (self.holders or self.is_stopping)
+            if not has_end or self.holders or self.is_stopping:
+                return False
+            return not 0 < self.merged_tokens() < self.rules.total_tokens
         return self._have_left_well and not any(m.is_stopped for m in self.counted.values())
 
     @property

@@ -248,14 +248,14 @@ class RoundRunner:
             return
         newest, version = -1 if self.record is None else self.record.version, known.version
         claim = self._claims[island] = version, known.digest.hex()
-        if not self._contradicts(*claim):
+        if version <= self.damage.lost or not self._contradicts(*claim):
             return
-        agreed = [i for i in sorted(self._live) if self._claims.get(i) == claim]
+        agreed = [i for i in self._live if self._claims.get(i) == claim]
         is_near = newest < 0 or version <= newest + self._store.retained_versions
         has_trace = self._store.is_in_doubt and version == newest + 1
         if is_near and (has_trace or 2 * len(agreed) > len(self._live)):
-            self.lose(version, ", ".join(agreed[:MOST_NAMES]))
-        elif version > self.damage.lost:
+            self.lose(version, ", ".join(sorted(agreed)[:MOST_NAMES]))
+        else:
             self._disbelieve(island, version)
 
     def _disbelieve(self, island: str, version: int) -> None:
