@@ -91,7 +91,7 @@ _MOST_SAMPLED_TOGETHER = 1 << 24
 _LEAST_SAMPLED = 1 << 10
 
 _LENGTH = struct.Struct("<I")
-_FLOAT32_BYTES = 4
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ def _directions(samples: Sequence[Sample], seen: Round) -> dict[int, Sample]:
     return {
         m: samples[m] / length
         for m in np.flatnonzero(is_counted & (seen.steps >= enough)).tolist()
-        if (length := math.sqrt(_product(samples[m], samples[m])))
+        if 0 < (length := math.sqrt(_product(samples[m], samples[m]))) <= _MOST_FLOAT32
     }
 
 
