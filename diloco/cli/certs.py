@@ -133,6 +133,7 @@ def revoke(
     out of the run at once, as `diloco kick` does. What it was issued before is of no use without
     the coordinator, and ends within transport.certificate_lifetime. To let it in again: `rotate
     NAME`, and for an island `diloco kick --undo`. With --earlier a run goes on with the newest.
+    A run that begins again (--fresh) has to be told again: the list is in the journal of one run.
     """
     from diloco.cli.operate import tell
 
