@@ -97,7 +97,12 @@ def issue_leaf(
     now: datetime.datetime,
     lifetime: datetime.timedelta,
 ) -> bytes:
-    """Issue a leaf for `public_key`, good for client and server; with the issuer's, as PEM."""
+    """Issue a leaf for `public_key`, good for client and server; with the issuer's, as PEM.
+
+    Raises:
+        CertificateError: If the issuer has expired.
+    """
+    insist_on_dates(issuer.certificate, now)
     name = server_name(identity.role)
     builder = _below(issuer, identity, now, lifetime, public_key, name)
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
@@ -227,6 +232,19 @@ def insist_on_valid(
         what = "self-signed" if certificate.issuer == certificate.subject else "foreign"
         raise CertificateError(f"the certificate is {what}: the CA of this run did not issue it")
     return insist_on_dates(certificate, now)
+
+
+def insist_on_issuer(certificate: x509.Certificate) -> None:
+    """Refuse a coordinator's certificate of an earlier release, which cannot issue others.
+
+    Raises:
+        CertificateError: If it is none of an authority.
+    """
+    if not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
+        raise CertificateError(
+            f"the certificate of {identity_of(certificate).short} cannot issue others, as those of "
+            f"an earlier release: make all of them again (diloco certs init RUN.toml)"
+        )
 
 
 @lru_cache(maxsize=1024)

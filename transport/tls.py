@@ -43,6 +43,7 @@ from transport.certificates import (
     expiry_of,
     identity_of,
     insist_on_dates,
+    insist_on_issuer,
     insist_on_valid,
     is_issued_by,
     issue_leaf,
@@ -222,9 +223,9 @@ class Tls:
             if caller.role is not Role.ISLAND:
                 raise CertificateError(f"{caller.uri} needs no certificate of the coordinator")
             key = read_request(request, caller)
+            return self._issue(self._current().own, caller, key)
         except CertificateError as error:
             raise Unauthorised(str(error)) from error
-        return self._issue(self._current().own, caller, key)
 
     async def ready(self) -> None:
         """See to a leaf that is not due; waits where there is none that is valid.
@@ -350,6 +351,8 @@ class Tls:
             raise CertificateError(
                 f"{own_path} is the certificate of {identity.uri}, this process is {expected.uri}"
             )
+        if self._is_server:
+            insist_on_issuer(own.certificate)
         return _Loaded(stamp, cas, ca_pem, pem, own)
 
     def _read_own(self, path: Path) -> tuple[bytes, Authority]:

@@ -13,6 +13,7 @@ from transport.certificates import (
     expiry_of,
     identity_of,
     insist_on_dates,
+    insist_on_issuer,
     insist_on_valid,
     issue,
     issue_leaf,
@@ -75,6 +76,11 @@ def test_only_a_leaf_serves_and_only_under_the_name_of_its_role(authority: Autho
     assert ["serverAuth" in text for text in shown] == [False, False, False, True]
     assert ["island.diloco" in text for text in shown] == [False, False, False, True]
     assert ["ca=True, path_length=0" in text for text in shown] == [False, False, True, False]
+    insist_on_issuer(above)
+    with pytest.raises(CertificateError, match="cannot issue others"):
+        insist_on_issuer(issued[1].certificate)
+    with pytest.raises(CertificateError, match="coordinator expired at 2026-01-31"):
+        issue_leaf(issuer, EAST, key.public_key(), NOW + 31 * DAY, day)
 
 
 def test_every_spoilt_certificate_is_refused_by_name(authority: Authority) -> None:
