@@ -69,6 +69,7 @@ from diloco.launch.state_dir import (
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
 from diloco.peer_bounds import limits_of, weights_of
+from diloco.peer_texts import bounded_text
 from diloco.rounds.log import headers_in
 from diloco.rounds.pins import pin_directory
 from transport.identity import Role
@@ -287,7 +288,7 @@ async def _coordinate(
             each,
             on_hopeless=coordinator.fail,
             on_ended=lambda reason: coordinator.alarms.raise_(
-                Alarm(AlarmKind.SYNCER_ENDS, reason), loop_now()
+                Alarm(AlarmKind.SYNCER_ENDS, bounded_text(reason)), loop_now()
             ),
             before_start=functools.partial(_write_again, read_by_syncers),
         )

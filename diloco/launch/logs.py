@@ -6,10 +6,12 @@ What peers say gets into them. It cannot look like a line of ours, nor command a
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_TAIL_BYTES = 64 << 10
 
 
 class LogFormatter(logging.Formatter):
@@ -35,7 +37,9 @@ def log_to(path: Path | None, level: int) -> None:
 
 
 def tail(log: Path, num_lines: int = 10) -> str:
-    """Return the last lines of a log; empty if there is none."""
+    """Return the last lines of a log, of its last 64 KiB; empty if there is none."""
     if not log.exists():
         return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from diloco.launch.logs import LogFormatter
+from diloco.launch.logs import LogFormatter, tail
 
 
 def shown(message: str, error: Exception | None = None) -> str:
@@ -27,3 +28,13 @@ def test_control_characters_are_shown_not_sent() -> None:
     text = shown("a\x1b]0;title\x07b\rc\x9bd\u2028e\tf\u00e9")
 
     assert text.endswith("said a\\x1b]0;title\\x07b\\x0dc\\x9bd\\x2028e\tf\u00e9")
+
+
+def test_the_last_lines_of_a_large_log_are_read_without_the_rest(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.seek(1 << 40)  # a sparse file
+        file.write(b"\nlast but one\nlast\n")
+
+    assert tail(log, 2) == "last but one\nlast"
+    assert tail(tmp_path / "none") == ""
