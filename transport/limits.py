@@ -62,16 +62,24 @@ class Limits:
     kept_bytes: int = 1 << 30
     kept_s: float = 600.0
 
-    def for_processes(self, num_processes: int) -> Limits:
-        """Return limits under which so many processes may connect at once from one address.
+    def for_processes(self, num_of_caller: int, num_callers: int = 1) -> Limits:
+        """Return limits under which all processes of so many callers may connect and call at once.
 
-        They do when a server's certificate changes: with one or two connections each, and once
-        calls are let in with up to `MOST_CHANNELS`.
+        They connect when a server's certificate changes, those of one caller from one address: with
+        one or two connections each, and once calls are let in with up to `MOST_CHANNELS`. Each has
+        a poll under way, and moves payloads beside it.
+
+        Args:
+            num_of_caller: Processes of one caller, at most; 0: not known.
+            num_callers: That there can be.
         """
+        num = num_of_caller * num_callers
         return replace(
             self,
-            connections=max(self.connections, MOST_CHANNELS * num_processes),
-            strangers_per_address=max(self.strangers_per_address, 2 * num_processes),
+            calls=max(self.calls, 4 * num),
+            calls_per_caller=max(self.calls_per_caller, 4 * num_of_caller),
+            connections=max(self.connections, MOST_CHANNELS * num_of_caller, 8 * num),
+            strangers_per_address=max(self.strangers_per_address, 2 * num_of_caller),
         )
 
 

@@ -69,6 +69,7 @@ async def listen(
         ConfigError: If the address cannot be bound.
     """
     _raise_descriptor_limit()
+    of_run = limits or RunLimits()
     host, port = split_address(bind)
     if port == 0 and recorded:
         bind = f"{host}:{_port(recorded)}"
@@ -78,7 +79,7 @@ async def listen(
         server = security.server(
             bind,
             guarded(handlers, limits, on_refused),
-            limits=_LIMITS.for_processes(limits.num_ranks if limits else 0),
+            limits=_LIMITS.for_processes(of_run.num_ranks, of_run.num_islands),
             chunk_bytes=chunk_bytes,
         )
         try:

@@ -17,6 +17,14 @@ from transport.limits import Limits, Refusals, Turnstile
 DEADLINE_S = 30.0
 
 
+def test_a_large_run_has_room_for_all_its_processes() -> None:
+    limits = Limits().for_processes(512, 20)
+
+    assert (limits.calls, limits.calls_per_caller) == (4 * 512 * 20, 4 * 512)
+    assert limits.connections == 8 * 512 * 20
+    assert Limits().for_processes(0, 1000) == Limits(), "how large islands are is not known"
+
+
 def test_each_limit_is_named_when_it_is_reached() -> None:
     limits = Limits(calls=4, calls_per_caller=3, concurrent={"join": 1})
     turnstile = Turnstile(limits)
