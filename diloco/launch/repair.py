@@ -17,7 +17,7 @@ from diloco.coordinator.journal import Journal, Told
 from diloco.coordinator.members import read_member
 from diloco.coordinator.round_journal import SavedRound
 from diloco.durable import read_json, write_json
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, QuorumLost
 from diloco.launch.lost_journal import has_journal, rebuild_journal, stores_of
 from diloco.launch.run_checkpoints import open_journal
 from diloco.launch.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
@@ -69,13 +69,21 @@ def _rebuilt(state: StateDir, config: Config, plan: Plan) -> Finding:
     with hold(state.coordinator_lock), _held(stores_of(state, config)):
         decided = _decided(state, config, plan) if config.outer.exchange == "allreduce" else []
         said = rebuild_journal(state, config, plan, decided, unix_s=time.time())
+    if decided:
+        said += (
+            f". Decided is what the peers here hold: an island elsewhere with a newer version "
+            f"ends with exit code {QuorumLost.exit_code}. To keep that, before any start, bring "
+            f"the directory of its peer here (peers/ISLAND), remove {state.journal}, and repair "
+            f"again"
+        )
     return Finding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
 
 
 def _decided(state: StateDir, config: Config, plan: Plan) -> list[SavedRound]:
     """Find the newest version of each fragment that an island's peer here knows to be committed.
 
-    What was committed and reached no peer is decided again: nobody has merged it.
+    What was committed and is at no peer here is decided again: an island that has merged it is
+    refused.
     """
     decided = []
     for fragment in plan.fragments:
