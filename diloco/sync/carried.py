@@ -284,7 +284,6 @@ class CarriedFragment:
         residual: dict[int, Tensor] = {}
         residual_after: dict[int, Tensor] = {}
         for lane_id in self.lanes:
-            self.forget_flipped(lane_id)  # a start that goes on from this could not tell
             numel, sent = fragment.lanes[lane_id].numel, self.sending.get(lane_id)
             payload[lane_id] = (
                 torch.zeros(

@@ -195,8 +195,7 @@ class Contributions:
         self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
     ) -> SentLane:
         rules, residual = self._rules, None
-        if carried.forget_flipped(lane_id):
-            self._tell_flipped(key.fragment_id, lane_id)
+        self.forget_flipped(carried, lane_id)
         if rules.error_feedback:
             residual = carried.residual.get(lane_id)
             residual = torch.zeros_like(delta) if residual is None else residual
@@ -212,15 +211,18 @@ class Contributions:
             lane.delta = delta.clone()  # the memory of `local` is used again
         return lane
 
-    def _tell_flipped(self, fragment_id: int, lane_id: int) -> None:
+    def forget_flipped(self, carried: CarriedFragment, lane_id: int) -> None:
+        """Forget what a lane has left over if a bit of it has flipped, and tell that."""
+        if not carried.forget_flipped(lane_id):
+            return
+        p = carried.fragment_id
         text = (
-            f"a bit has flipped in memory, in what lane {lane_id} of fragment {fragment_id} had "
+            f"a bit has flipped in memory, in what lane {lane_id} of fragment {p} had "
             f"left over from its last contribution: it is forgotten, and not sent. See whether "
             f"this machine's memory is sound (edac-util, dmesg)"
         )
         logger.error("%s", text)
-        island = self._rules.island
-        self._on_event(AlarmRaised(AlarmKind.ISLAND_DECLINES, text, island, fragment_id))
+        self._on_event(AlarmRaised(AlarmKind.ISLAND_DECLINES, text, self._rules.island, p))
 
     def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))

@@ -361,6 +361,8 @@ class Exchange:
     async def capture(self, into: dict[int, CapturedLanes]) -> None:
         """Put the state of every fragment's lanes into `into`, after what was posted before."""
         for p, carried in self._carried.items():
+            for lane_id in carried.lanes:  # a start that goes on from this could not tell
+                self._link_of[p].contributions.forget_flipped(carried, lane_id)
             into[p] = carried.captured(
                 self._plan.fragments[p],
                 self.rules.uplink_codec,

@@ -439,6 +439,7 @@ def test_a_residual_in_which_a_bit_has_flipped_is_forgotten(
             lanes: dict[int, CapturedLanes] = {}
             await a.exchange.capture(lanes)
             assert not lanes[0].residual[0].any()
+            assert len(a.kinds("alarm")) == 1
             return
         anchor = carried.anchor[0].clone()
         await asyncio.gather(a.train(3), b.train(3))
