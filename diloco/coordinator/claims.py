@@ -226,8 +226,8 @@ class Claims:
         said = read_peer_json(text_json or "{}")
         if not isinstance(said, dict):
             raise ValueError("positions are an object")
-        if odd := [text for text in said if text not in map(str, range(len(self.slots)))]:
-            raise ValueError(f"slot {odd[0]} of {len(self.slots)}")
+        if odd := said.keys() - {*map(str, range(len(self.slots)))}:
+            raise ValueError(f"slot {min(odd)} of {len(self.slots)}")
         found = {text: SlotPosition.from_json(value) for text, value in said.items()}
         for text, position in found.items():
             self._insist_on_progress(int(text), position)
