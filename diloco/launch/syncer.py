@@ -206,10 +206,10 @@ async def _serve(
     with syncer_workers(num_threads) as workers:
         await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
-            fragments = part_of(state, plan).fragments
-            num_parameters = sum(fragment.numel for fragment in fragments)
+            num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
             insist_on_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
-            insist_on_syncer_memory(config, fragments)
+            if not any(path for each in state.syncers for path in each.store.glob("fragment-*")):
+                insist_on_syncer_memory(config, plan)  # later, others may have taken theirs
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from diloco.config.schema import Config
 from diloco.launch.disk import PAYLOAD_BYTES
 from diloco.launch.host_memory import insist_on_memory
-from diloco.outer.fragments import Fragment
+from diloco.outer.assignment import assign_fragments
+from diloco.outer.fragments import Fragment, Plan
 from diloco.rounds.spool import LEAST_ARRIVING_BYTES
 
 #: Lanes of a merge keep so many cores busy, at least while others wait for the disk.
@@ -60,7 +61,7 @@ def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory
     uplink, downlink = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
     num_values = sum(fragment.padded_numel for fragment in fragments)
     largest = max(fragment.padded_numel for fragment in fragments)
-    coded = round(len(config.islands) * uplink * num_values)
+    coded = round(config.max_islands * uplink * num_values)
     spool_bytes = config.coordinator.spool_bytes
     spooled = min(coded, spool_bytes) + min(coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
     state = 16 if outer.optimizer.name == "adam" else 12
@@ -70,15 +71,17 @@ def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory
     )
 
 
-def insist_on_syncer_memory(config: Config, fragments: Sequence[Fragment]) -> None:
-    """Refuse to begin a run whose syncer does not fit into this host's memory.
+def insist_on_syncer_memory(config: Config, plan: Plan) -> None:
+    """Refuse to begin a run whose syncers, all beside the coordinator, do not fit into this host.
 
     Raises:
-        ConfigError: With what it takes, and what there is.
+        ConfigError: With what they take, and what there is.
     """
+    assigned = assign_fragments(plan, config.coordinator.num_syncers)
+    parts = [[plan.fragments[p] for p in own] for own in assigned]
     insist_on_memory(
         f"coordinator.spool_memory = {config.coordinator.spool_memory}",
-        "the state, contributions and one merge of a syncer",
-        syncer_memory(config, fragments).least_bytes,
+        "the state, contributions and one merge of each syncer",
+        sum(syncer_memory(config, part).least_bytes for part in parts),
         "give it less, or start the coordinator, whose syncers are beside it, on a host with more",
     )

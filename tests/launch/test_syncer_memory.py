@@ -56,10 +56,10 @@ def test_a_run_whose_syncer_does_not_fit_is_refused_with_what_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = load_config(DEMO, [])
-    fragments = make_plan([TensorSpec("w", (1 << 28,))], num_fragments=1).fragments
+    plan = make_plan([TensorSpec("w", (1 << 28,))], num_fragments=2)
     monkeypatch.setattr("diloco.launch.host_memory.available_bytes", lambda: 8 * GIB)
 
-    insist_on_syncer_memory(config, fragments)
+    insist_on_syncer_memory(config, plan)
     monkeypatch.setattr("diloco.launch.host_memory.available_bytes", lambda: 4 * GIB)
     with pytest.raises(ConfigError, match=r"spool_memory = .* 4 GiB are available; .*host"):
-        insist_on_syncer_memory(config, fragments)
+        insist_on_syncer_memory(config, plan)
