@@ -65,21 +65,35 @@ class StepTimes:
     def __init__(self) -> None:
         """Know nobody."""
         self._averages: dict[str, Average] = {}
+        self._fastest: tuple[tuple[str, ...], float] | None = None  # as last asked for
 
     def stepped(self, island: str, step_s: float) -> None:
         """Take what an island measured lately; what is no duration is not taken."""
         shortest_s, longest_s = _STEP_S
         if shortest_s <= step_s <= longest_s:
             self._averages.setdefault(island, Average()).add(step_s)
+            self._fastest = None
 
     def forget(self, island: str) -> None:
         """Forget an island that has left, or that starts anew, perhaps on other hardware."""
         self._averages.pop(island, None)
+        self._fastest = None
 
     def of(self, islands: Collection[str]) -> list[float]:
         """Give the averages of those that are known."""
         known = (self._averages[name].value for name in islands if name in self._averages)
         return [value for value in known if value is not None]
+
+    def fastest(self, islands: tuple[str, ...]) -> float:
+        """Give the shortest average, `MOST_FASTER` times the median's pace at most; none: infinite.
+
+        All fragments ask for it at every poll, mostly of the same islands.
+        """
+        if self._fastest is None or self._fastest[0] != islands:
+            steps = self.of(islands) or [math.inf]
+            least = max(min(steps), statistics.median_high(steps) / MOST_FASTER)
+            self._fastest = islands, least
+        return self._fastest[1]
 
 
 class Downtime:
@@ -257,10 +271,8 @@ class MeasuredTiming:
 
     def opens_at(self, live: Collection[str]) -> float:
         """See `Timing`; after an expiry one fastest step later, twice as late after each more."""
-        steps = self._steps.of(live)
-        if not steps:
+        if math.isinf(fastest := self._steps.fastest(tuple(live))):
             return math.inf
-        fastest = max(min(steps), statistics.median_high(steps) / MOST_FASTER)
         full = self._rules.inner_steps_per_round * fastest
         if self._expiries:
             return self._expired_at + min(
