@@ -35,6 +35,8 @@ from transport.identity import Identity, Role, server_name
 #: Clocks of sites differ: what is issued here is valid there at once.
 CLOCK_SKEW = datetime.timedelta(hours=1)
 _PEM_KEY = b"-----BEGIN PRIVATE KEY-----"
+#: Ours has some 300; to parse one of a megabyte takes the coordinator 0.1 s and more.
+_MOST_REQUEST_BYTES = 4096
 
 
 class CertificateError(ValueError):
@@ -123,11 +125,20 @@ def read_request(request: bytes, caller: Identity) -> ec.EllipticCurvePublicKey:
     """Return the key for which `caller` asks for a leaf.
 
     Raises:
-        CertificateError: If it is no request, or for somebody else, or not signed with that key.
+        CertificateError: If it is no request, or for somebody else, or its key is not of P-256, or
+            it is not signed with that key.
     """
+    if len(request) > _MOST_REQUEST_BYTES:
+        raise CertificateError(
+            f"a request for a certificate has {_MOST_REQUEST_BYTES} bytes at most, not "
+            f"{len(request)}"
+        )
     try:
         read = x509.load_der_x509_csr(request)
-        key, is_signed = read.public_key(), read.is_signature_valid
+        key = read.public_key()
+        # Of another kind a signature takes up to a hundred times as long to verify.
+        is_usual = isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == "secp256r1"
+        is_signed = is_usual and read.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateError(f"this is no request for a certificate: {error}") from error
     if (asked := identity_of(read)) != caller:

@@ -130,8 +130,9 @@ def revoke(
     """Take all certificates of an identity back, and its token.
 
     The coordinator refuses its next call, issues no more certificates to it, and takes an island
-    out of the run at once, as `diloco kick` does. What it was issued before is of no use without
-    the coordinator, and ends within transport.certificate_lifetime. To let it in again: `rotate
+    out of the run at once, as `diloco kick` does; in an all-reduce, where none can be kicked, it
+    counts as one that is away. What it was issued before is of no use without the coordinator,
+    and ends within transport.certificate_lifetime. To let it in again: `rotate
     NAME`, and for an island `diloco kick --undo`. With --earlier a run goes on with the newest.
     A run that begins again (--fresh) has to be told again: the list is in the journal of one run.
     """

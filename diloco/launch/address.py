@@ -25,6 +25,7 @@ from diloco.peer_bounds import RunLimits
 from diloco.refusals import Cause
 from transport.addresses import is_wildcard, split_address, split_candidates
 from transport.contracts import Handlers, Server
+from transport.grpc_wire import ISSUE_METHOD
 from transport.hivemind_address import (
     PeerAddress,
     is_peer_address,
@@ -38,8 +39,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_WAIT_S = 0.2
 #: A join carries the whole plan and is written to the journal; an island that waits for the syncer
-#: joins five times a second.
-_LIMITS = Limits(concurrent={"control.join": 32}, rates={"control.join": 10.0})
+#: joins five times a second. Certificates are signed on the coordinator's loop; all ranks of an
+#: island that starts ask at once.
+_LIMITS = Limits(concurrent={"control.join": 32}, rates={"control.join": 10.0, ISSUE_METHOD: 50.0})
 
 
 async def listen(

@@ -18,7 +18,7 @@ from protos.control_pb2 import (
     StatusRequest,
 )
 from transport.contracts import PROTOCOL_VERSION, Reply, Transport
-from transport.errors import TransportError, Unauthorised
+from transport.errors import ConnectError, TransportError, Unauthorised
 from transport.retry import RetryPolicy, retry
 
 _CALL_S = 5.0
@@ -29,6 +29,8 @@ _AWAY_S = 60.0
 #: Seconds after which an island that does not say that it holds a version is taken at its word.
 _NOT_HELD_S = 15.0
 _LOOK_S = 0.5
+#: Seconds after which a call that did not arrive is made once more.
+_AGAIN_S = 0.3
 
 
 async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
@@ -122,7 +124,13 @@ async def _ask(
 
     policy = RetryPolicy(max_wait_s=1.0, budget_s=patience_s)
     try:
-        return await (retry(attempt, policy, random.Random()) if patience_s else attempt())
+        if patience_s:
+            return await retry(attempt, policy, random.Random())
+        try:
+            return await attempt()
+        except ConnectError:  # as of a server that replaces its certificates at this moment
+            await asyncio.sleep(_AGAIN_S)
+            return await attempt()
     except Unauthorised as error:
         raise CoordinatorUnavailable(
             f"the coordinator at {transport.peer} refused to answer: {error}\n"

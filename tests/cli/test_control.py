@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import typer
@@ -28,7 +29,7 @@ from diloco.cli.tables import (
     status_view,
 )
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.status import ask_standing, ask_status
+from diloco.launch.status import ask_standing, ask_status, operate
 from protos.control_pb2 import (
     FragmentStatus,
     Grant,
@@ -41,6 +42,7 @@ from protos.control_pb2 import (
 from tests.guarded_server import serving
 from tests.transport.pki import COORDINATOR, EAST, Pki
 from transport.contracts import Handler, IncomingCall, Reply, Transport
+from transport.errors import ConnectError, Unauthorised
 from transport.grpc_client import GrpcTransport
 from transport.identity import Identity, Role
 
@@ -299,6 +301,25 @@ def test_a_coordinator_that_refuses_is_not_taken_for_dead(tmp_path: Path) -> Non
     refusal = pytest.raises(CoordinatorUnavailable, match=r"refused to answer: .*role operator")
     with serving(ANSWERS, pki.tls(COORDINATOR)) as address, refusal:
         asyncio.run(ask(address))
+
+
+def test_a_call_that_did_not_arrive_is_made_once_more() -> None:
+    answers = [ConnectError("hung up"), ConnectError("hung up"), Unauthorised("no"), None]
+
+    class Away:
+        peer = "there"
+
+        async def call(self, *_: object, **__: object) -> Reply:
+            if error := answers.pop(0):
+                raise error
+            return Reply(b"")
+
+    way = cast("Transport", Away())
+    for reason in ("no coordinator answered at there: hung up", "refused to answer: no"):
+        with pytest.raises(CoordinatorUnavailable, match=reason):
+            asyncio.run(operate(way, "pause", {}))
+    answers.insert(0, ConnectError("hung up"))
+    asyncio.run(ask_status(way))
 
 
 def test_coordinator_that_cannot_be_reached_is_named_with_the_next_command() -> None:

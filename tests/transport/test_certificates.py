@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from tests.transport.pki import COORDINATOR, EAST, RUN, WEST
 from transport.certificates import (
@@ -98,6 +101,34 @@ def test_every_spoilt_certificate_is_refused_by_name(authority: Authority) -> No
             insist_on_valid(certificate, [authority.certificate], now)
 
 
+def request_of(
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, *uris: str, more: tuple[str, ...] = ()
+) -> bytes:
+    """Write a request as somebody does who asks for more than his due."""
+    names = [x509.UniformResourceIdentifier(uri) for uri in uris or (EAST.uri,)]
+    builder = (
+        x509.CertificateSigningRequestBuilder(x509.Name([]))
+        .add_extension(x509.SubjectAlternativeName([*names, *map(x509.DNSName, more)]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+    )
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def test_a_leaf_has_nothing_that_the_request_asks_for_but_its_key(authority: Authority) -> None:
+    coordinator = issue(authority, COORDINATOR, NOW, 30)
+    issuer = Authority(coordinator.certificate, read_key(coordinator.pem, "issuer"))
+    key = ec.generate_private_key(ec.SECP256R1())
+    asked = read_request(request_of(key, more=("coordinator.diloco", "syncer.diloco")), EAST)
+
+    leaf, _ = read_certificates(issue_leaf(issuer, EAST, asked, NOW, DAY), "leaf")
+
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["island.diloco"]
+    assert identity_of(leaf) == EAST
+    assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert leaf.public_key() == key.public_key()
+
+
 def test_a_request_is_for_whoever_asks_and_for_a_key_that_it_has() -> None:
     key, request = make_request(EAST)
     _, of_west = make_request(WEST)
@@ -110,6 +141,12 @@ def test_a_request_is_for_whoever_asks_and_for_a_key_that_it_has() -> None:
         (request[:-1] + bytes([request[-1] ^ 1]), "is not signed with its key"),
         (request.replace(b"\x02\x01\x00", b"\x02\x01\x09", 1), "not a valid CSR version"),
         (request.replace(b"\x3d\x03\x01\x07", b"\x3d\x03\x01\x2e"), "Curve .* is not supported"),
+        (request_of(rsa.generate_private_key(65537, 1024)), "that is of another kind"),
+        (request_of(ec.generate_private_key(ec.SECP521R1())), "that is of another kind"),
+        (request_of(key, EAST.uri, WEST.uri), "names no identity"),
+        (request_of(key, f"{EAST.uri}\n"), "names no identity"),
+        (request_of(key, "diloco://test/island/*"), "names no identity"),
+        (request + bytes(4096), "has 4096 bytes at most, not 43"),
     ]:
         with pytest.raises(CertificateError, match=reason):
             read_request(bad, EAST)
