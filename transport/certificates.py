@@ -258,7 +258,7 @@ def insist_on_issuer(certificate: x509.Certificate) -> None:
         )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def is_issued_by(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
     """Whether `ca` has signed a certificate."""
     try:

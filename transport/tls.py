@@ -398,7 +398,7 @@ class Tls:
         return datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8192)  # of each rank that calls
 def _parsed(pem: bytes) -> x509.Certificate:
     certificate, *_ = read_certificates(pem, "the connection")
     return certificate
