@@ -90,7 +90,10 @@ class Polls:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(
-                    request, self._answer(request, keys), self._contributed(request.grant)
+                    request,
+                    # Of a thousand islands most of an answer is lists, and as many polls look.
+                    self._answer(request, keys, has_lists=False),
+                    self._contributed(request.grant),
                 ):
                     await self._changed.wait()
         reply = self._answer(request, keys)
@@ -113,14 +116,18 @@ class Polls:
             for service in self._services.values():
                 service.stepped()
 
-    def _answer(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
+    def _answer(
+        self, request: wire.PollRequest, keys: Sequence[RoundKey], *, has_lists: bool = True
+    ) -> wire.PollReply:
         grant, timeline = request.grant, self._attendance.rules.timeline
         if not self._attendance.is_current(grant):
             return self._fenced(f"a newer start of island {grant.island!r} has joined")
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
             fragments=[
-                service.state(wants_initial=self._wants_initial(service, grant.island))
+                service.state(
+                    wants_initial=self._wants_initial(service, grant.island), has_lists=has_lists
+                )
                 for service in self._services.values()
             ],
             fatal=self._fatal(),

@@ -256,8 +256,8 @@ class FragmentService(RoundRunner):
             return WAITING_FOR_DISK
         return "ended" if self.rounds.is_over else str(self.rounds.phase)
 
-    def state(self, *, wants_initial: bool) -> wire.FragmentState:
-        """Return what islands and the coordinator see of this fragment."""
+    def state(self, *, wants_initial: bool, has_lists: bool = True) -> wire.FragmentState:
+        """Return what islands and the coordinator see of this fragment, or all but lists of it."""
         state = wire.FragmentState(
             fragment_id=self._fragment.fragment_id,
             version=self.rounds.version,
@@ -267,13 +267,14 @@ class FragmentService(RoundRunner):
             is_damaged=bool(self.damage.text),
         )
         if self.rounds.is_open:
-            state.members.extend(self.rounds.members)
             state.takes_flush = self.rounds.takes_flush
+            state.members.extend(self.rounds.members if has_lists else ())
         if self.record is not None and self._is_readable(self.record.version):
             state.version, state.is_founded = self.record.version, True
             state.digest = self.record.digest
-            state.lane_digests.extend(self.record.lane_digests)
-            state.contributors.extend(c.island for c in self.record.contributors)
+            if has_lists:
+                state.lane_digests.extend(self.record.lane_digests)
+                state.contributors.extend(c.island for c in self.record.contributors)
             state.payload_codec = self.record.payload_codec
             state.sent_at_inner_step = self.record.sent_at_inner_step
             state.is_flush = self.record.is_flush

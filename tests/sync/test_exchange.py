@@ -716,7 +716,7 @@ def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setti
 def test_a_defect_of_the_syncer_is_not_called_unreachable(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def defect(*_: object) -> None:
+    def defect(*_: object, **__: object) -> None:
         raise KeyError("lanes")
 
     async def scenario() -> list[Any]:
