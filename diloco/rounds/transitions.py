@@ -1,7 +1,7 @@
 """The moves of a fragment's rounds as one table, and the diagrams that are drawn from tables.
 
 `FragmentRounds` goes from phase to phase through this table alone. `python -m
-diloco.rounds.transitions` prints what stands between the marks of diloco/rounds/README.md: this
+diloco.rounds.transitions` prints what stands between the marks of diloco/PROTOCOL.md: this
 table, that of outcomes (`diloco.sync.ledger`) and that of leases (`diloco.coordinator.leases`).
 
 Source: protocol.md sections 4, 5 and 8.

@@ -316,7 +316,10 @@ def test_orders_count_once_they_are_durable(
 
 
 def test_a_silent_member_is_not_opened_for_though_nobody_says_so(setting: Setting) -> None:
-    """The coordinator may be away: the last roster stays, and silence speaks (R3)."""
+    """The coordinator may be away: the last roster stays, and silence speaks.
+
+    Source: PROTOCOL.md, "Coordinator away".
+    """
 
     async def scenario() -> None:
         run, (a, b, c) = await begun(replace(setting, total_tokens=100))
@@ -630,7 +633,10 @@ async def publish(run: VirtualRun, island: RawIsland, *others: RawIsland) -> Rou
 
 
 def test_who_was_counted_hears_so_however_long_ago_it_was(setting: Setting) -> None:
-    """A frozen island thaws when nobody remembers its round: its tokens were counted (R13)."""
+    """A frozen island thaws when nobody remembers its round: its tokens were counted.
+
+    Source: PROTOCOL.md, "Outcomes".
+    """
 
     async def scenario() -> None:
         run, (a, b, c) = await begun(replace(setting, total_tokens=100))
@@ -654,7 +660,10 @@ def test_who_was_counted_hears_so_however_long_ago_it_was(setting: Setting) -> N
 def test_expiries_never_end_a_run_in_which_nobody_waits_and_come_ever_slower(
     setting: Setting,
 ) -> None:
-    """All decline: the next attempt opens after a step, then two, up to a round's (R5)."""
+    """All decline: the next attempt opens after a step, then two, up to a round's.
+
+    Source: PROTOCOL.md, "Deadline and expiry".
+    """
 
     async def scenario() -> None:
         run, islands = await begun(setting)

@@ -1,4 +1,4 @@
-"""diloco/rounds/README.md: its diagrams are those of the code, its tables name tests that exist."""
+"""The table of moves, and diloco/rounds/README.md: what dies names tests that exist."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ def rows(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_diagrams_are_those_of_the_tables() -> None:
-    shown = README.read_text(encoding="utf-8").split("<!-- begin -->\n")[1]
-
-    assert shown.split("<!-- end -->")[0] == diagrams() + "\n", (
-        "print them anew: python -m diloco.rounds.transitions"
-    )
-
-
 def test_the_command_prints_the_diagrams() -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "diloco.rounds.transitions"],
@@ -51,14 +43,11 @@ def test_every_phase_event_and_outcome_is_in_a_table() -> None:
     assert len({(t.before, t.event) for t in TRANSITIONS}) == len(TRANSITIONS)
 
 
-def test_there_are_failures_and_rules() -> None:
+def test_there_are_failures() -> None:
     assert len(rows("What dies")) > 25
-    assert [row[0] for row in rows("Rules")] == [f"R{n}" for n in range(1, len(rows("Rules")) + 1)]
 
 
-@pytest.mark.parametrize(
-    "row", rows("What dies") + rows("Rules"), ids=lambda row: re.sub(r"\W+", "-", row[0])[:60]
-)
+@pytest.mark.parametrize("row", rows("What dies"), ids=lambda row: re.sub(r"\W+", "-", row[0])[:60])
 def test_each_row_names_tests_that_exist(row: list[str]) -> None:
     assert all(row)
     tests = re.findall(r"`([^`]+)`", row[-1])

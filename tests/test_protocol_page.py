@@ -1,0 +1,82 @@
+"""diloco/PROTOCOL.md: its tests exist, its tables are the code's, what cites it cites a heading."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from diloco.rounds.transitions import diagrams
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "diloco" / "PROTOCOL.md").read_text(encoding="utf-8")
+#: Heading -> text below it, code fences aside.
+SECTIONS: dict[str, str] = dict(
+    re.findall(
+        r"^##+ (?:[\d.]+ )?(.+)\n((?:(?!##).*\n)*)", re.sub(r"(?ms)^```.*?^```", "", PAGE), re.M
+    )
+)
+RULES = re.findall(r"^### [\d.]+ (.+)$", PAGE, re.M)
+FOLDERS = ("diloco", "transport", "protos", "simulations", "tests", "configs")
+#: `PROTOCOL.md, "Opening"`, with more headings after commas or `and`, over the ends of lines.
+CITATION = re.compile(r'PROTOCOL\.md((?:,? (?:and )?"[^"]+")+)')
+
+
+@cache
+def functions_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Text of each file that may cite the page, with one space for what parts its words."""
+    files = [
+        path
+        for folder in FOLDERS
+        for suffix in ("py", "proto", "md", "toml")
+        for path in (ROOT / folder).rglob(f"*.{suffix}")
+        if path != Path(__file__)
+    ]
+    return {
+        str(path.relative_to(ROOT)): re.sub(r"\s+(?:(?:#|//) )?", " ", path.read_text("utf-8"))
+        for path in [*files, ROOT / "README.md"]
+    }
+
+
+def test_the_state_tables_are_those_of_the_code() -> None:
+    shown = PAGE.split("<!-- begin -->\n")[1].split("<!-- end -->")[0]
+
+    assert shown == diagrams() + "\n", "print them again: python -m diloco.rounds.transitions"
+
+
+def test_headings_are_unique_and_the_page_is_short() -> None:
+    headings = re.findall(r"^##+ (?:[\d.]+ )?(.+)$", PAGE, re.M)
+
+    assert len(headings) == len(set(headings))
+    assert len(RULES) > 50
+    assert len(PAGE.splitlines()) <= 400
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_names_tests_that_exist(rule: str) -> None:
+    tests = re.findall(r"`(tests/[^`]+)::([^`]+)`", SECTIONS[rule])
+
+    assert tests
+    missing = [f"{path}::{name}" for path, name in tests if name not in functions_in(path)]
+    assert not missing
+
+
+def test_each_citation_of_the_page_is_of_a_heading() -> None:
+    cited = {
+        (path, heading)
+        for path, text in sources().items()
+        for titles in CITATION.findall(text)
+        for heading in re.findall(r'"([^"]+)"', titles)
+    }
+
+    unknown = sorted((path, title) for path, title in cited if title not in SECTIONS)
+    assert not unknown
