@@ -7,8 +7,8 @@ lacks, and a handler that has answered is not asked again.
 
 `TransferTable` is pure: `now` is given. What it keeps of broken calls is bounded in bytes, number
 and time; the caller that keeps most loses first what was answered to the end, oldest first, then
-the payload of which least has arrived: so its one that is furthest arrives at last, however often
-the line breaks and however many of its own go on beside it.
+the payload of which least has arrived; if it keeps one call only, all callers' calls are compared
+so. The payload that is furthest therefore arrives at last, however often the lines break.
 """
 
 from __future__ import annotations
@@ -214,10 +214,14 @@ class TransferTable:
                 self._drop(oldest)
 
     def _drop_least(self, held: Counter[str]) -> None:
-        """Drop a call of the caller that holds most."""
+        """Drop a call of the caller that holds most; where that has one only, a call of any."""
         greediest, _ = held.most_common(1)[0]
-        sent, broken = self._idle.get((greediest, True)), self._idle.get((greediest, False))
-        self._drop(_first(sent) if sent else min((broken or {}).values(), key=_arrived))
+        callers = [greediest] if self._idle_calls[greediest] > 1 else list(self._idle_calls)
+        if sent := [_first(c) for name in callers if (c := self._idle.get((name, True)))]:
+            self._drop(min(sent, key=lambda kept: kept.idle_since))
+        else:
+            broken = [kept for name in callers for kept in self._idle[name, False].values()]
+            self._drop(min(broken, key=_arrived))
 
 
 def _first(calls: dict[bytes, Kept]) -> Kept:

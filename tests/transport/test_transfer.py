@@ -82,6 +82,20 @@ def test_the_payload_that_is_furthest_is_kept_longest() -> None:
     assert found == [False] * 3 + [True]
 
 
+@pytest.mark.parametrize("numbers", [[1], [1, 2]], ids=["one-each", "two-smaller"])
+def test_the_only_call_of_the_caller_that_keeps_most_stays_if_it_is_furthest(
+    numbers: list[int],
+) -> None:
+    table = TransferTable(kept_bytes=250, kept_s=1e9)
+    furthest = table.enter("large", b"large", stream := object(), 0.0)
+    furthest.partial = Partial(bytearray(200), 199)
+    table.leave(furthest, stream, 0.0)
+    others = [broken(table, "small", number, number, 1.0) for number in numbers]
+
+    assert table.enter("large", furthest.name, object(), 2.0) is furthest
+    assert not any(table.enter("small", kept.name, object(), 2.0) is kept for kept in others)
+
+
 def test_one_call_is_kept_however_large_it_is() -> None:
     table = TransferTable(kept_bytes=99, kept_s=1e9)
     broken(table, "a", 1, 60, 0.0)
