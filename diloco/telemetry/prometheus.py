@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import socket
 import ssl
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -173,10 +173,10 @@ class _Server(ThreadingHTTPServer):
         return super().get_request()
 
     def _load(self, pem: bytes) -> None:
-        with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates from files alone
+        # ssl reads certificates from files alone: this one is in memory, for the key in it.
+        with open(os.memfd_create("certificate"), "wb", buffering=0) as file:
             file.write(pem)
-            file.flush()
-            self._context.load_cert_chain(file.name)
+            self._context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         self._pem = pem
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -64,8 +64,11 @@ def test_a_scrape_without_the_token_gets_nothing() -> None:
     serving(Protection(token), claim)
 
 
-def test_with_certificates_it_is_https_under_the_name_of_the_role(tmp_path: Path) -> None:
+def test_with_certificates_it_is_https_under_the_name_of_the_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tls = Pki(tmp_path).tls(COORDINATOR)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))  # the key is in no file
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     context.check_hostname = False  # urllib knows no other name than the address
 
