@@ -9,7 +9,7 @@ never unbounded; a test asks for a row of each.
 What a contribution counts is judged where its round is known (`Weights`): it is the contribution
 that is refused then, with a reason, and the round goes on without it.
 
-Source: protocol.md sections 1, 5 and 10.
+Source: PROTOCOL.md, "Bounds of messages".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ An inner step trains a model of 10M parameters on a few bytes and then sleeps un
 time that it is given, so that links are measured, not how islands share the cores of this machine.
 A point that was made is one file, written durably: another start goes on behind it.
 
-Source: protocol.md section 13 for the words.
+Source: PROTOCOL.md, "Words for figures".
 """
 
 from __future__ import annotations

@@ -78,5 +78,19 @@ def test_each_citation_of_the_page_is_of_a_heading() -> None:
         for heading in re.findall(r'"([^"]+)"', titles)
     }
 
+    assert len(cited) > 100
     unknown = sorted((path, title) for path, title in cited if title not in SECTIONS)
     assert not unknown
+
+
+def test_no_file_names_a_page_that_is_not_in_the_repository() -> None:
+    pages = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")}
+    pages |= {path.name for path in ROOT.glob("*.md")}
+
+    missing = sorted(
+        (path, page)
+        for path, text in sources().items()
+        for page in re.findall(r"[\w-]+\.md\b", text)
+        if page not in pages
+    )
+    assert not missing

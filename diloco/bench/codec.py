@@ -71,7 +71,7 @@ class Setting:
     inner_steps: int = 60
 
 
-#: Required; copies took 6.1 to 6.5 GB/s on the machine they are from (measured.md B3).
+#: Required; copies took 6.1 to 6.5 GB/s on the machine they are from.
 SETTING = Setting(
     lane_numel=1536 << 10,  # one of 16 of a fragment of 25 million parameters
     numel=4 << 20,

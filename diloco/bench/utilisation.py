@@ -8,7 +8,7 @@ first, of the island that was kept from training the most.
 For scale: an open peer of this kind, float32, 3 fragments, delay 5, is blocked for 28 of 58 s at
 50M parameters.
 
-Source: protocol.md section 13 for the words.
+Source: PROTOCOL.md, "Words for figures".
 """
 
 from __future__ import annotations

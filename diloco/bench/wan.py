@@ -7,12 +7,10 @@ acknowledged every lane. On the link itself a packet of 1500 bytes holds at most
 
 Rows of hivemind have a table of their own and no bar: the same contributions through the product's
 libp2p transport, and beside it one step of hivemind's own averager. libp2p does not fill a fat long
-link: one stream has about 4 MB on its way, which is 320 Mbit/s at 100 ms (measured.md B2; the cause
-was not traced).
+link: one stream has about 4 MB on its way, which is 320 Mbit/s at 100 ms (the cause was not
+traced).
 
 Beside the links: the in-process shaper against its specification, and what mTLS costs.
-
-Source: measured.md B4.
 """
 
 from __future__ import annotations

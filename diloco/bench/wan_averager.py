@@ -8,8 +8,6 @@ it is a program of its own; nothing of the product uses it.
 A step may give a group and leave values as they were, with no more than a warning: its 8-bit codecs
 do under numpy 2. So they are refused, the two peers have different values before each step, and the
 mean is insisted on after it.
-
-Source: measured.md B2.
 """
 
 from __future__ import annotations

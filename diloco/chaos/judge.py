@@ -1,4 +1,4 @@
-"""Judges what a run under chaos left behind against the invariants of design.md section 3.
+"""Judges what a run under chaos left behind against the rules of a run.
 
 Pure: evidence in, findings out. Nobody's own word on what he holds is taken for more
 than that: what islands told (events), what the syncer made durable (tape, newest records) and what

@@ -1,8 +1,8 @@
 """Where every token of an island went, recounted from its events and the run's tape.
 
 For one fragment an island counts the tokens of its inner steps; a contribution carries them away,
-a late one or a crash loses them. Recounted here by the table of protocol.md section 5, without
-asking the island's own ledger:
+a late one or a crash loses them. Recounted here by the table of PROTOCOL.md, "A contribution",
+without asking the island's own ledger:
 
     trained = included + dropped + lost at crashes + left at the end
 """

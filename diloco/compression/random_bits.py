@@ -2,7 +2,7 @@
 
 The same key and index give the same bits on every device, eager and compiled.
 
-Source: protocol.md section 2; the mixing function is lowbias32 (Wellons, "Prospecting for hash
+Source: PROTOCOL.md, "Codecs"; the mixing function is lowbias32 (Wellons, "Prospecting for hash
 functions", 2018).
 """
 

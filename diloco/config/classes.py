@@ -4,7 +4,7 @@ Every field of the schema is marked `Identity[...]`, `Policy[...]` or `Local[...
 the marks, the walks over marked models and what travels between sites. It knows no field of the
 schema by name.
 
-Source: protocol.md section 10.
+Source: PROTOCOL.md, "Classes of configuration".
 """
 
 from __future__ import annotations

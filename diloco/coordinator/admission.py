@@ -1,6 +1,6 @@
 """What all islands of a run must share, and the words with which one that does not is refused.
 
-Source: protocol.md sections 4 (version 0), 8 and 10.
+Source: PROTOCOL.md, "Join", "Version 0" and "Classes of configuration".
 """
 
 from __future__ import annotations

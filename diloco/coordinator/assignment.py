@@ -1,6 +1,6 @@
 """Which syncer has which fragments: decided with the first join, and durable from then on.
 
-Source: protocol.md sections 2 and 8.
+Source: PROTOCOL.md, "Fragments and lanes".
 """
 
 from __future__ import annotations

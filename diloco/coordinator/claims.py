@@ -14,7 +14,7 @@ An island of the file that has not joined yet keeps its slots, but for what othe
 of. With nobody live all stay as they are. What must never be forgotten comes back as entries, a
 key-value pair a slot, for the caller to write durably and then to apply.
 
-Source: protocol.md section 9; `diloco.data.claims` says what a slot is.
+Source: PROTOCOL.md, "Shares of the text"; `diloco.data.claims` says what a slot is.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Who is silent loses its lease, and the cut goes on without it (`Cuts.without`); 
 its training thread hangs does not. Who says that it writes its part is waited for as long as that
 takes, up to a bound: a slow disk is no reason to go without, one that hangs for ever is.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Cuts".
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ timelines, so that no directory is ever written twice.
 
     cut/N    a `Cut`; null: forgotten
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Cuts".
 """
 
 from __future__ import annotations

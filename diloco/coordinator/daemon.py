@@ -3,7 +3,7 @@
 Carries no tensor and imports no torch, so that a restart is quick. It never decides a round: what
 it knows of rounds is an index of what the syncers reported.
 
-Source: protocol.md sections 4, 7 and 8.
+Source: PROTOCOL.md, "Authority", "Membership" and "Lost runs".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A version exists if and only if its entry is in the journal; that, and every expiry, is written
 before anybody hears of it.
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Decider".
 """
 
 from __future__ import annotations

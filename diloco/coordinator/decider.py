@@ -3,7 +3,7 @@
 Thin handlers over `DecidedRounds`. Carries no tensor: of a contribution it knows the digests, of a
 result the digest that all members report.
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Decider".
 """
 
 from __future__ import annotations

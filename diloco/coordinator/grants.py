@@ -5,7 +5,7 @@
 
 The secret is random, one a run, mode 0600, shared by the coordinator and its syncers only.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "Incarnations and grants".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing here decides: `membership` does, and what belongs to it.
 
-Source: protocol.md sections 4, 7, 8 and 9.
+Source: PROTOCOL.md, "Join", "Leases and clocks", "Graceful stop" and "Cuts".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ nobody's silence. So of the time between two looks no more counts than a share o
 long it was. One that is gone loses its lease after a few looks all the same, though every look is
 late.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "Leases and clocks".
 """
 
 from __future__ import annotations

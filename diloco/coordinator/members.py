@@ -2,7 +2,7 @@
 
 Pure: a member is replaced, never changed; `member_entry` is how it is remembered.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "A lease" and "Fencing".
 """
 
 from __future__ import annotations

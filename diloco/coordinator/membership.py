@@ -24,7 +24,7 @@ when it can stop only later, so do all. Where islands come and go they stand at 
 steps: each leaves after its part of a last cut (`cuts`), and the cut's number stands in place of an
 inner step wherever a checkpoint is named.
 
-Source: protocol.md sections 4 (version 0), 8, 9 and 10.
+Source: PROTOCOL.md, "Membership", "Version 0", "Graceful stop" and "Run checkpoints and pins".
 """
 
 from __future__ import annotations

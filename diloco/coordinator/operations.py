@@ -3,7 +3,7 @@
 Each command is checked whole, says what it does and what comes next, and asked again changes
 nothing. Its effect comes back as entries, so that it is durable before it is answered.
 
-Source: protocol.md sections 8 and 10.
+Source: PROTOCOL.md, "Operators and live policy".
 """
 
 from __future__ import annotations

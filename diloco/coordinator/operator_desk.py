@@ -1,6 +1,6 @@
 """What an operator asks of a run under way: decided, noted with who asked, then done.
 
-Source: protocol.md sections 8 and 10.
+Source: PROTOCOL.md, "Operators and live policy".
 """
 
 from __future__ import annotations

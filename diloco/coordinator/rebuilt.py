@@ -9,7 +9,7 @@ drawn again.
 No earlier start counts any more: each island gets an incarnation that is beyond all that are known,
 and beyond any that a counter from 1 on could have reached.
 
-Source: protocol.md sections 8 and 9.
+Source: PROTOCOL.md, "Lost journal".
 """
 
 from __future__ import annotations

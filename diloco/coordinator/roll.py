@@ -3,7 +3,7 @@
 The part of `Membership` that knows of leases, drains, kicks and pauses. Every change comes back as
 entries and is made by applying them; `generation` counts the changes of who takes part.
 
-Source: protocol.md sections 4 (members) and 8.
+Source: PROTOCOL.md, "Members", "A lease" and "Fencing".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ anybody hears of it.
 
     round/3    how fragment 3 stands: {timeline, **SavedRound}
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Decider".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     operation/N    {number, ...}: what an operator did, the newest ones, for people
     revoked/SERIAL identity: a certificate that an operator took back
 
-Source: protocol.md section 10.
+Source: PROTOCOL.md, "Operators and live policy".
 """
 
 from __future__ import annotations

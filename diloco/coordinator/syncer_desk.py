@@ -2,7 +2,7 @@
 
 Nothing here decides a round.
 
-Source: protocol.md sections 4 and 8.
+Source: PROTOCOL.md, "Authority" and "Coordinator away".
 """
 
 from __future__ import annotations

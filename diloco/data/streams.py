@@ -1,6 +1,6 @@
 """Text of streams: an island's batches with their cursor, and the held-out documents.
 
-Source: design.md section 6 (Data); measured.md A5.
+Source: PROTOCOL.md, "Shares of the text".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ that is no message, of another protocol version, or that says what cannot be in 
 (`diloco.peer_bounds`), goes no further. Grants (`diloco.coordinator.grants`) are checked behind it.
 A method without a rule is served to nobody.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "Certificates and access".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Whoever reached a process before it died reaches the next one under the same address.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "Restart of a syncer".
 """
 
 from __future__ import annotations

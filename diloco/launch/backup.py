@@ -8,7 +8,7 @@ The journal comes first and as one: what the records say beyond it is indexed wh
 from the copy. The syncers go on and let records go, so the files of all are linked first, which
 takes an instant, and copied from there. Imports no torch, and runs beside the coordinator's loop.
 
-Source: protocol.md sections 4 and 8.
+Source: PROTOCOL.md, "Durability".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a run began, or begins: asked of the coordinator before a warm start is opened.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Version 0" and "Return of an island".
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ until the new one is whole (`checkpoints`).
 `torch.distributed.checkpoint` is not what an island writes: its metadata is a pickle, its files
 have no digests, and it has no word for lanes, by which any other layout reads these.
 
-Source: protocol.md section 9; the format of safetensors, https://github.com/huggingface/safetensors
+Source: PROTOCOL.md, "Run checkpoints and pins"; the format of safetensors,
+https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations

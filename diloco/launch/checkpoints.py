@@ -22,7 +22,7 @@ resume.
 
 Imports no torch: whoever resumes a run must know its checkpoints without loading it.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`diloco.connect`: the way from a run file to an open connection with its coordinator.
 
-Source: design.md section 6.
+Source: PROTOCOL.md, "Join".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ back to the checkpoint. No tensor is ever loaded here.
 Most of the time until a killed coordinator serves again goes by in imports: what only some runs
 need is imported by these.
 
-Source: design.md section 2; protocol.md sections 8 and 9.
+Source: PROTOCOL.md, "Coordinator away" and "Resume".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every rank fetches the lanes that it carries; how the ranks of the donor lay is 
 all of it or nothing: a donor that dies, or gives what is not what it says, leaves the optimizer as
 new as it was. The island waits for it for `islands.NAME.heal_wait`, and not longer.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "State transfer".
 """
 
 from __future__ import annotations

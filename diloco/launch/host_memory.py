@@ -13,7 +13,7 @@ The header is taken away before the body is written, and put back after it: a wr
 on the way leaves an empty slot, never half a body that looks whole. Copies of odd and even
 sequences lie in different slots, so the last whole one is never written over.
 
-Source: GEMINI (SOSP 2023); protocol.md section 9.
+Source: GEMINI (SOSP 2023); PROTOCOL.md, "Return of an island".
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ copied to memory outlives them here (`diloco.launch.host_memory`). Imports no to
 supervisor is light; where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank
 of somebody else's job and supervises nothing.
 
-Source: protocol.md section 9 (one island returns).
+Source: PROTOCOL.md, "Return of an island".
 """
 
 from __future__ import annotations

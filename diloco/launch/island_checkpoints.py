@@ -8,7 +8,7 @@
     warm start      parameters and, from one of our checkpoints, inner optimizer and data position
     new run         nothing
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins".
 """
 
 from __future__ import annotations

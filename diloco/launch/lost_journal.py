@@ -3,7 +3,7 @@
 `insist_on_journal` keeps a coordinator from founding the run a second time beside what is left of
 it; `rebuild_journal` is what `diloco repair` does of it.
 
-Source: protocol.md sections 4 and 8.
+Source: PROTOCOL.md, "Lost journal".
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
              this host and, while training goes on, to that of the other hosts that keep them
     take     a new start finds the newest copy that is whole for every rank, wherever it lies
 
-Parameters are not in it: an island that returns takes what is published (protocol.md section 9), so
-that nothing it did before can be counted a second time. A copy counts only when every rank's state
-of that inner step lies whole somewhere; until all ranks have said so of one copy, the next is not
-begun, so there is always a whole one once there was one.
+Parameters are not in it: an island that returns takes what is published (PROTOCOL.md, "Return of an
+island"), so that nothing it did before can be counted a second time. A copy counts only when every
+rank's state of that inner step lies whole somewhere; until all ranks have said so of one copy, the
+next is not begun, so there is always a whole one once there was one.
 
 The training thread copies into memory and agrees with the other ranks. The rest is done by a thread
 of its own, on a process group that nobody else uses: point to point, no collective.

@@ -7,7 +7,7 @@ One start of an island holds the store at a time. A store of an earlier timeline
 the checkpoint that the run was resumed from; where that is not known any more, or its pin is not
 whole, it is set aside, and the state comes from another island.
 
-Source: protocol.md sections 9 and 11.
+Source: PROTOCOL.md, "All-reduce".
 """
 
 from __future__ import annotations

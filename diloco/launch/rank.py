@@ -8,7 +8,7 @@ in the job's own processes. The loop is one of `diloco.connect` and `diloco.DiLo
 could be. Writes events-ISLAND-RANK.jsonl and ISLAND-RANK.log to DIR, the leader also
 manifest-ISLAND.json.
 
-Source: design.md section 2; protocol.md sections 6, 9 and 13.
+Source: PROTOCOL.md, "Agreement of ranks", "Return of an island" and "Words for figures".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`diloco repair`: a run's store verified, mended where it can be, and what remains, offline.
 
-Source: protocol.md section 9 (an island ahead of its syncer).
+Source: PROTOCOL.md, "Damaged fragments" and "Lost journal".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`diloco replay`: a run's versions made again from its tape and what its store keeps, offline.
 
-Source: protocol.md section 4 (the tape).
+Source: PROTOCOL.md, "Tape".
 """
 
 from __future__ import annotations

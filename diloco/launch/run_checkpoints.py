@@ -5,7 +5,7 @@ can be resumed when the syncer's part, its pin, is whole too; under the all-redu
 one island's peer, as far as they are on this machine. Of islands that keep their checkpoints
 on this machine the parts are looked at as well; the others' own commands do that.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Resume".
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ A lock is a file that its holder keeps locked (`flock`) until it dies, however i
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
 descriptor down, so that a syncer holds its store from its first instant.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "Restart of a syncer" and "Durability".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ spoken to it for `transport.unreachable`. A store of an earlier timeline is firs
 checkpoint that the run was resumed from. One of several serves the fragments that the coordinator
 gave it with the plan, once and for all.
 
-Source: design.md section 2; protocol.md sections 4, 5, 8 and 9.
+Source: PROTOCOL.md, "Syncer epoch", "Restart of a syncer" and "Resume".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Whether a syncer lives is read from the lock on its store, never from a pid: the syncer survives
 its coordinator, and whoever starts next watches that lock where it cannot wait for a child.
 
-Source: protocol.md section 8.
+Source: PROTOCOL.md, "Restart of a syncer".
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ meanwhile is a warning with its figures, an event, and in the summary; it is not
 is replaced whole. What is told was written as an event before, so that events miss nothing that
 others begin after.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Shares of the text".
 """
 
 from __future__ import annotations

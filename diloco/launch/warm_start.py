@@ -10,7 +10,7 @@ Outer momentum and residuals are zero in every case. Parameters are found by the
 so the plan of the run that they come from does not matter. No pickle makes anything but the records
 of DCP's metadata (`diloco.launch.dcp`).
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Version 0".
 """
 
 from __future__ import annotations

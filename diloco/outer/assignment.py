@@ -3,7 +3,7 @@
 A fragment's place is decided once in the life of a run: what is decided here is journalled, and
 read from there ever after.
 
-Source: protocol.md section 2 (all lanes of a fragment live on one syncer).
+Source: PROTOCOL.md, "Fragments and lanes".
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Carriers give their contributions to the peer of their own island; who is counte
 
 Only the decider decides. A peer in doubt keeps what it has staged and asks again.
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "All-reduce".
 """
 
 from __future__ import annotations

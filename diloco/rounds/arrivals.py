@@ -1,6 +1,6 @@
 """Lanes that arrive for one fragment: each read in its turn and verified; those of version 0 kept.
 
-Source: protocol.md sections 1 and 5.
+Source: PROTOCOL.md, "Digests" and "Identity of a contribution".
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ island ever has, begins again as published; moments are those of the newest olde
 be read, or zero. What it was made of is gone: its record says that it was repaired, and it cannot
 be made again.
 
-Source: protocol.md section 9 (an island ahead of its syncer).
+Source: PROTOCOL.md, "Damaged fragments".
 """
 
 from __future__ import annotations

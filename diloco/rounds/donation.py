@@ -6,8 +6,7 @@
 By lane, so that it serves an island of any layout. Whatever arrives is written by a peer: it is
 held against the plan and refused by name, and never read by anything but JSON and safetensors.
 
-Source: protocol.md section 9 (inner state that crosses a link); Decoupled DiLoCo (arXiv
-2604.21428, App. E.3).
+Source: PROTOCOL.md, "State transfer"; Decoupled DiLoCo (arXiv 2604.21428, App. E.3).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ are at most `MOST_DONATIONS`, each of 8 bytes a parameter: a new one takes the p
 nobody has asked for lately, and what is not asked for expires. Rounds go first: where anything at
 the syncer finds no room on the disk, all donations are let go.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "State transfer".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Durable before the next attempt opens, whatever the store keeps versions in.
 
-Source: protocol.md section 4 (expiry).
+Source: PROTOCOL.md, "Deadline and expiry" and "Written before said".
 """
 
 from __future__ import annotations

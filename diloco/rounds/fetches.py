@@ -1,6 +1,6 @@
 """Who has not been sent yet what was published last: what xi_sync is measured by.
 
-Source: protocol.md section 4 (timing of a run whose members come and go).
+Source: PROTOCOL.md, "Quorum, grace and close".
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The syncer multiplies what it has spooled, a replay what a record holds, lane by lane and in the
 same order, so that on one machine both come to the same bits.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), radial-directional averaging; protocol.md section 4.
+Source: Decoupled DiLoCo (arXiv 2604.21428), radial-directional averaging; PROTOCOL.md, "Order and
+arithmetic".
 """
 
 from __future__ import annotations

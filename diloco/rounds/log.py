@@ -13,7 +13,7 @@ sound header and all its bytes is torn, unless a valid frame comes after it: the
 damaged, and what it still holds is left alone. Without a header it never existed; with one, or what
 is left of one, it may have been published, and is set aside. Torch is not imported, as in `record`.
 
-Source: protocol.md section 4 (commit point, `log`).
+Source: PROTOCOL.md, "Records and logs".
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ are part of the record, so that nobody who recomputes the version depends on the
 The guard (`outer.guard`) looks at each contribution while it is merged. Whom it refuses is left
 out: what was merged is thrown away, and all is done again, once, without all of those.
 
-Source: protocol.md section 4 (reduction, commit point).
+Source: PROTOCOL.md, "The merge" and "Commit point".
 """
 
 from __future__ import annotations

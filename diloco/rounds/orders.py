@@ -3,7 +3,7 @@
 Heard with every report, and kept durably, since a syncer goes on by the last orders while its
 coordinator is away, over its own restarts too.
 
-Source: protocol.md sections 7, 8 and 10.
+Source: PROTOCOL.md, "Coordinator away" and "Operators and live policy".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Used by whoever serves lanes, a syncer or the peer of an island. Decides nothing about rounds.
 
-Source: protocol.md sections 1 and 5.
+Source: PROTOCOL.md, "Staging".
 """
 
 from __future__ import annotations

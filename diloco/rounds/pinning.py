@@ -2,7 +2,7 @@
 
 Files are those of `pins`. Whether a checkpoint is complete, the coordinator says.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins".
 """
 
 from __future__ import annotations

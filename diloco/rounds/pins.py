@@ -11,7 +11,7 @@ resume abandons is kept until a checkpoint of the new timeline is complete, or u
 resume. Torch is not imported, so that a coordinator can choose what to resume. Whoever calls this
 holds the store.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins" and "Resume".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Polls of carriers at their syncer: each is held back until there is news for it.
 
-Source: protocol.md sections 4 and 5.
+Source: PROTOCOL.md, "One fragment, one round" and "Outcomes".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The syncer calls `publish_lane_` once a lane at the close of a round; whoever ma
 (`rebuild`) calls it with the retained contributions and the coefficients that the version was made
 with, and must get the same bytes.
 
-Source: protocol.md sections 1, 3 (flush), 4 (reduction) and 12.
+Source: PROTOCOL.md, "Theta and published", "Order and arithmetic", "Outer step" and "Flush".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which versions of a fragment stay in its store, and what is kept of those that go.
 
-Source: protocol.md section 4.
+Source: PROTOCOL.md, "Records and logs".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A version, or an expiry, that finds no room stays under way and is written when 
 meanwhile nothing opens at its syncer. Whoever calls and cannot be answered durably is told to call
 again.
 
-Source: protocol.md section 4 (commit point).
+Source: PROTOCOL.md, "Full disk".
 """
 
 from __future__ import annotations

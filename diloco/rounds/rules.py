@@ -1,6 +1,6 @@
 """Rules of a syncer and of each of its fragments: what a configuration makes of rounds.
 
-Source: protocol.md sections 4, 7 and 10.
+Source: PROTOCOL.md, "Rounds" and "Operators and live policy".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The event loop receives lanes; workers of their own verify and spool them, whatever is merged
 meanwhile.
 
-Source: protocol.md sections 1, 4 and 5.
+Source: PROTOCOL.md, "Contributions" and "Staging".
 """
 
 from __future__ import annotations

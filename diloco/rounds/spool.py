@@ -3,7 +3,7 @@
 A spool serves all fragments of a syncer. Nothing in it is durable: islands keep what they sent
 until its outcome, so files are neither synced nor read by a later start, which removes them.
 
-Source: protocol.md section 4 (reduction).
+Source: PROTOCOL.md, "Acknowledgement".
 """
 
 from __future__ import annotations

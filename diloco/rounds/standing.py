@@ -3,7 +3,7 @@
 Questions only, asked by the syncer before and after a payload is read; what changes the answers is
 in `state`.
 
-Source: protocol.md sections 5 (outcomes) and 8 (fencing).
+Source: PROTOCOL.md, "Outcomes", "Members" and "Fencing".
 """
 
 from __future__ import annotations

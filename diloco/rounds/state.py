@@ -6,7 +6,7 @@ when a durable write has happened; a simulator and the tests drive the same obje
 
 `transitions` lists every move from phase to phase.
 
-Source: protocol.md sections 4, 5 and 8; grace window of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3).
+Source: PROTOCOL.md, "Rounds"; grace window of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3).
 """
 
 from __future__ import annotations

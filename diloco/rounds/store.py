@@ -10,7 +10,7 @@ an expiry's (`expiries`).
 A version exists if and only if its record, or its frame and all that leads to it, is valid. Files
 are old or new after a crash (`diloco.durable`). Nothing here decides a round.
 
-Source: protocol.md section 4 (commit point) and 9 (pins).
+Source: PROTOCOL.md, "Durability".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Versions of one fragment as they are stored, read and verified.
 
-Source: protocol.md section 4 (commit point).
+Source: PROTOCOL.md, "Records and logs".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It checks grants, answers islands and ends the run when it must; each fragment has a service
 (`service`) that runs its rounds. Every incarnation is durable before anything of it is accepted.
 
-Source: protocol.md sections 4, 5 and 8.
+Source: PROTOCOL.md, "Authority", "Incarnations and grants" and "Fencing".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Plain values, shared by the machine (`state`), the stores, the wire's messages and the all-reduce.
 
-Source: protocol.md sections 4, 5 and 8.
+Source: PROTOCOL.md, "Rounds", "Contributions" and "Members".
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Phase(StrEnum):
 
 
 class OutcomeKind(StrEnum):
-    """How a contribution ended (protocol.md section 5)."""
+    """How a contribution ended (PROTOCOL.md, "Outcomes")."""
 
     INCLUDED = "included"
     NOT_INCLUDED = "not_included"

@@ -18,8 +18,8 @@ copies the model) is left out of the slowest: that can only shorten the grace, a
 others would not be counted as long as it copies.
 Times are in seconds.
 
-Source: protocol.md section 4; grace of Decoupled DiLoCo (arXiv 2604.21428, Eq. 3); deviation as in
-RFC 6298, section 2.
+Source: PROTOCOL.md, "Opening", "Quorum, grace and close" and "Deadline and expiry"; grace of
+Decoupled DiLoCo (arXiv 2604.21428, Eq. 3); deviation as in RFC 6298, section 2.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 diloco.rounds.transitions` prints what stands between the marks of diloco/PROTOCOL.md: this
 table, that of outcomes (`diloco.sync.ledger`) and that of leases (`diloco.coordinator.leases`).
 
-Source: protocol.md sections 4, 5 and 8.
+Source: PROTOCOL.md, "State machines".
 """
 
 from __future__ import annotations

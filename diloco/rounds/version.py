@@ -2,7 +2,7 @@
 
 What it is on the disk is `record` and `log`; which versions there are, `store`.
 
-Source: protocol.md section 4 (commit point).
+Source: PROTOCOL.md, "Records and logs".
 """
 
 from __future__ import annotations

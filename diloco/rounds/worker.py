@@ -1,6 +1,6 @@
 """Who does the work on tensors and files, which never runs on an event loop.
 
-Source: protocol.md sections 4 and 8.
+Source: PROTOCOL.md, "Calls wait for no merge".
 """
 
 from __future__ import annotations

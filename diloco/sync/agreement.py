@@ -10,7 +10,7 @@ What is the leader's (`island_rank` 0) travels in the same message: other ranks 
 integer there. A version is merged only when the smallest and the largest staged version say that
 every rank has it: ranks hear of versions at different times, and each stages one at a time.
 
-Source: protocol.md section 6.
+Source: PROTOCOL.md, "Agreement of ranks".
 """
 
 from __future__ import annotations

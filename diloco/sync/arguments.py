@@ -1,7 +1,4 @@
-"""What a caller passed to `DiLoCo`: refused by name where it cannot be meant.
-
-Source: conventions.md section 2 (errors).
-"""
+"""What a caller passed to `DiLoCo`: refused by name where it cannot be meant."""
 
 from __future__ import annotations
 

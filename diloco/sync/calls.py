@@ -3,7 +3,7 @@
 Nothing is decided here: `exchange` knows what to say and what an answer means, `retried_calls` how
 long it is said again.
 
-Source: protocol.md section 5.
+Source: PROTOCOL.md, "One fragment, one round".
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ A rank holds the lanes that it carries; `meta`, `reach/{p}` and `ledger/{p}` are
 so that the union over the ranks serves any number of ranks. Names and shapes follow from the plan,
 the codec, error feedback, what is carried, and the lanes alone, never from the moment.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins".
 """
 
 from __future__ import annotations

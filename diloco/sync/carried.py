@@ -2,7 +2,7 @@
 
 Belongs to the exchange and its loop; other threads see a `FragmentView` only.
 
-Source: protocol.md section 5.
+Source: PROTOCOL.md, "Counters and residuals" and "Staging".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An island's part of a run checkpoint, from the moment it is taken until all ranks have saved it.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins" and "Cuts".
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ to `Registration` and `Exchange`, and what it is for to `DiLoCo`.
 Leaving the context ends this start of the island: its leader tells the coordinator whether it
 finished, stopped for a resume, or failed and why.
 
-Source: protocol.md sections 4, 8 and 9.
+Source: PROTOCOL.md, "Join" and "Coordinator away".
 """
 
 from __future__ import annotations

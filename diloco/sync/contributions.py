@@ -2,7 +2,7 @@
 
 Belongs to the exchange and its loop.
 
-Source: protocol.md section 5.
+Source: PROTOCOL.md, "Contributions".
 """
 
 from __future__ import annotations

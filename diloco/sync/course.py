@@ -10,7 +10,7 @@ and sends fragment p again from the first due step after d_p. Integers only.
 
 On arrival nobody's steps are tied to another's: the island goes on where its last report stood.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Return of an island".
 """
 
 from __future__ import annotations

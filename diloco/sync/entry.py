@@ -4,7 +4,7 @@ An island of a scheduled run enters when no version can be published without it:
 open, or the fragment is flushed. On arrival rounds go on without it: it enters with the newest
 version that it hears of, and follows from there. Decides no round, touches no parameter.
 
-Source: protocol.md sections 4 (version 0) and 9.
+Source: PROTOCOL.md, "Version 0" and "Return of an island".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Runs in one event loop (the IO thread of a rank, or a virtual clock); never issu
 never touches a parameter or an anchor. The training thread posts `send`, `decline`, `settle` and
 the like, and reads `view`, which is replaced as a whole; nothing else crosses between the two.
 
-Source: protocol.md sections 1, 4, 5 and 6.
+Source: PROTOCOL.md, "Agreement of ranks", "Contributions" and "Staging".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Runs in the loop of the peer; tensors and files are the worker's. What the decider announces is
 heard between any two steps, so a reduction that is no longer wanted is cancelled.
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Peers in doubt".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ All of it runs in the loop of the network, below the payloads of rounds. The joi
 for it, as long as it is told to; in a scheduled run the others then wait for the joiner, at their
 merges, as for any island that returns.
 
-Source: protocol.md section 9; Decoupled DiLoCo (arXiv 2604.21428, App. E.3).
+Source: PROTOCOL.md, "State transfer"; Decoupled DiLoCo (arXiv 2604.21428, App. E.3).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Belongs to the training thread: every rank makes the same calls, and all have the same answer.
 
-Source: protocol.md section 1; design.md, invariant 1.
+Source: PROTOCOL.md, "Digests".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It moves bytes and runs codecs; it never issues a collective and never touches a parameter.
 
-Source: protocol.md section 6.
+Source: PROTOCOL.md, "Agreement of ranks".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ that of this Delta: what piles up while an island is late must not outweigh a ro
 the merge has kept its share of the work, so only the rest is carried. Norms are of lanes, so that
 nothing depends on which rank carries them.
 
-Source: protocol.md section 5.
+Source: PROTOCOL.md, "Counters and residuals".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an island owes and is owed for one fragment: counters, outstanding contribution, outcome.
 
-Pure bookkeeping in integers, equal on every rank of the island. The table of protocol.md section
-5 is `OUTCOMES`; tensors (anchor, residual, payload) follow its verdict elsewhere.
+Pure bookkeeping in integers, equal on every rank of the island. The table of PROTOCOL.md, "A
+contribution" is `OUTCOMES`; tensors (anchor, residual, payload) follow its verdict elsewhere.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class FragmentLedger:
 
     In scheduled mode an attempt is served by one due step of every island: who is late sends it
     though a later one is announced, is answered EXPIRED at once, and serves the later one at the
-    next due step, as the others did. Sent to the announced attempt (protocol.md section 4), the
-    contribution of a late island would be one of an earlier due step than everybody else's: it
-    would merge that version H inner steps before them, lead them from then on, and have a send left
-    over at the end.
+    next due step, as the others did. Sent to the announced attempt (PROTOCOL.md, "Deadline and
+    expiry"), the contribution of a late island would be one of an earlier due step than everybody
+    else's: it would merge that version H inner steps before them, lead them from then on, and have
+    a send left over at the end.
     """
 
     timeline: int

@@ -3,7 +3,7 @@
 Belongs to the training thread, like the outer loop, which says when. What needs the network is
 posted to the `Exchange`.
 
-Source: protocol.md sections 3 and 6.
+Source: PROTOCOL.md, "Order at a step".
 """
 
 from __future__ import annotations

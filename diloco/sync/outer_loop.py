@@ -7,7 +7,7 @@ needs the network is posted to the `Exchange`; what needs all ranks goes through
 What takes time is written as a generator that yields whatever has to be waited for, so that one
 body serves a training thread (which blocks) and a virtual clock (which awaits).
 
-Source: protocol.md sections 3, 5, 6, 7 and 9.
+Source: PROTOCOL.md, "When islands send and merge" and "Contributions".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Belongs to the training thread, as the outer loop does, and like it every rank makes the same calls:
 what one rank finds wrong ends the call on all of them.
 
-Source: protocol.md section 9.
+Source: PROTOCOL.md, "Run checkpoints and pins" and "Resume".
 """
 
 from __future__ import annotations

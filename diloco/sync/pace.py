@@ -10,7 +10,7 @@ On arrival, the leader names the version that all ranks stage. It is never lower
 when one of them finds that the syncer has it no more: whatever is published meanwhile, what was
 begun is brought to its end, and the next target leaps to the newest version.
 
-Source: protocol.md sections 3, 5 and 6.
+Source: PROTOCOL.md, "Scheduled runs" and "Runs on arrival".
 """
 
 from __future__ import annotations

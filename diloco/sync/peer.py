@@ -9,7 +9,7 @@ theta, published and momentum of all fragments durably.
     allreduce.contribution, result   served to the peers of a round
     allreduce.state                  served to a peer that joins, returns or heals
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "All-reduce".
 """
 
 from __future__ import annotations

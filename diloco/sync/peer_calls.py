@@ -5,7 +5,7 @@ disturbs nothing. What is pulled from another peer is asked for until it comes, 
 connection broke: how long that may take is the decider's to say, who then announces another
 attempt.
 
-Source: protocol.md sections 8 and 11.
+Source: PROTOCOL.md, "All-reduce" and "Coordinator away".
 """
 
 from __future__ import annotations

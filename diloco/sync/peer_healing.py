@@ -1,6 +1,6 @@
 """A fragment's committed version, taken from the peer of another island that has it.
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Peers in doubt".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Whoever owns a lane pulls it of every contributor and reduces it; all others pull the result. Which
 island owns which lane, the decider's assignment says.
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Reduction".
 """
 
 from __future__ import annotations

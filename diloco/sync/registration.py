@@ -3,7 +3,7 @@
 Only the island leader has one; it lives in its IO thread. A coordinator that is away for a while
 (a restart) disturbs nothing: reports are lost and training goes on, join and leave are repeated.
 
-Source: protocol.md sections 4, 8 and 10.
+Source: PROTOCOL.md, "Join", "Leases and clocks" and "Classes of configuration".
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ record before the next one. Nothing here decides a round and nothing calls anybo
     fragment-0003/v000000000012.record          committed
     staged/fragment-0003/v000000000013.record   durable, in doubt: of the present timeline
 
-Source: protocol.md section 11.
+Source: PROTOCOL.md, "Peers in doubt".
 """
 
 from __future__ import annotations

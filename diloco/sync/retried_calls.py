@@ -2,7 +2,7 @@
 
 This is the one boundary where errors of the transport become errors of the product.
 
-Source: protocol.md section 8 (`unreachable_s`).
+Source: PROTOCOL.md, "Coordinator away".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Belongs to the training thread, as the outer loop does, and decides by `soundnes
 the island makes the same calls; that one of them found something travels with the agreement that
 there is anyway, so a return happens on all of them at the same step boundary.
 
-Source: protocol.md sections 5 and 6.
+Source: PROTOCOL.md, "Unsound islands".
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ graceful stop `checkpointing` ends when every island has its checkpoint; should 
 that can stop only later, the loop goes on to there; should the stop be taken back, because one
 stays away, it goes on as if never asked.
 
-Source: design.md sections 3 and 6; protocol.md sections 4 to 9.
+Source: PROTOCOL.md, "When islands send and merge" and "Graceful stop".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Belongs to the exchange and its loop. In a scheduled run every version is merged
 other; on arrival a rank begins with the newest that it hears of, and turns to the one that its
 leader names (`pace`). One version of a fragment is staged at a time.
 
-Source: protocol.md sections 6 and 9.
+Source: PROTOCOL.md, "Runs on arrival" and "Staging".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and otherwise the whole; only the last digest is held against the result.
 
 Staging changes neither anchor nor model.
 
-Source: protocol.md sections 1 and 6.
+Source: PROTOCOL.md, "Staging" and "Digests".
 """
 
 from __future__ import annotations

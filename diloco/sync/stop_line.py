@@ -11,7 +11,7 @@ at its next step, and whether they are to leave then.
 The leader has one. Its IO thread calls `promise` and `hear`, its training thread the rest, but for
 `wait_for_word`, which runs in the IO thread's loop.
 
-Source: protocol.md section 9 (graceful stop).
+Source: PROTOCOL.md, "Graceful stop".
 """
 
 from __future__ import annotations

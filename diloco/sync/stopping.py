@@ -4,7 +4,7 @@ Belongs to the training thread; every rank makes the same calls, and what the le
 coordinator all of them have. What waits does so in turns of a second, after each of which all ranks
 share what they know: a failure of any of them is soon known to all, and no collective waits long.
 
-Source: protocol.md section 9 (graceful stop).
+Source: PROTOCOL.md, "Graceful stop".
 """
 
 from __future__ import annotations

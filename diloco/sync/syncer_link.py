@@ -4,7 +4,7 @@ Belongs to the exchange and its loop. A syncer that is away holds up nothing but
 as long as anybody else answers (`retried_calls.Reach`); what it says that ends this rank, such as a
 fence, ends the exchange with all syncers.
 
-Source: protocol.md sections 1, 4, 5 and 6.
+Source: PROTOCOL.md, "Syncer epoch" and "One fragment, one round".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pure arithmetic over seconds that it is given; reads no clock.
 
-Source: protocol.md section 13.
+Source: PROTOCOL.md, "Words for figures".
 """
 
 from __future__ import annotations

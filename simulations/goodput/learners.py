@@ -10,7 +10,8 @@ and when). A learner here is its step boundaries alone:
 A learner that an outage stops loses the step that it is in. No bandwidth is modelled: contributions
 and versions travel for a fixed time.
 
-Source: protocol.md sections 4 and 5; Decoupled DiLoCo (arXiv 2604.21428), heterogeneous learners.
+Source: PROTOCOL.md, "Rounds" and "When islands send and merge"; Decoupled DiLoCo (arXiv
+2604.21428), heterogeneous learners.
 """
 
 from __future__ import annotations

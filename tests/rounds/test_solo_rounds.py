@@ -4,7 +4,7 @@ Islands here are their step boundaries alone: at one they merge what has been pu
 fetched, and send to what is open, with the steps made since their last counted send; who was not
 counted has lost its steps, and who has none declines.
 
-Source: protocol.md sections 3 to 5.
+Source: PROTOCOL.md, "Opening".
 """
 
 from __future__ import annotations
