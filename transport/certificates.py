@@ -245,16 +245,22 @@ def insist_on_valid(
     return insist_on_dates(certificate, now)
 
 
-def insist_on_issuer(certificate: x509.Certificate) -> None:
-    """Refuse a coordinator's certificate of an earlier release, which cannot issue others.
+def insist_on_issuer(certificate: x509.Certificate, length: int = 0) -> None:
+    """Refuse an authority of an earlier release: what is issued below it would not be believed.
+
+    Args:
+        certificate: Of the coordinator, or of the CA.
+        length: Authorities that stand between it and a leaf.
 
     Raises:
-        CertificateError: If it is none of an authority.
+        CertificateError: If it is none of an authority, or not of that many.
     """
-    if not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
+    found = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    if not found.ca or (found.path_length is not None and found.path_length < length):
         raise CertificateError(
-            f"the certificate of {identity_of(certificate).short} cannot issue others, as those of "
-            f"an earlier release: make all of them again (diloco certs init RUN.toml)"
+            f"the certificate of {identity_of(certificate).short} is of an earlier release, and "
+            f"nothing that lasts a day can be issued below it: make all of them again, in another "
+            f"directory (diloco certs init RUN.toml --dir DIR)"
         )
 
 

@@ -35,6 +35,7 @@ from transport.certificates import (
     certificate_pem,
     expiry_of,
     identity_of,
+    insist_on_issuer,
     insist_on_valid,
     issue,
     key_pem,
@@ -274,6 +275,7 @@ class RunCa:
         path, key_path = self.directory / CA_FILE, self.directory / KEY_FILE
         try:
             newest, *_ = self._authorities()
+            insist_on_issuer(newest, length=1)
             for key in read_keys(key_path.read_bytes(), str(key_path)):
                 if key.public_key() == newest.public_key():
                     return Authority(newest, key)
@@ -339,11 +341,15 @@ def site_certificates(directory: Path, now: datetime.datetime) -> dict[str, str]
             continue
         try:
             certificate, *_ = read_certificates(path.read_bytes(), str(path))
-            short = insist_on_valid(certificate, cas, now).short
+            identity = insist_on_valid(certificate, cas, now)
+            if identity.role is Role.COORDINATOR:
+                insist_on_issuer(certificate)
         except (OSError, CertificateError) as error:
             found[path.name] = str(error)
         else:
-            found[path.name] = f"valid until {expiry_of(certificate):%F %R} UTC, of {short}"
+            found[path.name] = (
+                f"valid until {expiry_of(certificate):%F %R} UTC, of {identity.short}"
+            )
     return found
 
 

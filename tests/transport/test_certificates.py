@@ -80,8 +80,10 @@ def test_only_a_leaf_serves_and_only_under_the_name_of_its_role(authority: Autho
     assert ["island.diloco" in text for text in shown] == [False, False, False, True]
     assert ["ca=True, path_length=0" in text for text in shown] == [False, False, True, False]
     insist_on_issuer(above)
-    with pytest.raises(CertificateError, match="cannot issue others"):
-        insist_on_issuer(issued[1].certificate)
+    insist_on_issuer(authority.certificate, length=1)
+    for earlier, length in ((issued[1].certificate, 0), (above, 1)):
+        with pytest.raises(CertificateError, match="is of an earlier release"):
+            insist_on_issuer(earlier, length)
     with pytest.raises(CertificateError, match="coordinator expired at 2026-01-31"):
         issue_leaf(issuer, EAST, key.public_key(), NOW + 31 * DAY, day)
 
