@@ -70,7 +70,7 @@ class FragmentRounds(Standing):
         self._expired_in_a_row = 0
         self._broken_in_a_row = 0
         self._rejected_in_a_row = 0
-        self._has_rejected = False
+        self._rejected = set[str]()  # those whom the guard refused in this attempt
         self._missing: tuple[str, ...] = ()
         self._expiry_is_numeric = False
         self._expiry_reason = ""
@@ -368,9 +368,10 @@ class FragmentRounds(Standing):
     def rejected(self, key: RoundKey, rejected: Mapping[str, str], now: float) -> list[Instruction]:
         """Refuse all contributors of a closing attempt, as the guard of the merge does.
 
-        It waits for the others, and is no expiry in a row if it expires: nobody was away.
+        It waits for the others. Where all its members are refused, it is no expiry in a row: nobody
+        was away.
         """
-        self._has_rejected = True
+        self._rejected |= rejected.keys()
         return self.malformed(key, rejected, now)
 
     def malformed(self, key: RoundKey, refused: Mapping[str, str], now: float) -> list[Instruction]:
@@ -406,8 +407,8 @@ class FragmentRounds(Standing):
         self._require(Phase.EXPIRING, "expiry_recorded", key)
         self.refused_at = self._refused_at()
         self.attempt += 1
-        self._rejected_in_a_row += self._has_rejected
-        self._expired_in_a_row += not self._has_rejected
+        self._rejected_in_a_row += self._all_rejected
+        self._expired_in_a_row += not self._all_rejected
         is_numeric = self._expiry_is_numeric
         self._expiry_is_numeric = False
         self._timing.expired(now)
@@ -534,10 +535,15 @@ class FragmentRounds(Standing):
                 reason,
                 self._missing,
                 self._broken_in_a_row,
-                self._rejected_in_a_row + self._has_rejected,
+                self._rejected_in_a_row + self._all_rejected,
                 self._refused_at(),
             )
         ]
+
+    @property
+    def _all_rejected(self) -> bool:
+        """Whether the guard has refused every member of this attempt."""
+        return self._rejected >= set(self.members)
 
     def _refused_at(self) -> dict[str, tuple[int, str]]:
         """Add those who have left this attempt to those who left earlier ones."""
@@ -553,7 +559,7 @@ class FragmentRounds(Standing):
         self.contributions = {}
         self.left = {}
         self._arrived = {}
-        self._had_quorum = self._has_rejected = False
+        self._had_quorum, self._rejected = False, set()
         self._deadline = self._grace_end = math.inf
         self._take_rules()
 

@@ -274,8 +274,8 @@ class RecordExpiry:
 
     `missing` are the members that it waited for in vain. Of the attempts since the last
     publication, this one included, `broken_in_a_row` had results that could not be used, and
-    `rejected_in_a_row` expired because the guard of the merge refused all that came: these are no
-    expiries in a row. `refused_at` says of islands which attempt they left last, and why.
+    `rejected_in_a_row` expired because the guard of the merge refused all their members: these are
+    no expiries in a row. `refused_at` says of islands which attempt they left last, and why.
     """
 
     key: RoundKey

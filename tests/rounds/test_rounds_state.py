@@ -597,6 +597,18 @@ def test_what_the_guard_refuses_is_no_expiry_in_a_row_also_not_after_a_restart()
     assert close.rejected_in_a_row == 0, "it was published meanwhile"
 
 
+def test_what_the_guard_refuses_is_an_expiry_in_a_row_where_another_member_was_away() -> None:
+    rounds = machine(min_contributions=1)
+    for n in range(3):
+        contribute(rounds, "a", 0.0)
+        rounds.rejected(rounds.key, {"a": "too large"}, 0.0)
+        (expiry,) = rounds.tick(DEADLINE_S)
+        assert isinstance(expiry, RecordExpiry)
+        assert (expiry.rejected_in_a_row, expiry.missing) == (0, ("b",))
+        (last,) = rounds.expiry_recorded(expiry.key, 0.0)
+        assert isinstance(last, Lost if n == 2 else Opened)
+
+
 def test_who_was_refused_hears_it_of_that_attempt_also_after_a_restart() -> None:
     rounds = machine(members=("a",), granted="a")
     first, second = RoundKey(0, 3, 0, 0), RoundKey(0, 3, 0, 1)
