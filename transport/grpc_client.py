@@ -388,6 +388,8 @@ def _tls_hint(details: str, days_left: float) -> str:
         return f"; the certificate of this process expired {-days_left:.1f} days ago"
     if "Hostname Verification" in details:
         return "; the peer's certificate is of another role: is this the right address?"
+    if "not yet valid" in details or "has expired" in details:
+        return "; by the clock of this machine: is one wrong, here or there? diloco doctor RUN.toml"
     if "CERTIFICATE_VERIFY_FAILED" in details or "BAD_SIGNATURE" in details:
         return "; the peer's certificate is not valid for this run: diloco certs show, at its site"
     if "Socket closed" in details or "handshake" in details.lower():

@@ -119,7 +119,8 @@ class TransportConfig(Section):
     certificate_lifetime: Local[Lifetime] = Field(
         default="24h",
         description="How long certificates are valid that coordinator, syncers and islands show to "
-        "each other; the coordinator issues them, and none to whom was revoked",
+        "each other; longer than clocks differ. The coordinator issues them, and none to whom was "
+        "revoked",
     )
     insecure: Local[bool] = Field(
         default=False,

@@ -127,6 +127,8 @@ BY_CALLERS: dict[str, tuple[Callable[[Forger, str], bytes], str, str]] = {
 #: And how a client words it.
 BY_SERVERS: dict[str, tuple[Callable[[Forger, str], bytes], str]] = {
     **{what: (make, "VERIFY_FAILED|BAD_SIGN|KEY_USAGE") for what, make in BY_ANYBODY.items()},
+    "expired": (BY_ANYBODY["expired"], "is one wrong, here or there"),
+    "not yet valid": (BY_ANYBODY["not yet valid"], "is one wrong, here or there"),
     "client only": (lambda f, n: f.leaf(n, usages=[Usage.CLIENT_AUTH]), "certificate purpose"),
     "of another role": (lambda f, name: f.leaf(f"x{name}"), "of another role"),
     "an island's file": (lambda f, name: f.file(EAST), "certificate purpose"),
