@@ -4,7 +4,7 @@ Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measu
 (`MeasuredTiming`), with averages xi of weight 1/2:
 
     opening    not before H * xi_step(fastest live member) after the fragment's previous close;
-               as the fastest counts at most `MOST_FASTER` times the median's pace
+               of three or more, the fastest counts at most `MOST_FASTER` times the median's pace
     grace      clamp(gamma * (tau * xi_step(slowest member) - (xi_quorum + xi_sync)), 0, cap)
     deadline   clamp(max over members of (xi_late + 4 * deviation), floor, cap), doubled by every
                expiry since the last publication
@@ -37,9 +37,10 @@ _DEVIATIONS = 4.0
 _MOST_DOUBLINGS = 60
 #: Seconds of the shortest and the longest inner step that is believed.
 _STEP_S = (1e-6, 86400.0)
-#: The fastest island counts as so many times as fast as the median, at most: by a step of nothing
-#: that one says, rounds would open without an end.
+#: The fastest of three islands or more counts as so many times as fast as the median, at most: by a
+#: step of nothing that one says, rounds would open without an end. Two have no median.
 MOST_FASTER = 4
+_LEAST_OF_MEDIAN = 3
 
 
 class Average:
@@ -85,13 +86,15 @@ class StepTimes:
         return [value for value in known if value is not None]
 
     def fastest(self, islands: tuple[str, ...]) -> float:
-        """Give the shortest average, `MOST_FASTER` times the median's pace at most; none: infinite.
+        """Give the shortest average, at least the median / `MOST_FASTER`; none: infinite.
 
         All fragments ask for it at every poll, mostly of the same islands.
         """
         if self._fastest is None or self._fastest[0] != islands:
-            steps = self.of(islands) or [math.inf]
-            least = max(min(steps), statistics.median_high(steps) / MOST_FASTER)
+            steps = self.of(islands)
+            least = min(steps, default=math.inf)
+            if len(steps) >= _LEAST_OF_MEDIAN:
+                least = max(least, statistics.median_high(steps) / MOST_FASTER)
             self._fastest = islands, least
         return self._fastest[1]
 

@@ -62,7 +62,12 @@ def test_an_island_that_says_that_its_steps_take_no_time_does_not_decide_when_ro
     steps.stepped("liar", 1e-6)
     timing = MeasuredTiming(RULES, steps, 100.0)
     assert timing.opens_at(("fast", "slow", "liar")) == 100.0 + 30 * 1.0 / MOST_FASTER
-    assert timing.opens_at(("slow", "liar")) == 100.0 + 30 * 2.0 / MOST_FASTER
+
+
+def test_of_two_islands_the_faster_one_decides_however_slow_the_other_is() -> None:
+    steps = step_times()
+    steps.stepped("slowest", 10.0)
+    assert MeasuredTiming(RULES, steps, 100.0).opens_at(("fast", "slowest")) == 100.0 + 30 * 1.0
 
 
 def test_nothing_opens_before_somebody_has_told_a_step() -> None:
