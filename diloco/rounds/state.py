@@ -519,7 +519,10 @@ class FragmentRounds(Standing):
         self._timing.closed(now)
         self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
-        return [Close(self.key, contributors, is_flush, dict(self.left), self._rejected_in_a_row)]
+        # A faulty island that was alone then must not change by what the others are judged now.
+        is_of_all = self.refused_at.keys() >= set(self.members)
+        rejected = self._rejected_in_a_row if is_of_all else 0
+        return [Close(self.key, contributors, is_flush, dict(self.left), rejected)]
 
     def _expire(
         self, reason: str, now: float, missing: tuple[str, ...] | None = None

@@ -258,7 +258,8 @@ class Close:
 
     `refused` says why other islands left the attempt; it is committed too, so that a restart does
     not change an outcome. `rejected_in_a_row` are the attempts since the last publication that
-    expired because the guard of the merge refused all that came.
+    expired because the guard of the merge refused all their members; 0 while there is a member that
+    was not refused yet.
     """
 
     key: RoundKey

@@ -53,7 +53,7 @@ class MergeWatch:
         """Assign only; `base` is the version before, of which nothing has moved yet.
 
         A flush is of whatever was left, and says nothing about a round, nor about directions.
-        `rejected_in_a_row` attempts before this one expired with all that came refused.
+        `rejected_in_a_row` attempts before this one expired with all its members refused.
         """
         self._fragment, self._units = fragment, units
         self._is_on = rules.merge.guard

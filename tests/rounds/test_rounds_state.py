@@ -609,6 +609,19 @@ def test_what_the_guard_refuses_is_an_expiry_in_a_row_where_another_member_was_a
         assert isinstance(last, Lost if n == 2 else Opened)
 
 
+@pytest.mark.parametrize(("refused", "counted"), [("a", 0), ("ab", 2)])
+def test_refusals_of_an_island_that_was_alone_change_nothing_for_a_round_with_another(
+    refused: str, counted: int
+) -> None:
+    rounds = unfounded(min_contributions=1)
+    rounds.founded(0, 2, {}, 0.0, rejected_in_a_row=2, refused_at=dict.fromkeys(refused, (1, "")))
+
+    (close,) = contribute(rounds, "a")
+
+    assert isinstance(close, Close)
+    assert close.rejected_in_a_row == counted
+
+
 def test_who_was_refused_hears_it_of_that_attempt_also_after_a_restart() -> None:
     rounds = machine(members=("a",), granted="a")
     first, second = RoundKey(0, 3, 0, 0), RoundKey(0, 3, 0, 1)
