@@ -134,7 +134,8 @@ def revoke(
     counts as one that is away. What it was issued before is of no use without the coordinator,
     and ends within transport.certificate_lifetime. To let it in again: `rotate
     NAME`, and for an island `diloco kick --undo`. With --earlier a run goes on with the newest.
-    A run that begins again (--fresh) has to be told again: the list is in the journal of one run.
+    The list, revoked.json, is read when a coordinator starts: where the CA is elsewhere, bring the
+    file to its transport.certs, or a run that begins again (--fresh) does not know of it.
     """
     from diloco.cli.operate import tell
 

@@ -350,7 +350,8 @@ def _build_coordinator(
     tls: Tls | None,
 ) -> Coordinator:
     if tls is not None:
-        tls.is_revoked = membership.settings.is_revoked
+        of_files, of_run = tls.is_revoked, membership.settings.is_revoked
+        tls.is_revoked = lambda serial: of_files(serial) or of_run(serial)
 
     def keep(config: Config) -> None:
         content = resolved_toml(config).encode()

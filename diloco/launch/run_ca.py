@@ -3,7 +3,8 @@
     ca.pem                    public; every site has it
     ca.key        0600        stays where certificates are issued, and goes nowhere else
     issued.json               serial number, identity, end and CA of all that was issued
-    revoked.json              serial numbers that were taken back; the coordinator is told of them
+    revoked.json              serial numbers that were taken back; for the coordinator's site: it is
+                              told of them under way, and reads the file when it starts
     IDENTITY.pem  0600        certificate and key of one identity, for its site; coordinator.pem
                               issues what lasts a day (`transport.certificates`), to syncers, too
     tokens.json               digests; for coordinator and syncer, where join tokens are used
@@ -52,6 +53,19 @@ _REVOKED_FILE = "revoked.json"
 _LOCK_FILE = "ca.lock"
 
 Clock: TypeAlias = Callable[[], datetime.datetime]
+
+
+def read_revoked(directory: Path) -> set[int]:
+    """Read the serial numbers that were taken back; none where the file is not there.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    path = directory / _REVOKED_FILE
+    try:
+        return set(read_json(path) or ())
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}. Copy it from where the CA is") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +314,7 @@ class RunCa:
         return [(serial, uri, expires, ca) for serial, uri, expires, ca in rows]
 
     def _revoked(self) -> set[int]:
-        return set(read_json(self.directory / _REVOKED_FILE) or ())
+        return read_revoked(self.directory)
 
     def _forget_token(self, identity: Identity) -> bool:
         table = read_json(self.directory / TABLE_FILE) or {}

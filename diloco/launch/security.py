@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.launch.run_ca import read_revoked
 from diloco.telemetry.protection import Protection
 from transport.addresses import is_loopback, split_address, split_candidates
 from transport.contracts import Handlers, Server, Transport
@@ -151,6 +152,8 @@ class Security:
                 f"{certs}, where the CA is; a missing one: diloco certs issue {holder}; one that "
                 f"is not valid: diloco certs rotate {holder}"
             ) from error
+        if tls is not None and identity.role is Role.COORDINATOR:
+            tls.is_revoked = read_revoked(Path(certs)).__contains__
         serves = is_peer or identity.role in SERVERS
         calls = identity.role is not Role.COORDINATOR
         try:

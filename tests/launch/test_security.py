@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import logging
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -206,6 +207,10 @@ def test_a_run_under_way_refuses_strangers_takes_up_what_is_rotated_and_fences_t
     lifetime = "transport.certificate_lifetime=20s"
     configured = config(site, certs_of(site), tokens_of(site), lifetime, "run.inner_steps=100000")
     ca = RunCa(site.parent / "certs", lambda: datetime.datetime.now(datetime.UTC))
+    stolen = shutil.copytree(ca.directory, site.parent / "stolen")
+    ca.issue("operator", 30, again=True)
+    ca.revoke("operator", keep_newest=True)  # before the run, whose journal does not know of it
+    thief = config(site, f"transport.certs={stolen}", tokens_of(site))
 
     async def status(security: Security, address: str) -> StatusReply:
         transport = security.transport(address, Role.COORDINATOR)
@@ -242,6 +247,8 @@ def test_a_run_under_way_refuses_strangers_takes_up_what_is_rotated_and_fences_t
             asyncio.run(status(Security(), address))
         with pytest.raises(Unauthorised, match=r"may not call control\.status"):
             asyncio.run(status(Security.of(configured, Role.ISLAND, "east"), address))
+        with pytest.raises(Unauthorised, match="operator was revoked"):
+            asyncio.run(status(Security.of(thief, Role.OPERATOR), address))
 
         for short in CERTIFIED:
             ca.issue(short, 30, again=True)
