@@ -237,9 +237,9 @@ def take_as_a_rank(island_rank: int, address: str, second: str = "") -> dict[str
         answers: list[Any] = [(0.1, {"donor": ISLAND})]
         if second:
             answers.append((a_lane_was_missed(island), {"donor": second}))
-        heal(island, trained, 40.0, *answers)
+        heal(island, trained, 90.0, *answers)
     else:
-        island.healing(trained.plan(), 40.0).take_(trained.model, trained.optimizer)
+        island.healing(trained.plan(), 90.0).take_(trained.model, trained.optimizer)
     island.io.stop()
     assert optimizer_step(trained.optimizer) == AGE
     return {name: values.flatten().tolist() for name, values in of_optimizer(trained).items()}
