@@ -116,7 +116,7 @@ def test_the_memory_is_gone_with_its_owner() -> None:
 def test_more_than_the_host_has_is_refused() -> None:
     insist_on_memory("a.b = 5", "copies", 4096, "or lower it")
 
-    with pytest.raises(ConfigError, match=r"b = 5: copies take 1024 TiB.* are available; or lower it"):
+    with pytest.raises(ConfigError, match=r"b = 5: copies take 1024 TiB.* available; or lower it"):
         insist_on_memory("a.b = 5", "copies", 1 << 50, "or lower it")
 
 

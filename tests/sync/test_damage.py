@@ -43,6 +43,7 @@ def test_several_within_minutes_are_too_much_and_events_are_few() -> None:
     told = [event for event in events if isinstance(event, DamagedOnTheWay)]
     assert [event.damaged for event in told] == [1, USUAL + 1, 1001]
     assert [event.is_too_much for event in told] == [False, True, True]
-    (alarm,) = [event for event in events if isinstance(event, AlarmRaised)]
+    first, alarm = [event for event in events if isinstance(event, AlarmRaised)]
+    assert first.text.startswith(f"{USUAL + 1} messages"), "a burst is told at once"
     assert (alarm.alarm, alarm.about) == ("damaged_on_the_way", "east")
     assert "1001 messages between island 'east' and its syncer" in alarm.text
