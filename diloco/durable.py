@@ -5,7 +5,7 @@ returned, the file survives a kill and a power loss; before that, what was there
 calls of which that is made are here too, so that a test can record them all and lose any of them
 that was not synced; who keeps durable truth makes no such call of its own.
 
-Source: PROTOCOL.md, "Commit point" and "Written before said".
+Source: PROTOCOL.md, "Commit point" and "Durable before answered".
 """
 
 from __future__ import annotations

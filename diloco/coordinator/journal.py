@@ -6,7 +6,7 @@ order they were reported or committed), and `tape`, what happened between them, 
 before it is answered: a call that would need an entry
 while the disk is full changes nothing, and is answered that it may be repeated.
 
-Source: PROTOCOL.md, "Written before said" and "Tape".
+Source: PROTOCOL.md, "Durable before answered" and "Audit log".
 """
 
 from __future__ import annotations

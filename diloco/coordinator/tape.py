@@ -15,7 +15,7 @@ Told in the same transaction as the fact, so that neither is there without the o
 whose fact is the syncer's, once it is reported: those of a syncer that was killed before may be
 missing here, and the attempt in a record's header counts them all.
 
-Source: PROTOCOL.md, "Tape".
+Source: PROTOCOL.md, "Audit log".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`diloco replay`: a run's versions made again from its tape and what its store keeps, offline.
 
-Source: PROTOCOL.md, "Tape".
+Source: PROTOCOL.md, "Audit log".
 """
 
 from __future__ import annotations

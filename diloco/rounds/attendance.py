@@ -8,8 +8,8 @@ by the clock of this process alone, and what it slept through is nobody's silenc
 nothing opens before all islands that live have called, at most a lease: whoever is only
 reconnecting would miss what opens without it.
 
-Source: PROTOCOL.md, "Written before said", "Leases and clocks", "Coordinator away" and "Restart of
-a syncer".
+Source: PROTOCOL.md, "Durable before answered", "Leases and clocks", "Coordinator away" and
+"Restart of a syncer".
 """
 
 from __future__ import annotations

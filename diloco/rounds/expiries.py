@@ -4,7 +4,7 @@
 
 Durable before the next attempt opens, whatever the store keeps versions in.
 
-Source: PROTOCOL.md, "Deadline and expiry" and "Written before said".
+Source: PROTOCOL.md, "Deadline and expiry" and "Durable before answered".
 """
 
 from __future__ import annotations

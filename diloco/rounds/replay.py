@@ -10,7 +10,7 @@ What a version was made of is in its record, in its frame of a log, or in `log.K
 timelines one past leads to the newest version; what a resume has left behind is told, not made
 again. Nothing is changed. Whoever calls this holds the store's lock, or a copy.
 
-Source: PROTOCOL.md, "Tape".
+Source: PROTOCOL.md, "Audit log".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ coordinator that is away is tried again for ever. Every record header is told in
 acknowledged, one that is too large for a message without what makes it so; states are told as they
 are when their turn comes, however often they changed. The answers bring the coordinator's orders.
 
-Source: PROTOCOL.md, "Tape" and "Coordinator away".
+Source: PROTOCOL.md, "Audit log" and "Coordinator away".
 """
 
 from __future__ import annotations

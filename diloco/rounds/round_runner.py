@@ -4,7 +4,7 @@ The event loop runs the machine (`state`); tensors and files (`publication`, `st
 of the fragment's worker, and what takes long of it waits for its turn among the fragments. Every
 version is durable before anybody hears of it, every expiry before the next attempt opens.
 
-Source: PROTOCOL.md, "Rounds" and "Written before said".
+Source: PROTOCOL.md, "Rounds" and "Durable before answered".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who does the work on tensors and files, which never runs on an event loop.
 
-Source: PROTOCOL.md, "Calls wait for no merge".
+Source: PROTOCOL.md, "Calls do not wait for merges".
 """
 
 from __future__ import annotations
