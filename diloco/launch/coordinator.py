@@ -131,7 +131,7 @@ async def run_coordinator(
                 config, state, "Give this run another coordinator.state_dir, or undo the change"
             )
             state.create(config.coordinator.num_syncers)
-            with open_journal(state.journal) as journal:
+            with open_journal(state.journal, waits_for_room=True) as journal:
                 insist_on_journal(state, journal)
                 membership = read_membership(config, journal)
                 if resume:

@@ -26,6 +26,7 @@ from diloco.coordinator.claims import Claims
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.membership import Membership
 from diloco.coordinator.terms import terms_of
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from diloco.launch.checkpoints import found_directory, verify
 from diloco.launch.mirror import Mirror
@@ -44,15 +45,23 @@ RESUME = f"{START} --resume"
 
 
 @contextmanager
-def open_journal(path: Path) -> Iterator[Journal]:
-    """Open a run's journal, and close it in the end; waits for room on a full disk.
+def open_journal(path: Path, *, waits_for_room: bool = False) -> Iterator[Journal]:
+    """Open a run's journal, and close it in the end; even to be read it needs room on the disk.
 
     Raises:
-        ConfigError: If the file is not a journal.
+        ConfigError: If the file is not a journal, or the disk is full and room is not waited for.
     """
     journal = Journal(path)
     try:
-        wait_for_room("the journal", journal.open, time.sleep)
+        if waits_for_room:
+            wait_for_room("the journal", journal.open, time.sleep)
+        else:
+            journal.open()
+    except DiskFull as error:
+        raise ConfigError(
+            f"cannot open the journal {path}: {error}. Make room on its disk, then give the "
+            f"command again"
+        ) from error
     except sqlite3.DatabaseError as error:
         raise _unreadable(path, error) from error
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
@@ -14,8 +15,10 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.journal import Journal
 from diloco.coordinator.members import Member
 from diloco.coordinator.membership import Membership
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from diloco.inner.model import LlamaShape
 from diloco.launch.checkpoints import FORMAT
@@ -236,6 +239,19 @@ def test_a_damaged_journal_is_named_with_the_next_command(stored: Stored, damage
             find()
         assert f"cannot read the journal {path}" in str(caught.value)
         assert "diloco coordinator RUN.toml --set coordinator.state_dir=" in str(caught.value)
+
+
+def test_on_a_full_disk_a_command_ends_and_says_what_to_do(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(journal: Journal) -> None:
+        raise DiskFull(errno.ENOSPC, "database or disk is full")
+
+    stored.state.journal.touch()
+    monkeypatch.setattr(Journal, "open", full)
+
+    with pytest.raises(ConfigError, match=r"disk is full\. Make room on its disk"):
+        read_standing(stored.config)
 
 
 def test_verification_that_takes_long_says_how_far_it_is(
