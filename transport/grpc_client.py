@@ -348,6 +348,8 @@ class GrpcTransport:
         hint = ""
         if kind is ConnectError and self._tls is not None:
             hint = _tls_hint(str(error.details()), self._tls.days_left)
+        elif kind is ConnectError and _NOBODY_LISTENS not in str(error.details()):
+            hint = "; if the peer asks for certificates, give them: --certs, or transport.certs"
         return self._error(kind, f"{error.details()} ({code.name}){hint}", method)
 
     def _check_open(self, method: str) -> None:

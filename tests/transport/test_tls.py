@@ -122,7 +122,7 @@ def test_strangers_are_refused_in_the_handshake_and_the_log_says_why(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask_raw(address, pem, ca)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(ConnectError):  # plaintext
+        with pytest.raises(ConnectError, match="give them: --certs"):  # plaintext
             await ask_once(address, None)
         assert await ask_once(address, pki.tls(EAST))
 
