@@ -33,6 +33,7 @@ class AlarmKind(StrEnum):
     CONTRIBUTION_REFUSED = "contribution_refused"  # the guard of a merge left an island out
     ISLANDS_OPPOSED = "islands_opposed"  # what two islands send goes against each other
     ISLAND_DECLINES = "island_declines"  # an island found its own state broken
+    BIT_FLIPPED = "bit_flipped"  # in what an island had left over; found, and not sent
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
     SYNCER_ENDS = "syncer_ends"  # it ended by itself, and is started again
     CERTIFICATE = "certificate"  # the coordinator's or the CA's ends soon; or one is not renewed

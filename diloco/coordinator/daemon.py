@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from diloco.alarms import Alarm, AlarmKind
@@ -80,6 +81,8 @@ class Coordinator:
         self._unix_clock = unix_clock
         self._certificate_problem = certificate_problem
         self._leases = Leases(terms.lease_s)
+        #: Checkpoint -> loop time from which on it was complete.
+        self._complete_since = dict.fromkeys(membership.checkpoints, -math.inf)
         self.alarms = ReportedAlarms(record=self._record, unix_clock=unix_clock)
         self.board = Board(membership, journal, self._leases, terms, self.alarms)
         self._cut_patience = CutPatience(membership, keep=self._keep)
@@ -221,12 +224,12 @@ class Coordinator:
         if entries := membership.lost_by_returns(self.board.terms.judging):
             self._keep(entries)
         else:
-            self._keep(membership.candidates.accuse(self._accused()))
+            self._keep(membership.candidates.accuse(self._accused(pending.to)))
             logger.error("the run returns by itself: %s", pending.why)
         self.ended.set()
 
-    def _accused(self) -> set[str]:
-        """Name the islands that something speaks against, now or at the last return.
+    def _accused(self, to: int) -> set[str]:
+        """Name the islands that something speaks against since checkpoint `to`, or last return.
 
         Where they are fewer than the others; none where the islands are fixed. What speaks against
         most says nothing: on ruined parameters every island finds its own loss far off.
@@ -235,7 +238,9 @@ class Coordinator:
         live, accused = set(membership.live), set[str]()
         if self.board.instead_of_syncer:
             return accused
-        for each in (*self.alarms.accused(loop_now()), set(membership.candidates.accused)):
+        since = self._complete_since.get(to, -math.inf)
+        now_accused = self.alarms.accused(loop_now(), since)
+        for each in (*now_accused, set(membership.candidates.accused)):
             if 2 * len(each & live) < len(live):
                 accused |= each & live
         num_left = len(live) - len(accused)
@@ -353,6 +358,10 @@ class Coordinator:
         while entries:
             self._journal.write(entries, told=told_of(entries))
             self._membership.apply(entries)
+            self._complete_since = {
+                number: self._complete_since.get(number, loop_now())
+                for number in self._membership.checkpoints
+            }
             entries = self._membership.follow_ups()
 
     def _end_if_over(self) -> None:

@@ -152,10 +152,14 @@ class ReportedAlarms:
         if unwritten:
             self._record(unwritten)
 
-    def accused(self, now: float) -> tuple[set[str], set[str]]:
+    def accused(self, now: float, since: float) -> tuple[set[str], set[str]]:
         """Return the islands that something speaks against, since this process serves the timeline.
 
         What one island says of another does not count.
+
+        Args:
+            now: Loop time.
+            since: Loop time from which on what was reported counts.
 
         Returns:
             Those of whose contributions a syncer has refused one, and those that have found their
@@ -163,7 +167,10 @@ class ReportedAlarms:
         """
         refused, broken = set[str](), set[str]()
         for reporter, alarms in self._by_reporter.items():
-            for alarm in (held.alarm for held in alarms.holding(now) if held.alarm.island):
+            for held in alarms.holding(now):
+                alarm = held.alarm
+                if not alarm.island or held.last < since:
+                    continue
                 if alarm.kind is AlarmKind.CONTRIBUTION_REFUSED and reporter.startswith(SYNCER):
                     refused.add(alarm.island)
                 elif alarm.kind is AlarmKind.ISLAND_DECLINES and reporter == alarm.island:

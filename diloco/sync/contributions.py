@@ -222,7 +222,7 @@ class Contributions:
             f"this machine's memory is sound (edac-util, dmesg)"
         )
         logger.error("%s", text)
-        self._on_event(AlarmRaised(AlarmKind.ISLAND_DECLINES, text, self._rules.island, p))
+        self._on_event(AlarmRaised(AlarmKind.BIT_FLIPPED, text, self._rules.island, p))
 
     def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))

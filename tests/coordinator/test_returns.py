@@ -194,6 +194,7 @@ def test_returns_that_do_not_help_end_the_run_with_the_command(
 
 REFUSED = control.Alarm(kind="contribution_refused", island="west", fragment_id=1, text="norm 3e9")
 DECLINES = control.Alarm(kind="island_declines", island="west", fragment_id=-1, text="far off")
+FLIPPED = control.Alarm(kind="bit_flipped", island="west", fragment_id=1, text="lane 0")
 
 
 async def ruined(desk: Desk, grants: list[control.Grant]) -> None:
@@ -215,6 +216,8 @@ async def ruined(desk: Desk, grants: list[control.Grant]) -> None:
     [
         ("by a syncer", REFUSED, True),
         ("by itself", DECLINES, True),
+        ("by itself, before the last good one", DECLINES, False),
+        ("by itself, of what it did not send", FLIPPED, False),
         ("by another island", REFUSED, False),
     ],
 )
@@ -228,12 +231,15 @@ def test_who_is_spoken_against_is_fenced_before_the_second_return(
                 declines = control.Alarm(kind="island_declines", island=grant.island)
                 await desk.report(grant, alarms=[declines])
         else:
-            by = grants[desk.names.index("west" if who == "by itself" else "east")]
+            by = grants[desk.names.index("west" if "by itself" in who else "east")]
             await desk.report(by, alarms=[accusing])
 
     async def story(desk: Desk) -> None:
         grants = await begun(desk)
         await accuse(desk, grants)
+        if "before" in who:
+            await asyncio.sleep(1.0)
+            await reported(desk, grants, 25, 1.9)
         await ruined(desk, grants)
         assert len(desk.membership.live) == 3, "the first return is with everybody"
         grants = await joined(desk, "b")

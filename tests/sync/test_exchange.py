@@ -448,6 +448,7 @@ def test_a_residual_in_which_a_bit_has_flipped_is_forgotten(
         payload = from_bytes(a.data.of("submit")[1][2])
         assert torch.equal(codec.decode(payload, 128), codec.decode(codec.encode(x), 128))
         (alarm,) = a.kinds("alarm")
+        assert alarm["alarm"] == "bit_flipped"
         assert "lane 0 of fragment 0 had left over from its last contribution" in alarm["text"]
 
     run_virtual(scenario())
