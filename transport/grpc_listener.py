@@ -135,8 +135,12 @@ class GrpcListener:
         return min(self._limits.connections, int(descriptors * _SHARE_OF_DESCRIPTORS))
 
     async def _watch(self) -> None:
+        """Follow the files and bound strangers, for ever."""
         try:
-            await self._follow()
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._bound_strangers())
+                if self._tls is not None:
+                    both.create_task(self._follow(self._tls))
         except asyncio.CancelledError:  # by `stop`, or as the loop ends without it
             await self._end()
             raise
@@ -151,22 +155,23 @@ class GrpcListener:
         for left in (*draining.values(), *([server] if server else [])):
             await left.stop(None)  # a wait that was cancelled leaves calls open
 
-    async def _follow(self) -> None:
-        """Follow the files and bound strangers, for ever."""
+    async def _bound_strangers(self) -> None:
         loop = asyncio.get_running_loop()
-        replaced_at = loop.time()
         wait_s = _LOOK_S
         while True:
             await asyncio.sleep(wait_s)
-            if self._server and self._tls and loop.time() >= replaced_at + _BETWEEN_S:
-                with contextlib.suppress(TransportError):  # it is logged, and tried again
-                    await self._tls.ready()
-                if self._tls.stamp != self._stamp:
-                    replaced_at = loop.time()
-                    await self._replace()
             look = self._strangers.close_excess
             closed = await asyncio.to_thread(look, self._port, loop.time())
             wait_s = _ATTACKED_LOOK_S if closed else _LOOK_S
+
+    async def _follow(self, tls: Tls) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            with contextlib.suppress(TransportError):  # it is logged, and tried again
+                await tls.ready()
+            if self._server and tls.stamp != self._stamp:
+                await self._replace()
+                await asyncio.sleep(_BETWEEN_S)
 
     async def _replace(self) -> None:
         """Listen with the new files, and let calls in progress end with the old ones."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import os
 import secrets
 import stat
 import threading
@@ -30,7 +31,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import grpc
 from cryptography import x509
@@ -137,7 +137,7 @@ class Tls:
         self._warned_at = float("-inf")
         self._refused: _Stamp | None = None
         self._leaf: _Leaf | None = None
-        self._asking = WeakKeyDictionary[asyncio.AbstractEventLoop, "asyncio.Task[None]"]()
+        self._asking: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._ask_again_at = float("-inf")
         self._failure: Exception | None = None
         self.identity = identity
@@ -244,6 +244,7 @@ class Tls:
         asking = self._asking.get(loop)
         if asking is None or asking.done():
             asking = self._asking[loop] = loop.create_task(self._ask(now))
+            asking.add_done_callback(lambda task: self._asked(loop, task))
         if is_valid:
             return
         await asyncio.shield(asking)
@@ -255,6 +256,10 @@ class Tls:
         """Have the leaf renewed with which a server was not reached: that may know another CA."""
         if self._leaf is not None and self._clock() >= self._ask_again_at:
             self._leaf = replace(self._leaf, renew_at=self._leaf.since)
+
+    def _asked(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+        if self._asking.get(loop) is task:
+            del self._asking[loop]
 
     async def _ask(self, now: float) -> None:
         """Get a leaf; a failure is logged."""
@@ -337,7 +342,7 @@ class Tls:
 
     def _load(self, stamp: _Stamp) -> _Loaded:
         ca_path, own_path = self._directory / CA_FILE, self._directory / self._file
-        ca_pem = _read(ca_path)
+        ca_pem, _ = _read(ca_path)
         cas = read_certificates(ca_pem, str(ca_path))
         pem, own = self._read_own(own_path)
         try:
@@ -357,8 +362,8 @@ class Tls:
 
     def _read_own(self, path: Path) -> tuple[bytes, Authority]:
         """Read a file with a certificate and its key."""
-        pem = _read(path)
-        if stat.S_IMODE(path.stat().st_mode) & 0o007:
+        pem, mode = _read(path)
+        if stat.S_IMODE(mode) & 0o007:
             raise CertificateError(f"{path} is open to everybody: chmod 600 {path}")
         certificate, *_ = read_certificates(pem, str(path))
         key = read_key(pem, str(path))
@@ -412,8 +417,10 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> tuple[bytes, int]:
+    """Return what a file holds, and its mode."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise CertificateError(f"cannot read {path}: {error.strerror}") from error

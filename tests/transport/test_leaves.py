@@ -23,6 +23,7 @@ from transport.grpc_client import GrpcTransport
 from transport.grpc_server import GrpcServer
 from transport.grpc_wire import ISSUE_METHOD
 from transport.identity import Identity, Role
+from transport.limits import Limits
 from transport.retry import RetryPolicy, retry
 from transport.tls import Tls
 
@@ -326,5 +327,34 @@ def test_a_server_that_is_away_costs_no_new_leaf_and_no_new_connections(run: Run
                     await ask(away)
                 assert await ask(way) == "island/east"
                 assert east.stamp == before
+
+    asyncio.run(claim())
+
+
+def test_strangers_are_bounded_while_no_leaf_comes(short: Run) -> None:
+    async def no_answer(request: bytes) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def claim() -> None:
+        async with short.serving():
+            east = short.site(EAST)
+            limits = Limits(strangers_per_address=2)
+            server = GrpcServer("127.0.0.1:0", {"whoami": whoami}, tls=east, limits=limits)
+            await server.start()
+            east.ask = no_answer
+            short.skew_s += 10.0  # its leaf has ended
+            await asyncio.sleep(0.3)  # the listener has looked for one
+            opened = [await asyncio.open_connection(*server.address.split(":")) for _ in range(3)]
+            try:
+                ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
+                first = asyncio.FIRST_COMPLETED  # after 20 s gRPC itself gives a handshake up
+                closed, _ = await asyncio.wait(ends, timeout=10.0, return_when=first)
+                assert len(closed) == 1
+            finally:
+                for _, writer in opened:
+                    writer.close()
+                await asyncio.gather(*ends, return_exceptions=True)
+                await server.stop(0.0)
 
     asyncio.run(claim())
