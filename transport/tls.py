@@ -12,9 +12,10 @@ of its time, drawn at random, so that the processes of a run do not come at once
 tried again and logged while the last leaf is shown. How old a leaf is, each process counts by its
 own clock.
 
-Files are read again when they change: new connections use the new ones, and calls are judged by
-what is in force then, on old connections, too. A change that cannot be read is logged and the last
-good files stay in force.
+Files are read again when they change, and new connections use the new ones. On open connections an
+IDENTITY.pem is judged at each call by the CAs that are believed then; a leaf by its dates only, as
+its handshake has judged its issuer: one below a CA that was retired is accepted until it expires. A
+change that cannot be read is logged and the last good files stay in force.
 """
 
 from __future__ import annotations
