@@ -29,7 +29,7 @@ import stat
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -91,6 +91,7 @@ class _Leaf:
 
     pem: bytes
     serial: int
+    issuer: x509.Certificate
     since: float
     renew_at: float
     until: float
@@ -138,6 +139,7 @@ class Tls:
         self._warned_at = float("-inf")
         self._refused: _Stamp | None = None
         self._leaf: _Leaf | None = None
+        self._is_doubted = False
         self._asking: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._ask_again_at = float("-inf")
         self._failure: Exception | None = None
@@ -254,9 +256,13 @@ class Tls:
             raise kind(f"no certificate for {self.identity.short}: {self._failure}")
 
     def doubt(self) -> None:
-        """Have the leaf renewed with which a server was not reached: that may know another CA."""
-        if self._leaf is not None and self._clock() >= self._ask_again_at:
-            self._leaf = replace(self._leaf, renew_at=self._leaf.since)
+        """Ask whether the leaf with which a server was not reached has another issuer by now.
+
+        The server may know another CA. If the issuer is the same the leaf stays, so a server that
+        answers badly does not have connections and listeners replaced.
+        """
+        if self._clock() >= self._ask_again_at:
+            self._is_doubted = True
 
     def _asked(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
         if self._asking.get(loop) is task:
@@ -286,7 +292,7 @@ class Tls:
             _log.info("certificate issued to %s", self.identity.short)
 
     def _take(self, pem: bytes, key: ec.EllipticCurvePrivateKey) -> None:
-        """Judge a leaf, and show it from now on.
+        """Judge a leaf, and show it from now on, unless only the issuer of the last was in doubt.
 
         Raises:
             CertificateError: If it is not for this process, or not below the CA.
@@ -303,13 +309,17 @@ class Tls:
         lifetime_s = _SHOWN_SHARE * valid.total_seconds()
         renew_s = max(1.0, lifetime_s * secrets.SystemRandom().uniform(1 / 3, 2 / 3))
         self._ask_again_at = now + min(_AGAIN_S, _AGAIN_SHARE * lifetime_s)
-        self._leaf = _Leaf(
-            pem + key_pem(key), leaf.serial_number, now, now + renew_s, now + lifetime_s
-        )
+        self._is_doubted = False
+        shown = self._leaf
+        if shown is None or shown.issuer != above[0] or self._is_due(now):
+            self._leaf = _Leaf(
+                pem + key_pem(key), leaf.serial_number, above[0], now, now + renew_s,
+                now + lifetime_s,
+            )  # fmt: skip
 
     def _is_due(self, now: float) -> bool:
         leaf = self._leaf
-        return leaf is None or not leaf.since <= now < leaf.renew_at
+        return self._is_doubted or leaf is None or not leaf.since <= now < leaf.renew_at
 
     def _issue(
         self, issuer: Authority, identity: Identity, key: ec.EllipticCurvePublicKey

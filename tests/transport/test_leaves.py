@@ -314,19 +314,34 @@ def test_calls_that_begin_together_ask_once(run: Run) -> None:
     asyncio.run(claim())
 
 
-def test_a_server_that_is_away_costs_no_new_leaf_and_no_new_connections(run: Run) -> None:
+@pytest.mark.parametrize(("answers", "num_asked"), [(False, 0), (True, 3)], ids=["away", "no-tls"])
+def test_a_server_that_is_not_reached_has_no_leaf_and_no_connection_replaced(
+    run: Run, answers: bool, num_asked: int
+) -> None:
     async def claim() -> None:
+        hangs_up = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1")
+        bad = f"127.0.0.1:{hangs_up.sockets[0].getsockname()[1] if answers else 1}"
         async with run.serving():
             east = run.site(EAST)
-            way, away = run.to_syncer(east), run.way("127.0.0.1:1", east, Role.SYNCER)
+            way, not_reached = run.to_syncer(east), run.way(bad, east, Role.SYNCER)
             assert await ask(way) == "island/east"
-            before = east.stamp
+            before, issue, asked = east.stamp, east.ask, list[bytes]()
+            assert issue is not None
+
+            async def counted(request: bytes) -> bytes:
+                asked.append(request)
+                return await issue(request)
+
+            east.ask = counted
             for _ in range(3):
                 run.skew_s += 61.0  # from when on a leaf may be doubted
-                with pytest.raises(ConnectError, match="Connection refused"):
-                    await ask(away)
+                with pytest.raises(ConnectError):
+                    await ask(not_reached)
                 assert await ask(way) == "island/east"
+                await asyncio.gather(*east._asking.values())
                 assert east.stamp == before
+            assert len(asked) == num_asked
+        hangs_up.close()
 
     asyncio.run(claim())
 
