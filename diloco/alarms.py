@@ -34,6 +34,7 @@ class AlarmKind(StrEnum):
     ISLANDS_OPPOSED = "islands_opposed"  # what two islands send goes against each other
     ISLAND_DECLINES = "island_declines"  # an island found its own state broken
     BIT_FLIPPED = "bit_flipped"  # in what an island had left over; found, and not sent
+    TEXT_REPEATS = "text_repeats"  # a slot is drawn from the start: its position leads nowhere
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
     SYNCER_ENDS = "syncer_ends"  # it ended by itself, and is started again
     CERTIFICATE = "certificate"  # the coordinator's or the CA's ends soon; or one is not renewed

@@ -86,12 +86,16 @@ class Batches(Protocol):
         """Give how far each slot that the island holds has been drawn."""
         ...
 
-    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> Mapping[int, str]:
         """Draw from these slots alone, each from its position on; a slot may stay where it is.
 
         Args:
             claims: Slot -> position at which to go on; at least one.
             inner_step: Completed inner steps, so that the next batch passes nothing over.
+
+        Returns:
+            Slots that are drawn from their start, since the text does not lead to the position
+            given, and what is wrong with it.
 
         Raises:
             ConfigError: If a position is of other text.

@@ -278,10 +278,11 @@ class TextBatches:
         """Give the position of each slot, in slot steps."""
         return {slot: SlotPosition({_SOURCE: steps}) for slot, steps in self._steps.items()}
 
-    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
-        """Draw from these slots alone, each from its position on."""
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> Mapping[int, str]:
+        """Draw from these slots alone, each from its position on: any number leads to one."""
         self._steps = {slot: claims[slot].num_drawn for slot in sorted(claims)}
         self._position = Position(inner_step, self._position.samples)
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor and the text's digest."""

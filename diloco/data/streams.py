@@ -30,6 +30,12 @@ from diloco.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+#: Slots, all of an island's, whose positions the text does not lead to: it is other text. One alone
+#: may be what its last holder said wrongly.
+_LEAST_OF_OTHER_TEXT = 2
+#: Characters of a position that are shown.
+_MOST_SHOWN = 300
+
 
 class StreamData:
     """Documents of several sources; the first of each are held out.
@@ -247,23 +253,34 @@ class StreamBatches:
             for slot, text in self._texts.items()
         }
 
-    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> Mapping[int, str]:
         """Draw from these slots alone, each from its position on.
 
-        One that the text does not lead to is another island's error, and no reason to end: its slot
-        is drawn from the start.
+        One that the text does not lead to may be another island's error, and is no reason to end:
+        its slot is drawn from the start. That of several slots each is one means other text here.
+
+        Returns:
+            Slots that are drawn from the start, and why.
 
         Raises:
-            ConfigError: If the text cannot be read.
+            ConfigError: If the text cannot be read, or leads to no position of two or more.
         """
         held, self._texts = self._texts, {}
+        problems = dict[int, str]()
         for slot, claim in sorted(claims.items()):
             text = held.get(slot) or self._data.text_of(slot, self._num_slots)
-            if text.cursor() != claim.cursor:
-                _take_up(slot, text, claim)
+            if text.cursor() != claim.cursor and (problem := _take_up(text, claim)):
+                problems[slot] = problem
             self._texts[slot] = text
+        if len(problems) == len(claims) >= _LEAST_OF_OTHER_TEXT:
+            raise ConfigError(
+                f"the text here leads to no position of slots {', '.join(map(str, problems))}: "
+                f"put back the text that the run was trained on; the first one: "
+                f"{next(iter(problems.values()))}"
+            )
         self._ended.clear()
         self._position = Position(inner_step, self._position.samples)
+        return problems
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor, and what it holds for: configuration, sources and split."""
@@ -314,24 +331,20 @@ class StreamBatches:
                 self._ended.add(slot)
 
 
-def _take_up(slot: int, text: WindowShuffle, claim: SlotPosition) -> None:
-    """Go to the position that an earlier holder of a slot told, or to the start."""
+def _take_up(text: WindowShuffle, claim: SlotPosition) -> str:
+    """Go to the position that an earlier holder of a slot told, or to the start and say why."""
     try:
         text.go_to(claim.cursor or None)
         if not claim.cursor or (text.cursor(), text.drawn) == (claim.cursor, claim.drawn):
-            return
-        problem: object = f"it leads to {text.drawn}, not to {dict(claim.drawn)}"
+            return ""
+        problem = f"it leads to {text.drawn}, not to {dict(claim.drawn)}"
     except (
         ArithmeticError, AttributeError, ConfigError, LookupError, RuntimeError, SourceEndedError,
         TypeError, ValueError,
     ) as error:  # fmt: skip
         problem = repr(error)
-    logger.error(
-        "slot %d cannot go on where its last holder said, and is drawn from the start, so its text "
-        "comes again: position %.300s: %s",
-        slot, claim.cursor, problem,
-    )  # fmt: skip
     text.go_to(None)
+    return f"position {str(claim.cursor)[:_MOST_SHOWN]}: {problem}"
 
 
 def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:

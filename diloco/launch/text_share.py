@@ -27,11 +27,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco.alarms import AlarmKind
 from diloco.data.batches import Batches
 from diloco.data.claims import SlotPosition
 from diloco.sync.connection import Connection
 from diloco.sync.groups import Groups, make_groups
-from diloco.telemetry.events import Event, SlotDrawn, TextUntold
+from diloco.telemetry.events import AlarmRaised, Event, SlotDrawn, TextUntold
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class TextShare:
             groups: The island's ranks.
             most_untold: Draws that another may repeat; at least those of two inner steps.
             draws_per_step: Draws of an inner step.
-            on_event: Hears, on the leader, what was drawn.
+            on_event: Hears, on the leader, what was drawn, and of alarms.
             on_due: Called, on the leader, when `say` should be called soon.
             check: Called while the island waits; raises when it must not go on.
             patience_s: Seconds that it waits for an answer before it draws beyond `most_untold`.
@@ -219,8 +220,8 @@ class TextShare:
         self._word = word = _Word(said["revision"], slots)
         self._write(inner_step, slots)  # what begins here, too: a resume has gone back to it
         self._written = word
-        if word.held:
-            self._batches.hold(word.held, inner_step=inner_step)
+        if word.held and (problems := self._batches.hold(word.held, inner_step=inner_step)):
+            self._tell_repeated(problems)
         if word.held.keys() != before.held.keys():
             logger.info("text, inner_step=%d slots=%s", inner_step, sorted(word.held))
 
@@ -230,6 +231,17 @@ class TextShare:
         is_untouched = not position.num_drawn and self._word.revision < 0
         own = self._batches.positions() if is_untouched else {}
         return own.get(number, position)
+
+    def _tell_repeated(self, problems: Mapping[int, str]) -> None:
+        text = (
+            f"slots {', '.join(map(str, problems))} of the text cannot go on where their last "
+            f"holder said, and are drawn from the start, so that their text comes again: see "
+            f"whether the text here has changed, else that holder was wrong; the first one: "
+            f"{next(iter(problems.values()))}"
+        )
+        logger.error("%s", text)
+        if self._groups.is_leader:
+            self._on_event(AlarmRaised(AlarmKind.TEXT_REPEATS, text))
 
     def _insist_on_slots(self, inner_step: int) -> None:
         """Wait until there is a slot to draw from."""
@@ -312,6 +324,11 @@ def open_text(
     """
     if not claims_json:
         return None
+
+    def tell(event: Event) -> None:
+        on_event(event)
+        connection.on_event(event)
+
     config = connection.config
     is_by_batch = config.data.source == "stdlib"
     batch_size = config.island.tokens_per_inner_step // config.data.sequence_length
@@ -324,7 +341,7 @@ def open_text(
         ),
         most_untold=config.data.handover_samples // (batch_size if is_by_batch else 1),
         draws_per_step=1 if is_by_batch else batch_size,
-        on_event=on_event,
+        on_event=tell,
         on_due=connection.report_soon,
         check=connection.insist_on_going_on,
     )

@@ -119,8 +119,10 @@ class UnionBatches:
         """Give how far each slot has been drawn."""
         return {slot: at for part in self._parts for slot, at in part.positions().items()}
 
-    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> None:
+    def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> Mapping[int, str]:
         """Have every part go on with the slots that it has."""
+        problems = dict[int, str]()
         for part in self._parts:
             own = {slot: claims[slot] for slot in part.positions()}
-            part.hold(own, inner_step=inner_step)
+            problems |= part.hold(own, inner_step=inner_step)
+        return problems

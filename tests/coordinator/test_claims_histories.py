@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from diloco.data.claims import Holding, SlotPosition, account, furthest_behind
 from diloco.launch.text_account import TextSummary
 from diloco.launch.text_share import TextShare
 from diloco.sync.groups import Groups
-from diloco.telemetry.events import SlotDrawn, TextUntold
+from diloco.telemetry.events import AlarmRaised, SlotDrawn, TextUntold
 
 NUM_SLOTS = 5
 CONFIGURED = ("a", "b")
@@ -50,6 +51,7 @@ class CountedText:
         for at in claims.values():
             assert at == position(at.num_drawn)
         self.slots = dict(claims)
+        return {}
 
 
 def position(number):
@@ -527,3 +529,23 @@ def test_a_frozen_island_is_told_what_it_lost_before_it_is_given_some_back():
 def test_what_no_island_says_is_refused(word):
     with pytest.raises(ValueError):
         Claims(NUM_SLOTS, CONFIGURED).read_word(word)
+
+
+def test_a_slot_that_is_drawn_from_the_start_again_is_an_alarm():
+    events = []
+    share = TextShare(
+        SimpleNamespace(hold=lambda claims, inner_step: {1: "it leads nowhere"}, positions=dict),
+        groups=Groups(),
+        most_untold=BOUND,
+        draws_per_step=1,
+        on_event=events.append,
+        on_due=lambda: None,
+        check=lambda: None,
+    )
+    slot = {"grant": 1, "position": position(3).as_json()}
+
+    share.take_up(json.dumps({"revision": 0, "slots": {"1": slot}, "owed": {}}), inner_step=0)
+
+    (alarm,) = [e for e in events if isinstance(e, AlarmRaised)]
+    assert alarm.alarm == "text_repeats"
+    assert "slots 1 of the text" in alarm.text and "it leads nowhere" in alarm.text

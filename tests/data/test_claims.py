@@ -248,17 +248,31 @@ def _lies():
 
 
 @pytest.mark.parametrize("lie", list(_lies()))
-def test_a_position_that_its_text_does_not_lead_to_ends_no_heir(streams, whole, caplog, lie):
+def test_a_position_that_its_text_does_not_lead_to_ends_no_heir(streams, whole, lie):
     holder, heir = open_slots(streams, [0]), open_slots(streams, [1], 1)
     for step in range(4):
         holder.batch(step)
     told = json.loads(json.dumps(holder.positions()[0].as_json()))
     lie(told)
 
-    heir.hold({0: SlotPosition.from_json(told)}, inner_step=7)
+    problems = heir.hold({0: SlotPosition.from_json(told)}, inner_step=7)
 
     assert sequences(heir, first=7) == whole[0]
-    assert "drawn from the start" in caplog.text
+    assert problems[0].startswith("position {")
+
+
+def test_text_that_leads_to_no_position_of_an_islands_slots_is_refused(streams):
+    holder, heir = open_slots(streams, [0, 1]), open_slots(streams, [], 1)
+    for step in range(4):
+        holder.batch(step)
+    told = json.loads(json.dumps({s: p.as_json() for s, p in holder.positions().items()}))
+    for each in told.values():
+        each["cursor"]["sources"]["lines"]["check"] = "00"
+    claims = {int(slot): SlotPosition.from_json(each) for slot, each in told.items()}
+
+    with pytest.raises(ConfigError, match=r"no position of slots 0, 1: put back the text"):
+        heir.hold(claims, inner_step=7)
+    assert not heir.hold({0: claims[0], 1: holder.positions()[1]}, inner_step=7).keys() - {0}
 
 
 def _told(position):
