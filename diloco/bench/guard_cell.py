@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.alarms import Alarm, AlarmKind, suspect
+from diloco.alarms import Alarm, AlarmKind, Alarms, suspect
 from diloco.bench.loopback_run import Lanes, World, run_islands
 from diloco.bench.parity_row import SLOT, RowTraining, Task, open_row_data, row_config, write_start
 from diloco.errors import AggregationError, DilocoError
 from diloco.inner.trainer import InnerMetrics
+from diloco.loop_clock import loop_now
 from diloco.loss_history import LossWatch
 from diloco.outer.fragments import Fragment
 from diloco.sync.outer_loop import OuterLoop
@@ -119,7 +120,7 @@ def run_cell(setting: Setting, cell: Cell, seed: int) -> CellResult:
             for training in trainings.values():
                 training.load(path, start_step)
         fault = _Fault(setting, cell, faulty, trainings[faulty])
-        seen = _Seen(setting.inner_steps_per_round)
+        seen = _Seen(setting.inner_steps_per_round, num)
         outer = {
             **MODES[cell.mode],
             "inner_steps_per_round": setting.inner_steps_per_round,
@@ -149,27 +150,26 @@ def run_cell(setting: Setting, cell: Cell, seed: int) -> CellResult:
             ).figure
         except DilocoError as error:
             ended = f"{type(error).__name__}: {error}"
-    suspected = suspect(seen.alarms)
-    blaming = [alarm for alarm in seen.alarms if alarm.kind is not AlarmKind.LOSS_RISES]
-    named = {alarm.island for alarm in [*blaming, *([suspected] if suspected else [])]}
     return CellResult(
         loss,
         ended,
         +seen.refused,
         +seen.declined,
-        tuple(sorted(named - {""})),
-        any(alarm.kind is AlarmKind.ISLANDS_OPPOSED for alarm in seen.alarms),
+        tuple(sorted(seen.named - {""})),
+        seen.is_opposed,
         tuple(seen.left),
     )
 
 
 class _Seen:
-    """What is told of a run: who was refused, who declined, and alarms, those of losses too."""
+    """What is told of a run: who was refused, who declined, whom alarms name."""
 
-    def __init__(self, period: int) -> None:
+    def __init__(self, period: int, num_islands: int) -> None:
         self.refused, self.declined = Counter[str](), Counter[str]()
-        self.alarms = list[Alarm]()
+        self.named, self.is_opposed = set[str](), False
         self.left = list[str]()
+        self._num_islands = num_islands
+        self._alarms = Alarms()
         self._losses = defaultdict[str, LossWatch](lambda: LossWatch(period))
 
     def on_event(self, island: str, event: Event) -> None:
@@ -179,14 +179,24 @@ class _Seen:
 
     def on_syncer_event(self, event: Event) -> None:
         if isinstance(event, AlarmRaised):
-            kind = AlarmKind(event.alarm)
-            self.alarms.append(Alarm(kind, event.text, event.about, event.fragment_id))
-            self.refused[event.about] += kind is AlarmKind.CONTRIBUTION_REFUSED
+            self.named.add(event.about)
+            self.is_opposed |= event.alarm == AlarmKind.ISLANDS_OPPOSED
+            self.refused[event.about] += event.alarm == AlarmKind.CONTRIBUTION_REFUSED
+        self._alarms.on_event(event, loop_now())
 
     def on_loss(self, island: str, loss: float) -> None:
-        watch = self._losses[island]
-        if watch.add(loss) is not None and watch.is_rising:
-            self.alarms.append(Alarm(AlarmKind.LOSS_RISES, "training loss rises", island))
+        """Take a training loss; where two live, look for a suspect as the coordinator does."""
+        watch, kind = self._losses[island], AlarmKind.LOSS_RISES
+        if watch.add(loss) is not None:
+            if watch.is_rising:
+                self._alarms.raise_(Alarm(kind, "training loss rises", island), loop_now())
+            else:
+                self._alarms.clear(kind, island)
+        if self._num_islands - len(self.left) != 2:
+            return
+        holding = (held.alarm for held in self._alarms.holding(loop_now()))
+        if (suspected := suspect(holding)) is not None:
+            self.named.add(suspected.island)
 
 
 class _Watched:
