@@ -21,6 +21,8 @@ NO_FRAGMENT = -1
 LASTING_S = 300.0
 #: Alarms that hold at one process; a further one takes the place of the one raised longest ago.
 MOST_ALARMS = 32
+#: Rounds for which the loss of one of two opposed islands has to rise before it is named.
+_ROUNDS_ALONE = 3
 
 
 class AlarmKind(StrEnum):
@@ -136,20 +138,23 @@ class Alarms:
             del self._held[key]
 
 
-def suspect(holding: Iterable[Alarm]) -> Alarm | None:
+def suspect(holding: Iterable[HeldAlarm]) -> Alarm | None:
     """Say which of two opposed islands is the wrong one; None: it cannot be told, or none are.
 
-    That whose own training loss rises, as by shuffled labels, where the other's does not.
+    That whose own training loss rises, as by shuffled labels, where the other's does not: for
+    `_ROUNDS_ALONE` rounds, since what one of them ruins raises both, and the other's may be first.
 
     Args:
         holding: Alarms that hold; of those about a training loss, only what islands say themselves.
     """
-    alarms = list(holding)
-    opposed = [a for a in alarms if a.kind is AlarmKind.ISLANDS_OPPOSED and not a.island]
-    rising = {a.island: a for a in alarms if a.kind is AlarmKind.LOSS_RISES and a.island}
+    held = [(each.alarm, each.count) for each in holding]
+    opposed = [a for a, _ in held if a.kind is AlarmKind.ISLANDS_OPPOSED and not a.island]
+    rising = {a.island: (a, n) for a, n in held if a.kind is AlarmKind.LOSS_RISES and a.island}
     if not opposed or len(rising) != 1:
         return None
-    ((island, loss),) = rising.items()
+    ((island, (loss, num_raised)),) = rising.items()
+    if num_raised < _ROUNDS_ALONE:
+        return None
     text = (
         f"what it sends and what the other island sends does not go together, and of the two only "
         f"its loss rises: look at its data, or take it out: diloco kick HOST:PORT {island}. "

@@ -194,8 +194,7 @@ class _Seen:
                 self._alarms.clear(kind, island)
         if self._num_islands - len(self.left) != 2:
             return
-        holding = (held.alarm for held in self._alarms.holding(loop_now()))
-        if (suspected := suspect(holding)) is not None:
+        if (suspected := suspect(self._alarms.holding(loop_now()))) is not None:
             self.named.add(suspected.island)
 
 

@@ -117,7 +117,7 @@ class ReportedAlarms:
         See `diloco.alarms.suspect`.
         """
         said = (
-            held.alarm
+            held
             for reporter, alarms in self._by_reporter.items()
             for held in alarms.holding(now)
             if now - held.last <= HOLDS_S

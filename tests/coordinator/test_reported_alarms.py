@@ -55,6 +55,7 @@ def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Pa
     ("about", "named"),
     [
         pytest.param({"east": "", "west": "west"}, {"west"}, id="one-rises"),
+        pytest.param({"east": "", "west": "west 2"}, set(), id="one-rises-first"),
         pytest.param({"east": "", "west": ""}, set(), id="none-rises"),
         pytest.param({"east": "east", "west": "west"}, set(), id="both-rise"),
         pytest.param({"east": "west", "west": ""}, set(), id="another-says-so"),
@@ -67,8 +68,9 @@ def test_of_two_opposed_islands_that_whose_own_loss_rises_is_named(
     async def story(desk: Desk) -> None:
         await desk.round_report(alarms=[Alarm(kind="islands_opposed", fragment_id=0, text="-0.6")])
         for grant in await joined(desk):
-            rising = about[grant.island]
-            loss = Alarm(kind="loss_rises", island=rising, fragment_id=-1, text="training loss 3")
+            rising, _, count = about[grant.island].partition(" ")
+            loss = Alarm(kind="loss_rises", island=rising, text="loss 3", count=int(count or 3))
+            loss.fragment_id = -1
             await desk.report(grant, alarms=[loss] if rising else [])
 
         desk.coordinator._raise_alarms()
