@@ -1,8 +1,8 @@
 """What a faulty island does to a run behind the guard: fault x number of islands x mode.
 
 Every cell is a small training run in virtual time (`guard_cell`); the last of its islands is faulty
-from its middle on. It is held against the same run without a fault; of two islands, of which
-directions do not tell which is wrong, against the run that goes on without the faulty one.
+from its middle on. It is held against the same run without a fault; of two islands against
+the worse of that and the run that goes on without the faulty one.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def requirements_of(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
     """Judge losses by fault and its worst cell; who is named; what is refused without a fault.
 
     Two islands are held against the worse of the run without a fault and that without the faulty
-    island; of two that go against each other none is refused, and there the bar is only hoped for.
+    island; where only directions tell, a round is merged before, and the bar is only hoped for.
     """
     requirements = []
     faulty = [row for row in rows if row["fault"] not in CLEAN]
@@ -172,12 +172,7 @@ def requirements_of(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
             )
         )
     is_due = [row for row in faulty if row["refused"] + row["declined"] or row["fault"] in LASTING]
-    unnamed = [
-        row
-        for row in is_due
-        if row["named"] != "yes"
-        and not (row["islands"] == 2 and row["fault"] in _DIRECTED and row["named"] == "both")
-    ]
+    unnamed = [row for row in is_due if row["named"] != "yes"]
     wrongly = sum(row["false"] for row in rows)
     return [
         *requirements,

@@ -382,6 +382,8 @@ class _Island:
             else None,
         )
 
+        self.outer.loss_of = self._training.evaluate
+
     async def _live(self, last_inner_step: int) -> None:
         await self._runner.drive(
             self.outer.starting(overwrite_initial=False, last_inner_step=last_inner_step)
@@ -409,10 +411,16 @@ class _Exchange(Exchange):
 
     before_send: Callable[[Fragment, Lanes, Lanes], None]
 
-    def send(self, sent: Outstanding, local: Lanes, limits: tuple[float, float] = ANYWHERE) -> None:
+    def send(
+        self,
+        sent: Outstanding,
+        local: Lanes,
+        limits: tuple[float, float] = ANYWHERE,
+        is_tried: bool = False,
+    ) -> None:
         p = sent.key.fragment_id
         self.before_send(self._plan.fragments[p], self.anchor(p), local)
-        super().send(sent, local, limits)
+        super().send(sent, local, limits, is_tried)
 
 
 class _LoopRunner:

@@ -348,11 +348,12 @@ def guard(
     in a parameter, an inner moment or the anchor. Beside them runs without a fault: a warm start, a
     learning rate that begins again, an island that joins, one that leaves. About 4 s of CPU a cell.
 
-    Of two islands whose directions differ both are merged: the bar of their loss is only hoped for.
+    Of two islands whose directions differ both are merged once, then each tries what it sends: the
+    bar of their loss is only hoped for.
 
     Read "ratio": held-out loss over that of the same run without a fault; "refused": by the guard,
     "declined": by the faulty island's own check; "false": either, of healthy islands; "named":
-    whether an alarm blames the faulty island, or both of two; "ends": who ended itself.
+    whether an alarm blames the faulty island alone; "ends": who ended itself.
     """
     from diloco.bench.guard import SETTING, chosen_cells, run_guard
     from diloco.bench.report import usable_cpus

@@ -188,6 +188,7 @@ class _Rank:
         insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
+        self._outer.loss_of = self._trial_loss
         limit_collectives(island.collective_timeout_s)  # optimizers make groups, too
         self._measure(model.shape)
         self._checkpoints = IslandCheckpoints(
@@ -475,6 +476,10 @@ class _Rank:
         if event is not None:
             self.record.write(event)
             self._connection.on_event(event)
+
+    def _trial_loss(self) -> float:
+        with self.record.evaluating():
+            return self._trainer.evaluate()
 
     def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> float:
         """Measure the held-out loss of the parameters that are the model's in a context."""

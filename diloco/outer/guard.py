@@ -32,9 +32,10 @@ compared with that of earlier rounds of two,
 
     opposed   below 0.15 of the usual cosine, where that is above 0.15; else below -0.3
 
-which in three such rounds in a row is an alarm that names both. The outer momentum is no third: its
-cosine to what clean islands send falls from 0.8 to between -0.06 and 0.1, and an island that went
-wrong soon has it on its side.
+which in three such rounds in a row is an alarm that names both. After the first of them each tries
+what it sends, until a round agrees (`diloco.sync.soundness.Trials`). The outer momentum is no
+third: its cosine to what clean islands send falls from 0.8 to between -0.06 and 0.1, and an island
+that went wrong soon has it on its side.
 
 Pure: figures of one round and a small state that is in the record of each version; no tensors, no
 clock. The arithmetic is over arrays, and linear in tensors and contributions.
@@ -91,7 +92,7 @@ _MOST_SAMPLED = 1 << 16
 _MOST_SAMPLED_TOGETHER = 1 << 24
 _LEAST_SAMPLED = 1 << 10
 
-_LENGTH = struct.Struct("<I")
+_LENGTH, _LAST = struct.Struct("<I"), struct.Struct("<f")
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -283,6 +284,15 @@ def limits(seen: Round, history: History, units: Sequence[Unit]) -> tuple[Floats
         own = own * np.where(num_others > 0, _MOST_OF_OWN, _MOST_OF_OWN_ALONE)
         most = np.where(num_others < 2, np.maximum(most, own), most)
     return usual, np.where((most > 0) & is_judged, most, np.inf)
+
+
+def asks_trial(content: bytes) -> bool:
+    """Whether the last round of two did not agree: which of them is wrong, each is to find out.
+
+    Args:
+        content: As `History.to_bytes` wrote it; empty: there is no guard.
+    """
+    return bool(content) and _LAST.unpack_from(content, len(content) - _LAST.size)[0] > 0
 
 
 def sampling_stride(numel: int, num_contributions: int) -> int:

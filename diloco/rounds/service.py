@@ -15,6 +15,7 @@ from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
+from diloco.outer.guard import asks_trial
 from diloco.outer.units import Unit
 from diloco.refusals import Cause
 from diloco.rounds.arrivals import InitialLanes, LaneReader
@@ -279,6 +280,7 @@ class FragmentService(RoundRunner):
             state.sent_at_inner_step = self.record.sent_at_inner_step
             state.is_flush = self.record.is_flush
             state.merged_tokens = self.record.merged_tokens
+            state.asks_trial = asks_trial(self.record.guard)
         return state
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:

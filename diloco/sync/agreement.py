@@ -4,7 +4,7 @@ One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
     [ -(exit code), -(unsound), leader's words: heard, leaving, cut | for every fragment: staged
       version, -(staged version), then the leader's verdict, attempt, target (version, tokens,
-      whether the flush), open version, ending ]
+      whether the flush and to be tried after), open version, ending ]
 
 What is the leader's (`island_rank` 0) travels in the same message: other ranks put the largest
 integer there. A version is merged only when the smallest and the largest staged version say that
@@ -199,7 +199,7 @@ def _leaders_words(standing: Standing) -> list[int]:
         standing.attempt,
         target.version,
         target.merged_tokens,
-        int(target.is_flush),
+        int(target.is_flush) + 2 * target.asks_trial,
         standing.open_version,
         int(standing.is_ending),
     ]
@@ -248,7 +248,7 @@ def _standing(
     attempt: int,
     target: int,
     tokens: int,
-    is_flush: int,
+    flags: int,
     open_version: int,
     is_ending: int,
 ) -> Standing:
@@ -257,7 +257,7 @@ def _standing(
         staged,
         None if verdict == _UNDECIDED else _VERDICTS[verdict],
         attempt,
-        None if target < 0 else Target(target, tokens, bool(is_flush)),
+        None if target < 0 else Target(target, tokens, bool(flags % 2), bool(flags // 2)),
         open_version,
         bool(is_ending),
     )

@@ -2,7 +2,7 @@
 
     meta                      int64 [5]: format, then a `Moment`
     reach/{p}                 float64 [2]: how far from the anchor local values may lie (`Reach`)
-    ledger/{p}                int64 [14]: counters and what is outstanding of fragment p
+    ledger/{p}                int64 [15]: counters and what is outstanding of fragment p
     anchor/{p}/{lane}         float32 [lane.numel]
     payload/{p}/{lane}        uint8 [wire bytes]: what is in flight; zeros when nothing is
     residual/{p}/{lane}       float32 [lane.numel], with error feedback only
@@ -34,7 +34,7 @@ from diloco.sync.ledger import FragmentLedger, Outstanding
 from diloco.sync.soundness import Reach
 
 _FORMAT = 3
-_LEDGER_NUMBERS = 14
+_LEDGER_NUMBERS = 15
 _ALWAYS: tuple[str, ...] = ("anchor", "payload")
 _WITH_FEEDBACK = ("residual", "residual_after")
 _WITH_CARRY = ("carried", "carried_norm", "delta")
@@ -167,8 +167,8 @@ class StateLayout:
     def _fragment(self, state: Mapping[str, Tensor], timeline: int, p: int) -> CapturedFragment:
         (
             version, tokens, steps, local_steps, sent_until, is_flushed, broken_in_a_row,
-            merged_tokens, in_flight, sent_at_inner_step, weight_tokens, weight_steps, is_flush,
-            attempt,
+            merged_tokens, asks_trial, in_flight, sent_at_inner_step, weight_tokens, weight_steps,
+            is_flush, attempt,
         ) = state[f"ledger/{p}"].tolist()  # fmt: skip
         ledger = FragmentLedger(
             timeline,
@@ -180,6 +180,7 @@ class StateLayout:
             sent_until=sent_until,
             is_flushed=bool(is_flushed),
             merged_tokens=merged_tokens,
+            asks_trial=bool(asks_trial),
         )
         sent_as = None
         if in_flight:
@@ -228,5 +229,6 @@ def _numbers(fragment: CapturedFragment) -> list[int]:
         int(ledger.is_flushed),
         fragment.lanes.broken_in_a_row,
         ledger.merged_tokens,
+        int(ledger.asks_trial),
         *in_flight,
     ]

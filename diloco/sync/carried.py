@@ -22,6 +22,7 @@ from diloco.rounds.terms import RoundKey
 from diloco.sync.captured import CapturedLanes
 from diloco.sync.late import Over
 from diloco.sync.ledger import Outstanding, Target, Verdict
+from diloco.telemetry.events import FragmentSent
 from protos import fragment_pb2 as wire
 from transport.contracts import Buffer
 
@@ -52,9 +53,9 @@ class FragmentView:
     `is_overwritten` says whether own values differed); `staged_version` is the newest version of
     which all of this rank's lanes are verified (-1: none); `key` is what is outstanding and
     `verdict` its end, None while it is undecided. Commands that were posted and not yet carried out
-    are not in it: hold `key` against what was sent. `sent_at_inner_step`, `is_flush` and
-    `merged_tokens` are the syncer's word on `version`, `anchor_tokens` that on the anchor with
-    which the island entered.
+    are not in it: hold `key` against what was sent. `sent_at_inner_step`, `is_flush`,
+    `merged_tokens` and `asks_trial` are the syncer's word on `version`, `anchor_tokens` that on the
+    anchor with which the island entered.
 
     `staging` is what this rank stages, or has staged; `gone_version` the newest of which it heard
     that the syncer has it no more. `is_open`: the attempt that is announced waits for this island;
@@ -82,11 +83,12 @@ class FragmentView:
     is_ending: bool = False
     counted: tuple[int, int] = (0, 0)
     is_damaged: bool = False
+    asks_trial: bool = False
 
     @property
     def newest(self) -> Target:
         """The newest version, as a target."""
-        return Target(self.version, self.merged_tokens, self.is_flush)
+        return Target(self.version, self.merged_tokens, self.is_flush, self.asks_trial)
 
     @property
     def has_ended(self) -> bool:
@@ -125,8 +127,9 @@ class CarriedFragment:
     """A fragment's lanes on one rank; `lanes` may be empty.
 
     `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
-    says why; `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is
-    what the syncer last announced, and `heard` what it announced of versions after the anchor.
+    says why; it waits for a trial as long as `held_back` is set, the event that will tell of it.
+    `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is what the
+    syncer last announced, and `heard` what it announced of versions after the anchor.
     `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
     agreed on; `over` is late work that the next contribution carries, by lane (`late`);
     `anchor_digests` are those of all lanes of the anchor's version, empty where none are known.
@@ -143,6 +146,7 @@ class CarriedFragment:
     outstanding: Outstanding | None = None
     sending: dict[int, SentLane] = field(default_factory=dict)
     decline_reason: str = ""
+    held_back: FragmentSent | None = None
     broken_in_a_row: int = 0
     outcome: Verdict | None = None
     state: wire.FragmentState = field(default_factory=wire.FragmentState)
@@ -255,22 +259,24 @@ class CarriedFragment:
             is_flush=state.is_flush,
             merged_tokens=state.merged_tokens,
             anchor_tokens=self.anchor_tokens,
-            staging=self._staging(),
+            staging=self._staging(island),
             gone_version=self.gone_version,
             is_open=state.is_open and island in state.members,
             is_ending=state.takes_flush or state.is_flush,
             counted=(state.counted_version, state.counted_attempt),
             is_damaged=state.is_damaged,
+            asks_trial=_asks_trial(state, island),
         )
 
-    def _staging(self) -> Announced | None:
+    def _staging(self, island: str) -> Announced | None:
         version = self.staging_version
         if version <= self.anchor_version:
             return None
         state = self.heard.get(version)
         if state is None:
             return Announced(Target(version))
-        target = Target(version, state.merged_tokens, state.is_flush)
+        is_tried = _asks_trial(state, island)
+        target = Target(version, state.merged_tokens, state.is_flush, is_tried)
         return Announced(target, state.digest.hex(), tuple(state.contributors))
 
     def captured(
@@ -347,3 +353,11 @@ class CarriedFragment:
             asked=state.asked,
             num_held=1 + max(self.anchor_version, self.staged_version),
         )
+
+
+def _asks_trial(state: wire.FragmentState, island: str) -> bool:
+    """Whether what an island sends after a version is tried first.
+
+    Not of one that made it alone: while the other sends nothing, there is nobody to choose from.
+    """
+    return state.asks_trial and list(state.contributors) != [island]

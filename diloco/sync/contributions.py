@@ -11,13 +11,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.alarms import AlarmKind
+from diloco.compression.base import from_bytes
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
@@ -97,6 +98,8 @@ class Contributions:
         sent: Outstanding,
         local: Mapping[int, Tensor],
         limits: tuple[float, float],
+        *,
+        is_tried: bool,
     ) -> None:
         """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right.
 
@@ -105,6 +108,7 @@ class Contributions:
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten.
             limits: How far from their anchor values may lie (`farthest`).
+            is_tried: Whether it is held back until `release`.
         """
         self._begin(carried, sent)
         norms, beyond = [], ""
@@ -128,10 +132,35 @@ class Contributions:
             self._decline_unsound(carried, sent, norm, beyond)
         elif math.isfinite(norm):
             carried.broken_in_a_row = 0
-            self._submit_all(carried, sent)
-            self._on_event(_sent_event(sent, norm))
+            carried.held_back = _sent_event(sent, norm)
+            if not is_tried:
+                self.release(carried, "")
         else:
             self._decline_broken(carried, sent, norm)
+
+    def tried(self, carried: CarriedFragment) -> dict[int, Tensor]:
+        """Give the lanes that hold something back, with half of it taken off their anchor.
+
+        Of what was decoded: what the syncer would merge, beside another contribution.
+        """
+        fragment, moved = self._plan.fragments[carried.fragment_id], dict[int, Tensor]()
+        for lane_id, lane in carried.sending.items() if carried.held_back else ():
+            codec = lane_codec(self._rules.codec, fragment, lane_id)
+            delta = codec.decode(from_bytes(lane.payload), fragment.lanes[lane_id].numel)
+            moved[lane_id] = carried.anchor[lane_id] - delta.mul_(0.5)
+        return moved
+
+    def release(self, carried: CarriedFragment, reason: str) -> None:
+        """Submit what `send` has held back; where there is a reason not to, decline it."""
+        (told, carried.held_back), sent = (carried.held_back, None), carried.outstanding
+        if told is None or sent is None:
+            return  # declined by the send itself
+        if reason:
+            carried.sending = {}
+            self._start_decline(carried, sent, reason)
+        else:
+            self._submit_all(carried, sent)
+        self._on_event(replace(told, declined=reason))
 
     def decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that there is nothing valid to contribute to this attempt."""

@@ -23,7 +23,7 @@ from diloco.outer.schedule import Schedule
 from diloco.sync.carried import FragmentView
 from diloco.sync.ledger import MAX_EXPIRED
 
-_WORDS = 7
+_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Entered:
     is_flush: bool = False
     is_overwritten: bool = False
     merged_tokens: int = 0
+    asks_trial: bool = False
 
 
 class RanksApart(IslandFailed):
@@ -112,6 +113,7 @@ def entry_words(views: Iterable[FragmentView]) -> list[int]:
         attempt, is_flush = (view.attempt, view.is_flush) if is_newest else (0, False)
         words += [version, -version, -attempt, view.sent_at_inner_step]
         words += [int(is_flush), -int(view.is_overwritten), view.anchor_tokens]
+        words.append(-int(view.asks_trial))
     return words
 
 
@@ -123,9 +125,8 @@ def entered_of(words: Sequence[int]) -> list[Entered] | None:
     """
     entered = []
     for p in range(len(words) // _WORDS):
-        least, minus_most, minus_attempt, sent_at, is_flush, minus_overwritten, tokens = words[
-            p * _WORDS : (p + 1) * _WORDS
-        ]
+        own = words[p * _WORDS : (p + 1) * _WORDS]
+        least, minus_most, minus_attempt, sent_at, is_flush, minus_overwritten, tokens, trial = own
         if least < 0:
             return None
         if least != -minus_most:
@@ -138,6 +139,7 @@ def entered_of(words: Sequence[int]) -> list[Entered] | None:
                 bool(is_flush),
                 bool(minus_overwritten),
                 merged_tokens=tokens,
+                asks_trial=bool(trial),
             )
         )
     return entered

@@ -295,6 +295,7 @@ class Exchange:
         sent: Outstanding,
         local: Mapping[int, Tensor],
         limits: tuple[float, float] = ANYWHERE,
+        is_tried: bool = False,
     ) -> None:
         """Submit the pseudo-gradient of this rank's lanes until its outcome is known.
 
@@ -306,9 +307,20 @@ class Exchange:
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten, and free when this returns.
             limits: How far from their anchor values may lie (`farthest`).
+            is_tried: Whether it is held back until `release`.
         """
         p = sent.key.fragment_id
-        self._link_of[p].contributions.send(self._carried[p], sent, local, limits)
+        contributions = self._link_of[p].contributions
+        contributions.send(self._carried[p], sent, local, limits, is_tried=is_tried)
+
+    async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
+        """Put the lanes with half of what is held back into `into`, after what was posted."""
+        link = self._link_of[fragment_id]
+        into.update(link.contributions.tried(self._carried[fragment_id]))
+
+    def release(self, fragment_id: int, reason: str) -> None:
+        """Submit what `send` has held back; where there is a reason not to, decline it."""
+        self._link_of[fragment_id].contributions.release(self._carried[fragment_id], reason)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""

@@ -98,12 +98,14 @@ class Outstanding:
 class Target:
     """A published version that an island is to merge.
 
-    `merged_tokens` are those of all contributions to all versions up to it.
+    `merged_tokens` are those of all contributions to all versions up to it. `asks_trial`: what is
+    sent after it is tried first.
     """
 
     version: int
     merged_tokens: int = 0
     is_flush: bool = False
+    asks_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class FragmentLedger:
     `tokens` and `steps` run since the counters last restarted; `version` is that of the anchor;
     `attempt` the attempt that its next due step serves; `local_steps` run since the last merge. Due
     steps up to `sent_until` were sent before the island returned: it passes some of them again and
-    sends nothing there. `is_flushed` says that `version` is the flush.
+    sends nothing there. `is_flushed` says that `version` is the flush, `asks_trial` that what is
+    sent next is tried first.
 
     Where islands merge on arrival, `merged_tokens` are those of everybody's contributions up to
     `version`, and `target` is what all ranks stage next; `is_target_gone`: one of them heard that
@@ -154,6 +157,7 @@ class FragmentLedger:
     target: Target | None = None
     is_target_gone: bool = False
     is_void: bool = False
+    asks_trial: bool = False
 
     def is_sending(self, due_step: int) -> bool:
         """Whether the island still owes what is due after an inner step."""
@@ -234,7 +238,7 @@ class FragmentLedger:
             merged = Target(sent.key.version + 1, is_flush=sent.is_flush)
         self.version, self.attempt = merged.version, 0
         self.is_flushed, self.merged_tokens = merged.is_flush, merged.merged_tokens
-        self.target, self.is_target_gone = None, False
+        self.target, self.is_target_gone, self.asks_trial = None, False, merged.asks_trial
         is_included = verdict is Verdict.INCLUDED
         overwritten = self.steps - weight_steps if is_included else self.local_steps
         dropped = void

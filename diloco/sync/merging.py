@@ -21,6 +21,7 @@ from diloco.outer.pseudo_gradient import largest_change
 from diloco.sync.agreement import Standing
 from diloco.sync.carried import Announced, FragmentView
 from diloco.sync.exchange import Exchange
+from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
 from diloco.sync.outer_state import Runner
 from diloco.sync.shards import LaneShards
@@ -115,7 +116,13 @@ class Merging:
                 self._shards.reuse(lanes)
 
     def send(
-        self, ledger: FragmentLedger, inner_step: int, *, is_flush: bool, reason: str = ""
+        self,
+        ledger: FragmentLedger,
+        inner_step: int,
+        *,
+        is_flush: bool,
+        reason: str = "",
+        is_tried: bool = False,
     ) -> None:
         """Post a fragment's local values, or that there is nothing to tell of them.
 
@@ -124,6 +131,7 @@ class Merging:
             inner_step: Completed inner steps.
             is_flush: Whether it goes into the flush.
             reason: Why they are not to be told, on this rank; the others collect all the same.
+            is_tried: Whether they are held back for `trying`.
         """
         p = ledger.fragment_id
         sent = ledger.send(inner_step, is_flush=is_flush, most_steps=self._most_steps)
@@ -139,8 +147,31 @@ class Merging:
                 self._runner.post(self._exchange.decline, sent, reason)
             else:
                 limits = self.reaches[p].limits
-                self._runner.post(self._exchange.send, sent, local, limits)
+                self._runner.post(self._exchange.send, sent, local, limits, is_tried)
             self._runner.post(self._shards.reuse, local)
+
+    def trying(
+        self, fragment_id: int, loss_of: Callable[[], float | None]
+    ) -> Waits[tuple[float, float] | None]:
+        """Take the loss of the published values, and with half of what is held back in them.
+
+        Returns:
+            Both; None where no loss is known.
+        """
+        tried: dict[int, Tensor] = {}
+        yield self._exchange.tried(fragment_id, tried)
+        with self.global_parameters():
+            if (before := loss_of()) is None:
+                return None
+            lanes = {**self.anchors[fragment_id], **tried}
+            self._shards.distribute(fragment_id, lanes, 0.0)
+            after = loss_of()
+            assert after is not None, "a loss is known always, or never"
+        return before, after
+
+    def release(self, fragment_id: int, reason: str) -> None:
+        """Have what is held back submitted, or declined for a reason."""
+        self._runner.post(self._exchange.release, fragment_id, reason)
 
     def apply(
         self,
@@ -160,7 +191,11 @@ class Merging:
             blocked_s: Seconds that training waited for it.
         """
         p, sent = ledger.fragment_id, ledger.outstanding
-        target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
+        target = ledger.target or Target(
+            ledger.version + 1,
+            is_flush=bool(sent and sent.is_flush),
+            asks_trial=bool(standing.target and standing.target.asks_trial),
+        )
         local_mix = 0.0 if target.is_flush else self._local_mix
         if verdict.has_expired:
             assert sent is not None

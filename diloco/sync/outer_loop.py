@@ -72,7 +72,8 @@ class OuterLoop:
     all ranks: to finish what is outstanding, and contribute no more. It asks `asked_cut`, too:
     `cut` is the one to take now, on all ranks, until `cut_over` says that it was. No run checkpoint
     may be taken before `first_checkpoint_step`: an island that returned holds versions until then
-    that the others merge only there.
+    that the others merge only there. `loss_of` is the held-out loss of the parameters as they are,
+    collective; None: it is not known.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class OuterLoop:
         self.blocked_s = 0.0
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
+        self.loss_of: Callable[[], float | None] = lambda: None
         self.asked_cut: Callable[[], Cut] = lambda: NO_CUT
         self.cut = NO_CUT
         self._past_cut = 0
@@ -365,7 +367,7 @@ class OuterLoop:
             if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
         self._prefetch(agreed)
-        due = self._act(agreed)
+        due = yield from self._acting(agreed)
         if agreed is not None and agreed.cut.number > self._past_cut and not self.is_over:
             self.cut = agreed.cut
         if self._pace.waits_at_send:
@@ -404,7 +406,7 @@ class OuterLoop:
             is_unsound=bool(self._check.unsound),
         )
 
-    def _act(self, agreed: Agreed | None) -> list[int]:
+    def _acting(self, agreed: Agreed | None) -> Waits[list[int]]:
         """Merge what has arrived and send what is due; returns the fragments that were sent."""
         if self._arrival is not None and agreed is not None:
             self.is_leaving = self.is_leaving or agreed.is_leaving
@@ -419,12 +421,17 @@ class OuterLoop:
                 standing = agreed.standings[fragment_id]
                 self._ledgers[fragment_id].attempt = standing.attempt
                 is_flush = standing.is_ending
-            self._send(self._ledgers[fragment_id], is_flush=is_flush)
+            yield from self._sending(self._ledgers[fragment_id], is_flush=is_flush)
         return due
 
-    def _send(self, ledger: FragmentLedger, *, is_flush: bool) -> None:
-        reason = self._check.before_send(ledger.fragment_id, self.inner_step)
-        self._merging.send(ledger, self.inner_step, is_flush=is_flush, reason=reason)
+    def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
+        p, is_tried = ledger.fragment_id, ledger.asks_trial
+        reason = self._check.before_send(p, self.inner_step)
+        self._merging.send(
+            ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
+        )
+        if is_tried:
+            yield from self._check.trying(p, self.inner_step, self.loss_of)
 
     def _apply(
         self, ledger: FragmentLedger, standing: Standing, verdict: Verdict, blocked_s: float
@@ -482,7 +489,7 @@ class OuterLoop:
         while waiting:
             yield from self._check.returning(self._agree(), self._ledgers, self.inner_step)
             for ledger in waiting:
-                self._send(ledger, is_flush=True)
+                yield from self._sending(ledger, is_flush=True)
             for ledger in waiting:
                 yield from self._settle(ledger, None)
             # An expired attempt is tried again; three in a row end the run by the syncer's word.
@@ -495,7 +502,7 @@ class OuterLoop:
             agreed = self._agree()
             self._raise_failure(agreed)
             yield from self._check.returning(agreed, self._ledgers, self.inner_step)
-            self._act(agreed)
+            yield from self._acting(agreed)
             if self.is_leaving and not self.num_in_flight:
                 return
             if all(ledger.is_flushed for ledger in self._ledgers):
@@ -563,7 +570,8 @@ class OuterLoop:
             # What was posted to the exchange may not have been carried out yet.
             is_current = ledger.outstanding is not None and view.key == ledger.outstanding.key
             verdict = view.verdict if is_current else None
-            standings.append(Standing(view.staged_version, verdict, view.attempt))
+            target = view.staging.target if view.staging else None
+            standings.append(Standing(view.staged_version, verdict, view.attempt, target))
         return standings
 
 

@@ -154,6 +154,7 @@ class StateKeeper:
                 sent_until=course.sent_until[p],
                 is_flushed=fragment.is_flush,
                 merged_tokens=fragment.merged_tokens,
+                asks_trial=fragment.asks_trial,
             )
             for p, fragment in enumerate(entered)
         ]

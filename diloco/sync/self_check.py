@@ -20,7 +20,7 @@ from diloco.sync.exchange import Exchange
 from diloco.sync.io_thread import Waits
 from diloco.sync.ledger import FragmentLedger, Verdict
 from diloco.sync.merging import Merging
-from diloco.sync.soundness import MOST_REFUSED, Mend, OwnLosses, Returns
+from diloco.sync.soundness import MOST_REFUSED, Mend, OwnLosses, Returns, Trials
 from diloco.telemetry.events import AlarmRaised, Event, LossAccepted, PublishedTaken
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class SelfCheck:
         self._refused = Counter[int]()
         self._is_agreed = False
         self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
+        self._trials = Trials()
+        self._tried_at, self._tried = -1, ""  # the last trial that failed
         self.mend = Mend.NOTHING
 
     @property
@@ -67,6 +69,8 @@ class SelfCheck:
         sent_at, reason = self._exchange.unsound
         if sent_at > self._returned_at:
             return reason
+        if self._tried_at > self._returned_at:
+            return self._tried
         if self._is_refused:
             return f"the syncer refused {MOST_REFUSED} contributions in a row"
         return self._watch.reason if self._watch.wants_return else ""
@@ -101,6 +105,27 @@ class SelfCheck:
             self._for_loss.add(fragment_id)
             self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, f"{reason}; it sends nothing")
         return reason
+
+    def trying(
+        self, fragment_id: int, inner_step: int, loss_of: Callable[[], float | None]
+    ) -> Waits[None]:
+        """Submit what is held back of a fragment, unless it makes the published values worse.
+
+        Collective; all ranks decide alike, at the step of the send.
+        """
+        losses = yield from self._merging.trying(fragment_id, loss_of)
+        reason = ""
+        if losses is not None:
+            before, after = losses
+            (minus_worse,) = self._agreement.smallest([-int(self._trials.is_worse(before, after))])
+            if minus_worse:
+                reason = (
+                    f"half of its contribution to fragment {fragment_id} takes the held-out loss "
+                    f"of what is published from {before:.4g} to {after:.4g}, and another island's "
+                    f"goes against it"
+                )
+                self._tried_at, self._tried = inner_step, reason
+        self._merging.release(fragment_id, reason)
 
     def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
         """Take what the end of a contribution says of what this island trains."""

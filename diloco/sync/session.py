@@ -97,11 +97,16 @@ class DiLoCo(Position):
             make on average.
         plan: Fragments and lanes of the run.
         timeline: Counter of the run's resumes.
+        loss_of: Measures the loss of the parameters as they are, on a fixed piece of held-out text;
+            called on all ranks, within `step` or `finish`, where what this island sends goes
+            against what the only other one sends. A contribution that raises it is not sent. None:
+            both are merged, and an alarm tells of it.
         island_bytes: What all ranks had sent and received at the last due step.
     """
 
     start_step: int
     resume_step: int | None
+    loss_of: Callable[[], float] | None
     island_bytes: tuple[int, int]
 
     def __init__(
@@ -149,6 +154,7 @@ class DiLoCo(Position):
         self._trained = TrainedParameters(trained)
         self._on_event = on_event
         self._events: deque[Event] = deque()
+        self.loss_of = None
         self._tokens = 0
         self._state = IslandState.WAITING
         self.island_bytes = (0, 0)
@@ -248,6 +254,7 @@ class DiLoCo(Position):
             if self._on_arrival
             else None,
         )
+        self._loop.loss_of = self._trial_loss
         self._loop.must_leave = lambda: self._stop_line.must_leave
         self._loop.asked_cut = lambda: self._stop_line.cut
 
@@ -608,6 +615,13 @@ class DiLoCo(Position):
                 f"{self.inner_step}, and the other islands stop there: leave the loop when "
                 f"outer.is_stopping, after the checkpoint, then call outer.finish()"
             )
+
+    def _trial_loss(self) -> float | None:
+        if self.loss_of is None:
+            return None
+        loss = self.loss_of()
+        self._trained.reshard()  # else values that a forward has gathered would stay
+        return loss
 
     def _sum(self, word: int = 0) -> int:
         """Sum the bytes that all ranks have moved, and the leader's word; collective.

@@ -16,6 +16,7 @@ from diloco.outer.guard import (
     History,
     Round,
     Sample,
+    asks_trial,
     cosine_of_two,
     misdirected,
     outsized,
@@ -359,6 +360,16 @@ def test_two_that_go_against_each_other_for_three_rounds_are_opposed(
     assert not history.is_opposed
 
     assert rounds_of_two(history, later).is_opposed == is_opposed
+
+
+def test_one_round_of_two_that_do_not_agree_asks_for_trials_until_one_agrees() -> None:
+    agreed = rounds_of_two(History.empty(len(UNITS)), [0.9, 0.7, 0.6, 0.5])
+    opposed = rounds_of_two(agreed, [-0.2, float("nan")])
+
+    found = [asks_trial(each.to_bytes()) for each in (agreed, opposed)]
+
+    assert found == [False, True]
+    assert not asks_trial(rounds_of_two(opposed, [0.4]).to_bytes()) and not asks_trial(b"")
 
 
 def test_only_two_that_were_made_of_enough_steps_have_a_cosine() -> None:

@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from diloco.errors import CodecError, IslandFailed
 from diloco.sync.agreement import Agreed, Agreement, Standing, exit_code_of, raise_failure
-from diloco.sync.ledger import Verdict
+from diloco.sync.ledger import Target, Verdict
 from tests.distributed import run_ranks
 
 
 def test_an_island_of_one_rank_agrees_with_itself() -> None:
     agreement = Agreement(None)
-    standing = Standing(3, Verdict.EXPIRED, 2)
+    standing = Standing(3, Verdict.EXPIRED, 2, Target(4, 9, asks_trial=True))
 
     assert agreement.read() is None
     agreement.start(0, [standing, Standing(-1, None, 0)])

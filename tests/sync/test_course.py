@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,10 +80,11 @@ def smallest(*ranks: list[FragmentView]) -> list[int]:
 def test_ranks_agree_on_what_they_entered() -> None:
     first = [view(3, attempt=1, sent_at_inner_step=8), view(0)]
     second = [view(3, attempt=0, sent_at_inner_step=8, is_overwritten=True), view(0)]
+    second[1] = replace(second[1], asks_trial=True)
 
     assert entered_of(smallest(first, second)) == [
         Entered(3, 1, 8, is_overwritten=True),
-        Entered(0),
+        Entered(0, asks_trial=True),
     ]
     flushed = [view(4, sent_at_inner_step=13, is_flush=True)]
     assert entered_of(smallest(flushed, flushed)) == [FLUSH]

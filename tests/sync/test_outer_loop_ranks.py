@@ -41,7 +41,7 @@ from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.sync.io_thread import IoThread
 from diloco.sync.outer_loop import Arrival, OuterLoop
 from diloco.sync.shards import LaneShards, canonical_parameters, tensor_specs
-from diloco.telemetry.events import Event
+from diloco.telemetry.events import Event, FragmentSent, PublishedTaken
 from tests.distributed import run_ranks
 from tests.virtual_run import RUN, InlineWorker, MemoryIncarnations, grant
 from tests.waiting import wait_until
@@ -567,6 +567,45 @@ def test_a_lane_that_is_not_finite_on_one_rank_declines_for_the_island_and_ends_
     assert second == (AggregationError.__name__, 20, ["round_expired", "round_expired"])
 
 
+def find_worse_on_one_rank(island_rank: int) -> dict[str, Any]:
+    with island(island_rank) as rank:
+        published = rank.whole()
+        losses, seen = iter([2.0, 2.1 if island_rank == 1 else 1.9]), list[dict[str, Tensor]]()
+
+        def loss_of() -> float:
+            seen.append(rank.whole())
+            return next(losses)
+
+        rank.session.loss_of = loss_of
+        rank.session._ledgers[0].asks_trial = True  # as after a version of two opposed islands
+        rank.train(6)
+        local = rank.whole()
+        rank.train(1)
+        sent, taken = (
+            [event for event in rank.events if isinstance(event, kind)]
+            for kind in (FragmentSent, PublishedTaken)
+        )
+        moved = published["matrix"] - local["matrix"]
+        return {
+            "declined": [event.declined for event in sent],
+            "taken": [event.inner_step for event in taken],
+            "with nothing": torch.equal(seen[0]["matrix"], published["matrix"]),
+            "with half": (published["matrix"] - seen[1]["matrix"] - moved / 2).abs().max().item(),
+            "largest": moved.abs().max().item(),
+        }
+
+
+def test_a_contribution_that_makes_what_is_published_worse_is_declined_by_all_ranks() -> None:
+    ranks = run_ranks(find_worse_on_one_rank, 2)
+
+    for rank in ranks:
+        (declined,) = rank["declined"]
+        assert declined.startswith("half of its contribution to fragment 0 takes the held-out")
+        assert rank["taken"] == [7] and rank["with nothing"]
+        # int4 rounds to half a step of at most largest / 7, of which half is tried.
+        assert rank["with half"] <= rank["largest"] / 7 / 4 * 1.01
+
+
 # -- run checkpoints -----------------------------------------------------------------------------
 
 STEP, LAST = 13, 20  # one step after a send, in flight until 14
@@ -582,6 +621,7 @@ def keep_and_resume(island_rank: int, directory: str) -> list[dict[str, Any]]:
             with island(island_rank, num_ranks=before, **options) as rank:
                 rank.train(STEP)
                 rank.io.drive(rank.session.pinning())
+                rank.session._ledgers[0].asks_trial = True  # no loss is known: it is sent
                 outer = rank.io.drive(rank.session.capturing())
                 mine = Kept(STEP, rank.whole(), {n: v.clone() for n, v in outer.items()})
                 ends.append(to_the_end(rank))
@@ -594,6 +634,7 @@ def keep_and_resume(island_rank: int, directory: str) -> list[dict[str, Any]]:
             kept = Kept(STEP, parts[0].whole, union)
             with island(island_rank, num_ranks=after, kept=kept, **options) as rank:
                 assert (rank.session.inner_step, rank.session.num_in_flight) == (STEP, 1)
+                assert rank.session._ledgers[0].asks_trial
                 ends.append(to_the_end(rank))
         dist.barrier()
     return ends

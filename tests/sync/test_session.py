@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.errors import ConfigError, FingerprintMismatch
-from diloco.telemetry.events import Event, PhaseDone
+from diloco.telemetry.events import Event, FragmentSent, PhaseDone
 from tests.served_run import ServedRun
 
 INNER_STEPS = 8
@@ -119,6 +120,22 @@ def test_a_loop_of_ones_own_trains_to_the_end_and_hears_what_happened(served: Se
     assert (report.state, report.inner_step, report.tokens) == ("finished", 8, 8 * TOKENS)
     assert report.tokens_per_s > 0
     assert report.bytes_up > 0
+
+
+def test_what_is_sent_is_tried_by_the_loss_that_a_loop_gives(served: ServedRun) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    losses = itertools.chain([1.0, 1.1], itertools.cycle([1.1, 1.0]))  # the first trial fails
+    with joined(served, model) as outer:
+        outer.loss_of = lambda: next(losses)
+        for ledger in outer._loop._ledgers:
+            ledger.asks_trial = True  # as after a version of two opposed islands
+        events = train(outer, model, optimizer)
+
+    sent = [event for event in events if isinstance(event, FragmentSent)]
+    first, *others = [event.declined for event in sent if event.weight_tokens]
+    assert first.startswith("half of its contribution to fragment ")
+    assert others and not any(others)
 
 
 def test_global_parameters_are_put_back_exactly(served: ServedRun) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from diloco.outer.pseudo_gradient import farthest
 from diloco.sync.ledger import FragmentLedger, Settled, Verdict
-from diloco.sync.soundness import Mend, OwnLosses, Reach, Returns, StepBound
+from diloco.sync.soundness import Mend, OwnLosses, Reach, Returns, StepBound, Trials
 
 
 def trained(num_steps: int = 100, loss: float = 2.5, spread: float = 0.1) -> OwnLosses:
@@ -149,3 +149,23 @@ def test_work_that_was_given_up_counts_only_where_it_was_included() -> None:
     assert declined.settle(Verdict.DECLINED, attempt=0, local_mix=0.0).dropped_tokens == 40
     assert expired.settle(Verdict.EXPIRED, attempt=1, local_mix=0.0).dropped_tokens == 40
     assert {(x.tokens, x.steps) for x in (included, declined, expired)} == {(10, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        pytest.param([-0.9, -0.3, 0.02, -0.1, -0.04, -0.2, 0.01], [], id="sound"),
+        pytest.param([0.3, -0.3, -0.1], [0], id="a-rise"),
+        pytest.param([-0.02, 0.02, 0.01, -0.01, -0.01, 0.0, -0.01, 0.02], [2, 3, 4], id="noise"),
+        pytest.param([math.nan], [0], id="not-finite"),
+    ],
+)
+def test_what_raises_the_held_out_loss_or_leaves_it_to_chance_is_not_sent(
+    changes: list[float], refused: list[int]
+) -> None:
+    trials = Trials()
+
+    worse = [trials.is_worse(2.5, 2.5 * (1 + percent / 100)) for percent in changes]
+
+    assert [index for index, is_worse in enumerate(worse) if is_worse] == refused
+    assert not trials.is_worse(math.nan, math.nan), "what is published is not this island's fault"
