@@ -121,7 +121,8 @@ class SelfCheck:
             if minus_worse:
                 reason = (
                     f"half of its contribution to fragment {fragment_id} takes the held-out loss "
-                    f"of what is published from {before:.4g} to {after:.4g}, and another island's "
+                    f"of what is published from {before:.5g} to {after:.5g}, "
+                    f"{self._trials.num_rises} of its last trials raised it, and another island's "
                     f"goes against it"
                 )
                 self._tried_at, self._tried = inner_step, reason
