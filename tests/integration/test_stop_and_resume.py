@@ -33,7 +33,7 @@ INNER_STEPS = 32
 #: A round takes longer than its overlap, so islands block now and then.
 OVERRIDES = ["transport.link=ocean-100M-150ms", "checkpoint.every_inner_steps=4"]
 #: Where a fragment's ledger says that a contribution is in flight.
-IN_FLIGHT = 8
+IN_FLIGHT = 9
 
 
 def write(directory: Path, text: Path) -> Path:
