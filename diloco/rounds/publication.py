@@ -102,7 +102,6 @@ class PublicationRules:
         """Read what `to_json` wrote, among other things."""
         optimizer, merge = dict(content["optimizer"]), dict(content["merge"])
         optimizer["betas"] = tuple(optimizer["betas"])
-        merge.pop("reject_norm_ratio", None)  # before the guard: the record has what it came to
         for name in ("plain_mean", "experts"):
             merge[name] = tuple(merge[name])
         return cls(

@@ -221,12 +221,3 @@ def test_digests_are_blake3_over_lanes_of_little_endian_float32() -> None:
 
     assert lane_digest(vector) == lane
     assert version_digest([lane, b"\x01" * 32]) == blake3.blake3(lane + b"\x01" * 32).digest()
-
-
-def test_rules_of_a_record_from_before_the_guard_are_read() -> None:
-    rules = PublicationRules("float32", "float32", NESTEROV, 1)
-    content = rules.to_json()
-    del content["merge"]["guard"]
-    content["merge"]["reject_norm_ratio"] = 3.0
-
-    assert PublicationRules.from_json(content) == rules
