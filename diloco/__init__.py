@@ -20,11 +20,11 @@ if TYPE_CHECKING:
         PlanMismatch,
         QuorumLost,
     )
-    from diloco.inner.optimizer import step_bound
-    from diloco.inner.state import mend_moments_
-    from diloco.launch.connect import connect
-    from diloco.sync.boxes import declare_part
-    from diloco.sync.session import DiLoCo
+    from diloco.island.lanes.boxes import declare_part
+    from diloco.island.session import DiLoCo
+    from diloco.launch.rank.connect import connect
+    from diloco.trainer.optimizers.optimizer import step_bound
+    from diloco.trainer.state import mend_moments_
 
 __all__ = [
     "AggregationError",
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DiLoCo": "diloco.sync.session",
-    "connect": "diloco.launch.connect",
-    "declare_part": "diloco.sync.boxes",
+    "DiLoCo": "diloco.island.session",
+    "connect": "diloco.launch.rank.connect",
+    "declare_part": "diloco.island.lanes.boxes",
     "load_config": "diloco.config.load",
-    "mend_moments_": "diloco.inner.state",
-    "step_bound": "diloco.inner.optimizer",
+    "mend_moments_": "diloco.trainer.state",
+    "step_bound": "diloco.trainer.optimizers.optimizer",
 }
 
 

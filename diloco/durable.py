@@ -21,7 +21,7 @@ from typing import Any
 
 import blake3
 
-from transport.contracts import Buffer
+from diloco.transport.contracts import Buffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

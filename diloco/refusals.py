@@ -39,6 +39,8 @@ class Cause(StrEnum):
     STOPPED = "stopped"  # the run is over for this island
     FULL = "full"  # as many islands as the run can have are there
     KICKED = "kicked"  # the island was taken out
-    BOUNDS = "bounds"  # a number or text that cannot be in this run (diloco/peer_bounds.py)
+    BOUNDS = (
+        "bounds"  # a number or text that cannot be in this run (diloco/protocol/run/peer_bounds.py)
+    )
     # Of a message: it has a field that cannot be, or more than this run can have.
     FRAME = "frame"

@@ -1,5 +1,5 @@
-from protos import control_pb2 as _control_pb2
-from protos import fragment_pb2 as _fragment_pb2
+from diloco.protos import control_pb2 as _control_pb2
+from diloco.protos import fragment_pb2 as _fragment_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -12,18 +12,18 @@ from google.protobuf.message import Message
 from diloco.config.classes import identity_difference
 from diloco.config.load import with_settings
 from diloco.config.schema import Config
-from diloco.coordinator.assignment import Assignment
-from diloco.coordinator.claims import Claims
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.operator_desk import Operations
-from diloco.coordinator.terms import Terms, terms_of
 from diloco.outer.fragments import TensorSpec, make_plan
-from protos import control_pb2 as control
-from transport.contracts import PROTOCOL_VERSION
-from transport.loopback import LoopbackNetwork, run_virtual
+from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.claims import Claims
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.terms import Terms, terms_of
+from diloco.protos import control_pb2 as control
+from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
+from diloco.transport.contracts import PROTOCOL_VERSION
 
 SECRET = bytes(32)
 PLAN = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=2).to_json()

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from diloco.config.classes import identity_json
 from diloco.config.load import load_config
-from diloco.launch.state_dir import StateDir, stop_syncer
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
-from protos import control_pb2 as control
+from diloco.protos import control_pb2 as control
+from diloco.state_dir import StateDir, stop_syncer
+from diloco.transport.contracts import PROTOCOL_VERSION, Reply
+from diloco.transport.errors import TransportError
+from diloco.transport.grpc.client import GrpcTransport
 from tests.waiting import wait_until
-from transport.contracts import PROTOCOL_VERSION, Reply
-from transport.errors import TransportError
-from transport.grpc_client import GrpcTransport
 
 _T = TypeVar("_T")
 

@@ -51,8 +51,8 @@ _IMPORTED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "diloco.launch.rank",
-    "diloco.rounds.syncer",
+    "diloco.launch.rank.main",
+    "diloco.syncer.syncer",
 ]
 
 

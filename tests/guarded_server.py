@@ -7,10 +7,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from diloco.launch.access import guarded
-from transport.contracts import Handlers
-from transport.grpc_server import GrpcServer
-from transport.tls import Tls
+from diloco.security.access import guarded
+from diloco.transport.contracts import Handlers
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.security.tls import Tls
 
 
 @contextlib.contextmanager

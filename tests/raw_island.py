@@ -11,13 +11,13 @@ import torch
 
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
-from diloco.rounds.messages import key_message, outcome_of
-from diloco.rounds.terms import OutcomeKind, RoundKey
-from protos import fragment_pb2 as wire
+from diloco.protocol.rounds.messages import key_message, outcome_of
+from diloco.protocol.rounds.terms import OutcomeKind, RoundKey
+from diloco.protos import fragment_pb2 as wire
+from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Reply
+from diloco.transport.errors import NotYet
+from diloco.transport.transfer import Transfer
 from tests.virtual_run import Setting, VirtualRun, grant
-from transport.contracts import PROTOCOL_VERSION, Buffer, Reply
-from transport.errors import NotYet
-from transport.transfer import Transfer
 
 #: Parameters of a fragment of two lanes.
 NUMEL = 40_000

@@ -7,14 +7,14 @@ from typing import Any
 
 from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
-from diloco.rounds.publication import (
+from diloco.transport.contracts import Buffer
+from diloco.versions.publication import (
     LanePublication,
     LaneState,
     PublicationRules,
     publish_lane_,
 )
-from diloco.rounds.version import VersionRecord
-from transport.contracts import Buffer
+from diloco.versions.version import VersionRecord
 
 
 def publish_lane(

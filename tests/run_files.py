@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.checkpoint.stores import read_plan, state_by_fragment
 from diloco.config.load import load_config
 from diloco.coordinator.journal import Journal
 from diloco.launch.local import LocalRun
-from diloco.launch.run_checkpoints import open_journal
-from diloco.launch.state_dir import StateDir
-from diloco.launch.stores import read_plan, state_by_fragment
-from diloco.launch.summary import read_events
 from diloco.outer.fragments import Plan
-from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import VersionRecord
+from diloco.report.summary import read_events
+from diloco.state_dir import StateDir
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import VersionRecord
 
 #: Makes 4 or 5 lanes of every fragment.
 FFN_DIM_OF_LANES = 768

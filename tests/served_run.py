@@ -14,16 +14,12 @@ from typing import Any
 from diloco.config.classes import identity_json, policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.admission import JoinVerdict
-from diloco.coordinator.membership import Membership
-from diloco.launch.build import build_syncer_rules
+from diloco.forecast.build import build_syncer_rules
+from diloco.io_thread import IoThread
 from diloco.outer.fragments import Plan
-from diloco.rounds.pins import restore
-from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer
-from diloco.rounds.worker import Workers
-from diloco.sync.io_thread import IoThread
-from protos.control_pb2 import (
+from diloco.protocol.run.admission import JoinVerdict
+from diloco.protocol.run.membership import Membership
+from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_RUN_STOPPED,
     ROLE_ISLAND,
@@ -36,10 +32,14 @@ from protos.control_pb2 import (
     ReportRequest,
     SyncerAssignment,
 )
+from diloco.syncer.syncer import Syncer
+from diloco.syncer.worker import Workers
+from diloco.transport.contracts import Handler, IncomingCall, Reply
+from diloco.transport.grpc.server import GrpcServer
+from diloco.versions.pins import restore
+from diloco.versions.store import FragmentStore
 from tests.run_files import write_run
 from tests.virtual_run import InlineWorker, MemoryIncarnations
-from transport.contracts import Handler, IncomingCall, Reply
-from transport.grpc_server import GrpcServer
 
 _FRAGMENT_METHODS = ("submit", "decline", "upload", "poll", "fetch", "pin")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
+from diloco.island.exchange.exchange import SyncerWay
 from diloco.outer.assignment import assign_fragments
-from diloco.sync.exchange import SyncerWay
+from diloco.transport.calls.loopback import LoopbackNetwork
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
-from transport.loopback import LoopbackNetwork
 
 #: Seconds that a killed syncer is away each time.
 AWAY_S = 7.0

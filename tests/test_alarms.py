@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from diloco.alarms import Alarm, AlarmKind, Alarms
-from diloco.sync.self_check import SelfCheck
+from diloco.island.self_check import SelfCheck
+from diloco.protocol.run.alarms import Alarm, AlarmKind, Alarms
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event, TextUntold
 
 REFUSED = Alarm(AlarmKind.CONTRIBUTION_REFUSED, "norm 3e9", "west", 1)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.transport.calls.loopback import run_virtual
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
-from transport.loopback import run_virtual
 
 DESCENT = {"a": 1.0, "b": 3.0}
 

@@ -16,11 +16,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: A package imports itself and what stands left of it, never what stands right of it.
-STRATA = ("protos", "transport", "diloco", "simulations")
+#: A package imports itself and what stands left of it, never what stands right of it. All are
+#: packages of `diloco`; the folders of three of them stand beside its own.
+STRATA = ("diloco.protos", "diloco.transport", "diloco", "diloco.simulations")
 
 #: Clock, sockets, threads, processes, files' whereabouts, environment: what pure code is given.
 OUTSIDE_WORLD = (
@@ -54,96 +56,80 @@ PICKLING_COLLECTIVES = tuple(
 
 #: (where, what it may not use, except where). A module stands for all below it.
 FORBIDDEN = [
-    pytest.param("transport", ("torch", "torchvision"), (), id="transport-has-no-torch"),
-    pytest.param("transport.link", IMPURE, (), id="transport.link-is-pure"),
-    pytest.param("transport.channels", IMPURE, (), id="transport.channels-is-pure"),
-    pytest.param("diloco.outer", IMPURE, (), id="outer-is-pure"),
+    pytest.param("diloco.transport", ("torch", "torchvision"), (), id="transport-has-no-torch"),
     pytest.param("diloco.outer.fragments", ("torch",), (), id="fragments-has-no-torch"),
     pytest.param("diloco.outer.schedule", ("torch",), (), id="schedule-has-no-torch"),
-    pytest.param("diloco.compression", IMPURE, (), id="compression-is-pure"),
-    pytest.param("diloco.inner.placement", (*IMPURE, "torch"), (), id="placement-is-pure"),
     *(
-        pytest.param(f"diloco.chaos.{name}", (*IMPURE, "torch"), (), id=f"chaos.{name}-is-pure")
-        for name in ("judge", "plan", "tokens")
+        pytest.param(where, IMPURE, (), id=f"{where.removeprefix('diloco.')}-is-pure")
+        for where in (
+            "diloco.compression",
+            "diloco.outer",
+            "diloco.simulations.engine",
+            "diloco.simulations.runs",
+            "diloco.simulations.scenarios",
+            "diloco.transport.channels",
+            "diloco.transport.shaping.link",
+        )
     ),
-    pytest.param("diloco.rounds.state", (*IMPURE, "torch"), (), id="rounds.state-is-pure"),
-    pytest.param("diloco.rounds.timing", (*IMPURE, "torch"), (), id="rounds.timing-is-pure"),
-    pytest.param("diloco.launch.diagnosis", (*IMPURE, "torch"), (), id="diagnosis-is-pure"),
-    pytest.param("diloco.rounds.allreduce", (*IMPURE, "torch"), (), id="rounds.allreduce-is-pure"),
-    pytest.param("diloco.coordinator.claims", (*IMPURE, "torch"), (), id="held-slots-are-pure"),
-    pytest.param("diloco.data.claims", (*IMPURE, "torch"), (), id="claims-is-pure"),
-    pytest.param("diloco.coordinator.membership", (*IMPURE, "torch"), (), id="membership-is-pure"),
     *(
-        pytest.param(f"simulations.emulate.{name}", IMPURE, (), id=f"emulate.{name}-is-pure")
-        for name in ("config", "kernel", "line", "network", "packets")
+        pytest.param(where, (*IMPURE, "torch"), (), id=f"{where.removeprefix('diloco.')}-is-pure")
+        for where in (
+            "diloco.chaos.judge",
+            "diloco.chaos.plan",
+            "diloco.chaos.tokens",
+            "diloco.checkpoint.placement",
+            "diloco.doctor.diagnosis",
+            "diloco.protocol",
+        )
     ),
     *(  # numpy's generators are given, seeded
         pytest.param(
-            name, (*OUTSIDE_WORLD, *HIDDEN_RANDOMNESS[1:], "torch"), (), id=f"{name}-is-pure"
+            where,
+            (*OUTSIDE_WORLD, *HIDDEN_RANDOMNESS[1:], "torch"),
+            (),
+            id=f"{where.removeprefix('diloco.')}-is-pure",
         )
-        for name in ("simulations.goodput", "simulations.check", "simulations.published")
+        for where in ("diloco.simulations.goodput", "diloco.simulations.published")
     ),
     *(
-        pytest.param(f"simulations.planner.{name}", IMPURE, (), id=f"planner.{name}-is-pure")
-        for name in (
-            "alternatives",
-            "assumptions",
-            "capacity",
-            "penalties",
-            "prediction",
-            "setting",
-            "suggestion",
+        pytest.param(
+            f"diloco.simulations.{folder}",
+            IMPURE,
+            tuple(f"diloco.simulations.{folder}.{name}" for name in drivers),
+            id=f"simulations.{folder}-is-pure",
         )
-    ),
-    *(
-        pytest.param(f"simulations.{name}", IMPURE, (), id=f"simulations.{name}-is-pure")
-        for name in (
-            "actors",
-            "bandwidth",
-            "check_row",
-            "costs",
-            "decoupled",
-            "engine",
-            "islands",
-            "joining",
-            "lives",
-            "network",
-            "paper_tables",
-            "run_model",
-            "scenario",
-            "sites",
-            "utilization",
-            "wallclock",
-        )
-    ),
-    *(
-        pytest.param(f"simulations.lab.{name}", IMPURE, (), id=f"lab.{name}-is-pure")
-        for name in ("batches", "config", "losses", "verdicts")
+        for folder, drivers in {
+            "emulate": (
+                "check",
+                "command",
+                "emulation",
+                "measure",
+                "namespaces",
+                "realtime",
+                "relay",
+            ),
+            "lab": ("cache", "run", "sweep", "timeline", "world"),
+            "planner": ("measure", "timed_rank"),
+        }.items()
     ),
     # DCP's metadata is a pickle; its reader allows the records that it is made of, and no code.
-    *(
-        pytest.param(name, CODE_AS_DATA, ("diloco.launch.dcp",), id=f"{name}-unpickles-nothing")
-        for name in STRATA
-    ),
+    pytest.param("diloco", CODE_AS_DATA, ("diloco.checkpoint.dcp",), id="unpickles-nothing"),
     pytest.param(
         "diloco",
         PICKLING_COLLECTIVES,
         (
-            "diloco.inner.muon",
-            "diloco.launch.checkpoint_writer",
-            "diloco.sync.groups",
-            "diloco.sync.shards",
+            "diloco.trainer.optimizers.muon",
+            "diloco.checkpoint.checkpoint_writer",
+            "diloco.island.groups",
+            "diloco.island.lanes.shards",
         ),
         id="peers-are-not-in-process-groups",
     ),
-    *(
-        pytest.param(
-            package,
-            ENVIRONMENT,
-            ("diloco.cli", "diloco.launch"),
-            id=f"{package}-reads-environment-only-in-cli-and-launch",
-        )
-        for package in STRATA
+    pytest.param(
+        "diloco",
+        ENVIRONMENT,
+        ("diloco.baseline.members", "diloco.cli", "diloco.launch", "diloco.security.security"),
+        id="environment-is-read-in-cli-and-launch",
     ),
 ]
 
@@ -153,22 +139,22 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.config",
     "diloco.coordinator",
     "diloco.errors",
-    "diloco.launch.checkpoints",
-    "diloco.launch.disk",
-    "diloco.launch.host_memory",
+    "diloco.checkpoint.checkpoints",
+    "diloco.forecast.disk",
+    "diloco.checkpoint.host_memory",
     "diloco.launch.island",
     "diloco.launch.local",
     "diloco.launch.local_resume",
     "diloco.outer.fragments",
     "diloco.outer.schedule",
-    "diloco.rounds.allreduce",
-    "diloco.rounds.expiries",
-    "diloco.rounds.log",
-    "diloco.rounds.pins",
-    "diloco.rounds.record",
-    "diloco.rounds.state",
-    "simulations.emulate",
-    "simulations.goodput",
+    "diloco.protocol.rounds.allreduce",
+    "diloco.versions.expiries",
+    "diloco.versions.log",
+    "diloco.versions.pins",
+    "diloco.versions.record",
+    "diloco.protocol.rounds.state",
+    "diloco.simulations.emulate",
+    "diloco.simulations.goodput",
 )
 
 VAGUE_NAMES = {"common", "helpers", "misc", "util", "utils"}
@@ -201,13 +187,23 @@ def is_within(name: str, tops: Iterable[str]) -> bool:
     return any(name == top or name.startswith(top + ".") for top in tops)
 
 
+def stratum(module: str) -> int:
+    """The index of the innermost package of `STRATA` that holds a module."""
+    return max(
+        (level for level, top in enumerate(STRATA) if is_within(module, [top])),
+        key=lambda level: len(STRATA[level]),
+        default=-1,
+    )
+
+
 @cache
 def sources(*, with_tests: bool = False) -> tuple[Source, ...]:
     found = []
     for package in (*STRATA, "tests") if with_tests else STRATA:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        folder = ROOT / package.rpartition(".")[2]
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            module = ".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
             found.append(Source(path, module))
     return tuple(found)
 
@@ -296,12 +292,14 @@ def test_reader_sees_every_kind_of_import(text: str, expected: set[str]) -> None
 def test_strata_are_never_imported_backwards() -> None:
     broken = []
     for source in sources():
-        level = STRATA.index(source.module.partition(".")[0])
+        level = stratum(source.module)
         for use in uses_of(source):
-            if not is_within(use.name, (*STRATA[level + 1 :], "tests")) or not use.is_import:
+            if not use.is_import:
+                continue
+            if stratum(use.name) <= level and not is_within(use.name, ["tests"]):
                 continue
             in_cli = is_within(source.module, ["diloco.cli"])
-            if in_cli and is_within(use.name, ["simulations"]) and not use.runs_at_import:
+            if in_cli and is_within(use.name, ["diloco.simulations"]) and not use.runs_at_import:
                 continue  # the one exception: inside command functions
             broken.append((source, use))
 
@@ -337,9 +335,8 @@ def test_nothing_is_evaluated() -> None:
 
 def test_rules_name_modules_that_exist() -> None:
     named = {where for where, *_ in (rule.values for rule in FORBIDDEN)} | {*IMPORTED_WITHOUT_TORCH}
-    packages = {name for name in STRATA if (ROOT / name).is_dir()}
 
-    assert {name for name in named if name.partition(".")[0] in packages} <= modules()
+    assert named <= modules()
 
 
 def test_light_modules_do_not_load_torch() -> None:
@@ -408,13 +405,41 @@ def test_names_are_said_and_stars_are_not() -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_every_package_is_installed() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    folders = {".".join(source.path.relative_to(ROOT).parts[:-1]) for source in sources()}
+def test_folders_fit_a_head_and_form_no_circle() -> None:
+    """At most 25 modules and 6,000 lines a folder; `diloco/__init__.py` is the public facade."""
+    facade = {"diloco", "diloco.__main__"}
+    folder_of = {source.module: source.package for source in sources()}
+    num_lines: dict[str, int] = {}
+    num_modules: dict[str, int] = {}
+    graph: dict[str, set[str]] = {}
+    for source in sources():
+        folder = source.package
+        text = source.path.read_text(encoding="utf-8")
+        num_lines[folder] = num_lines.get(folder, 0) + text.count("\n")
+        num_modules[folder] = num_modules.get(folder, 0) + (source.module != folder)
+        for use in uses_of(source):
+            target = use.name if use.name in modules() else use.name.rpartition(".")[0]
+            if not use.is_import or target not in modules() or {source.module, target} & facade:
+                continue
+            if folder_of[target] != folder:
+                graph.setdefault(folder, set()).add(folder_of[target])
 
+    assert not {name: count for name, count in num_modules.items() if count > 25}
+    assert not {name: lines for name, lines in num_lines.items() if lines > 6_000}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"folders import each other: {' <- '.join(error.args[1])}")
+
+
+def test_every_package_is_installed() -> None:
+    """The folders beside `diloco/` are packages of it: links in the tree, copies when installed."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     setuptools = listed["tool"]["setuptools"]
-    assert folders == set(setuptools["packages"]) - {"configs.links"}, (
-        "[tool.setuptools] packages and the folders that hold modules differ"
-    )
-    assert setuptools["package-data"]["configs.links"] == ["*.toml"], "the link profiles"
+    found = setuptools["packages"]["find"]
+    installed = find_namespace_packages(str(ROOT), found["exclude"], found["include"])
+
+    folders = {source.package for source in sources()}
+    assert set(installed) == folders | {"diloco.configs", "diloco.configs.links"}
+    assert setuptools["package-data"]["diloco.configs.links"] == ["*.toml"], "the link profiles"
     assert folders <= modules(), "a folder that holds modules has no __init__.py"

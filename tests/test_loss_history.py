@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from diloco.loss_history import LossHistory, LossWatch
+from diloco.protocol.run.loss_history import LossHistory, LossWatch
 
 
 def test_the_reference_is_the_median_of_the_lowest_five() -> None:

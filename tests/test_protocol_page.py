@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.rounds.transitions import diagrams
+from diloco.protocol.diagrams import diagrams
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "diloco" / "PROTOCOL.md").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def sources() -> dict[str, str]:
 def test_the_state_tables_are_those_of_the_code() -> None:
     shown = PAGE.split("<!-- begin -->\n")[1].split("<!-- end -->")[0]
 
-    assert shown == diagrams() + "\n", "print them again: python -m diloco.rounds.transitions"
+    assert shown == diagrams() + "\n", "print them again: python -m diloco.protocol.diagrams"
 
 
 def test_headings_are_unique_and_the_page_is_short() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
+from diloco.protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTOS = sorted(f"protos/{path.name}" for path in (ROOT / "protos").glob("*.proto"))
+PROTOS = sorted(f"diloco/protos/{path.name}" for path in (ROOT / "protos").glob("*.proto"))
 FILES = (
     allreduce_pb2.DESCRIPTOR,
     baseline_pb2.DESCRIPTOR,
@@ -48,7 +48,7 @@ def test_generated_modules_are_current(tmp_path: Path) -> None:
         check=True,
     )
 
-    fresh = {path.name: path.read_text("utf-8") for path in (tmp_path / "protos").iterdir()}
+    fresh = {path.name: path.read_text("utf-8") for path in (tmp_path / "diloco/protos").iterdir()}
     committed = {path.name: path.read_text("utf-8") for path in (ROOT / "protos").glob("*_pb2.py*")}
     stale = sorted(n for n in fresh | committed if fresh.get(n) != committed.get(n))
     command = " ".join(["python", *options, *(f"{option}=." for option in outputs), *PROTOS])

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from diloco.coordinator.decided_rounds import DeciderRules
 from diloco.coordinator.decider import Decider
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
-from diloco.rounds.pins import restore
-from diloco.rounds.worker import Worker
-from diloco.sync.peer import Peer, PeerRules
-from diloco.sync.peer_calls import PeerCalls
-from protos.control_pb2 import FragmentStatus
+from diloco.island.peer.calls import PeerCalls
+from diloco.island.peer.peer import Peer, PeerRules
+from diloco.protocol.run.membership import Membership
+from diloco.protos.control_pb2 import FragmentStatus
+from diloco.syncer.worker import Worker
+from diloco.transport.calls.loopback import LoopbackNetwork
+from diloco.transport.contracts import Handlers, Server, Transport
+from diloco.transport.retry import RetryPolicy
+from diloco.versions.pins import restore
 from tests.virtual_run import RUN, InlineWorker, Setting, VirtualIsland, grant
-from transport.contracts import Handlers, Server, Transport
-from transport.loopback import LoopbackNetwork
-from transport.retry import RetryPolicy
 
 
 @dataclass

@@ -18,28 +18,28 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ConfigError
+from diloco.io_thread import Waits
+from diloco.island.agreement import Agreement
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
+from diloco.island.lanes.shards import LaneShards
+from diloco.island.outer_loop import Arrival, OuterLoop
 from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
-from diloco.rounds.orders import Orders
-from diloco.rounds.pins import restore
-from diloco.rounds.publication import PublicationRules
-from diloco.rounds.rules import SyncerRules
-from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer
-from diloco.rounds.terms import Weights
-from diloco.rounds.timing import TimingRules
-from diloco.rounds.worker import Worker, Workers
-from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import Exchange, ExchangeRules, SyncerWay
-from diloco.sync.io_thread import Waits
-from diloco.sync.outer_loop import Arrival, OuterLoop
-from diloco.sync.shards import LaneShards
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.terms import Weights
+from diloco.protocol.rounds.timing import TimingRules
+from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
+from diloco.syncer.rules import SyncerRules
+from diloco.syncer.syncer import Syncer
+from diloco.syncer.worker import Worker, Workers
 from diloco.telemetry.events import Event
-from protos.control_pb2 import ROLE_ISLAND, Grant
-from transport.contracts import Handlers, Transport
-from transport.loopback import LoopbackNetwork
+from diloco.transport.calls.loopback import LoopbackNetwork
+from diloco.transport.contracts import Handlers, Transport
+from diloco.versions.pins import restore
+from diloco.versions.publication import PublicationRules
+from diloco.versions.store import FragmentStore
 
 RUN = "virtual"
 _T = TypeVar("_T")

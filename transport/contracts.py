@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from transport.identity import Identity
-from transport.transfer import Transfer
+from diloco.transport.identity import Identity
+from diloco.transport.transfer import Transfer
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

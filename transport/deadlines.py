@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from transport.errors import DeadlineExceeded, TransportClosed
+from diloco.transport.errors import DeadlineExceeded, TransportClosed
 
 
 class Deadlines:

@@ -19,7 +19,8 @@
 What `is_damage` came to harm on the way, and is asked for again from the last good byte; of a peer
 that sends nothing else `retry` has enough in time.
 
-Whoever calls a transport sees these and nothing else; `diloco.sync.retried_calls` maps them onward.
+Whoever calls a transport sees these and nothing else; `diloco.island.exchange.retried_calls` maps
+them onward.
 """
 
 from __future__ import annotations

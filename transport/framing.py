@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from transport.contracts import PROTOCOL_VERSION, Buffer
-from transport.errors import (
+from diloco.transport.contracts import PROTOCOL_VERSION, Buffer
+from diloco.transport.errors import (
     ChecksumMismatch,
     DamagedFrame,
     DeadlineExceeded,
@@ -44,7 +44,7 @@ from transport.errors import (
     Unauthorised,
     VersionMismatch,
 )
-from transport.transfer import NO_NAME, Partial
+from diloco.transport.transfer import NO_NAME, Partial
 
 #: Largest header, in bytes. Headers are small messages; what is large is a payload.
 MAX_HEADER_BYTES = 1 << 20

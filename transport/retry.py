@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from transport.errors import TransportError
+from diloco.transport.errors import TransportError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

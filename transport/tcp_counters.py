@@ -12,8 +12,8 @@ import socket
 import struct
 from collections.abc import Collection
 
-from transport.channels import SegmentCounts
-from transport.own_sockets import borrowed, can_look, descriptors, ip_of, sockets
+from diloco.transport.channels import SegmentCounts
+from diloco.transport.own_sockets import borrowed, can_look, descriptors, ip_of, sockets
 
 #: Offsets of the fields within struct tcp_info.
 _TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transport.contracts import Reply
+    from diloco.transport.contracts import Reply
 
 NAME_BYTES = 16
 #: Name of a call that cannot be resumed.

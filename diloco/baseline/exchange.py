@@ -18,11 +18,18 @@ from typing import TypeAlias
 
 from diloco.baseline.place import Member
 from diloco.errors import IslandFailed
-from protos.baseline_pb2 import VectorHeader
-from transport.contracts import PROTOCOL_VERSION, Buffer, Handlers, IncomingCall, Reply, Transport
-from transport.errors import FrameError, TransportError
-from transport.retry import RetryPolicy, retry
-from transport.transfer import Transfer
+from diloco.protos.baseline_pb2 import VectorHeader
+from diloco.transport.contracts import (
+    PROTOCOL_VERSION,
+    Buffer,
+    Handlers,
+    IncomingCall,
+    Reply,
+    Transport,
+)
+from diloco.transport.errors import FrameError, TransportError
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.transfer import Transfer
 
 METHOD = "baseline.vector"
 

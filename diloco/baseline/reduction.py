@@ -30,7 +30,7 @@ from diloco.baseline.rings import reduce_in_a_ring
 from diloco.compression.base import Codec
 from diloco.device_thread import DeviceThread
 from diloco.errors import IslandFailed
-from diloco.sync.io_thread import IoThread
+from diloco.io_thread import IoThread
 
 
 class Reduction(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.baseline.exchange import Exchange, Key
 from diloco.baseline.place import Member
 from diloco.compression.base import Codec, from_bytes, to_bytes
-from transport.contracts import Buffer
+from diloco.transport.contracts import Buffer
 
 
 def split_evenly(values: Tensor, num_parts: int) -> list[Tensor]:

@@ -22,25 +22,25 @@ from torch import Tensor
 
 from diloco.config.schema import Config
 from diloco.errors import AggregationError
-from diloco.inner.trainer import InnerMetrics
-from diloco.launch.build import build_syncer_rules
+from diloco.forecast.build import build_syncer_rules
+from diloco.island.agreement import Agreement
+from diloco.island.exchange.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerWay
+from diloco.island.lanes.shards import LaneShards, tensor_specs
+from diloco.island.layout import build_plan, build_schedule
+from diloco.island.outer_loop import Arrival, OuterLoop
 from diloco.outer.fragments import Fragment, Plan
-from diloco.rounds.orders import Orders
-from diloco.rounds.store import FragmentStore
-from diloco.rounds.syncer import Syncer
-from diloco.rounds.terms import Roster
-from diloco.rounds.worker import Workers
-from diloco.sync.agreement import Agreement
-from diloco.sync.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerWay
-from diloco.sync.layout import build_plan, build_schedule
-from diloco.sync.ledger import Outstanding
-from diloco.sync.outer_loop import Arrival, OuterLoop
-from diloco.sync.shards import LaneShards, tensor_specs
-from diloco.sync.soundness import Mend
+from diloco.protocol.island.ledger import Outstanding
+from diloco.protocol.island.soundness import Mend
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.terms import Roster
+from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
+from diloco.syncer.syncer import Syncer
+from diloco.syncer.worker import Workers
 from diloco.telemetry.events import Event
-from protos.control_pb2 import ROLE_ISLAND, Grant
-from transport.contracts import Server, Transport
-from transport.loopback import LoopbackNetwork, run_virtual
+from diloco.trainer.trainer import InnerMetrics
+from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
+from diloco.transport.contracts import Server, Transport
+from diloco.versions.store import FragmentStore
 
 _T = TypeVar("_T")
 Lanes: TypeAlias = Mapping[int, Tensor]  # by lane id

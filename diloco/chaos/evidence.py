@@ -15,15 +15,15 @@ from diloco.chaos.judge import Evidence, Newest, Recomputed
 from diloco.chaos.plan import Timed
 from diloco.chaos.runner import TRUTH, Ended
 from diloco.chaos.truth import read_story
+from diloco.checkpoint.stores import read_plan, state_by_fragment
 from diloco.compression.lanes import lane_codec
 from diloco.coordinator.journal import Journal
-from diloco.launch.state_dir import StateDir
-from diloco.launch.stores import read_plan, state_by_fragment
-from diloco.rounds.log import headers_in
-from diloco.rounds.record import fragment_directory
-from diloco.rounds.replay import FragmentReplay, Verdict
-from diloco.rounds.stored import StoredVersions
-from diloco.rounds.terms import Weights
+from diloco.protocol.rounds.terms import Weights
+from diloco.state_dir import StateDir
+from diloco.versions.log import headers_in
+from diloco.versions.record import fragment_directory
+from diloco.versions.replay import FragmentReplay, Verdict
+from diloco.versions.stored import StoredVersions
 
 logger = logging.getLogger(__name__)
 

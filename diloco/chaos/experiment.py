@@ -12,11 +12,11 @@ from diloco.chaos.evidence import gather
 from diloco.chaos.plan import SYNCER, Kind, Plan
 from diloco.chaos.report import ChaosReport, report_on
 from diloco.chaos.runner import configured, drive, faults_of
-from diloco.launch.ending import Request
+from diloco.launch.process.ending import Request
 
 #: Told what is done, how much of it, of how much.
 Progress = Callable[[str, int, int], None]
-_SYNCER_MODULES = "import diloco.launch.syncer, diloco.rounds.syncer"
+_SYNCER_MODULES = "import diloco.launch.syncer, diloco.syncer.syncer"
 
 
 def run_plan(

@@ -9,7 +9,7 @@ from diloco.chaos.judge import STARTING_AGAIN, Evidence, accounts_of, island_bac
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Event, starts_of
 from diloco.chaos.truth import FaultStory, Story
-from diloco.launch.lives import effective, has_ended
+from diloco.report.lives import effective, has_ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from diloco.chaos.plan import COORDINATOR, Kind, Timed
 from diloco.chaos.storm import Storm
 from diloco.chaos.world import World, fragment_of, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
-from diloco.launch.chaos import (
+from diloco.faults.chaos import (
     FLIPPED,
     SLOWED,
     clock_path,
@@ -34,16 +34,16 @@ from diloco.launch.chaos import (
     spoilt_name,
     spoilt_path,
 )
-from diloco.launch.run_ca import RunCa
-from diloco.rounds.log import frames_in, segment_path, segments_in
-from diloco.rounds.record import (
+from diloco.security.run_ca import RunCa
+from diloco.transport.shaping.faulty import Fault, Gate
+from diloco.versions.log import frames_in, segment_path, segments_in
+from diloco.versions.record import (
     RecordInvalid,
     insist_on_whole,
     locate,
     record_path,
     versions_in,
 )
-from transport.faulty import Fault, Gate
 
 #: Seconds after which processes have read, or told, what they do once a second.
 _TOLD_S = 2.2

@@ -32,7 +32,7 @@ from diloco.config.classes import Section
 from diloco.config.fields import tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
-from transport.units import parse_bandwidth, parse_duration
+from diloco.transport.units import parse_bandwidth, parse_duration
 
 COORDINATOR, SYNCER = "coordinator", "syncer"
 _SYNCER_NAME = re.compile(rf"{SYNCER}(-\d+)?")

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.bench.report import Column, Requirement, machine
 from diloco.chaos.figures import IslandFigures, island_figures, next_publication_s
 from diloco.chaos.judge import Evidence, Finding, island_back_s, judge
 from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
 from diloco.chaos.truth import FaultStory
-from transport.units import parse_duration
+from diloco.report.rows import Column, Requirement, machine
+from diloco.transport.units import parse_duration
 
 FAULT_COLUMNS = (
     Column("kind", "fault"),

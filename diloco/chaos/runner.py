@@ -20,12 +20,12 @@ from diloco.chaos.world import World
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
-from diloco.launch.chaos import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
-from diloco.launch.ending import Request
+from diloco.faults.chaos import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.local import LocalRun
-from diloco.launch.run_ca import RunCa
-from diloco.launch.state_dir import StateDir
-from transport.units import parse_duration
+from diloco.launch.process.ending import Request
+from diloco.security.run_ca import RunCa
+from diloco.state_dir import StateDir
+from diloco.transport.units import parse_duration
 
 _LOOK_S = 0.05
 #: Seconds for which what is still under way is awaited once the run is over.

@@ -11,7 +11,7 @@ from collections import deque
 from enum import StrEnum
 from pathlib import Path
 
-from transport.addresses import split_address
+from diloco.transport.addresses import split_address
 
 #: Seconds for which a stranger waits.
 _TIMEOUT_S = 5.0

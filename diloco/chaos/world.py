@@ -20,10 +20,10 @@ from typing import Any
 
 from diloco.chaos.plan import COORDINATOR
 from diloco.launch.local import LocalRun
-from diloco.launch.state_dir import Endpoint, StateDir, holder, read_endpoint
-from diloco.rounds.log import frames_in
-from diloco.rounds.record import RecordInvalid, insist_on_whole, record_path, versions_in
+from diloco.state_dir import Endpoint, StateDir, holder, read_endpoint
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone
+from diloco.versions.log import frames_in
+from diloco.versions.record import RecordInvalid, insist_on_whole, record_path, versions_in
 
 _FRAGMENTS = "fragment-[0-9]*"
 #: Of a file of events: its last step is among them.

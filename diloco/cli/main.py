@@ -12,32 +12,23 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli import (
+from diloco.cli.operate import operate, repair, replay
+from diloco.cli.research import (
     baseline,
     bench,
     bench_inner,
     bench_race,
-    certs,
     chaos,
-    configuration,
-    control,
-    doctor,
     emulate,
-    export,
-    island,
     lab,
-    local,
-    operate,
-    plan,
-    repair,
-    replay,
     sim,
     sim_goodput,
     sim_utilization,
     sim_validate,
 )
+from diloco.cli.run import certs, configuration, control, doctor, export, island, local, plan
 from diloco.errors import DilocoError
-from diloco.launch.logs import log_to
+from diloco.launch.process.logs import log_to
 
 app = typer.Typer(
     name="diloco",

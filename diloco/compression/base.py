@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from diloco.errors import CodecError
-from transport.contracts import Buffer
+from diloco.transport.contracts import Buffer
 
 _FLAT = torch.contiguous_format
 

@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from diloco.config.classes import Range
-from transport.framing import MAX_CHUNK_BYTES
-from transport.units import parse_bandwidth, parse_bytes, parse_duration
+from diloco.transport.framing import MAX_CHUNK_BYTES
+from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 #: More than any run makes, and less than what integers on the wire hold.
 MOST_STEPS = 10**9

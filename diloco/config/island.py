@@ -31,8 +31,8 @@ from diloco.config.network import (
 from diloco.config.outer import OuterConfig
 from diloco.config.pipeline import pipeline_problems
 from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
-from transport.hivemind_address import is_peer_address, parse_peer_address
-from transport.units import parse_duration
+from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
+from diloco.transport.units import parse_duration
 
 #: Islands of one all-reduce: every one talks with every other.
 MAX_PEERS = 16

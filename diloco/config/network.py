@@ -19,9 +19,9 @@ from diloco.config.fields import (
     Wait,
     tuples,
 )
-from transport.addresses import is_loopback, split_address
-from transport.hivemind_address import is_peer_address, parse_peer_address
-from transport.units import parse_bandwidth, parse_bytes, parse_duration
+from diloco.transport.addresses import is_loopback, split_address
+from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
+from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 NOT_LOOPBACK = (
     "is not on this machine's loopback, and there are no certificates: make them (diloco certs "

@@ -19,7 +19,7 @@ from diloco.config.fields import (
     tuples,
     with_preset,
 )
-from transport.units import parse_duration
+from diloco.transport.units import parse_duration
 
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
 

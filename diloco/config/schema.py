@@ -40,8 +40,8 @@ from diloco.config.network import (
 from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
 from diloco.config.records import CheckpointConfig, EvaluationConfig, TelemetryConfig
 from diloco.errors import ConfigError
-from transport.framing import MAX_HEADER_BYTES
-from transport.units import parse_duration
+from diloco.transport.framing import MAX_HEADER_BYTES
+from diloco.transport.units import parse_duration
 
 
 class RunConfig(Section):
@@ -130,6 +130,15 @@ class Config(Section):
         if lease == "auto":
             return 10.0 if self.outer.is_on_arrival else 300.0
         return parse_duration(lease)
+
+    @property
+    def num_unsure_checkpoints(self) -> int:
+        """Newest checkpoints that are kept though it is not known that every island has them.
+
+        Islands are at most H + tau inner steps apart; see `CheckpointConfig.num_unsure`.
+        """
+        apart = self.outer.inner_steps_per_round + self.outer.overlap_steps
+        return self.checkpoint.num_unsure(apart)
 
     @property
     def telemetry_dir(self) -> Path:

@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from diloco.alarms import MOST_ALARMS
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.leases import Leases
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, SYNCER, ReportedAlarms
-from diloco.coordinator.terms import Terms
 from diloco.loop_clock import loop_now
-from diloco.refusals import Cause
-from protos.control_pb2 import (
+from diloco.protocol.run.alarms import MOST_ALARMS
+from diloco.protocol.run.leases import Leases
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.terms import Terms
+from diloco.protos.control_pb2 import (
     Alarm,
     FragmentStatus,
     IslandStatus,
@@ -29,6 +28,7 @@ from protos.control_pb2 import (
     StatusReply,
     SyncerAssignment,
 )
+from diloco.refusals import Cause
 
 
 @dataclass(slots=True)

@@ -14,27 +14,26 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from diloco.alarms import Alarm, AlarmKind
 from diloco.config.schema import Config
-from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
-from diloco.coordinator.candidates import BAD_IN_A_ROW
-from diloco.coordinator.cut_patience import CutPatience
 from diloco.coordinator.grants import is_valid
 from diloco.coordinator.island_desk import IslandDesk
 from diloco.coordinator.journal import Journal, RoundRow, Told
-from diloco.coordinator.leases import COUNTED_SHARE, Leases
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.operator_desk import Operations, OperatorDesk
 from diloco.coordinator.reported_alarms import ReportedAlarms
 from diloco.coordinator.syncer_desk import SyncerDesk
 from diloco.coordinator.tape import told_of
-from diloco.coordinator.terms import Terms, terms_of
 from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
 from diloco.loop_clock import loop_now
-from diloco.refusals import Cause
-from protos.control_pb2 import (
+from diloco.protocol.run.admission import Entries
+from diloco.protocol.run.alarms import Alarm, AlarmKind
+from diloco.protocol.run.candidates import BAD_IN_A_ROW
+from diloco.protocol.run.cut_patience import CutPatience
+from diloco.protocol.run.leases import COUNTED_SHARE, Leases
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.terms import Terms, terms_of
+from diloco.protos.control_pb2 import (
     ROLE_ISLAND,
     ROLE_SYNCER,
     ClockReply,
@@ -44,7 +43,8 @@ from protos.control_pb2 import (
     StatusReply,
     StatusRequest,
 )
-from transport.contracts import Handlers, IncomingCall, Reply
+from diloco.refusals import Cause
+from diloco.transport.contracts import Handlers, IncomingCall, Reply
 
 logger = logging.getLogger(__name__)
 

@@ -16,19 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.round_journal import JournalUnwritable, RoundJournal, SavedRound
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
-from diloco.rounds.allreduce import (
+from diloco.protocol.rounds.allreduce import (
     AllReduceRounds,
     Assigned,
     Commit,
     DeciderInstruction,
     commit_record,
 )
-from diloco.rounds.terms import Lost, RecordExpiry, RoundRules, Weights
-from protos.control_pb2 import FragmentStatus
+from diloco.protocol.rounds.terms import Lost, RecordExpiry, RoundRules, Weights
+from diloco.protocol.run.membership import Membership
+from diloco.protos.control_pb2 import FragmentStatus
 
 logger = logging.getLogger(__name__)
 

@@ -22,27 +22,27 @@ import blake3
 from diloco.coordinator.decided_rounds import DecidedRounds, DeciderRules, Standing
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.round_journal import JournalUnwritable, insist_on_initial, read_record
 from diloco.errors import AggregationError, QuorumLost
 from diloco.loop_clock import loop_now
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
-from diloco.refusals import Cause
-from diloco.rounds.allreduce import Prepared
-from diloco.rounds.allreduce_messages import arrivals_of, assignment_message
-from diloco.rounds.messages import (
+from diloco.protocol.rounds.allreduce import Prepared
+from diloco.protocol.rounds.allreduce_messages import arrivals_of, assignment_message
+from diloco.protocol.rounds.messages import (
     SUBMIT_STATUS,
     digest_problem,
     key_of,
     keys_of,
     outcome_message,
 )
-from diloco.rounds.terms import Admission, Lost, RoundKey
-from protos import allreduce_pb2 as wire
-from protos import fragment_pb2
-from protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
-from transport.contracts import Handler, Handlers, IncomingCall, Reply
-from transport.errors import FrameError
+from diloco.protocol.rounds.terms import Admission, Lost, RoundKey
+from diloco.protocol.run.membership import Membership
+from diloco.protos import allreduce_pb2 as wire
+from diloco.protos import fragment_pb2
+from diloco.protos.control_pb2 import ROLE_ISLAND, FragmentStatus, Grant
+from diloco.refusals import Cause
+from diloco.transport.contracts import Handler, Handlers, IncomingCall, Reply
+from diloco.transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 

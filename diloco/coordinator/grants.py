@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diloco.durable import write_durably
 from diloco.errors import ConfigError
-from protos.control_pb2 import Grant
+from diloco.protos.control_pb2 import Grant
 
 SECRET_BYTES = 32
 

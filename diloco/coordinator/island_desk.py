@@ -11,19 +11,18 @@ import logging
 from collections.abc import Callable
 
 from diloco.config.fields import MOST_CHECKPOINTS
-from diloco.coordinator.admission import Entries, Joined, JoinVerdict
 from diloco.coordinator.board import Board
-from diloco.coordinator.cut_patience import CutPatience
-from diloco.coordinator.cuts import Part
 from diloco.coordinator.grants import sign
-from diloco.coordinator.heals import Heals
-from diloco.coordinator.leases import Lease, Leases
-from diloco.coordinator.membership import Membership
 from diloco.errors import CoordinatorUnavailable, Fenced, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
 from diloco.peer_texts import bounded_text
-from diloco.refusals import Cause
-from protos.control_pb2 import (
+from diloco.protocol.run.admission import Entries, Joined, JoinVerdict
+from diloco.protocol.run.cut_patience import CutPatience
+from diloco.protocol.run.cuts import Part
+from diloco.protocol.run.heals import Heals
+from diloco.protocol.run.leases import Lease, Leases
+from diloco.protocol.run.membership import Membership
+from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_BATCH_TOO_LARGE,
     JOIN_STATUS_FINGERPRINT_MISMATCH,
@@ -44,8 +43,9 @@ from protos.control_pb2 import (
     ReportReply,
     ReportRequest,
 )
-from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
-from transport.errors import FrameError
+from diloco.refusals import Cause
+from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
+from diloco.transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 

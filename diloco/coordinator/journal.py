@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from diloco.durable import DiskFull
 from diloco.peer_texts import bounded_text
-from transport.contracts import Handler, Handlers, IncomingCall, Reply
-from transport.errors import Overloaded
+from diloco.transport.contracts import Handler, Handlers, IncomingCall, Reply
+from diloco.transport.errors import Overloaded
 
 logger = logging.getLogger(__name__)
 

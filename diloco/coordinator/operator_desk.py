@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from diloco.config.schema import Config
-from diloco.coordinator.admission import Entries
-from diloco.coordinator.membership import Membership
-from diloco.coordinator.operations import decide
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
-from protos.control_pb2 import OperateReply, OperateRequest
-from transport.contracts import Handlers, IncomingCall, Reply
-from transport.errors import FrameError
+from diloco.protocol.run.admission import Entries
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.operations import decide
+from diloco.protos.control_pb2 import OperateReply, OperateRequest
+from diloco.transport.contracts import Handlers, IncomingCall, Reply
+from diloco.transport.errors import FrameError
 
 logger = logging.getLogger(__name__)
 

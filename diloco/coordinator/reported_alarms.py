@@ -12,7 +12,9 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 
-from diloco.alarms import (
+from diloco.coordinator.journal import Told
+from diloco.peer_texts import MOST_REASON, bounded_text
+from diloco.protocol.run.alarms import (
     MOST_ALARMS,
     NO_FRAGMENT,
     Alarm,
@@ -22,10 +24,8 @@ from diloco.alarms import (
     alarm_message,
     suspect,
 )
-from diloco.coordinator.journal import Told
-from diloco.peer_texts import MOST_REASON, bounded_text
-from protos.control_pb2 import Alarm as AlarmMessage
-from protos.control_pb2 import AlarmStatus
+from diloco.protos.control_pb2 import Alarm as AlarmMessage
+from diloco.protos.control_pb2 import AlarmStatus
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class ReportedAlarms:
     def suspect(self, now: float) -> None:
         """Raise what syncers say of two islands, and these of themselves, together.
 
-        See `diloco.alarms.suspect`.
+        See `diloco.protocol.run.alarms.suspect`.
         """
         said = (
             held

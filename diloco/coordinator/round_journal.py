@@ -21,9 +21,9 @@ import blake3
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.tape import told_expiry
 from diloco.errors import DilocoError
-from diloco.rounds.messages import DIGEST_BYTES
-from diloco.rounds.terms import PastRound, RoundKey
-from transport.errors import FrameError
+from diloco.protocol.rounds.messages import DIGEST_BYTES
+from diloco.protocol.rounds.terms import PastRound, RoundKey
+from diloco.transport.errors import FrameError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from diloco.coordinator.admission import Entries
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import RoundRow, Told
-from diloco.coordinator.membership import Membership
-from diloco.coordinator.repairs import LostVersion
 from diloco.coordinator.tape import told_expiry, told_repair
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
-from diloco.refusals import Cause
-from diloco.rounds.terms import RoundKey
-from protos.control_pb2 import (
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.protocol.run.admission import Entries
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.repairs import LostVersion
+from diloco.protos.control_pb2 import (
     Expiry,
     FragmentStatus,
     Grant,
@@ -33,9 +32,10 @@ from protos.control_pb2 import (
     SyncerHelloReply,
     SyncerHelloRequest,
 )
-from transport.contracts import Handlers, IncomingCall, Reply
-from transport.errors import FrameError
-from transport.framing import MAX_HEADER_BYTES
+from diloco.refusals import Cause
+from diloco.transport.contracts import Handlers, IncomingCall, Reply
+from diloco.transport.errors import FrameError
+from diloco.transport.framing import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from diloco.coordinator.admission import Entries
 from diloco.coordinator.journal import Told
-from diloco.rounds.terms import RoundKey
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.protocol.run.admission import Entries
 
 _OF_MEMBERS = ("lease", "incarnation", "fenced_below", "reason")
 

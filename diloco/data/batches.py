@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from diloco.data.claims import SlotPosition
 from diloco.errors import ConfigError
+from diloco.protocol.run.slots import SlotPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Data(Protocol):
 
         Args:
             slots: Those that the island draws from, each from its start; at least one.
-            num_slots: Slots among which the text is divided (`diloco.data.claims`).
+            num_slots: Slots among which the text is divided (`diloco.protocol.run.slots`).
             batch_size: Sequences of the whole island, a multiple of `dp_size`.
             dp_coordinate: Which contiguous slice of a batch this rank takes.
             dp_size: Number of slices; ranks of one coordinate (tensor parallelism) share it.

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
-from diloco.data.claims import SlotPosition, furthest_behind
 from diloco.data.counter_hash import counter_hash
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigError
+from diloco.protocol.run.slots import SlotPosition, furthest_behind
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 

@@ -20,13 +20,13 @@ from torch import Tensor
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.data import DataConfig
 from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
-from diloco.data.claims import SlotPosition, furthest_behind
 from diloco.data.documents import Source, open_source
 from diloco.data.files import Part, first_difference
 from diloco.data.packing import PackedSource, Share, SourceEndedError
 from diloco.data.shuffle import Mixture, WindowShuffle
 from diloco.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 from diloco.errors import ConfigError
+from diloco.protocol.run.slots import SlotPosition, furthest_behind
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.errors import ConfigError
 from diloco.integrations.soundness import common_bound, repair_state_
-from diloco.sync.connection import Connection
-from diloco.sync.session import DiLoCo
-from diloco.sync.soundness import StepBound
+from diloco.island.connection import Connection
+from diloco.island.session import DiLoCo
+from diloco.protocol.island.soundness import StepBound
 from diloco.telemetry.events import Event
 
 try:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
-from diloco.inner.optimizer import step_bound
-from diloco.inner.state import mend_moments_
-from diloco.sync.soundness import Mend, StepBound
+from diloco.protocol.island.soundness import Mend, StepBound
+from diloco.trainer.optimizers.optimizer import step_bound
+from diloco.trainer.state import mend_moments_
 
 
 def common_bound(optimizers: Iterable[Optimizer]) -> StepBound:

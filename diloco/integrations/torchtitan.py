@@ -27,8 +27,8 @@ from torch import nn
 
 from diloco.errors import ConfigError
 from diloco.integrations.soundness import common_bound, repair_state_
-from diloco.sync.connection import Connection
-from diloco.sync.session import DiLoCo
+from diloco.island.connection import Connection
+from diloco.island.session import DiLoCo
 from diloco.telemetry.events import Event
 
 logger = logging.getLogger(__name__)

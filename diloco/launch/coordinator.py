@@ -24,27 +24,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.alarms import Alarm, AlarmKind
-from diloco.config.classes import fingerprint, identity_difference, policy_json
-from diloco.config.load import load_config, resolved_toml, with_settings
-from diloco.config.schema import Config
-from diloco.coordinator.board import Board
-from diloco.coordinator.daemon import RETURN_S, Coordinator
-from diloco.coordinator.grants import load_or_create_secret
-from diloco.coordinator.journal import Journal, repeated_when_full
-from diloco.coordinator.membership import Membership
-from diloco.coordinator.operator_desk import Operations
-from diloco.coordinator.tape import told_of
-from diloco.coordinator.terms import terms_of
-from diloco.durable import DiskFull, write_durably
-from diloco.errors import AggregationError, ConfigError
-from diloco.launch.address import coordinator_address, listen, local_address, syncer_address
-from diloco.launch.backup import Backups
-from diloco.launch.chaos import wall_clock
-from diloco.launch.ending import Request, first_of, heed_signals
-from diloco.launch.lost_journal import insist_on_journal
-from diloco.launch.room import having_room
-from diloco.launch.run_checkpoints import (
+from diloco.checkpoint.backup import Backups
+from diloco.checkpoint.lost_journal import insist_on_journal
+from diloco.checkpoint.run_checkpoints import (
     RESUME,
     choose_checkpoint,
     choose_good,
@@ -54,8 +36,30 @@ from diloco.launch.run_checkpoints import (
     open_journal,
     read_membership,
 )
-from diloco.launch.security import INSECURE_WARNING, Security, metrics_protection
-from diloco.launch.state_dir import (
+from diloco.config.classes import fingerprint, identity_difference, policy_json
+from diloco.config.load import load_config, resolved_toml, with_settings
+from diloco.config.schema import Config
+from diloco.coordinator.board import Board
+from diloco.coordinator.daemon import RETURN_S, Coordinator
+from diloco.coordinator.grants import load_or_create_secret
+from diloco.coordinator.journal import Journal, repeated_when_full
+from diloco.coordinator.operator_desk import Operations
+from diloco.coordinator.tape import told_of
+from diloco.durable import DiskFull, write_durably
+from diloco.errors import AggregationError, ConfigError
+from diloco.faults.chaos import wall_clock
+from diloco.launch.process.ending import Request, first_of, heed_signals
+from diloco.launch.process.room import having_room
+from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.loop_clock import loop_now
+from diloco.peer_texts import bounded_text
+from diloco.protocol.run.alarms import Alarm, AlarmKind
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.peer_bounds import limits_of, weights_of
+from diloco.protocol.run.terms import terms_of
+from diloco.security.address import coordinator_address, listen, local_address, syncer_address
+from diloco.security.security import INSECURE_WARNING, Security, metrics_protection
+from diloco.state_dir import (
     Endpoint,
     Held,
     StateDir,
@@ -66,18 +70,14 @@ from diloco.launch.state_dir import (
     read_endpoint,
     read_timeline,
 )
-from diloco.launch.syncer_supervisor import SyncerSupervisor
-from diloco.loop_clock import loop_now
-from diloco.peer_bounds import limits_of, weights_of
-from diloco.peer_texts import bounded_text
-from diloco.rounds.log import headers_in
-from diloco.rounds.pins import pin_directory
-from transport.identity import Role
+from diloco.transport.identity import Role
+from diloco.versions.log import headers_in
+from diloco.versions.pins import pin_directory
 
 if TYPE_CHECKING:
     from diloco.coordinator.decider import Decider
     from diloco.telemetry.protection import Protection
-    from transport.tls import Tls
+    from diloco.transport.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any
 from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.place import Place
 from diloco.launch.ranks import End
-from transport.addresses import split_address
+from diloco.transport.addresses import split_address
 
 _LOOK_S = 0.1
 _CONNECT_S = 5.0

@@ -6,7 +6,7 @@ budget is `islands.NAME.max_restarts`. Who reached nobody (30) is started again 
 for 72 h in a row, unless the budget is 0. When the run has returned to an earlier checkpoint by
 itself (exit code 42), they are started again whatever the budget. An island of several hosts has
 one supervisor a host; the first host's decides for all (`diloco.launch.hosts`). What the ranks
-copied to memory outlives them here (`diloco.launch.host_memory`). Imports no torch, so that a
+copied to memory outlives them here (`diloco.checkpoint.host_memory`). Imports no torch, so that a
 supervisor is light; where RANK, WORLD_SIZE and MASTER_ADDR are set, this process is itself a rank
 of somebody else's job and supervises nothing.
 
@@ -23,19 +23,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.checkpoint.host_memory import HostMemory
 from diloco.config.classes import fingerprint
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import telling_full, write_durably
 from diloco.errors import ConfigError, CoordinatorUnavailable, IslandFailed, RunReturned
-from diloco.launch.ending import Interrupted, Request, exit_at_once, heeding_signals
-from diloco.launch.host_memory import HostMemory
 from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
 from diloco.launch.place import Place
+from diloco.launch.process.ending import Interrupted, Request, exit_at_once, heeding_signals
+from diloco.launch.process.restarts import Outage, RestartBudget
+from diloco.launch.process.room import wait_for_room
 from diloco.launch.ranks import End, RankCommand, Ranks
-from diloco.launch.restarts import Outage, RestartBudget
-from diloco.launch.room import wait_for_room
-from transport.addresses import split_address
+from diloco.transport.addresses import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def run_island(
 
 def _join_job(config: Config, coordinator_address: str, output_dir: Path) -> int:
     """Be one rank of the job that a launcher started."""
-    from diloco.launch.job import Job
-    from diloco.launch.rank import run_rank
+    from diloco.launch.rank.job import Job
+    from diloco.launch.rank.main import run_rank
 
     code = run_rank(
         config,

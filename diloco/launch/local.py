@@ -30,11 +30,11 @@ from typing import IO
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.emulated import Emulated
-from diloco.launch.ending import Interrupted, Request
-from diloco.launch.logs import tail
-from diloco.launch.restarts import RestartBudget
-from diloco.launch.state_dir import (
+from diloco.launch.process.emulated import Emulated
+from diloco.launch.process.ending import Interrupted, Request
+from diloco.launch.process.logs import tail
+from diloco.launch.process.restarts import RestartBudget
+from diloco.state_dir import (
     StateDir,
     holder,
     make_directory,

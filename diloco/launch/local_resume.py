@@ -1,6 +1,6 @@
 """What `diloco local` finds in a run's state directory: where it stands, what it goes on from.
 
-The choice is that of a coordinator (`diloco.launch.run_checkpoints`), made before anything is
+The choice is that of a coordinator (`diloco.checkpoint.run_checkpoints`), made before anything is
 started; the words are those of one machine. Imports no torch, changes nothing.
 """
 
@@ -10,17 +10,17 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.config.schema import Config
-from diloco.coordinator.membership import Membership
-from diloco.errors import ConfigError
-from diloco.launch.run_checkpoints import (
+from diloco.checkpoint.run_checkpoints import (
     choose_checkpoint,
     insist_on_run,
     insist_on_same_run,
     open_journal,
     read_membership,
 )
-from diloco.launch.state_dir import StateDir, holder
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.protocol.run.membership import Membership
+from diloco.state_dir import StateDir, holder
 
 
 def find_resume_step(

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 
 from diloco.errors import ConfigError
-from transport.addresses import is_loopback, split_address
+from diloco.transport.addresses import is_loopback, split_address
 
 #: Linux: address of an interface.
 _SIOCGIFADDR = 0x8915

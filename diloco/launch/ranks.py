@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.checkpoint.host_memory import HostMemory
 from diloco.errors import IslandFailed
-from diloco.launch.host_memory import HostMemory
-from diloco.launch.logs import tail
+from diloco.launch.process.logs import tail
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class RankCommand:
         num_ranks: Ranks of the island, on all hosts.
         threads: Threads of each rank.
         output_dir: Where logs go.
-        arguments: Of ``python -m diloco.launch.rank``, but for the rendezvous.
+        arguments: Of ``python -m diloco.launch.rank.main``, but for the rendezvous.
         interface: Network interface over which ranks talk; empty: gloo's own choice.
         memory: Where copies of the ranks' states outlive them.
     """
@@ -157,7 +157,7 @@ class Ranks:
                 arguments += ["--memory", str(memory)]
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "diloco.launch.rank", *arguments],
+                    [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
                     env=self._command.environment(island_rank),
                     stdin=subprocess.PIPE,
                     stdout=output,

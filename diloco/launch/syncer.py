@@ -27,20 +27,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.allocator import keep_freed_memory
+from diloco.checkpoint.host_memory import available_bytes
+from diloco.checkpoint.stores import part_of, stored_plan
 from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, rename, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
-from diloco.launch.address import listen, of_syncer, syncer_address
-from diloco.launch.chaos import wall_clock
-from diloco.launch.disk import insist_on_room
-from diloco.launch.ending import first_of, heed_signals
-from diloco.launch.host_memory import available_bytes
-from diloco.launch.logs import log_to
-from diloco.launch.orphaned import end_once_orphaned
-from diloco.launch.room import having_room
-from diloco.launch.security import Security, metrics_protection
-from diloco.launch.state_dir import (
+from diloco.faults.chaos import wall_clock
+from diloco.forecast.disk import insist_on_room
+from diloco.forecast.syncer_memory import insist_on_syncer_memory, syncer_memory
+from diloco.launch.process.ending import first_of, heed_signals
+from diloco.launch.process.logs import log_to
+from diloco.launch.process.orphaned import end_once_orphaned
+from diloco.launch.process.room import having_room
+from diloco.launch.process.tensor_thread import syncer_workers
+from diloco.loop_clock import loop_now
+from diloco.outer.fragments import Plan
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.terms import Roster
+from diloco.protocol.run.peer_bounds import limits_of
+from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
+from diloco.security.address import listen, of_syncer, syncer_address
+from diloco.security.security import Security, metrics_protection
+from diloco.state_dir import (
     ONLY_SYNCER,
     Endpoint,
     Held,
@@ -51,32 +60,23 @@ from diloco.launch.state_dir import (
     read_endpoint,
     read_timeline,
 )
-from diloco.launch.stores import part_of, stored_plan
-from diloco.launch.syncer_memory import insist_on_syncer_memory, syncer_memory
-from diloco.launch.tensor_thread import syncer_workers
-from diloco.loop_clock import loop_now
-from diloco.outer.fragments import Plan
-from diloco.peer_bounds import limits_of
-from diloco.rounds.log import headers_in
-from diloco.rounds.orders import Orders
-from diloco.rounds.pins import restore, valid_pins
-from diloco.rounds.record import RecordInvalid
-from diloco.rounds.reporter import Reporter, indexed_of
-from diloco.rounds.terms import Roster
+from diloco.syncer.reporter import Reporter, indexed_of
 from diloco.telemetry.events import Event
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 from diloco.telemetry.round_events import RoundExpired
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
-from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
-from transport.contracts import Transport
-from transport.errors import ConnectError
-from transport.identity import Role
+from diloco.transport.contracts import Transport
+from diloco.transport.errors import ConnectError
+from diloco.transport.identity import Role
+from diloco.versions.log import headers_in
+from diloco.versions.pins import restore, valid_pins
+from diloco.versions.record import RecordInvalid
 
 if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.config.schema import Config
-    from diloco.rounds.rules import SyncerRules
-    from diloco.rounds.syncer import Syncer
-    from diloco.rounds.worker import Workers
+    from diloco.syncer.rules import SyncerRules
+    from diloco.syncer.syncer import Syncer
+    from diloco.syncer.worker import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ async def _run_syncer(state: StateDir) -> int:
         pid=os.getpid(),
         syncer_id=state.syncer_id,
     )
-    importlib.import_module("diloco.rounds.syncer")  # seconds of torch, while islands start too
+    importlib.import_module("diloco.syncer.syncer")  # seconds of torch, while islands start too
     try:
         await first_of(
             _keep_what_is_asked(state, reporter, stopping),
@@ -404,9 +404,9 @@ def _build_syncer(
 ) -> Syncer:
     import torch
 
-    from diloco.launch.build import build_syncer_rules
-    from diloco.rounds.store import FragmentStore
-    from diloco.rounds.syncer import Syncer
+    from diloco.forecast.build import build_syncer_rules
+    from diloco.syncer.syncer import Syncer
+    from diloco.versions.store import FragmentStore
 
     torch.set_num_threads(1)  # of one operation; lanes are merged side by side
     outer = config.outer
@@ -508,7 +508,7 @@ class _Orders:
         write_json(self._path, orders.to_json())
 
     def rules(self, orders: Orders) -> SyncerRules:
-        from diloco.launch.build import build_syncer_rules
+        from diloco.forecast.build import build_syncer_rules
 
         return build_syncer_rules(
             with_settings(self._config, orders.policy_json),

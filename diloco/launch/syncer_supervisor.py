@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable
 
 from diloco.errors import ConfigError
-from diloco.launch.logs import tail
-from diloco.launch.state_dir import (
+from diloco.launch.process.logs import tail
+from diloco.state_dir import (
     Held,
     StateDir,
     acquire,

@@ -33,9 +33,9 @@ compared with that of earlier rounds of two,
     opposed   below 0.15 of the usual cosine, where that is above 0.15; else below -0.3
 
 which in three such rounds in a row is an alarm that names both. After the first of them each tries
-what it sends, until a round agrees (`diloco.sync.soundness.Trials`). The outer momentum is no
-third: its cosine to what clean islands send falls from 0.8 to between -0.06 and 0.1, and an island
-that went wrong soon has it on its side.
+what it sends, until a round agrees (`diloco.protocol.island.soundness.Trials`). The outer momentum
+is no third: its cosine to what clean islands send falls from 0.8 to between -0.06 and 0.1, and an
+island that went wrong soon has it on its side.
 
 Pure: figures of one round and a small state that is in the record of each version; no tensors, no
 clock. The arithmetic is over arrays, and linear in tensors and contributions.

@@ -1,4 +1,4 @@
-"""What an island computes a second, of what its devices could; see `diloco.inner.flops`.
+"""What an island computes a second, of what its devices could; see `diloco.trainer.flops`.
 
 Pure arithmetic over seconds that it is given.
 """

@@ -27,8 +27,8 @@ class InnerStepDone(Event):
     """One inner step of an island; the loss is the mean over its whole batch, in nats a token.
 
     `tflops_per_s` is that of a rank; `mfu` the share of its device's peak in [0, 1], 0 where that
-    is not known (`diloco.inner.flops`). `expert_imbalance`: largest load of an expert over the mean
-    one, by router.
+    is not known (`diloco.trainer.flops`). `expert_imbalance`: largest load of an expert over the
+    mean one, by router.
     """
 
     kind: ClassVar[str] = "inner_step"
@@ -147,7 +147,8 @@ class PublishedTaken(Event):
     """What an island had trained was not sound: it took the published values of all fragments.
 
     `reason` is that of the rank which saw it. `dropped_tokens`, by fragment, will be counted by no
-    contribution. `mend`: what becomes of the inner optimizer (`diloco.sync.soundness.Mend`).
+    contribution. `mend`: what becomes of the inner optimizer
+    (`diloco.protocol.island.soundness.Mend`).
     """
 
     kind: ClassVar[str] = "published_taken"
@@ -407,7 +408,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, slots=True)
 class AlarmRaised(Event):
-    """Something that an operator should know of; told to the coordinator (`diloco.alarms`).
+    """What an operator should know of; told to the coordinator (`diloco.protocol.run.alarms`).
 
     `alarm` is the `AlarmKind`; `island` is whom it is about, empty: the whole run; `fragment_id`
     -1: no fragment.

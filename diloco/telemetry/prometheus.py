@@ -28,10 +28,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from diloco.errors import ConfigError
+from diloco.protos.control_pb2 import (
+    AlarmStatus,
+    FragmentStatus,
+    IslandStatus,
+    ReportRequest,
+    StatusReply,
+)
+from diloco.protos.fragment_pb2 import FragmentState
 from diloco.telemetry.protection import Protection
-from protos.control_pb2 import AlarmStatus, FragmentStatus, IslandStatus, ReportRequest, StatusReply
-from protos.fragment_pb2 import FragmentState
-from transport.addresses import split_address
+from diloco.transport.addresses import split_address
 
 if TYPE_CHECKING:
     from diloco.telemetry.syncer_meter import SyncerMeter

@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from simulations.emulate import kernel
-from simulations.emulate.emulation import WAYS, Emulation, Message
-from simulations.emulate.measure import (
+from diloco.simulations.emulate import kernel
+from diloco.simulations.emulate.emulation import WAYS, Emulation, Message
+from diloco.simulations.emulate.measure import (
     End,
     measure_loss,
     measure_rate_bps,
     measure_rtt_s,
     packets_in,
 )
-from simulations.emulate.network import Network, Wire
-from transport.link import Link
-from transport.units import format_bandwidth, format_duration
+from diloco.simulations.emulate.network import Network, Wire
+from diloco.transport.shaping.link import Link
+from diloco.transport.units import format_bandwidth, format_duration
 
 _RATE_SHARE = 0.05
 _RTT_S, _RTT_SHARE = 0.002, 0.02

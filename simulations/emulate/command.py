@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from diloco.errors import ConfigError
-from diloco.launch.emulated import VARIABLE
-from simulations.emulate.emulation import WAYS, Emulation, Message
-from simulations.emulate.network import change_times, link_state
+from diloco.launch.process.emulated import VARIABLE
+from diloco.simulations.emulate.emulation import WAYS, Emulation, Message
+from diloco.simulations.emulate.network import change_times, link_state
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1

@@ -18,8 +18,8 @@ from diloco.config.classes import Section
 from diloco.config.fields import IslandName, Name, Problem, several_problems, tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
-from transport.link import Link, LinkProfile, find_profile
-from transport.units import parse_bandwidth, parse_bytes, parse_duration
+from diloco.transport.shaping.link import Link, LinkProfile, find_profile
+from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 #: The node in the middle of a star and of two tiers; it has the coordinator unless told otherwise.
 CORE = "core"

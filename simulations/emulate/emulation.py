@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
-from simulations.emulate import kernel
-from simulations.emulate.config import Wan
-from simulations.emulate.line import LATE_BOUNDS_S, LineSettings, late_quantile_s
-from simulations.emulate.namespaces import (
+from diloco.simulations.emulate import kernel
+from diloco.simulations.emulate.config import Wan
+from diloco.simulations.emulate.line import LATE_BOUNDS_S, LineSettings, late_quantile_s
+from diloco.simulations.emulate.namespaces import (
     OWNERS,
     Namespaces,
     inside,
     insist_on_means,
     run_tool,
 )
-from simulations.emulate.network import LinkState, Network, Wire, build_network
-from transport.units import format_bytes, format_duration, parse_bytes
+from diloco.simulations.emulate.network import LinkState, Network, Wire, build_network
+from diloco.transport.units import format_bytes, format_duration, parse_bytes
 
 WAYS = ("up", "down")
 _ANSWER_S = 30.0
@@ -326,7 +326,7 @@ class _RelayProcess:
 
     def __enter__(self) -> _RelayProcess:
         """Start it; its devices are there afterwards."""
-        command = [sys.executable, "-m", "simulations.emulate.relay"]
+        command = [sys.executable, "-m", "diloco.simulations.emulate.relay"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

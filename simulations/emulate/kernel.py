@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from simulations.emulate.network import LinkState, Network, Wire
-from transport.link import Link
+from diloco.simulations.emulate.network import LinkState, Network, Wire
+from diloco.transport.shaping.link import Link
 
 MTU_BYTES = 1500
 #: What passes at once after a pause; a millisecond's worth keeps rates exact and bursts short.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from simulations.emulate.packets import VNET_BYTES, num_packets, without
+from diloco.simulations.emulate.packets import VNET_BYTES, num_packets, without
 
 #: Upper ends of the classes in which lateness is counted: 16 us, doubling; the last has all above.
 LATE_BOUNDS_S: tuple[float, ...] = tuple(16e-6 * 2**n for n in range(21))

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from simulations.emulate.namespaces import inside
-from simulations.emulate.realtime import realtime
+from diloco.simulations.emulate.namespaces import inside
+from diloco.simulations.emulate.realtime import realtime
 
 #: linux/udp.h.
 _SOL_UDP, _UDP_SEGMENT, _UDP_GRO = 17, 103, 104

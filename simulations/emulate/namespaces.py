@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import ConfigError
-from diloco.launch.state_dir import acquire, holder, write_pid
+from diloco.state_dir import acquire, holder, write_pid
 
 OWNERS = Path("/run/diloco-emulate")
 NAMESPACES = Path("/run/netns")

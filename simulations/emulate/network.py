@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-from simulations.emulate.config import CORE, ChangeConfig, Wan
-from transport.link import Link, LinkProfile
-from transport.units import parse_duration
+from diloco.simulations.emulate.config import CORE, ChangeConfig, Wan
+from diloco.transport.shaping.link import Link, LinkProfile
+from diloco.transport.units import parse_duration
 
 _MIN_QUEUE_S = 0.010
 

@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulations.emulate.line import Line, parse_settings
-from simulations.emulate.namespaces import inside
-from simulations.emulate.packets import MAX_FRAME_BYTES
-from simulations.emulate.realtime import be_realtime
+from diloco.simulations.emulate.line import Line, parse_settings
+from diloco.simulations.emulate.namespaces import inside
+from diloco.simulations.emulate.packets import MAX_FRAME_BYTES
+from diloco.simulations.emulate.realtime import be_realtime
 
 #: linux/if_tun.h
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0

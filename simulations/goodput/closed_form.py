@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from simulations.goodput.failures import Fleet
+from diloco.simulations.goodput.failures import Fleet
 
 
 def fleet_goodput(fleet: Fleet, *, waits_for_all: bool = False) -> float:

@@ -16,12 +16,12 @@ from diloco.config.classes import Range, Section
 from diloco.config.fields import MOST_STEPS, AutoPause, Deadline, Problem, several_problems
 from diloco.config.load import section_with, values_of
 from diloco.errors import ConfigError
-from diloco.rounds.timing import TimingRules
-from simulations.goodput.failures import MOST_FAILURES, Fleet
-from simulations.goodput.learners import Learner
-from simulations.goodput.lifetimes import Lifetimes
-from simulations.goodput.rounds import Rounds
-from transport.units import parse_duration
+from diloco.protocol.rounds.timing import TimingRules
+from diloco.simulations.goodput.failures import MOST_FAILURES, Fleet
+from diloco.simulations.goodput.learners import Learner
+from diloco.simulations.goodput.lifetimes import Lifetimes
+from diloco.simulations.goodput.rounds import Rounds
+from diloco.transport.units import parse_duration
 
 
 def _positive(text: object) -> float:

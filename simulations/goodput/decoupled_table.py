@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from simulations.goodput.closed_form import fleet_goodput
-from simulations.goodput.config import GoodputConfig
-from simulations.goodput.failures import FleetTime, simulate_fleet
-from simulations.goodput.learners import Learner, LearnersTime, simulate_learners
+from diloco.simulations.goodput.closed_form import fleet_goodput
+from diloco.simulations.goodput.config import GoodputConfig
+from diloco.simulations.goodput.failures import FleetTime, simulate_fleet
+from diloco.simulations.goodput.learners import Learner, LearnersTime, simulate_learners
 
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 #: Row -> (learners, whether they are elastic, published goodput in percent by `CHIPS`).

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import ConfigError
-from simulations.goodput.lifetimes import Floats, Lifetimes
+from diloco.simulations.goodput.lifetimes import Floats, Lifetimes
 
 Ints = NDArray[np.int64]
 

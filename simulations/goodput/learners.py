@@ -24,9 +24,9 @@ import numpy as np
 import simpy
 
 from diloco.outer.schedule import Schedule
-from diloco.rounds.terms import RoundKey
-from diloco.rounds.timing import StepTimes
-from simulations.goodput.rounds import FragmentSyncer, Rounds
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.protocol.rounds.timing import StepTimes
+from diloco.simulations.goodput.rounds import FragmentSyncer, Rounds
 
 _DRAWN = 256
 _ENDLESS = 10**9

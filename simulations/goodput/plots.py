@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simulations.goodput.closed_form import fleet_goodput
-from simulations.goodput.decoupled_table import Cell
-from simulations.goodput.scenario import Goodput
+from diloco.simulations.goodput.closed_form import fleet_goodput
+from diloco.simulations.goodput.decoupled_table import Cell
+from diloco.simulations.goodput.scenario import Goodput
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import simpy
 
-from diloco.rounds.state import FragmentRounds
-from diloco.rounds.terms import (
+from diloco.protocol.rounds.state import FragmentRounds
+from diloco.protocol.rounds.terms import (
     Close,
     Instruction,
     LaneArrival,
@@ -22,7 +22,7 @@ from diloco.rounds.terms import (
     RoundKey,
     RoundRules,
 )
-from diloco.rounds.timing import MeasuredTiming, StepTimes, TimingRules
+from diloco.protocol.rounds.timing import MeasuredTiming, StepTimes, TimingRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from diloco.errors import ConfigError
-from simulations.goodput.closed_form import fleet_goodput
-from simulations.goodput.config import GoodputConfig
-from simulations.goodput.failures import FleetTime, simulate_fleet
-from simulations.goodput.learners import LearnersTime, simulate_learners
+from diloco.simulations.goodput.closed_form import fleet_goodput
+from diloco.simulations.goodput.config import GoodputConfig
+from diloco.simulations.goodput.failures import FleetTime, simulate_fleet
+from diloco.simulations.goodput.learners import LearnersTime, simulate_learners
 
 #: Told (what is done, how much of it, of how much).
 Show = Callable[[str, int, int], None]

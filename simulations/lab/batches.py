@@ -16,9 +16,9 @@ from torch import Tensor
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
-from diloco.data.claims import SlotPosition
 from diloco.data.corpus import TextData
-from simulations.lab.point import is_even
+from diloco.protocol.run.slots import SlotPosition
+from diloco.simulations.lab.point import is_even
 
 
 def batches_of(config: Config, data: Data, split: str) -> dict[str, Batches]:

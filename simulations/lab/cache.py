@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.durable import make_directory_durably, read_checked_json, write_checked_json
-from simulations.lab.point import Point
+from diloco.simulations.lab.point import Point
 
 
 class Cache:

@@ -25,8 +25,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from diloco.config.classes import Range, Section
 from diloco.config.fields import IslandName, Problem, several_problems, tuples
 from diloco.config.load import load_section, section_with
-from transport.link import Link, LinkProfile, find_profile
-from transport.units import parse_bandwidth, parse_duration
+from diloco.transport.shaping.link import Link, LinkProfile, find_profile
+from diloco.transport.units import parse_bandwidth, parse_duration
 
 #: Prefix of the keys of this file in a sweep; all others are of the run's file.
 LAB = "lab."

@@ -31,8 +31,8 @@ from diloco.config.classes import Section
 from diloco.config.fields import Problem, several_problems, tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
-from simulations.lab.config import LAB, Flags
-from simulations.lab.point import Point, points_of
+from diloco.simulations.lab.config import LAB, Flags
+from diloco.simulations.lab.point import Point, points_of
 
 #: What rows are compared by; at_tokens: the loss of the published parameters when 90 % of the run's
 #: planned tokens were trained on, merged or not. Runs that merge on arrival end by merged tokens,

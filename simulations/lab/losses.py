@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.sync.outer_loop import OuterLoop
+from diloco.island.outer_loop import OuterLoop
 
 
 @dataclass(frozen=True, slots=True)

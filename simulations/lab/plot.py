@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simulations.lab.run import Result
+from diloco.simulations.lab.run import Result
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes

@@ -23,9 +23,9 @@ from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError
-from diloco.launch.build import link_profile
-from simulations.lab.config import LAB, Flags, LabConfig, load_lab
-from transport.link import LinkProfile
+from diloco.forecast.build import link_profile
+from diloco.simulations.lab.config import LAB, Flags, LabConfig, load_lab
+from diloco.transport.shaping.link import LinkProfile
 
 #: Sections of a run that decide its figures here; islands count by their tokens alone.
 _DECIDING = ("run", "model", "data", "inner", "outer", "evaluation")
@@ -35,23 +35,26 @@ _ROOT = Path(__file__).resolve().parents[2]
 #: What trains: a change in it makes other figures, or is taken to.
 _CODE = (
     "diloco/baseline/time_model.py",
-    "diloco/bench/island_trainer.py",
     "diloco/bench/loopback_run.py",
+    "diloco/bench/training/island_trainer.py",
     "diloco/compression",
     "diloco/data",
-    "diloco/inner",
+    "diloco/island",
     "diloco/outer",
-    "diloco/rounds",
-    "diloco/sync",
+    "diloco/protocol/island",
+    "diloco/protocol/rounds",
+    "diloco/syncer",
+    "diloco/trainer",
+    "diloco/versions",
     "simulations/lab/batches.py",
     "simulations/lab/losses.py",
     "simulations/lab/prune.py",
     "simulations/lab/run.py",
     "simulations/lab/timeline.py",
     "simulations/lab/world.py",
-    "transport/link.py",
-    "transport/loopback.py",
-    "transport/shaped.py",
+    "transport/calls/loopback.py",
+    "transport/shaping/link.py",
+    "transport/shaping/shaped.py",
 )
 
 

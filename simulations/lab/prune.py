@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import Fragment
-from simulations.lab.config import PruneConfig
+from diloco.simulations.lab.config import PruneConfig
 
 
 def prune_(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.bench.report import Column, machine
-from diloco.bench.statistics import Spread
-from simulations.lab.run import Result
+from diloco.report.rows import Column, machine
+from diloco.report.statistics import Spread
+from diloco.simulations.lab.run import Result
 
 #: Of the readings of one run.
 READING_COLUMNS = (

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.bench.report import machine
-from diloco.bench.statistics import Spread
-from simulations.lab.experiment import Experiment, RowConfig, Size
-from simulations.lab.plot import COLOURS, DPI, SMALL, TITLE, dress
-from simulations.lab.report import summary
-from simulations.lab.run import Result
-from simulations.lab.verdicts import Verdict, excess, figure_of, judge, percent
+from diloco.report.rows import machine
+from diloco.report.statistics import Spread
+from diloco.simulations.lab.experiment import Experiment, RowConfig, Size
+from diloco.simulations.lab.plot import COLOURS, DPI, SMALL, TITLE, dress
+from diloco.simulations.lab.report import summary
+from diloco.simulations.lab.run import Result
+from diloco.simulations.lab.verdicts import Verdict, excess, figure_of, judge, percent
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes

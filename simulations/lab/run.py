@@ -20,24 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bench.island_trainer import island_trainer, load_training, save_training
 from diloco.bench.loopback_run import World, run_islands
+from diloco.bench.training.island_trainer import island_trainer, load_training, save_training
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.errors import DilocoError
-from diloco.inner.mesh import make_mesh
-from diloco.inner.optimizer import build_optimizer
-from diloco.inner.state import load_moments_, moments, optimizer_step
-from diloco.inner.trainer import InnerMetrics
-from diloco.sync.outer_loop import OuterLoop
-from diloco.sync.shards import canonical_parameters
+from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.outer_loop import OuterLoop
+from diloco.simulations.lab.batches import batches_of, union_of
+from diloco.simulations.lab.losses import Losses
+from diloco.simulations.lab.point import Point, open_text, union_config
+from diloco.simulations.lab.prune import prune_
+from diloco.simulations.lab.timeline import Timeline
+from diloco.simulations.lab.world import Surroundings
 from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandRejoined
-from simulations.lab.batches import batches_of, union_of
-from simulations.lab.losses import Losses
-from simulations.lab.point import Point, open_text, union_config
-from simulations.lab.prune import prune_
-from simulations.lab.timeline import Timeline
-from simulations.lab.world import Surroundings
+from diloco.trainer.optimizers.optimizer import build_optimizer
+from diloco.trainer.parallel.mesh import make_mesh
+from diloco.trainer.state import load_moments_, moments, optimizer_step
+from diloco.trainer.trainer import InnerMetrics
 
 #: Result of a point: JSON values by name, hence `Any`.
 Result = dict[str, Any]

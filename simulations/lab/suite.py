@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulations.lab.cache import Cache
-from simulations.lab.experiment import Experiment
-from simulations.lab.results import Found
-from simulations.lab.sweep import Show, run_points
+from diloco.simulations.lab.cache import Cache
+from diloco.simulations.lab.experiment import Experiment
+from diloco.simulations.lab.results import Found
+from diloco.simulations.lab.sweep import Show, run_points
 
 
 def run_suite(

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulations.lab.cache import Cache
-from simulations.lab.point import Point
-from simulations.lab.run import Result, run_point, write_start
-from simulations.lab.timeline import Timeline
+from diloco.simulations.lab.cache import Cache
+from diloco.simulations.lab.point import Point
+from diloco.simulations.lab.run import Result, run_point, write_start
+from diloco.simulations.lab.timeline import Timeline
 
 _LOOK_S = 0.5
 

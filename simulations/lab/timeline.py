@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from diloco.bench.loopback_run import World
-from diloco.sync.outer_loop import OuterLoop
+from diloco.island.outer_loop import OuterLoop
+from diloco.simulations.engine.timeline import Span
+from diloco.simulations.engine.trace import event_spans, from_the_first
 from diloco.telemetry.events import Event
-from simulations.timeline import Span
-from simulations.trace import event_spans, from_the_first
 
 
 class Timeline:

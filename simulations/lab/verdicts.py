@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.bench.statistics import Spread
-from simulations.lab.experiment import CheckConfig, ExperimentConfig
-from simulations.lab.run import Result
+from diloco.report.statistics import Spread
+from diloco.simulations.lab.experiment import CheckConfig, ExperimentConfig
+from diloco.simulations.lab.run import Result
 
 #: Of the planned tokens, at which rows are compared by `at_tokens`: before the flush of any.
 _SHARE = 0.9

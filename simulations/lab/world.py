@@ -12,15 +12,15 @@ import random
 from collections.abc import Iterator
 
 from diloco.baseline.time_model import Reduction
-from protos import fragment_pb2 as wire
-from simulations.lab.config import FailuresConfig
-from simulations.lab.point import Point
-from transport.contracts import Buffer, Reply, Transport
-from transport.errors import PeerReset
-from transport.link import LinkState
-from transport.shaped import ShapedTransport
-from transport.transfer import Transfer
-from transport.units import parse_duration
+from diloco.protos import fragment_pb2 as wire
+from diloco.simulations.lab.config import FailuresConfig
+from diloco.simulations.lab.point import Point
+from diloco.transport.contracts import Buffer, Reply, Transport
+from diloco.transport.errors import PeerReset
+from diloco.transport.shaping.link import LinkState
+from diloco.transport.shaping.shaped import ShapedTransport
+from diloco.transport.transfer import Transfer
+from diloco.transport.units import parse_duration
 
 _SUBMIT = "fragment.submit"
 

@@ -1,9 +1,9 @@
 """The same tokens by all-reduce of gradients in every inner step, on the same links.
 
-Predicted by `simulations.wallclock`: chunks of `diloco baseline` become ready one after the other
-while the backward goes on and are reduced meanwhile; the step waits for what is left. All islands
-have the thinnest link of the run, with the longest round trip, and the most ranks of any: a ring is
-as fast as its slowest member.
+Predicted by `diloco.simulations.scenarios.wallclock`: chunks of `diloco baseline` become ready one
+after the other while the backward goes on and are reduced meanwhile; the step waits for what is
+left. All islands have the thinnest link of the run, with the longest round trip, and the most ranks
+of any: a ring is as fast as its slowest member.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diloco.baseline.local import FLAT, HIERARCHICAL, BaselineOptions
 from diloco.config.schema import Config
-from diloco.launch.baseline import FLAT, HIERARCHICAL, BaselineOptions
-from simulations.planner.assumptions import Assumptions
-from simulations.scenario import Method, Scenario
-from simulations.wallclock import utilisation
+from diloco.simulations.planner.assumptions import Assumptions
+from diloco.simulations.scenarios.scenario import Method, Scenario
+from diloco.simulations.scenarios.wallclock import utilisation
 
 _FLOAT_BYTES = 4
 #: What a scenario may have; more would change nothing.

@@ -4,7 +4,7 @@ Seconds of an inner step, in this order: told, measured on this machine, or esti
 
     operations of a rank / (peak of its device * the share that is reached)
 
-with dense peaks of the makers' data sheets (`diloco.inner.flops`) and 40 % of them (INTELLECT-1,
+with dense peaks of the makers' data sheets (`diloco.trainer.flops`) and 40 % of them (INTELLECT-1,
 arXiv 2412.01152, reached 36 to 41 %); of a CPU 20 Gflop/s a thread, which one core of a server
 reaches in this trainer's float32.
 """
@@ -18,13 +18,13 @@ from typing import TypeVar
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.flops import PEAK_FLOPS
-from diloco.launch.build import link_profile
-from diloco.launch.rank_memory import RankForecast
-from simulations.costs import MEASURED, HostCosts
-from simulations.network import Tcp
-from transport.link import Link, LinkProfile, find_profile
-from transport.units import (
+from diloco.forecast.build import link_profile
+from diloco.forecast.rank_memory import RankForecast
+from diloco.simulations.engine.network import Tcp
+from diloco.simulations.runs.costs import MEASURED, HostCosts
+from diloco.trainer.flops import PEAK_FLOPS
+from diloco.transport.shaping.link import Link, LinkProfile, find_profile
+from diloco.transport.units import (
     format_bandwidth,
     format_duration,
     parse_bandwidth,

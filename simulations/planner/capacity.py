@@ -14,10 +14,10 @@ from diloco.config.network import MOST_SYNCERS
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.assignment import assign_fragments
-from simulations.planner.assumptions import parsed, positive_bytes
-from simulations.planner.prediction import SyncerPrediction
-from simulations.run_model import run_plan
-from transport.units import format_bandwidth, format_bytes, parse_bandwidth
+from diloco.simulations.planner.assumptions import parsed, positive_bytes
+from diloco.simulations.planner.prediction import SyncerPrediction
+from diloco.simulations.runs.run_model import run_plan
+from diloco.transport.units import format_bandwidth, format_bytes, parse_bandwidth
 
 
 @dataclass(frozen=True, slots=True)

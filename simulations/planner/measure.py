@@ -4,7 +4,7 @@ Steps are made on this machine by processes of their own, a rank each, with the 
 text and layout. A link is timed from here: the round trip of a TCP connection to the coordinator,
 and the rate at which the product's own transport fills the way to a receiver at its other end:
 
-    python -m diloco.bench.wan_end '{"do": "receive", "kind": "grpc", "host": "0.0.0.0"}'
+    python -m diloco.bench.network.wan_end '{"do": "receive", "kind": "grpc", "host": "0.0.0.0"}'
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from diloco.baseline.members import Members
 from diloco.baseline.place import Member
+from diloco.checkpoint.host_memory import available_bytes
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
+from diloco.doctor.machine_facts import try_path
 from diloco.errors import ConfigError
-from diloco.launch.host_memory import available_bytes
-from diloco.launch.machine_facts import try_path
-from diloco.launch.members import Members
-from diloco.launch.rank_memory import RankForecast
-from transport.units import format_bytes
+from diloco.forecast.rank_memory import RankForecast
+from diloco.transport.units import format_bytes
 
 #: Inner steps before the timed ones build what is built once: optimizer state, compiled blocks.
 WARMUP_STEPS, TIMED_STEPS = 2, 5
@@ -77,7 +77,7 @@ def measure_step(
             "warmup_steps": WARMUP_STEPS,
             "timed_steps": TIMED_STEPS,
         }
-        with Members("simulations.planner.timed_rank", Path(directory), on_look) as members:
+        with Members("diloco.simulations.planner.timed_rank", Path(directory), on_look) as members:
             for rank in range(ranks):
                 threads = config.islands[island].threads
                 members.start(Member(island, rank), {**order, "island_rank": rank}, threads=threads)
@@ -127,15 +127,15 @@ def _send(address: str, part_bytes: int) -> float:
         "bursts": _BURSTS,
         "every_s": 0.0,
     }
-    command = [sys.executable, "-m", "diloco.bench.wan_end", json.dumps(order)]
+    command = [sys.executable, "-m", "diloco.bench.network.wan_end", json.dumps(order)]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=_SEND_S, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         last = (error.stderr or b"").decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigError(
             f"--probe {address}: nothing could be sent there ({' '.join(last) or error}); start "
-            f'the receiver at that end: python -m diloco.bench.wan_end \'{{"do": "receive", '
-            f'"kind": "grpc", "host": "0.0.0.0"}}\''
+            "the receiver at that end: python -m diloco.bench.network.wan_end "
+            f'\'{{"do": "receive", "kind": "grpc", "host": "0.0.0.0"}}\''
         ) from error
     seconds: list[float] = json.loads(ended.stdout)["seconds"]
     return median(seconds[1:])

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from diloco.config.outer import CodecName
 from diloco.errors import ConfigError
-from simulations.planner.setting import Setting
+from diloco.simulations.planner.setting import Setting
 
 #: Of other people's runs.
 PUBLISHED = Path(__file__).with_name("penalties.toml")

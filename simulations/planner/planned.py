@@ -1,7 +1,7 @@
 """A run before it starts, with its time: what is assumed, predicted, set beside it and suggested.
 
 The composition of this folder's parts for `diloco plan`; what needs no time (fragments, bytes,
-schedule, memory, disk) is `diloco.launch.forecast`.
+schedule, memory, disk) is `diloco.forecast.forecast`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.forecast import Forecast
-from simulations.planner.alternatives import Alternative, alternatives
-from simulations.planner.assumptions import (
+from diloco.forecast.forecast import Forecast
+from diloco.simulations.planner.alternatives import Alternative, alternatives
+from diloco.simulations.planner.assumptions import (
     Assumptions,
     Told,
     estimated_step,
     find_links,
     told_steps,
 )
-from simulations.planner.measure import MeasuredStep
-from simulations.planner.prediction import Prediction, predict
-from simulations.planner.suggestion import Suggestion
-from simulations.planner.unused import NO_LINK
-from simulations.run_model import run_plan
-from transport.link import Link, LinkProfile
-from transport.units import format_bandwidth, format_duration
+from diloco.simulations.planner.measure import MeasuredStep
+from diloco.simulations.planner.prediction import Prediction, predict
+from diloco.simulations.planner.suggestion import Suggestion
+from diloco.simulations.planner.unused import NO_LINK
+from diloco.simulations.runs.run_model import run_plan
+from diloco.transport.shaping.link import Link, LinkProfile
+from diloco.transport.units import format_bandwidth, format_duration
 
 _COSTS = (
     f"work of hosts: as diloco bench measured it on one core of a server, with codecs compiled (by "

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.outer.schedule import Schedule
-from simulations.fragment_peer import peer_name
-from simulations.planner.prediction import Prediction
+from diloco.simulations.planner.prediction import Prediction
+from diloco.simulations.runs.fragment_peer import peer_name
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes

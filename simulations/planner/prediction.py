@@ -1,7 +1,7 @@
 """What a run will be like on its links: time, utilisation, bandwidth, and what its syncers carry.
 
-Everything comes from the event simulation of the run itself (`simulations.run_model`); of a long
-run its beginning and its end are simulated, and the rounds between counted:
+Everything comes from the event simulation of the run itself (`diloco.simulations.runs.run_model`);
+of a long run its beginning and its end are simulated, and the rounds between counted:
 
     seconds = those of some rounds, the rest of the last one and the flush
             + rounds left out * seconds of a steady round
@@ -31,14 +31,14 @@ from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.disk import forecast_disk
+from diloco.forecast.disk import forecast_disk
+from diloco.island.layout import build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
-from diloco.sync.layout import build_schedule
-from simulations.actors import Publication
-from simulations.bandwidth import at_bandwidth, needed_bps
-from simulations.planner.assumptions import Assumptions
-from simulations.run_model import SimulatedRun, fragment_sizes, simulate_run
+from diloco.simulations.planner.assumptions import Assumptions
+from diloco.simulations.runs.actors import Publication
+from diloco.simulations.runs.run_model import SimulatedRun, fragment_sizes, simulate_run
+from diloco.simulations.scenarios.bandwidth import at_bandwidth, needed_bps
 
 #: Rounds that are simulated of a longer run, and how many of them warm up: where one fragment at a
 #: time is under way, where several are, and on arrival (see the module's text).

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
-from simulations.planner.assumptions import Assumptions
-from simulations.planner.penalties import Penalties
-from simulations.planner.prediction import simulate_whole
-from simulations.planner.setting import Grid, Setting
-from simulations.run_model import fragment_sizes, run_plan
+from diloco.simulations.planner.assumptions import Assumptions
+from diloco.simulations.planner.penalties import Penalties
+from diloco.simulations.planner.prediction import simulate_whole
+from diloco.simulations.planner.setting import Grid, Setting
+from diloco.simulations.runs.run_model import fragment_sizes, run_plan
 
 LEAST_ROUNDS = 20
 #: By which inputs are wrong, to see what depends on them.

@@ -1,6 +1,6 @@
 """One rank whose inner steps `diloco plan --measure` times: a process of its own.
 
-    python -m simulations.planner.timed_rank ORDER        # JSON, see `simulations.planner.measure`
+    python -m diloco.simulations.planner.timed_rank ORDER        # JSON, see `measure`
 
 Trains the island's own model, text and layout as a run does, without an outer loop.
 """
@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from diloco.bench.island_trainer import island_trainer, own_batches
+from diloco.baseline.site import Channel
+from diloco.bench.training.island_trainer import island_trainer, own_batches
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import DilocoError
-from diloco.inner.mesh import make_mesh
-from diloco.launch.device import backend_of, rank_device
-from diloco.launch.ending import exit_at_once
-from diloco.launch.job import Job
-from diloco.launch.logs import log_to
-from diloco.launch.site import Channel
+from diloco.launch.process.ending import exit_at_once
+from diloco.launch.process.logs import log_to
+from diloco.launch.rank.device import backend_of, rank_device
+from diloco.launch.rank.job import Job
+from diloco.trainer.parallel.mesh import make_mesh
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from simulations.planner.assumptions import (
+from diloco.simulations.planner.assumptions import (
     CPU,
     Told,
     device_of,
@@ -17,7 +17,7 @@ from simulations.planner.assumptions import (
     parsed,
     told_steps,
 )
-from transport.addresses import split_address
+from diloco.transport.addresses import split_address
 
 NO_LINK = (
     "transport.link names no profile, so the figures of the real link are not known: give --link "

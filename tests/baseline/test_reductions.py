@@ -24,11 +24,13 @@ from diloco.baseline.reduction import (
 from diloco.compression.registry import get_codec
 from diloco.config.inner import InnerConfig, InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
-from diloco.inner.mesh import IslandMesh
-from diloco.inner.trainer import InnerTrainer
-from diloco.sync.io_thread import IoThread
+from diloco.io_thread import IoThread
+from diloco.trainer.parallel.mesh import IslandMesh
+from diloco.trainer.trainer import InnerTrainer
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
 from tests.distributed import run_ranks
-from tests.inner.small_island import (
+from tests.trainer.small_island import (
     BATCH_SIZE,
     CPU,
     INNER_STEPS,
@@ -36,8 +38,6 @@ from tests.inner.small_island import (
     small_data,
     whole_parameters,
 )
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
 
 ISLANDS = {"east": 2, "west": 2}
 CODECS = ("float32", "bfloat16", "int8")
@@ -46,7 +46,7 @@ NUMEL, CHUNK_NUMEL = 10_007, 2_048
 GRADIENT_CHUNK_NUMEL = 1 << 17
 H, FIRST = 3, 2
 ALONE = IslandMesh(CPU, MeshConfig())  # a member holds the whole model
-# Sums in another order, as between layouts of an island (tests/inner/test_layouts.py).
+# Sums in another order, as between layouts of an island (tests/trainer/test_layouts.py).
 LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-4
 

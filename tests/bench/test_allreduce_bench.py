@@ -2,11 +2,11 @@
 
 import pytest
 
-from diloco.bench import allreduce as bench
-from diloco.bench.allreduce import SETTING, Setting, run_allreduce
-from diloco.bench.link_row import LinkRow
+from diloco.bench.network import allreduce as bench
+from diloco.bench.network.allreduce import SETTING, Setting, run_allreduce
+from diloco.bench.network.link_row import LinkRow
 from diloco.errors import ConfigError
-from simulations.emulate.config import load_wan
+from diloco.simulations.emulate.config import load_wan
 
 MIB = 1 << 20
 SMALL = Setting(

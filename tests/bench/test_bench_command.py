@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench import (
-    codec,
-    guard,
-    heartbeat,
-    overhead,
-    parity,
-    parity_inner,
-    plain,
-    publish,
-    recovery,
-    syncer,
-    utilisation,
-    wan,
-)
-from diloco.bench.report import Column, Report, Requirement
+from diloco.bench.network import heartbeat, wan
+from diloco.bench.outer_loop import codec, guard, overhead, recovery, utilisation
+from diloco.bench.syncer import publish, syncer
+from diloco.bench.training import parity, parity_inner, plain
 from diloco.cli.main import app
+from diloco.report.rows import Column, Report, Requirement
 
 COMMANDS = {
     "parity": (parity, "run_parity"),

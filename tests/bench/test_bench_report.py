@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from diloco.bench.report import Column, Report, Requirement
+from diloco.report.rows import Column, Report, Requirement
 
 
 @pytest.mark.parametrize(

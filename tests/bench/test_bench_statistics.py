@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from diloco.bench.statistics import Interval, Spread
+from diloco.report.statistics import Interval, Spread
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco.bench import codec as bench
-from diloco.bench.codec import SETTING, Setting, run_codec
-from diloco.bench.parity_row import Task, pseudo_gradient
+from diloco.bench.outer_loop import codec as bench
+from diloco.bench.outer_loop.codec import SETTING, Setting, run_codec
+from diloco.bench.training.parity_row import Task, pseudo_gradient
 from diloco.compression import compiled as compiling
 from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.compression.registry import CODECS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.bench.heartbeat import Row, Setting, run_heartbeat
+from diloco.bench.network.heartbeat import Row, Setting, run_heartbeat
 from tests.simulations.emulated_site import needs_namespaces
 
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.bench.counted_device import CountedDevice
-from diloco.bench.memory import SETTING, figures, run_memory
-from diloco.bench.memory_island import Measured
+from diloco.bench.outer_loop.counted_device import CountedDevice
+from diloco.bench.outer_loop.memory import SETTING, figures, run_memory
+from diloco.bench.outer_loop.memory_island import Measured
 from diloco.config.outer import OuterConfig
+from diloco.island.lanes.boxes import declare_part
+from diloco.island.lanes.shards import LaneShards
+from diloco.island.layout import build_plan
 from diloco.outer.fragments import TensorSpec
-from diloco.sync.boxes import declare_part
-from diloco.sync.layout import build_plan
-from diloco.sync.shards import LaneShards
+from diloco.transport.calls.loopback import run_virtual
 from tests.distributed import run_ranks
 from tests.virtual_run import Setting, VirtualRun, descend
-from transport.loopback import run_virtual
 
 SMALL = replace(
     SETTING,
@@ -137,7 +137,7 @@ def test_a_session_keeps_nothing_on_the_device_between_rounds():
 @pytest.mark.parametrize(("num_merges", "extra"), [(3, 211), (0, 0)], ids=["leak", "no-merge"])
 def test_too_much_and_nothing_merged_are_missed(monkeypatch, num_merges, extra):
     found = Measured("counted", num_merges, 100, 50, 600, {"merge": extra, "between": extra})
-    monkeypatch.setattr("diloco.bench.memory._measure", lambda *_: found)
+    monkeypatch.setattr("diloco.bench.outer_loop.memory._measure", lambda *_: found)
 
     report = run_memory(SMALL, on_progress=lambda _: None)
 

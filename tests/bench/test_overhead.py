@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from diloco.bench.overhead import Setting, figures, run_overhead
-from diloco.bench.overhead_island import Block, Cycle, Measured
-from diloco.bench.phases import CRITICAL_PHASES, IO_PHASES
+from diloco.bench.outer_loop.overhead import Setting, figures, run_overhead
+from diloco.bench.outer_loop.overhead_island import Block, Cycle, Measured
+from diloco.bench.outer_loop.phases import CRITICAL_PHASES, IO_PHASES
 from diloco.errors import ConfigError
 
 TINY = Setting(num_cycles=3, block_steps=7, model={"preset": "tiny"})

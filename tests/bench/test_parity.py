@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.bench.parity import (
+from diloco.bench.training.parity import (
     DATA_PARALLEL,
     SETTING,
     Comparison,
@@ -19,7 +19,7 @@ from diloco.bench.parity import (
     num_steps,
     run_parity,
 )
-from diloco.bench.parity_row import Row, Task, train_row, write_start
+from diloco.bench.training.parity_row import Row, Task, train_row, write_start
 from diloco.errors import ConfigError
 
 TASK = Task(

@@ -6,16 +6,16 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench.layouts import CASES, case_of
-from diloco.bench.parity_inner import (
+from diloco.bench.training.layouts import CASES, case_of
+from diloco.bench.training.parity_inner import (
     LARGEST_DIFFERENCES,
     chosen_cases,
     largest_difference,
     run_parity_inner,
 )
-from diloco.bench.report import Requirement
 from diloco.cli.main import app
 from diloco.errors import ConfigError
+from diloco.report.rows import Requirement
 
 
 def test_rows_are_chosen_by_number_of_ranks_and_name():

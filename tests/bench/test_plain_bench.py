@@ -2,9 +2,17 @@
 
 import pytest
 
-from diloco.bench import plain as bench
-from diloco.bench.plain import SETTING, Row, Setting, chosen_rows, config_of, figures, run_plain
-from diloco.bench.plain_blocks import Block, Cycle, Measured, measure
+from diloco.bench.training import plain as bench
+from diloco.bench.training.plain import (
+    SETTING,
+    Row,
+    Setting,
+    chosen_rows,
+    config_of,
+    figures,
+    run_plain,
+)
+from diloco.bench.training.plain_blocks import Block, Cycle, Measured, measure
 from diloco.errors import ConfigError
 
 TINY = Row("tiny", 128, 32, 2)

@@ -7,7 +7,7 @@ import multiprocessing
 
 import pytest
 
-from diloco.bench.publish import SETTING, Setting, _hear, run_publish
+from diloco.bench.syncer.publish import SETTING, Setting, _hear, run_publish
 from diloco.errors import DilocoError
 
 

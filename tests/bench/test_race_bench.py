@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench import race as bench
-from diloco.bench.emulating import run_watched
-from diloco.bench.link_row import LinkRow
-from diloco.bench.race import METHODS, QUICK, SETTING, chosen_links, run_order, run_race
-from diloco.bench.race_link import of_baseline, of_run
-from diloco.bench.race_plot import write_plot
+from diloco.baseline.local import BaselineOptions, insist_on_baseline
+from diloco.bench.network.emulating import run_watched
+from diloco.bench.network.link_row import LinkRow
+from diloco.bench.training import race as bench
+from diloco.bench.training.race import METHODS, QUICK, SETTING, chosen_links, run_order, run_race
+from diloco.bench.training.race_link import of_baseline, of_run
+from diloco.bench.training.race_plot import write_plot
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.launch.baseline import BaselineOptions, insist_on_baseline
-from simulations.emulate.config import load_wan
-from transport.link import find_profile
-from transport.units import parse_bandwidth
+from diloco.simulations.emulate.config import load_wan
+from diloco.transport.shaping.link import find_profile
+from diloco.transport.units import parse_bandwidth
 
 FOUND = {
     "flat": {"wall_s": 150.0, "nats_per_byte": 2.0, "bytes_up": 900e6},

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.bench.recovery import SETTING, run_recovery
+from diloco.bench.outer_loop.recovery import SETTING, run_recovery
 from diloco.errors import ConfigError
 
 TINY = {"preset": "tiny"}

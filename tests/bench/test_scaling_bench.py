@@ -6,11 +6,18 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from diloco.bench.scaling import SETTING, Row, chosen_rows, row_config, row_figures, run_scaling
-from diloco.bench.scaling_rank import run_delay_s
+from diloco.bench.training.scaling import (
+    SETTING,
+    Row,
+    chosen_rows,
+    row_config,
+    row_figures,
+    run_scaling,
+)
+from diloco.bench.training.scaling_rank import run_delay_s
 from diloco.cli.main import app
 from diloco.errors import ConfigError
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.trainer.models.model import LlamaShape, parameter_shapes
 from tests.simulations.emulated_site import needs_namespaces
 
 TINY = replace(SETTING, sequence_length=32, warmup_steps=1, timed_steps=2, model={"preset": "tiny"})

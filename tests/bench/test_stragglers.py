@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.bench.parity_row import Task
-from diloco.bench.stragglers import ROWS, Setting, chosen_rows, train_row
+from diloco.bench.training.parity_row import Task
+from diloco.bench.training.stragglers import ROWS, Setting, chosen_rows, train_row
 from diloco.errors import ConfigError
 
 TASK = Task(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.bench.syncer import SETTING, Setting, run_syncer
-from diloco.bench.syncer_process import serving
+from diloco.bench.syncer.syncer import SETTING, Setting, run_syncer
+from diloco.bench.syncer.syncer_process import serving
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.state_dir import StateDir
+from diloco.state_dir import StateDir
 
 
 @pytest.mark.timeout(300)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco.bench.timed_island import Timed
-from diloco.bench.utilisation import SETTING, Row, Setting, row_figures, run_utilisation
+from diloco.bench.outer_loop.timed_island import Timed
+from diloco.bench.outer_loop.utilisation import SETTING, Row, Setting, row_figures, run_utilisation
 from diloco.errors import IslandFailed
 
 TINY = {"preset": "tiny"}

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.bench import wan as bench
-from diloco.bench import wan_averager, wan_link
-from diloco.bench.wan import SETTING, LinkSpec, Row, Setting, row_names, run_wan
-from diloco.bench.wan_averager import step
-from diloco.bench.wan_link import IPERF3, PLAIN, measure_link, receiving, sent
+from diloco.bench.network import wan as bench
+from diloco.bench.network import wan_averager, wan_link
+from diloco.bench.network.wan import SETTING, LinkSpec, Row, Setting, row_names, run_wan
+from diloco.bench.network.wan_averager import step
+from diloco.bench.network.wan_link import IPERF3, PLAIN, measure_link, receiving, sent
 from diloco.errors import ConfigError, IslandFailed
-from diloco.launch.emulated import Emulated
-from simulations.emulate.config import load_wan
+from diloco.launch.process.emulated import Emulated
+from diloco.simulations.emulate.config import load_wan
 from tests.simulations.emulated_site import needs_namespaces
 
 SMALL = LinkSpec("50Mbit/s", 4, loss=0.0, congestion_control="reno", islands=2)

@@ -26,9 +26,8 @@ from diloco.chaos.world import World, is_frozen, ranks_of
 from diloco.config.load import load_config
 from diloco.durable import read_json
 from diloco.errors import ConfigError
-from diloco.inner.trainer import InnerMetrics
-from diloco.launch import chaos
-from diloco.launch.chaos import (
+from diloco.faults import chaos
+from diloco.faults.chaos import (
     LINES_VARIABLE,
     STEP_VARIABLE,
     VARIABLE,
@@ -38,15 +37,16 @@ from diloco.launch.chaos import (
     wall_clock,
 )
 from diloco.launch.local import LocalRun
-from diloco.launch.state_dir import Endpoint, acquire, write_pid
-from diloco.rounds.log import segment_path
-from diloco.rounds.record import RecordInvalid, fragment_directory, record_path, versions_in
-from diloco.rounds.store import FragmentStore
-from tests.rounds.test_store import FRAGMENT, assert_same, commit
+from diloco.state_dir import Endpoint, acquire, write_pid
+from diloco.trainer.trainer import InnerMetrics
+from diloco.transport.addresses import split_address
+from diloco.transport.contracts import Reply, Transport
+from diloco.versions.log import segment_path
+from diloco.versions.record import RecordInvalid, fragment_directory, record_path, versions_in
+from diloco.versions.store import FragmentStore
 from tests.run_files import write_run
+from tests.versions.test_store import FRAGMENT, assert_same, commit
 from tests.waiting import wait_until
-from transport.addresses import split_address
-from transport.contracts import Reply, Transport
 
 READ_S = 0.05
 SLEEPS = "import time; time.sleep(60)"

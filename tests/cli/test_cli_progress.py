@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from diloco.cli import progress
-from diloco.cli.progress import counting, waiting
+from diloco.cli.terminal import progress
+from diloco.cli.terminal.progress import counting, waiting
 from tests.waiting import wait_until
 
 

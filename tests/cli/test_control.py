@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from diloco.cli import control, island
-from diloco.cli.control import as_plain
-from diloco.cli.tables import (
+from diloco.cli.run import control, island
+from diloco.cli.run.control import as_plain
+from diloco.cli.terminal.tables import (
     fragments_table,
     island_text,
     islands_table,
@@ -28,9 +28,9 @@ from diloco.cli.tables import (
     run_text,
     status_view,
 )
+from diloco.coordinator.status import ask_standing, ask_status, operate
 from diloco.errors import ConfigError, CoordinatorUnavailable
-from diloco.launch.status import ask_standing, ask_status, operate
-from protos.control_pb2 import (
+from diloco.protos.control_pb2 import (
     FragmentStatus,
     Grant,
     IslandStatus,
@@ -39,12 +39,12 @@ from protos.control_pb2 import (
     StandingRequest,
     StatusReply,
 )
+from diloco.transport.contracts import Handler, IncomingCall, Reply, Transport
+from diloco.transport.errors import ConnectError, Unauthorised
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.identity import Identity, Role
 from tests.guarded_server import serving
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.contracts import Handler, IncomingCall, Reply, Transport
-from transport.errors import ConnectError, Unauthorised
-from transport.grpc_client import GrpcTransport
-from transport.identity import Identity, Role
 
 REPLY = StatusReply(
     run="demo",
@@ -271,7 +271,7 @@ def test_an_island_says_where_it_stands_while_it_lives(
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("diloco.launch.status.ask_standing", counted)
+    monkeypatch.setattr("diloco.coordinator.status.ask_standing", counted)
     monkeypatch.setattr("diloco.launch.island.run_island", run_island)
     monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
     typed = typer.Typer()
@@ -369,7 +369,7 @@ def test_a_step_to_resume_at_needs_resume_and_a_run_to_resume(tmp_path: Path) ->
 
 def test_importing_the_commands_is_light() -> None:
     program = (
-        "import sys, diloco.cli.control\n"
+        "import sys, diloco.cli.run.control\n"
         "heavy = {'torch', 'grpc', 'pydantic', 'google.protobuf'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

@@ -8,12 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from diloco.cli import export
+from diloco.cli.run import export
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.inner.model import LlamaShape
-from diloco.launch.state_dir import StateDir
-from diloco.rounds.pins import pin_directory
+from diloco.state_dir import StateDir
+from diloco.trainer.models.model import LlamaShape
+from diloco.versions.pins import pin_directory
 from tests.launch.stored_run import random_parameters, store_run, tiny_run
 
 

@@ -17,19 +17,19 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from diloco.cli import local as local_command
 from diloco.cli.main import app, main
+from diloco.cli.run import local as local_command
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.build import build_publication_rules
-from diloco.launch.ending import Interrupted, Request
+from diloco.forecast.build import build_publication_rules
+from diloco.forecast.traffic import data_parallel_traffic
 from diloco.launch.local import insist_on_no_events, insist_on_place, make_room, without_links
 from diloco.launch.local_resume import find_resume_step
-from diloco.launch.state_dir import StateDir, hold, holder
-from diloco.launch.traffic import data_parallel_traffic
+from diloco.launch.process.ending import Interrupted, Request
 from diloco.outer.fragments import Plan
-from diloco.rounds.store import FragmentStore
+from diloco.state_dir import StateDir, hold, holder
+from diloco.versions.store import FragmentStore
 from tests.remaking import recompute
 from tests.run_files import write_run
 from tests.waiting import said_by, wait_until

@@ -13,21 +13,21 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from diloco.cli import repair, replay
+from diloco.checkpoint.backup import Backups
+from diloco.checkpoint.published import read_published
+from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.checkpoint.stores import known_plan, part_of, state_by_fragment
+from diloco.cli.operate import repair, replay
 from diloco.config.load import load_config, resolved_toml
 from diloco.errors import ConfigError
-from diloco.launch.backup import Backups
-from diloco.launch.published import read_published
-from diloco.launch.run_checkpoints import open_journal
-from diloco.launch.state_dir import StateDir, hold
-from diloco.launch.stores import known_plan, part_of, state_by_fragment
-from diloco.rounds.log import KEPT, frames_in
-from diloco.rounds.record import locate, record_path, versions_in
-from diloco.rounds.store import FragmentStore
+from diloco.state_dir import StateDir, hold
+from diloco.transport.calls.loopback import run_virtual
+from diloco.versions.log import KEPT, frames_in
+from diloco.versions.record import locate, record_path, versions_in
+from diloco.versions.store import FragmentStore
 from tests.run_files import index, write_run
 from tests.several_syncers import Several, killing
 from tests.virtual_run import Setting, descend_unevenly
-from transport.loopback import run_virtual
 
 ISLANDS = ("east", "west")
 

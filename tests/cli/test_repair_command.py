@@ -9,13 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from diloco.cli import repair
+from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.cli.operate import repair
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.inner.model import LlamaShape
-from diloco.launch.run_checkpoints import open_journal
-from diloco.launch.state_dir import StateDir, hold
-from diloco.rounds.record import locate, record_path
+from diloco.state_dir import StateDir, hold
+from diloco.trainer.models.model import LlamaShape
+from diloco.versions.record import locate, record_path
 from tests.launch.stored_run import random_parameters, store_run, tiny_run
 
 
@@ -91,7 +91,7 @@ def test_an_island_is_asked_through_the_coordinator_and_the_end_is_waited_for(
 ) -> None:
     told: list[tuple[str, int, str]] = []
     monkeypatch.setattr(
-        "diloco.cli.operate.repair_from_island",
+        "diloco.cli.operate.operate.repair_from_island",
         lambda address, fragment, island, *_: told.append((address, fragment, island)),
     )
 

@@ -10,18 +10,18 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from diloco.cli import replay
+from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.cli.operate import replay
 from diloco.config.load import load_config, resolved_toml
 from diloco.coordinator.journal import Told
 from diloco.coordinator.tape import told_expiry, told_of
 from diloco.errors import ConfigError
-from diloco.launch.run_checkpoints import open_journal
-from diloco.launch.state_dir import StateDir, hold
-from diloco.rounds.log import KEPT, frames_in
-from diloco.rounds.terms import RoundKey
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.state_dir import StateDir, hold
+from diloco.transport.calls.loopback import run_virtual
+from diloco.versions.log import KEPT, frames_in
 from tests.run_files import index, write_run
 from tests.virtual_run import Setting, VirtualRun, descend_unevenly
-from transport.loopback import run_virtual
 
 
 @pytest.fixture

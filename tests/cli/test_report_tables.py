@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from diloco.bench.codec import _COLUMNS as CODEC
-from diloco.bench.parity_inner import _COLUMNS as PARITY_INNER
-from diloco.bench.plain import _COLUMNS as PLAIN
-from diloco.bench.race import _COLUMNS as RACE
-from diloco.bench.report import Column
-from diloco.bench.syncer import _COLUMNS as SYNCER
-from diloco.cli.report_tables import print_rows
+from diloco.bench.outer_loop.codec import _COLUMNS as CODEC
+from diloco.bench.syncer.syncer import _COLUMNS as SYNCER
+from diloco.bench.training.parity_inner import _COLUMNS as PARITY_INNER
+from diloco.bench.training.plain import _COLUMNS as PLAIN
+from diloco.bench.training.race import _COLUMNS as RACE
+from diloco.cli.terminal.report_tables import print_rows
+from diloco.report.rows import Column
 
 WORDS = st.lists(st.text("abcxyz", min_size=1, max_size=12), min_size=1, max_size=4).map(" ".join)
 

@@ -10,14 +10,14 @@ import pytest
 from diloco.config.island import announced_bytes
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.launch.forecast import forecast
+from diloco.forecast.forecast import forecast
 from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
-from diloco.rounds.allreduce import Assignment, Prepared, commit_record
-from diloco.rounds.allreduce_messages import assignment_message
-from diloco.rounds.messages import outcome_message
-from diloco.rounds.terms import Contributor, Outcome, OutcomeKind, RoundKey
-from protos import allreduce_pb2
-from protos.fragment_pb2 import Fatal
+from diloco.protocol.rounds.allreduce import Assignment, Prepared, commit_record
+from diloco.protocol.rounds.allreduce_messages import assignment_message
+from diloco.protocol.rounds.messages import outcome_message
+from diloco.protocol.rounds.terms import Contributor, Outcome, OutcomeKind, RoundKey
+from diloco.protos import allreduce_pb2
+from diloco.protos.fragment_pb2 import Fatal
 from tests.run_files import write_run
 
 ALLREDUCE = "outer.exchange=allreduce"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from diloco.config.mesh import MeshConfig, mesh_problems
 from diloco.config.model import ModelConfig
-from diloco.inner.model import LlamaShape, parameter_shapes
+from diloco.trainer.models.model import LlamaShape, parameter_shapes
 
 PARAMETERS = {
     "10M": 26_024_192,  # 9,640,192 without embedding and head

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
+from diloco.transport.contracts import Handlers, Server, Transport
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.libp2p.address import parse_peer_address, tcp_port
+from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.libp2p.server import HivemindServer
+from diloco.transport.shaping.faulty import Faults, FaultScript, FaultyTransport, faulty_handlers
+from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.shaped import ShapedTransport
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.contracts import Handlers, Server, Transport
-from transport.faulty import Faults, FaultScript, FaultyTransport, faulty_handlers
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.hivemind_address import parse_peer_address, tcp_port
-from transport.hivemind_client import HivemindTransport
-from transport.hivemind_server import HivemindServer
-from transport.link import Link, LinkState
-from transport.loopback import LoopbackNetwork, run_virtual
-from transport.shaped import ShapedTransport
 
 
 @dataclass(frozen=True)

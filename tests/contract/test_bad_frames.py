@@ -12,30 +12,30 @@ import grpc.aio
 import pytest
 import xxhash
 
-from transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply, Server, Transport
-from transport.errors import (
+from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply, Server, Transport
+from diloco.transport.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
     FrameError,
     TransportError,
     VersionMismatch,
 )
-from transport.framing import (
+from diloco.transport.framing import (
     WHOLE_BYTES,
     FrameReader,
     Resumption,
     frame_messages,
     frame_whole,
 )
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.grpc_wire import SERVICE
-from transport.hivemind_address import parse_peer_address
-from transport.hivemind_client import HivemindTransport
-from transport.hivemind_daemon import Daemon, Swarm
-from transport.hivemind_server import HivemindServer
-from transport.hivemind_wire import ACCEPTED, Opening, read_message, write_message
-from transport.limits import Limits
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.grpc.wire import SERVICE
+from diloco.transport.libp2p.address import parse_peer_address
+from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.libp2p.daemon import Daemon, Swarm
+from diloco.transport.libp2p.server import HivemindServer
+from diloco.transport.libp2p.wire import ACCEPTED, Opening, read_message, write_message
 
 DEADLINE_S = 30.0
 LIMITS = Limits(silence_s=0.5)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from diloco.transport.addresses import split_address
+from diloco.transport.contracts import Handlers, IncomingCall, Reply, Transport
+from diloco.transport.errors import TransportError
+from diloco.transport.libp2p.address import is_peer_address, parse_peer_address, tcp_port
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.shaping.line import Line
+from diloco.transport.transfer import Transfer
 from tests.contract.kinds import KINDS, Kind
-from transport.addresses import split_address
-from transport.contracts import Handlers, IncomingCall, Reply, Transport
-from transport.errors import TransportError
-from transport.hivemind_address import is_peer_address, parse_peer_address, tcp_port
-from transport.line import Line
-from transport.retry import RetryPolicy, retry
-from transport.transfer import Transfer
 
 #: A flip may leave a stream silent, as one of a frame's length: the attempt ends by its deadline.
 DEADLINE_S = 1.0

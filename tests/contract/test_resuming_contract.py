@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from diloco.rounds.spool import Spool
+from diloco.syncer.spool import Spool
+from diloco.transport.addresses import split_address
+from diloco.transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
+from diloco.transport.errors import HandlerFailed, NotYet, PeerReset
+from diloco.transport.framing import DEFAULT_CHUNK_BYTES
+from diloco.transport.libp2p.address import is_peer_address, parse_peer_address, tcp_port
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.shaping.line import Line
+from diloco.transport.transfer import Transfer
 from tests.contract.kinds import KINDS, Kind
-from transport.addresses import split_address
-from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
-from transport.errors import HandlerFailed, NotYet, PeerReset
-from transport.framing import DEFAULT_CHUNK_BYTES
-from transport.hivemind_address import is_peer_address, parse_peer_address, tcp_port
-from transport.line import Line
-from transport.retry import RetryPolicy, retry
-from transport.transfer import Transfer
 
 DEADLINE_S = 30.0
 SIZE = (6 << 20) + 12_345

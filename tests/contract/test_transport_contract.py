@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.kinds import KINDS, Kind
-from transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
-from transport.errors import (
+from diloco.transport.contracts import Handlers, IncomingCall, Reply, Server, Transport
+from diloco.transport.errors import (
     ConnectError,
     DeadlineExceeded,
     HandlerFailed,
@@ -18,8 +17,9 @@ from transport.errors import (
     PeerReset,
     TransportClosed,
 )
-from transport.framing import DEFAULT_CHUNK_BYTES, MAX_HEADER_BYTES
-from transport.retry import RetryPolicy, retry
+from diloco.transport.framing import DEFAULT_CHUNK_BYTES, MAX_HEADER_BYTES
+from diloco.transport.retry import RetryPolicy, retry
+from tests.contract.kinds import KINDS, Kind
 
 DEADLINE_S = 30.0
 

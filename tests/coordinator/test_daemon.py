@@ -11,12 +11,12 @@ import pytest
 
 from diloco.coordinator.grants import sign
 from diloco.coordinator.island_desk import ISLAND_STATES
-from diloco.sync.registration import IslandState
-from protos import control_pb2 as control
+from diloco.island.registration import IslandState
+from diloco.protos import control_pb2 as control
+from diloco.transport.errors import FrameError, HandlerFailed
+from diloco.transport.identity import Identity
 from tests.coordinator_desk import SECRET, UNREACHABLE_S, Desk, Story, joined, tell
 from tests.transport.pki import EAST
-from transport.errors import FrameError, HandlerFailed
-from transport.identity import Identity
 
 Play = Callable[[Story], None]
 

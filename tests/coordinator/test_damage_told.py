@@ -13,12 +13,12 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from diloco.launch.coordinator import _asked_to_stop
-from diloco.launch.ending import Request
-from protos import control_pb2 as control
-from tests.coordinator.test_cuts import part_of
+from diloco.launch.process.ending import Request
+from diloco.protos import control_pb2 as control
+from diloco.transport.contracts import PROTOCOL_VERSION
 from tests.coordinator_desk import SECRET, Desk, joined, tell
+from tests.protocol.test_cuts import part_of
 from tests.run_files import write_run
-from transport.contracts import PROTOCOL_VERSION
 
 CONFIG = load_config(Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml")
 

@@ -11,7 +11,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.daemon import RETURN_S
 from diloco.durable import DiskFull
-from protos.control_pb2 import FragmentStatus
+from diloco.protos.control_pb2 import FragmentStatus
 from tests.coordinator_desk import Desk, tell
 from tests.run_files import write_run
 

@@ -15,7 +15,7 @@ from diloco.coordinator.grants import (
     sign,
 )
 from diloco.errors import ConfigError
-from protos.control_pb2 import ROLE_ISLAND, ROLE_OPERATOR, ROLE_SYNCER, Grant
+from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_OPERATOR, ROLE_SYNCER, Grant
 
 SECRET = bytes(range(SECRET_BYTES))
 

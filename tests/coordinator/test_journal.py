@@ -18,8 +18,8 @@ import pytest
 
 from diloco.coordinator.journal import Journal, RoundRow, repeated_when_full
 from diloco.durable import DiskFull
-from transport.contracts import IncomingCall, Reply
-from transport.errors import Overloaded
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import Overloaded
 
 
 @pytest.fixture

@@ -12,19 +12,18 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from diloco.errors import ConfigError
-from diloco.launch.disk import num_unsure_checkpoints
-from protos import control_pb2 as control
+from diloco.protos import control_pb2 as control
+from diloco.transport.contracts import PROTOCOL_VERSION
+from diloco.transport.errors import FrameError, Unauthorised
+from diloco.transport.framing import MAX_HEADER_BYTES
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.security.tokens import TokenTable, make_token
 from tests.coordinator.test_daemon import Play, play
-from tests.coordinator.test_membership import OTHER_PLAN
 from tests.coordinator_desk import IDENTITY, PLAN, SECRET, Desk, joined, tell
+from tests.protocol.test_membership import OTHER_PLAN
 from tests.run_files import write_run
 from tests.transport.test_tokens import EAST, write_table
-from transport.contracts import PROTOCOL_VERSION
-from transport.errors import FrameError, Unauthorised
-from transport.framing import MAX_HEADER_BYTES
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.tokens import TokenTable, make_token
 
 __all__ = ["play"]
 
@@ -246,7 +245,7 @@ def test_what_a_run_file_lets_an_island_keep_a_coordinator_lets_it_report(
     settings = ["checkpoint.keep=250", f"checkpoint.every_inner_steps={every}"]
     config = load_config(file, [*settings, "outer.inner_steps_per_round=496"])
     # Besides what a removal leaves: the last good one, that of a stop, that of the last resume.
-    count = config.checkpoint.keep + num_unsure_checkpoints(config) + 3
+    count = config.checkpoint.keep + config.num_unsure_checkpoints + 3
 
     async def story(desk: Desk) -> None:
         east, _ = await joined(desk)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.alarms import AlarmKind
-from diloco.cli.tables import alarm_lines, run_text
+from diloco.cli.terminal.tables import alarm_lines, run_text
 from diloco.coordinator.reported_alarms import HOLDS_S, MOST_OF_ISLAND, SHOWN_S
 from diloco.peer_texts import MOST_REASON
+from diloco.protocol.run.alarms import AlarmKind
+from diloco.protos.control_pb2 import Alarm, AlarmStatus
 from diloco.telemetry.prometheus import coordinator_metrics
-from protos.control_pb2 import Alarm, AlarmStatus
 from tests.coordinator_desk import Desk, joined, tell
 
 DECLINES = Alarm(kind="island_declines", island="west", fragment_id=-1, text="NaN", count=3)

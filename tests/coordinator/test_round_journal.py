@@ -11,8 +11,8 @@ import pytest
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.round_journal import RoundJournal, insist_on_initial, read_record
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds.version import founding_record
-from transport.errors import FrameError
+from diloco.transport.errors import FrameError
+from diloco.versions.version import founding_record
 
 DIGEST = "0" * 64
 

@@ -10,9 +10,9 @@ import pytest
 from diloco.coordinator import journal as journals
 from diloco.coordinator.journal import Journal, Told
 from diloco.coordinator.tape import told_of
-from protos import control_pb2 as control
+from diloco.protos import control_pb2 as control
+from diloco.transport.errors import FrameError
 from tests.coordinator_desk import Desk, joined, tell
-from transport.errors import FrameError
 
 RECORD = {"timeline": 0, "fragment_id": 0, "version": 0}
 

@@ -9,7 +9,7 @@ import torch
 
 from diloco.data.corpus import TextCorpus, TextData
 from diloco.errors import ConfigError
-from tests.inner.small_island import small_corpus
+from tests.trainer.small_island import small_corpus
 
 LENGTH = 16
 

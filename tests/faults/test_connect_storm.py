@@ -10,14 +10,14 @@ import pytest
 
 from diloco.chaos.storm import Storm
 from diloco.config.load import load_config
+from diloco.coordinator.status import ask_status
 from diloco.launch.local import LocalRun
-from diloco.launch.run_ca import RunCa
-from diloco.launch.security import Security
-from diloco.launch.state_dir import StateDir, read_endpoint
-from diloco.launch.status import ask_status
+from diloco.security.run_ca import RunCa
+from diloco.security.security import Security
+from diloco.state_dir import StateDir, read_endpoint
+from diloco.transport.identity import Role
 from tests.run_files import write_run
 from tests.waiting import Patience, wait_until, written
-from transport.identity import Role
 
 
 @pytest.mark.slow

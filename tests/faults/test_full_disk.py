@@ -10,8 +10,8 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
-from diloco.launch.state_dir import holder
-from diloco.rounds.log import headers_in
+from diloco.state_dir import holder
+from diloco.versions.log import headers_in
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 
 #: Files may have so many bytes while the disk is full: logs have fewer, what is durable more.

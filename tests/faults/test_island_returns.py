@@ -8,7 +8,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
-from diloco.launch.summary import read_events
+from diloco.report.summary import read_events
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import FinishedRun, all_logs, write_run
 

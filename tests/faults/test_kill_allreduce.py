@@ -18,13 +18,13 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.chaos import STEP_VARIABLE
+from diloco.faults.chaos import STEP_VARIABLE
 from diloco.launch.local import LocalRun
-from diloco.launch.repair import repair_run
-from diloco.launch.state_dir import StateDir, holder
 from diloco.outer.fragments import Plan
-from diloco.rounds.repair import Condition
-from diloco.rounds.store import FragmentStore
+from diloco.report.repair import repair_run
+from diloco.state_dir import StateDir, holder
+from diloco.versions.repair import Condition
+from diloco.versions.store import FragmentStore
 from tests.run_files import all_logs, journal_tape, write_run
 from tests.waiting import wait_until
 

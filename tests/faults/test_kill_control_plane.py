@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config
+from diloco.island.layout import build_schedule
 from diloco.launch.local import LocalRun
-from diloco.launch.state_dir import holder
-from diloco.sync.layout import build_schedule
+from diloco.state_dir import holder
 from tests.faults.killer import Killer
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 

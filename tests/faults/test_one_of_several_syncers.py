@@ -16,19 +16,19 @@ from signal import SIGINT
 
 import pytest
 
+from diloco.checkpoint.published import read_published
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.island.layout import build_schedule
 from diloco.launch.local import LocalRun
 from diloco.launch.local_resume import find_resume_step, read_standing
-from diloco.launch.published import read_published
-from diloco.launch.repair import repair_run
-from diloco.launch.replay import replay_run
-from diloco.launch.state_dir import StateDir, holder, read_endpoint
-from diloco.rounds.pins import pinned_steps
-from diloco.rounds.record import versions_in
-from diloco.rounds.repair import Condition
-from diloco.rounds.replay import Verdict
-from diloco.sync.layout import build_schedule
+from diloco.report.repair import repair_run
+from diloco.report.replay import replay_run
+from diloco.state_dir import StateDir, holder, read_endpoint
+from diloco.versions.pins import pinned_steps
+from diloco.versions.record import versions_in
+from diloco.versions.repair import Condition
+from diloco.versions.replay import Verdict
 from tests.faults.killer import Killer
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
 

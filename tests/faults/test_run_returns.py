@@ -16,17 +16,17 @@ from types import MappingProxyType
 
 import pytest
 
+from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.status import operate
 from diloco.durable import write_json
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.chaos import STEP_VARIABLE, VARIABLE, spoilt_name, spoilt_path
+from diloco.faults.chaos import STEP_VARIABLE, VARIABLE, spoilt_name, spoilt_path
 from diloco.launch.local import LocalRun
-from diloco.launch.run_checkpoints import open_journal
-from diloco.launch.security import Security
-from diloco.launch.status import operate
+from diloco.security.security import Security
+from diloco.transport.identity import Role
 from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
-from transport.identity import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco.checkpoint.checkpoints import valid_steps
+from diloco.checkpoint.run_checkpoints import open_journal, read_membership
 from diloco.config.load import load_config
-from diloco.launch.checkpoints import valid_steps
 from diloco.launch.local import LocalRun
-from diloco.launch.run_checkpoints import open_journal, read_membership
 from tests.run_files import all_logs, write_run
 
 pytestmark = pytest.mark.timeout(300)

@@ -20,12 +20,12 @@ from diloco.baseline.reduction import HierarchicalReduction, all_reduce
 from diloco.cli.main import app
 from diloco.compression.registry import get_codec
 from diloco.config.mesh import MeshConfig
-from diloco.inner.mesh import IslandMesh
-from diloco.launch.device import backend_of, rank_device
-from diloco.launch.job import Job, meet
+from diloco.launch.rank.device import backend_of, rank_device
+from diloco.launch.rank.job import Job, meet
+from diloco.trainer.parallel.mesh import IslandMesh
 from tests.baseline.test_reductions import island_batches, make_trainer
-from tests.inner.small_island import BATCH_SIZE
 from tests.run_files import write_run
+from tests.trainer.small_island import BATCH_SIZE
 
 pytestmark = [
     pytest.mark.gpu,

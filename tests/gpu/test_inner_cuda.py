@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from diloco.config.mesh import MeshConfig
-from diloco.inner.mesh import make_mesh
-from diloco.launch.device import backend_of, rank_device
-from diloco.launch.job import Job
-from tests.inner.small_island import make_trainer, one_rank
+from diloco.launch.rank.device import backend_of, rank_device
+from diloco.launch.rank.job import Job
+from diloco.trainer.parallel.mesh import make_mesh
+from tests.trainer.small_island import make_trainer, one_rank
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from diloco.config.compute import EIGHT_BITS, Compute, Precision
 from diloco.config.mesh import MeshConfig
-from diloco.inner.mesh import make_mesh
-from diloco.launch.device import backend_of, capability_problem, rank_device
-from diloco.launch.job import Job, meet
-from tests.inner.small_island import make_trainer, one_rank
+from diloco.launch.rank.device import backend_of, capability_problem, rank_device
+from diloco.launch.rank.job import Job, meet
+from diloco.trainer.parallel.mesh import make_mesh
+from tests.trainer.small_island import make_trainer, one_rank
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import diloco
-from diloco.sync.shards import LaneShards, tensor_specs
+from diloco.island.lanes.shards import LaneShards, tensor_specs
+from tests.island.test_session import INNER_STEPS, TOKENS, make_model, make_optimizer
+from tests.island.test_shards import awkward_plan
 from tests.served_run import ServedRun
-from tests.sync.test_session import INNER_STEPS, TOKENS, make_model, make_optimizer
-from tests.sync.test_shards import awkward_plan
 
 pytestmark = [
     pytest.mark.gpu,

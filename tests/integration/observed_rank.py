@@ -8,11 +8,11 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from diloco.inner.state import moments
-from diloco.launch.ending import exit_at_once
-from diloco.launch.healing import Healing
-from diloco.launch.rank import main
-from diloco.rounds.donation import Manifest
+from diloco.checkpoint.healing import Healing
+from diloco.launch.process.ending import exit_at_once
+from diloco.launch.rank.main import main
+from diloco.protocol.rounds.donation import Manifest
+from diloco.trainer.state import moments
 
 _take = Healing.take_
 

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
-from diloco.launch.run_ca import RunCa
+from diloco.security.run_ca import RunCa
 from tests.faults.test_kill_allreduce import OVERRIDES, insist_on_one_truth
 from tests.run_files import all_logs, write_run
 

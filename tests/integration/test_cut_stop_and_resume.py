@@ -13,14 +13,14 @@ from signal import SIGINT
 
 import pytest
 
+from diloco.checkpoint.checkpoints import MANIFEST, step_directory, valid_steps
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.launch.chaos import STEP_VARIABLE
-from diloco.launch.checkpoints import MANIFEST, step_directory, valid_steps
+from diloco.faults.chaos import STEP_VARIABLE
 from diloco.launch.local import LocalRun
 from diloco.launch.local_resume import find_resume_step, read_standing
-from diloco.launch.summary import read_events
-from diloco.rounds.pins import pinned_steps
+from diloco.report.summary import read_events
+from diloco.versions.pins import pinned_steps
 from tests.data.text_files import write_jsonl
 from tests.run_files import FinishedRun, all_logs, with_text, write_run
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.checkpoint.export import export_run
+from diloco.checkpoint.warm_start import WarmStart, find_warm_start
 from diloco.config.load import load_config
-from diloco.launch.export import export_run
-from diloco.launch.warm_start import WarmStart, find_warm_start
 from tests.run_files import (
     FFN_DIM_OF_LANES,
     FinishedRun,

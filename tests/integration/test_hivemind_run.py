@@ -10,10 +10,10 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
-from diloco.launch.state_dir import read_endpoint
+from diloco.state_dir import read_endpoint
+from diloco.transport.libp2p.address import is_peer_address
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import FinishedRun, all_logs, write_run
-from transport.hivemind_address import is_peer_address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

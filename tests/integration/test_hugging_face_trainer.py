@@ -15,9 +15,9 @@ from torch import Tensor
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.inner.optimizer import largest_ratio
-from diloco.sync.session import DiLoCo
+from diloco.island.session import DiLoCo
 from diloco.telemetry.events import Event, PublishedTaken
+from diloco.trainer.optimizers.optimizer import largest_ratio
 from tests.served_run import ServedRun
 
 pytestmark = pytest.mark.timeout(300)

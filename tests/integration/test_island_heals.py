@@ -21,8 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco.checkpoint.checkpoints import Checkpoint
 from diloco.config.load import load_config
-from diloco.launch.checkpoints import Checkpoint
 from diloco.launch.local import LocalRun
 from tests.data.text_files import write_jsonl
 from tests.launch.island_site import children

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco.config.load import load_config
-from diloco.launch.summary import read_events
+from diloco.report.summary import read_events
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import all_logs, write_run
 from tests.waiting import wait_until

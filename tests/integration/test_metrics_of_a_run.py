@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco.launch.summary import read_events
+from diloco.report.summary import read_events
 from diloco.telemetry.plots import flights_of, write_plots
 from tests.run_files import write_run
 from tests.telemetry.wandb_files import offline_files, read_wandb

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import diloco.integrations
-import diloco.sync.session  # what the adapter imports of ours is there already
+import diloco.island.session  # what the adapter imports of ours is there already
 from diloco.errors import ConfigError
-from diloco.inner.optimizer import largest_ratio
-from diloco.sync.soundness import Mend
+from diloco.protocol.island.soundness import Mend
+from diloco.trainer.optimizers.optimizer import largest_ratio
 
 MODULE = "diloco.integrations.torchtitan"
 PAGE = Path(diloco.integrations.__file__).with_name("README.md")

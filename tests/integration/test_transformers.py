@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.export import export_run
+from diloco.checkpoint.warm_start import find_warm_start
 from diloco.config.classes import Section
 from diloco.config.load import load_config
-from diloco.inner.hugging_face import read_shape
-from diloco.inner.model import Llama, LlamaShape, parameter_shapes
-from diloco.launch.export import export_run
-from diloco.launch.warm_start import find_warm_start
+from diloco.trainer.models.hugging_face import read_shape
+from diloco.trainer.models.model import Llama, LlamaShape, parameter_shapes
 from tests.launch.stored_run import model_of, random_parameters, store_run, tiny_run
 
 

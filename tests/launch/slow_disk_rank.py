@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.launch import checkpoint_writer, rank
-from diloco.launch.ending import exit_at_once
+from diloco.checkpoint import checkpoint_writer
+from diloco.launch.process.ending import exit_at_once
+from diloco.launch.rank.main import main as rank
+from diloco.transport.contracts import Buffer
 from tests.waiting import wait_until
-from transport.contracts import Buffer
 
 
 def main(step: int, go_on: Path, arguments: list[str]) -> int:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
-from diloco.inner.families import Shape, parameter_shapes
-from diloco.inner.model import Llama, LlamaShape
-from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
-from diloco.rounds.publication import LaneState, lane_digest
-from diloco.rounds.store import FragmentStore
-from diloco.rounds.terms import Contributor, RoundKey
-from diloco.rounds.version import VersionRecord
+from diloco.protocol.rounds.terms import Contributor, RoundKey
+from diloco.state_dir import StateDir
+from diloco.trainer.models.families import Shape, parameter_shapes
+from diloco.trainer.models.model import Llama, LlamaShape
+from diloco.versions.publication import LaneState, lane_digest
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import VersionRecord
 from tests.run_files import write_run
 
 ISLANDS = ("east", "west")

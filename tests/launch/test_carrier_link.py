@@ -2,8 +2,8 @@
 
 import pytest
 
-from diloco.launch.carrier_link import carrier_link
-from transport.link import Link, LinkProfile
+from diloco.launch.rank.carrier_link import carrier_link
+from diloco.transport.shaping.link import Link, LinkProfile
 
 ISLAND = LinkProfile("path", Link(8e6, 0.03, 0.002, 0.01), Link(2e6, 0.05), source="test")
 

@@ -11,19 +11,19 @@ import pytest
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.launch.connect import _Wires
-from diloco.launch.security import Security
-from diloco.launch.state_dir import Endpoint, StateDir
-from simulations.emulate.namespaces import Namespaces, inside
+from diloco.launch.rank.connect import _Wires
+from diloco.security.security import Security
+from diloco.simulations.emulate.namespaces import Namespaces, inside
+from diloco.state_dir import Endpoint, StateDir
+from diloco.transport.calls.limits import Limits
+from diloco.transport.errors import ConnectError
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.identity import Role
+from tests.island.test_session import make_model
 from tests.run_files import write_run
 from tests.served_run import ServedRun
 from tests.simulations.emulated_site import needs_namespaces
-from tests.sync.test_session import make_model
-from transport.errors import ConnectError
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.identity import Role
-from transport.limits import Limits
 
 
 def test_no_island_is_refused_with_the_choices(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.membership import Membership
 from diloco.errors import ConfigError
 from diloco.launch.coordinator import _claim, _timeline
-from diloco.launch.state_dir import StateDir
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.protocol.run.membership import Membership
+from diloco.state_dir import StateDir
 from tests.run_files import write_run
 
 

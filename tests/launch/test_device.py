@@ -7,14 +7,14 @@ import torch
 
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
-from diloco.launch.device import (
+from diloco.launch.rank.device import (
     backend_of,
     capability_problem,
     insist_on_async_tp,
     insist_on_precision,
     rank_device,
 )
-from diloco.launch.job import Job
+from diloco.launch.rank.job import Job
 
 #: More ranks than any host has devices.
 CROWDED = Job(70, 100, "", local_rank=70, num_local_ranks=100)

@@ -7,7 +7,7 @@ import pytest
 
 from diloco.config.load import load_config, resolved_toml
 from diloco.errors import ConfigError
-from diloco.launch.emulated import VARIABLE, Emulated
+from diloco.launch.process.emulated import VARIABLE, Emulated
 from tests.run_files import write_run
 
 EMULATED = Emulated(

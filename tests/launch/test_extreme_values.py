@@ -27,27 +27,27 @@ from diloco.baseline.exchange import Bounds, Exchange
 from diloco.baseline.place import Member
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
-from diloco.coordinator.claims import Claims
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.operator_desk import Operations
-from diloco.coordinator.terms import terms_of
 from diloco.errors import DilocoError
-from diloco.launch.access import RULES, guarded
-from diloco.peer_bounds import BOUNDS, RunLimits, bound_of, is_bounded_by_type
-from diloco.rounds.donation import LaneGiven, Manifest
-from diloco.rounds.messages import key_message
-from diloco.rounds.state import FragmentRounds
-from diloco.rounds.terms import MOST_NUMBER, MOST_ROUNDS, Weights
-from protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
-from protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
+from diloco.protocol.rounds.donation import LaneGiven, Manifest
+from diloco.protocol.rounds.messages import key_message
+from diloco.protocol.rounds.state import FragmentRounds
+from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_ROUNDS, Weights
+from diloco.protocol.run.claims import Claims
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.peer_bounds import BOUNDS, RunLimits, bound_of, is_bounded_by_type
+from diloco.protocol.run.terms import terms_of
+from diloco.protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
+from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
+from diloco.security.access import RULES, guarded
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.contracts import PROTOCOL_VERSION, Handlers
+from diloco.transport.errors import TransportError
 from tests.virtual_allreduce import AllReduceIsland, AllReduceRun
 from tests.virtual_run import RUN, Setting, VirtualIsland, VirtualRun
-from transport.contracts import PROTOCOL_VERSION, Handlers
-from transport.errors import TransportError
-from transport.loopback import run_virtual
 
 TOKENS = 8
 NUMEL = 6
@@ -173,7 +173,7 @@ def test_every_field_of_every_message_has_a_bound_and_no_row_is_of_none() -> Non
     without = [f.full_name for f in fields if not is_bounded_by_type(f) and bound_of(f) is None]
     rows = {f"{message}.{field}" for message, row in BOUNDS.items() for field in row}
 
-    assert not without, "give them a row in diloco.peer_bounds.BOUNDS"
+    assert not without, "give them a row in diloco.protocol.run.peer_bounds.BOUNDS"
     assert rows <= {field.full_name for field in fields}
 
 

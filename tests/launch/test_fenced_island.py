@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from protos import fragment_pb2 as wire
-from protos.control_pb2 import ROLE_ISLAND, Grant, ReportReply
+from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import ROLE_ISLAND, Grant, ReportReply
+from diloco.transport.contracts import PROTOCOL_VERSION
+from diloco.transport.grpc.client import GrpcTransport
 from tests.served_run import ServedRun
 from tests.waiting import said_by, wait_until
-from transport.contracts import PROTOCOL_VERSION
-from transport.grpc_client import GrpcTransport
 
 pytestmark = pytest.mark.timeout(120)
 

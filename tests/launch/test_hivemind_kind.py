@@ -10,17 +10,17 @@ import pytest
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.address import (
+from diloco.security.address import (
     coordinator_address,
     find_coordinator,
     listen,
     local_address,
     syncer_address,
 )
-from diloco.launch.security import Security
+from diloco.security.security import Security
+from diloco.transport.identity import Role
+from diloco.transport.libp2p.client import HivemindTransport
 from tests.run_files import write_run
-from transport.hivemind_client import HivemindTransport
-from transport.identity import Role
 
 PEER = "12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"
 OTHER = "QmQLxPbD2BoyiGKB3RuTTZEs2uK1avhQZZyPkagYHoKiim"

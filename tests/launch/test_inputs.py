@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco.checkpoint.checkpoints import FORMAT, MANIFEST, step_directory
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError
-from diloco.launch.checkpoints import FORMAT, MANIFEST, step_directory
-from diloco.launch.inputs import open_inputs
+from diloco.launch.rank.inputs import open_inputs
 from tests.data.text_files import pieces, write_jsonl, write_tokenizer
 from tests.run_files import write_run
 

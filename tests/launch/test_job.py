@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from diloco.errors import ConfigError
-from diloco.launch.job import Job, meet
+from diloco.launch.rank.job import Job, meet
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -15,9 +15,9 @@ import pytest
 from diloco.config.load import load_config
 from diloco.errors import CoordinatorUnavailable
 from diloco.launch import local
-from diloco.launch.ending import Interrupted, Request
 from diloco.launch.local import LocalRun
-from diloco.launch.restarts import RestartBudget
+from diloco.launch.process.ending import Interrupted, Request
+from diloco.launch.process.restarts import RestartBudget
 from tests.run_files import write_run
 
 SLEEPS = "exec sleep 60"

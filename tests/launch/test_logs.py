@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from diloco.launch.logs import LogFormatter, tail
+from diloco.launch.process.logs import LogFormatter, tail
 
 
 def shown(message: str, error: Exception | None = None) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from diloco.launch.job import limit_collectives
-from diloco.launch.lost_rank import call_roll, is_of_collective
-from diloco.sync.groups import make_groups
+from diloco.island.groups import make_groups
+from diloco.launch.rank.job import limit_collectives
+from diloco.launch.rank.lost_rank import call_roll, is_of_collective
 from tests.distributed import run_ranks
 
 PATIENCE_S = 0.5

@@ -15,19 +15,19 @@ from typer.testing import CliRunner
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import RunHalted
-from protos import control_pb2 as control
+from diloco.protos import control_pb2 as control
+from diloco.transport.contracts import PROTOCOL_VERSION
 from tests.coordinator_site import Site, call, eventually, status
-from transport.contracts import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.timeout(180)
 
 ELASTIC = ("outer.merge=on_arrival", "outer.min_contributions=1")
 ISLAND = """
 import asyncio, sys
-from protos import control_pb2 as control
-from transport.contracts import PROTOCOL_VERSION
-from transport.errors import TransportError
-from transport.grpc_client import GrpcTransport
+from diloco.protos import control_pb2 as control
+from diloco.transport.contracts import PROTOCOL_VERSION
+from diloco.transport.errors import TransportError
+from diloco.transport.grpc.client import GrpcTransport
 
 async def live(address, request):
     transport = GrpcTransport(address)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.orphaned import end_once_orphaned
+from diloco.launch.process.orphaned import end_once_orphaned
 from diloco.launch.syncer import _start
-from protos.fragment_pb2 import FragmentState
-from transport.loopback import run_virtual
+from diloco.protos.fragment_pb2 import FragmentState
+from diloco.transport.calls.loopback import run_virtual
 
 
 class Founding:
@@ -82,7 +82,9 @@ def test_what_it_slept_through_is_no_silence(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         frozen_s = 0.0
-        monkeypatch.setattr("diloco.launch.orphaned.loop_now", lambda: loop.time() + frozen_s)
+        monkeypatch.setattr(
+            "diloco.launch.process.orphaned.loop_now", lambda: loop.time() + frozen_s
+        )
         ending = asyncio.create_task(end_once_orphaned(lambda: 0, 600.0))
         await asyncio.sleep(100.0)
 

@@ -13,15 +13,15 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.launch import peer
-from diloco.launch.address import listen
-from diloco.launch.security import Security
-from diloco.launch.state_dir import StateDir, holder
+from diloco.launch.rank import peer
 from diloco.outer.fragments import TensorSpec, make_plan
-from protos.control_pb2 import Grant, JoinReply
+from diloco.protos.control_pb2 import Grant, JoinReply
+from diloco.security.address import listen
+from diloco.security.security import Security
+from diloco.state_dir import StateDir, holder
+from diloco.transport.calls.loopback import LoopbackNetwork
+from diloco.transport.identity import Role
 from tests.run_files import write_run
-from transport.identity import Role
-from transport.loopback import LoopbackNetwork
 
 
 def test_a_peer_that_cannot_listen_lets_go_of_everything(

@@ -9,14 +9,14 @@ import pytest
 
 from diloco.durable import make_directory_durably
 from diloco.errors import ConfigError
-from diloco.launch.peer import _take_to_timeline
-from diloco.launch.state_dir import StateDir, Timeline, read_timeline
+from diloco.launch.rank.peer import _take_to_timeline
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
-from diloco.rounds.pins import forget_pins, pinned_steps
-from diloco.rounds.store import FragmentStore
-from diloco.rounds.version import founding_record
-from protos.control_pb2 import Grant, JoinReply
-from transport.contracts import Buffer
+from diloco.protos.control_pb2 import Grant, JoinReply
+from diloco.state_dir import StateDir, Timeline, read_timeline
+from diloco.transport.contracts import Buffer
+from diloco.versions.pins import forget_pins, pinned_steps
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import founding_record
 
 STEP = 120
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.progress import INTERVAL_S, progress_bar
+from diloco.launch.process.progress import INTERVAL_S, progress_bar
 
 
 def test_quick_work_says_nothing_and_long_work_a_line_now_and_then() -> None:

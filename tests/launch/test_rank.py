@@ -15,16 +15,16 @@ import torch.distributed as dist
 from diloco.config.load import load_config
 from diloco.data.corpus import TextCorpus
 from diloco.errors import DilocoError, IslandFailed, RunStopped
-from diloco.launch.beginning import find_beginning
-from diloco.launch.connect import connect
-from diloco.launch.job import Job
-from diloco.launch.rank import _Rank, run_rank
-from protos.control_pb2 import StandingReply
+from diloco.launch.rank.beginning import find_beginning
+from diloco.launch.rank.connect import connect
+from diloco.launch.rank.job import Job
+from diloco.launch.rank.main import _Rank, run_rank
+from diloco.protos.control_pb2 import StandingReply
+from diloco.transport.contracts import IncomingCall, Reply
 from tests.distributed import run_ranks
 from tests.guarded_server import serving
 from tests.run_files import run_to_end, write_run
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.contracts import IncomingCall, Reply
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -116,14 +116,14 @@ def test_only_an_end_that_failed_is_logged_as_an_error(
     level: str,
 ) -> None:
     config = load_config(write_run(tmp_path, {"east": ""}), island="east")
-    monkeypatch.setattr("diloco.launch.rank.log_to", Mock())  # the root logger is everybody's
+    monkeypatch.setattr("diloco.launch.rank.main.log_to", Mock())  # the root logger is everybody's
     monkeypatch.setattr(_Rank, "run", Mock(side_effect=error))
 
     with caplog.at_level("INFO"):
         code = run_rank(config, Job(0, 1, ""), coordinator_address=NOBODY, output_dir=tmp_path)
 
     assert code == error.exit_code
-    (told,) = [r for r in caplog.records if r.name == "diloco.launch.rank"]
+    (told,) = [r for r in caplog.records if r.name == "diloco.launch.rank.main"]
     assert (told.levelname, told.getMessage()) == (
         level,
         f"island stops, exit_code={code}: {error}",
@@ -135,7 +135,7 @@ def test_copies_in_memory_are_refused_where_another_launcher_started_the_ranks(
 ) -> None:
     setting = ["islands.east.memory_checkpoint_steps=5"]
     config = load_config(write_run(tmp_path, {"east": ""}), setting, island="east")
-    monkeypatch.setattr("diloco.launch.rank.log_to", Mock())
+    monkeypatch.setattr("diloco.launch.rank.main.log_to", Mock())
 
     code = run_rank(config, Job(0, 1, ""), coordinator_address=NOBODY, output_dir=tmp_path)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.checkpoint.export import export_run
 from diloco.config.load import load_config
-from diloco.launch.export import export_run
-from diloco.launch.state_dir import StateDir, read_endpoint, stop_syncer
+from diloco.state_dir import StateDir, read_endpoint, stop_syncer
 from tests.data.text_files import pieces, write_jsonl
 from tests.launch.stored_run import random_parameters, store_run, tiny_run
 from tests.launch.warm_run import WarmRun
@@ -64,7 +64,7 @@ def start(run_file: Path, state: StateDir, output: Path) -> subprocess.Popen[str
     arguments = ["--config", str(run_file), "--island", "east"]
     arguments += ["--coordinator", endpoint.address, "--output", str(output)]
     return subprocess.Popen(
-        [sys.executable, "-m", "diloco.launch.rank", *arguments],
+        [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         text=True,
     )

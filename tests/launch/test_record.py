@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from diloco.inner.trainer import InnerMetrics
-from diloco.launch.record import RankRecord
-from diloco.sync.registration import IslandState
+from diloco.island.registration import IslandState
+from diloco.launch.rank.record import RankRecord
 from diloco.telemetry.sinks import JsonlSink
+from diloco.trainer.trainer import InnerMetrics
 
 
 class Rank:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.launch.restarts import MAX_OUTAGE_S, Outage, RestartBudget
+from diloco.launch.process.restarts import MAX_OUTAGE_S, Outage, RestartBudget
 
 
 @pytest.mark.parametrize(

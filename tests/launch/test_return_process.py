@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.run_checkpoints import open_journal
-from protos.control_pb2 import Grant, HeldOut
+from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.protos.control_pb2 import Grant, HeldOut
+from tests.coordinator.test_coordinator_process import founded, leave, pin, poll, publish, report
 from tests.coordinator_site import Site, eventually, status
-from tests.launch.test_coordinator_process import founded, leave, pin, poll, publish, report
 
 pytestmark = pytest.mark.timeout(120)
 

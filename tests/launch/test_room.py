@@ -15,12 +15,13 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
-from diloco.launch import coordinator, island, room
-from diloco.launch.ending import Request
-from diloco.launch.room import having_room
-from diloco.launch.state_dir import StateDir
+from diloco.launch import coordinator, island
+from diloco.launch.process import room
+from diloco.launch.process.ending import Request
+from diloco.launch.process.room import having_room
+from diloco.state_dir import StateDir
+from diloco.transport.calls.loopback import run_virtual
 from tests.launch.island_site import RUN
-from transport.loopback import run_virtual
 
 
 def test_it_is_written_once_there_is_room_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.launch.state_dir import (
+from diloco.state_dir import (
     Endpoint,
     Held,
     StateDir,
@@ -28,7 +28,7 @@ from diloco.launch.state_dir import (
 HOLDER = """
 import signal, sys, time
 from pathlib import Path
-from diloco.launch.state_dir import hold
+from diloco.state_dir import hold
 signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[2] == "stubborn" else signal.SIG_DFL)
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
@@ -91,7 +91,7 @@ def test_lock_passes_to_a_process_that_inherits_its_descriptor(tmp_path: Path) -
 def test_syncer_is_stopped_whatever_it_does(
     tmp_path: Path, manner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.launch.state_dir._STOP_S", 0.5)
+    monkeypatch.setattr("diloco.state_dir._STOP_S", 0.5)
     state = StateDir(tmp_path / "state")
     state.create()
     stop_syncer(state)  # nobody there: nothing to do

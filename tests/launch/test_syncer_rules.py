@@ -13,14 +13,14 @@ import pytest
 from diloco.config.classes import policy_json
 from diloco.config.load import load_config, with_settings
 from diloco.errors import ConfigError
-from diloco.launch.build import build_syncer_rules
-from diloco.launch.state_dir import StateDir
+from diloco.forecast.build import build_syncer_rules
 from diloco.launch.syncer import _keep_plan, _Orders
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds.orders import Orders
-from diloco.rounds.reporter import Reporter
-from diloco.rounds.terms import Roster
-from protos.control_pb2 import SyncerHelloReply
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.terms import Roster
+from diloco.protos.control_pb2 import SyncerHelloReply
+from diloco.state_dir import StateDir
+from diloco.syncer.reporter import Reporter
 from tests.run_files import write_run
 
 ISLANDS = {"east": "", "west": ""}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from diloco.launch import syncer_supervisor
-from diloco.launch.state_dir import Endpoint, StateDir
 from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.state_dir import Endpoint, StateDir
 
 #: Longer than the whole test: a start after a wait does not happen in it.
 NEVER_S = 3600.0

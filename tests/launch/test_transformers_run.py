@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from diloco.checkpoint.export import export_run
+from diloco.checkpoint.warm_start import find_warm_start
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.families import parameter_shapes, shape_of
-from diloco.launch.export import export_run
-from diloco.launch.forecast import forecast
-from diloco.launch.inputs import open_inputs
-from diloco.launch.warm_start import find_warm_start
-from simulations.run_model import run_plan
+from diloco.forecast.forecast import forecast
+from diloco.launch.rank.inputs import open_inputs
+from diloco.simulations.runs.run_model import run_plan
+from diloco.trainer.models.families import parameter_shapes, shape_of
 from tests.launch.stored_run import random_parameters, store_run
 from tests.run_files import of_transformers, run_to_end, write_run
 

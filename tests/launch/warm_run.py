@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.checkpoint.warm_start import WarmStart, find_warm_start
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.inner.model import LlamaShape
-from diloco.launch.warm_start import WarmStart, find_warm_start
+from diloco.trainer.models.model import LlamaShape
 from tests.launch.stored_run import random_parameters, tiny_run
 
 

@@ -23,7 +23,7 @@ from diloco.outer.combination import (
     mean_of,
 )
 from diloco.outer.units import Unit
-from diloco.rounds.replay import COEFFICIENT_TOLERANCE
+from diloco.versions.replay import COEFFICIENT_TOLERANCE
 
 RADIAL = MergeRule("radial_directional")
 # Coefficients are float64 rounded to float32, and M products and sums in float32 follow.

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from simulations.emulate.config import load_wan
-from simulations.emulate.emulation import Emulation
-from simulations.emulate.namespaces import inside, insist_on_means
+from diloco.simulations.emulate.config import load_wan
+from diloco.simulations.emulate.emulation import Emulation
+from diloco.simulations.emulate.namespaces import inside, insist_on_means
 
 
 def _why_not() -> str:

@@ -2,7 +2,7 @@
 
 import struct
 
-from simulations.emulate.packets import VNET_HEADER
+from diloco.simulations.emulate.packets import VNET_HEADER
 
 NEEDS_CSUM = 1
 TCP4, TCP6, UDP = 1, 4, 5

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from simulations.emulate.emulation import Emulation
-from simulations.emulate.namespaces import inside
+from diloco.simulations.emulate.emulation import Emulation
+from diloco.simulations.emulate.namespaces import inside
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.retry import RetryPolicy, retry
 from tests.simulations.emulated_site import make_emulation, needs_namespaces, star
-from transport.grpc_client import GrpcTransport
-from transport.hivemind_client import HivemindTransport
-from transport.retry import RetryPolicy, retry
 
 pytestmark = [needs_namespaces, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -34,9 +34,9 @@ DEADLINE_S = 60.0
 SERVER = """
 import asyncio, json, sys
 from pathlib import Path
-from transport.contracts import Reply
-from transport.grpc_server import GrpcServer
-from transport.hivemind_server import HivemindServer
+from diloco.transport.contracts import Reply
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.libp2p.server import HivemindServer
 async def echo(call):
     return Reply(call.header, await call.read_payload())
 async def main():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from simulations.emulate.namespaces import NAMESPACES, OWNERS
+from diloco.simulations.emulate.namespaces import NAMESPACES, OWNERS
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces, star
 from tests.waiting import wait_until

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from simulations.emulate import kernel
-from simulations.emulate.check import Finding, check
-from simulations.emulate.emulation import Emulation
-from simulations.emulate.measure import End, measure_rate_bps, measure_rtt_s
-from simulations.emulate.namespaces import NAMESPACES, OWNERS, inside
-from simulations.emulate.network import LinkState
+from diloco.simulations.emulate import kernel
+from diloco.simulations.emulate.check import Finding, check
+from diloco.simulations.emulate.emulation import Emulation
+from diloco.simulations.emulate.measure import End, measure_rate_bps, measure_rtt_s
+from diloco.simulations.emulate.namespaces import NAMESPACES, OWNERS, inside
+from diloco.simulations.emulate.network import LinkState
+from diloco.transport.shaping.link import Link
 from tests.simulations.emulated_site import Transfer, make_emulation, needs_namespaces, star
 from tests.waiting import said_by
-from transport.link import Link
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(120)]
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulations.goodput.closed_form import fleet_goodput, nobody_s
-from simulations.goodput.failures import (
+from diloco.simulations.goodput.closed_form import fleet_goodput, nobody_s
+from diloco.simulations.goodput.failures import (
     Fleet,
     simulate_fleet,
     simulate_learner,
     stopped,
 )
-from simulations.goodput.lifetimes import Floats, Lifetimes
+from diloco.simulations.goodput.lifetimes import Floats, Lifetimes
 
 YEAR_S = 8760 * 3600.0
 

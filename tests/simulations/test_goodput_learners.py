@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diloco.rounds.timing import TimingRules
-from simulations.goodput.failures import Fleet, simulate_fleet, simulate_learner, stopped
-from simulations.goodput.learners import Learner, LearnersTime, simulate_learners
-from simulations.goodput.lifetimes import Lifetimes
-from simulations.goodput.rounds import Rounds
+from diloco.protocol.rounds.timing import TimingRules
+from diloco.simulations.goodput.failures import Fleet, simulate_fleet, simulate_learner, stopped
+from diloco.simulations.goodput.learners import Learner, LearnersTime, simulate_learners
+from diloco.simulations.goodput.lifetimes import Lifetimes
+from diloco.simulations.goodput.rounds import Rounds
 
 TIMING = TimingRules(
     inner_steps_per_round=8,

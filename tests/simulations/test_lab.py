@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
-from simulations.lab.batches import batches_of, union_of
-from simulations.lab.config import Flags
-from simulations.lab.point import Point, open_text, points_of
-from simulations.lab.run import Result, run_point, write_start
-from simulations.lab.timeline import Timeline
-from simulations.trace import tracks_of
+from diloco.simulations.engine.trace import tracks_of
+from diloco.simulations.lab.batches import batches_of, union_of
+from diloco.simulations.lab.config import Flags
+from diloco.simulations.lab.point import Point, open_text, points_of
+from diloco.simulations.lab.run import Result, run_point, write_start
+from diloco.simulations.lab.timeline import Timeline
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "simulations" / "run.toml"
 #: A model of 21,000 parameters on sequences of 16 bytes.

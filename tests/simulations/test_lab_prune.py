@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.outer.fragments import TensorSpec, make_plan
-from simulations.lab.config import PruneConfig
-from simulations.lab.prune import prune_, pruned_places
-from simulations.lab.run import run_point
+from diloco.simulations.lab.config import PruneConfig
+from diloco.simulations.lab.prune import prune_, pruned_places
+from diloco.simulations.lab.run import run_point
 from tests.simulations.test_lab import tiny
 
 By = Literal["sign", "size"]

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.config.load import section_with
 from diloco.errors import ConfigError
-from simulations.lab.experiment import (
+from diloco.simulations.lab.experiment import (
     DIRECTORY,
     FULL,
     QUICK,
@@ -19,10 +19,10 @@ from simulations.lab.experiment import (
     Size,
     load_experiments,
 )
-from simulations.lab.point import points_of
-from simulations.lab.results import Found, write_results
-from simulations.lab.run import Result
-from simulations.lab.verdicts import judge
+from diloco.simulations.lab.point import points_of
+from diloco.simulations.lab.results import Found, write_results
+from diloco.simulations.lab.run import Result
+from diloco.simulations.lab.verdicts import judge
 
 #: Targets that small runs can check.
 TARGETS = {"B1", "B2", "B3", "B4", "B5", "B6", "B8", "B9", "B10", "B11", "B12"}

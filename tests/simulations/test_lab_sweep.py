@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from diloco.cli.main import app
 from diloco.errors import ConfigError
-from simulations.lab.cache import Cache
-from simulations.lab.config import Flags
-from simulations.lab.point import points_of
-from simulations.lab.sweep import run_points
+from diloco.simulations.lab.cache import Cache
+from diloco.simulations.lab.config import Flags
+from diloco.simulations.lab.point import points_of
+from diloco.simulations.lab.sweep import run_points
 from tests.simulations.test_lab import BASE, ON_ARRIVAL, TINY, tiny
 from tests.waiting import wait_until
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from simulations.emulate.line import LATE_BOUNDS_S, Line, LineSettings, late_quantile_s
-from simulations.emulate.packets import VNET_BYTES, VNET_HEADER
+from diloco.simulations.emulate.line import LATE_BOUNDS_S, Line, LineSettings, late_quantile_s
+from diloco.simulations.emulate.packets import VNET_BYTES, VNET_HEADER
 from tests.simulations.frames import MSS, TCP4, make_frame
 
 PACKET = VNET_HEADER.pack(0, 0, 0, 0, 0, 0) + b"\x45" + bytes(99)

@@ -4,11 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from simulations.emulate import kernel
-from simulations.emulate.config import ChangeConfig, load_wan
-from simulations.emulate.network import LinkState, Network, build_network, change_times, link_state
+from diloco.simulations.emulate import kernel
+from diloco.simulations.emulate.config import ChangeConfig, load_wan
+from diloco.simulations.emulate.network import (
+    LinkState,
+    Network,
+    build_network,
+    change_times,
+    link_state,
+)
+from diloco.transport.shaping.link import Link
 from tests.simulations.test_wan_file import LINK, MESH, STAR, write
-from transport.link import Link
 
 TWO_TIER = f"""
 topology = "two-tier"

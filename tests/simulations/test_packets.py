@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from simulations.emulate.packets import VNET_BYTES, VNET_HEADER, num_packets, without
+from diloco.simulations.emulate.packets import VNET_BYTES, VNET_HEADER, num_packets, without
 from tests.simulations.frames import (
     MSS,
     NEEDS_CSUM,

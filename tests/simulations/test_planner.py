@@ -13,22 +13,22 @@ from diloco.config.load import config_of
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.fragments import TensorSpec, make_plan
-from simulations.costs import EAGER, FREE, MEASURED, HostCosts
-from simulations.planner.alternatives import alternatives
-from simulations.planner.assumptions import (
+from diloco.simulations.planner.alternatives import alternatives
+from diloco.simulations.planner.assumptions import (
     Assumptions,
     Told,
     estimated_step,
     find_links,
     told_steps,
 )
-from simulations.planner.capacity import Capacity, insist_on_capacity
-from simulations.planner.penalties import Effect, Penalties
-from simulations.planner.prediction import predict, simulate_whole
-from simulations.planner.setting import Grid, Setting
-from simulations.planner.suggestion import Search
-from simulations.run_model import fragment_sizes, run_plan
-from transport.link import Link, LinkProfile
+from diloco.simulations.planner.capacity import Capacity, insist_on_capacity
+from diloco.simulations.planner.penalties import Effect, Penalties
+from diloco.simulations.planner.prediction import predict, simulate_whole
+from diloco.simulations.planner.setting import Grid, Setting
+from diloco.simulations.planner.suggestion import Search
+from diloco.simulations.runs.costs import EAGER, FREE, MEASURED, HostCosts
+from diloco.simulations.runs.run_model import fragment_sizes, run_plan
+from diloco.transport.shaping.link import Link, LinkProfile
 
 STEP_S, RTT_S = 0.1, 0.04
 
@@ -350,7 +350,7 @@ def test_what_is_told_and_cannot_be_is_refused(told: Told, words: str) -> None:
 
 
 def test_a_step_is_estimated_from_operations_and_a_peak() -> None:
-    from diloco.launch.forecast import forecast
+    from diloco.forecast.forecast import forecast
 
     config = run()
     rank = forecast(config).ranks["east"]

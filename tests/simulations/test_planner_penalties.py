@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from simulations.planner.penalties import Point, Study, fit, load_penalties
-from simulations.planner.setting import Setting
+from diloco.simulations.planner.penalties import Point, Study, fit, load_penalties
+from diloco.simulations.planner.setting import Setting
 
 PLAIN = Setting(30, 4, 0, "float32", "float32", 16)
 

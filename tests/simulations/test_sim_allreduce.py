@@ -9,17 +9,17 @@ import pytest
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.traffic import allreduce_bytes, allreduce_traffic
-from diloco.sync.layout import build_schedule
-from simulations.costs import FREE
-from simulations.lives import Absence
-from simulations.run_model import SimulatedRun, run_plan, simulate_run
+from diloco.forecast.traffic import allreduce_bytes, allreduce_traffic
+from diloco.island.layout import build_schedule
+from diloco.simulations.engine.lives import Absence
+from diloco.simulations.runs.costs import FREE
+from diloco.simulations.runs.run_model import SimulatedRun, run_plan, simulate_run
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.contracts import Transport
+from diloco.transport.shaping.link import Link, LinkProfile
+from diloco.transport.shaping.shaped import ShapedTransport
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import Setting
-from transport.contracts import Transport
-from transport.link import Link, LinkProfile
-from transport.loopback import run_virtual
-from transport.shaped import ShapedTransport
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "runs"
 #: Alike both ways, as the in-process shaping takes the puller's link alone.

@@ -11,10 +11,10 @@ from typer.testing import CliRunner, Result
 
 from diloco.cli.main import app
 from diloco.errors import ConfigError
-from simulations import check
-from simulations.check_row import CheckRow
-from simulations.goodput.config import load_goodput
-from simulations.goodput.scenario import simulate_goodput
+from diloco.simulations.goodput.config import load_goodput
+from diloco.simulations.goodput.scenario import simulate_goodput
+from diloco.simulations.published import check
+from diloco.simulations.published.check_row import CheckRow
 
 KNOWN_MISSES = {
     "A6": ["nobody trains, in 30 days: M=8, 2,400,000 chips"],

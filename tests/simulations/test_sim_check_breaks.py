@@ -16,15 +16,17 @@ from diloco.compression.sparse import TopKCodec
 from diloco.outer import fragments
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
-from diloco.rounds.timing import MeasuredTiming
-from simulations import check, decoupled, published, utilization
-from simulations.check_row import Comparison, Miss
-from simulations.goodput import decoupled_table
-from simulations.goodput.config import RoundsConfig
-from simulations.goodput.failures import Fleet, simulate_fleet
-from simulations.goodput.lifetimes import Lifetimes
-from simulations.goodput.rounds import FragmentSyncer
-from simulations.network import Pipe
+from diloco.protocol.rounds.timing import MeasuredTiming
+from diloco.simulations.engine.network import Pipe
+from diloco.simulations.goodput import decoupled_table
+from diloco.simulations.goodput.config import RoundsConfig
+from diloco.simulations.goodput.failures import Fleet, simulate_fleet
+from diloco.simulations.goodput.lifetimes import Lifetimes
+from diloco.simulations.goodput.rounds import FragmentSyncer
+from diloco.simulations.published import check
+from diloco.simulations.published import goodput as published
+from diloco.simulations.published.check_row import Comparison, Miss
+from diloco.simulations.scenarios import decoupled, utilization
 
 _rounds = RoundsConfig.rounds
 _rules = decoupled._rules

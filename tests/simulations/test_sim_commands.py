@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from diloco.cli.main import app
 from diloco.errors import ConfigError
-from simulations.scenario import METHODS, Scenario
-from simulations.utilization import simulate
+from diloco.simulations.scenarios.scenario import METHODS, Scenario
+from diloco.simulations.scenarios.utilization import simulate
 
 BANDWIDTH = (
     "sim bandwidth --params 10e9 --layers 48 --step-time 0.8s --method streaming "

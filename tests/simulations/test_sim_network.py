@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from simulations.engine import Engine
-from simulations.lives import Failures, Weibull
-from simulations.network import Network, Outage, Path, Pipe, Tcp
-from transport.link import Link
+from diloco.simulations.engine.clock import Engine
+from diloco.simulations.engine.lives import Failures, Weibull
+from diloco.simulations.engine.network import Network, Outage, Path, Pipe, Tcp
+from diloco.transport.shaping.link import Link
 
 
 def path(name: str, *pipes: Pipe, tcp: Tcp | None = None, **link: float) -> Path:

@@ -10,13 +10,13 @@ import pytest
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.traffic import diloco_traffic
-from diloco.sync.layout import build_schedule
-from simulations.costs import FREE
-from simulations.lives import Absence, Failures, Weibull
-from simulations.network import Outage
-from simulations.run_model import SimulatedRun, run_plan, simulate_run
-from transport.link import find_profile
+from diloco.forecast.traffic import diloco_traffic
+from diloco.island.layout import build_schedule
+from diloco.simulations.engine.lives import Absence, Failures, Weibull
+from diloco.simulations.engine.network import Outage
+from diloco.simulations.runs.costs import FREE
+from diloco.simulations.runs.run_model import SimulatedRun, run_plan, simulate_run
+from diloco.transport.shaping.link import find_profile
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "runs"
 STEP_S = 0.1

@@ -10,10 +10,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from simulations import paper_tables, wallclock
-from simulations.bandwidth import GRID, bandwidth_curve, needed_bps, on_grid
-from simulations.scenario import METHODS, Scenario, make_scenarios
-from simulations.utilization import simulate
+from diloco.simulations.published import paper_tables
+from diloco.simulations.scenarios import wallclock
+from diloco.simulations.scenarios.bandwidth import GRID, bandwidth_curve, needed_bps, on_grid
+from diloco.simulations.scenarios.scenario import METHODS, Scenario, make_scenarios
+from diloco.simulations.scenarios.utilization import simulate
 
 
 def scenario(**values: Any) -> Scenario:

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
+from diloco.simulations.engine.plots import timeline_figure
+from diloco.simulations.engine.timeline import Span, SpanKind
+from diloco.simulations.engine.trace import chrome_trace, run_spans, shown, sums_of, tracks_of
+from diloco.simulations.runs.lanes import by_lane, spans_by_lane
+from diloco.simulations.runs.run_model import run_plan, simulate_run
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone, PhaseDone
 from diloco.telemetry.round_events import RoundClosed
 from diloco.telemetry.sinks import JsonlSink
-from simulations.lanes import by_lane, spans_by_lane
-from simulations.plots import timeline_figure
-from simulations.run_model import run_plan, simulate_run
-from simulations.timeline import Span, SpanKind
-from simulations.trace import chrome_trace, run_spans, shown, sums_of, tracks_of
 from tests.run_files import FFN_DIM_OF_LANES, run_to_end, write_run
 
 RUN = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"

@@ -14,7 +14,7 @@ from diloco.cli.main import app
 from diloco.config.load import resolved_toml
 from diloco.durable import write_json
 from diloco.errors import ConfigError
-from simulations.validate import (
+from diloco.simulations.validation.validate import (
     POINTS,
     QUICK_POINTS,
     Sweep,
@@ -23,9 +23,9 @@ from simulations.validate import (
     residual,
     residual_text,
 )
-from simulations.validate_costs import Calibration, host_costs
-from simulations.validate_prediction import planned_s, predict
-from simulations.validate_run import (
+from diloco.simulations.validation.validate_costs import Calibration, host_costs
+from diloco.simulations.validation.validate_prediction import planned_s, predict
+from diloco.simulations.validation.validate_run import (
     FIGURES,
     Point,
     Setting,

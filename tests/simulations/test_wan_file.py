@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from simulations.emulate.config import load_wan
-from simulations.emulate.network import build_network
+from diloco.simulations.emulate.config import load_wan
+from diloco.simulations.emulate.network import build_network
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs" / "wan").glob("*.toml"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.sync.io_thread import IoThread
+from diloco.io_thread import IoThread
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from prometheus_client.core import GaugeMetricFamily
 
 from diloco.telemetry.prometheus import MetricsServer
 from diloco.telemetry.protection import Protection
+from diloco.transport.security.certificates import read_certificates
+from diloco.transport.security.tokens import make_token
 from tests.transport.pki import COORDINATOR, Pki
-from transport.certificates import read_certificates
-from transport.tokens import make_token
 
 TIMEOUT_S = 30.0
 

@@ -15,11 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import REGISTRY, Collector
 
 from diloco.errors import ConfigError
-from diloco.refusals import Cause
-from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics, syncer_metrics
-from diloco.telemetry.round_events import RoundClosed
-from diloco.telemetry.syncer_meter import SyncerMeter
-from protos.control_pb2 import (
+from diloco.protos.control_pb2 import (
     FragmentStatus,
     IslandStatus,
     RefusalCount,
@@ -27,7 +23,11 @@ from protos.control_pb2 import (
     StatusReply,
     SyncerStatus,
 )
-from protos.fragment_pb2 import FragmentState
+from diloco.protos.fragment_pb2 import FragmentState
+from diloco.refusals import Cause
+from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics, syncer_metrics
+from diloco.telemetry.round_events import RoundClosed
+from diloco.telemetry.syncer_meter import SyncerMeter
 
 
 class _Given(Collector):

@@ -7,8 +7,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from transport.contracts import IncomingCall, Reply
-from transport.hivemind_server import HivemindServer
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.libp2p.server import HivemindServer
 
 
 def say(line: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from transport.certificates import (
+from diloco.transport.identity import Identity, Role
+from diloco.transport.security.certificates import (
     Authority,
     certificate_pem,
     issue,
     make_authority,
 )
-from transport.identity import Identity, Role
-from transport.tls import CA_FILE, ISSUER_FILE, Tls
+from diloco.transport.security.tls import CA_FILE, ISSUER_FILE, Tls
 
 RUN = "test"
 COORDINATOR = Identity(RUN, Role.COORDINATOR)

@@ -11,12 +11,12 @@ import resource
 import sys
 from pathlib import Path
 
-import transport.grpc_listener
+import diloco.transport.grpc.listener
+from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.security.tls import Tls
 from tests.transport.pki import COORDINATOR
-from transport.contracts import IncomingCall, Reply
-from transport.grpc_server import GrpcServer
-from transport.limits import Limits
-from transport.tls import Tls
 
 
 async def echo(call: IncomingCall) -> Reply:
@@ -24,8 +24,8 @@ async def echo(call: IncomingCall) -> Reply:
 
 
 async def serve(certs: Path, between_s: float, num_processes: int) -> None:
-    transport.grpc_listener._BETWEEN_S = between_s
-    transport.grpc_listener._LOOK_S = min(between_s, transport.grpc_listener._LOOK_S)
+    diloco.transport.grpc.listener._BETWEEN_S = between_s
+    diloco.transport.grpc.listener._LOOK_S = min(between_s, diloco.transport.grpc.listener._LOOK_S)
     limits = Limits().for_processes(num_processes)
     tls = Tls(certs, COORDINATOR)
     server = GrpcServer("127.0.0.1:0", {"echo": echo}, tls=tls, limits=limits)

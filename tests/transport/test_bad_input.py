@@ -20,8 +20,9 @@ import grpc.aio
 import pytest
 import xxhash
 
-from transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
-from transport.errors import (
+from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
+from diloco.transport.errors import (
     ConnectError,
     DeadlineExceeded,
     FrameError,
@@ -29,11 +30,10 @@ from transport.errors import (
     PeerReset,
     TransportError,
 )
-from transport.framing import MAX_CHUNKS, FrameReader, frame_messages
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.grpc_wire import SERVER_OPTIONS, SERVICE
-from transport.limits import Limits
+from diloco.transport.framing import MAX_CHUNKS, FrameReader, frame_messages
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.grpc.wire import SERVER_OPTIONS, SERVICE
 
 DEADLINE_S = 30.0
 SILENCE_S = 0.3
@@ -251,7 +251,7 @@ def test_a_zip_bomb_is_refused_packed() -> None:
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**dict(SERVER_OPTIONS), "grpc.server_handshake_timeout_ms": 300}
-    monkeypatch.setattr("transport.grpc_listener.SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr("diloco.transport.grpc.listener.SERVER_OPTIONS", tuple(options.items()))
 
     async def claim(address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -281,7 +281,7 @@ def test_a_connection_without_calls_is_closed_however_it_pings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {**dict(SERVER_OPTIONS), "grpc.max_connection_idle_ms": 300}
-    monkeypatch.setattr("transport.grpc_listener.SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr("diloco.transport.grpc.listener.SERVER_OPTIONS", tuple(options.items()))
 
     async def claim(address: str) -> None:
         raw = RawHttp2(address)
@@ -400,9 +400,9 @@ def test_calls_that_fail_are_logged_so_often_and_with_a_trace_if_it_is_our_failu
         await transport.close()
         await server.stop(0.0)
 
-    with caplog.at_level(logging.INFO, "transport.dispatch"):
+    with caplog.at_level(logging.INFO, "diloco.transport.calls.dispatch"):
         asyncio.run(run())
-    said = [record for record in caplog.records if record.name == "transport.dispatch"]
+    said = [record for record in caplog.records if record.name == "diloco.transport.calls.dispatch"]
     assert 3 <= len(said) < 30  # one more every 3.3 s on a slow machine
     assert {record.levelno for record in said} == {level}
     assert all(bool(record.exc_info) == has_trace for record in said)

@@ -9,8 +9,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from tests.transport.pki import COORDINATOR, EAST, RUN, WEST
-from transport.certificates import (
+from diloco.transport.identity import Identity, Role
+from diloco.transport.security.certificates import (
     Authority,
     CertificateError,
     expiry_of,
@@ -27,7 +27,7 @@ from transport.certificates import (
     read_key,
     read_request,
 )
-from transport.identity import Identity, Role
+from tests.transport.pki import COORDINATOR, EAST, RUN, WEST
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 DAY = datetime.timedelta(days=1)

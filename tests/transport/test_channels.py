@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from transport.channels import (
+from diloco.transport.channels import (
     MOST_CHANNELS,
     MOST_TOLERANT,
     Channels,
@@ -17,11 +17,11 @@ from transport.channels import (
     SegmentCounts,
     wanted_channels,
 )
-from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.tcp_counters import can_count, segment_counts
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import ConnectError
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.tcp_counters import can_count, segment_counts
 
 DEADLINE_S = 30.0
 
@@ -218,7 +218,7 @@ def test_concurrent_calls_use_as_many_connections_as_told(channels: int, connect
 @pytest.mark.skipif(not can_count(), reason="this system does not count segments")
 def test_measured_loss_opens_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     lossy = {1: SegmentCounts(sent=100_000, retransmitted=100)}
-    monkeypatch.setattr("transport.grpc_client.segment_counts", lambda places: lossy)
+    monkeypatch.setattr("diloco.transport.grpc.client.segment_counts", lambda places: lossy)
     peers: set[str] = set()
 
     async def run() -> None:
@@ -255,7 +255,7 @@ def test_connections_to_a_proxy_are_looked_at_too(
         looked_for.append(places)
         return {}
 
-    monkeypatch.setattr("transport.grpc_client.segment_counts", look)
+    monkeypatch.setattr("diloco.transport.grpc.client.segment_counts", look)
 
     async def run() -> None:
         transport = GrpcTransport("127.0.0.1:1", channels=0, proxy=proxy)

@@ -5,8 +5,8 @@ import errno
 
 import pytest
 
-from transport.deadlines import Deadlines
-from transport.errors import DeadlineExceeded, TransportClosed
+from diloco.transport.deadlines import Deadlines
+from diloco.transport.errors import DeadlineExceeded, TransportClosed
 
 
 def test_the_end_of_the_scope_is_deadline_exceeded() -> None:

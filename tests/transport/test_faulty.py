@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.kinds import KINDS, Kind
-from transport.contracts import IncomingCall, Reply, Transport
-from transport.errors import (
+from diloco.transport.contracts import IncomingCall, Reply, Transport
+from diloco.transport.errors import (
     ChecksumMismatch,
     ConnectError,
     DeadlineExceeded,
@@ -16,7 +15,9 @@ from transport.errors import (
     PeerReset,
     TransportError,
 )
-from transport.faulty import (
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.shaping.faulty import (
     Fault,
     Faults,
     FaultScript,
@@ -24,8 +25,7 @@ from transport.faulty import (
     Gate,
     faulty_handlers,
 )
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
+from tests.contract.kinds import KINDS, Kind
 
 DEADLINE_S = 30.0
 SHORT_S = 0.3

@@ -7,14 +7,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.errors import (
+from diloco.transport.errors import (
     ChecksumMismatch,
     FrameError,
     MessageTooLarge,
     TransportError,
     VersionMismatch,
 )
-from transport.framing import (
+from diloco.transport.framing import (
     MAX_CHUNK_BYTES,
     MAX_HEADER_BYTES,
     WHOLE_BYTES,

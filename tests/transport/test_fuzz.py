@@ -36,22 +36,20 @@ from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator import decider as decider_module
-from diloco.coordinator.claims import Claims
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.membership import Membership
 from diloco.coordinator.operator_desk import Operations
-from diloco.coordinator.terms import Terms, terms_of
 from diloco.errors import ConfigError, DilocoError
-from diloco.launch.access import RULES, guarded
+from diloco.island.peer import peer as peer_module
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.rounds import polls as polls_module
-from diloco.rounds.donation import LaneGiven, Manifest
-from diloco.rounds.orders import Orders
-from diloco.sync import peer as peer_module
-from protos import allreduce_pb2, fragment_pb2
-from protos.control_pb2 import (
+from diloco.protocol.rounds.donation import LaneGiven, Manifest
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.run.claims import Claims
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.terms import Terms, terms_of
+from diloco.protos import allreduce_pb2, fragment_pb2
+from diloco.protos.control_pb2 import (
     ROLE_ISLAND,
     ROLE_SYNCER,
     FragmentStatus,
@@ -61,18 +59,20 @@ from protos.control_pb2 import (
     StatusReply,
     StatusRequest,
 )
+from diloco.security.access import RULES, guarded
+from diloco.syncer import polls as polls_module
+from diloco.transport.calls.loopback import VirtualClockLoop
+from diloco.transport.calls.requesting import Request
+from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, Reply
+from diloco.transport.errors import TransportError
+from diloco.transport.framing import MAX_HEADER_BYTES, FrameReader, frame_messages, frame_whole
+from diloco.transport.identity import Identity, Role
+from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.turns import LineTurns
+from diloco.transport.transfer import Partial, Transfer
 from tests.raw_island import NUMEL, RawIsland, founded
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import RUN, Setting, VirtualRun, grant
-from transport.contracts import PROTOCOL_VERSION, Handlers, Reply
-from transport.errors import TransportError
-from transport.framing import MAX_HEADER_BYTES, FrameReader, frame_messages, frame_whole
-from transport.identity import Identity, Role
-from transport.loopback import VirtualClockLoop
-from transport.pacing import Pacer
-from transport.requesting import Request
-from transport.transfer import Partial, Transfer
-from transport.turns import LineTurns
 
 SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
@@ -131,7 +131,7 @@ _NAMES = st.sampled_from([bytes(16), b"n" * 16, b"m" * 16])
 
 @st.composite
 def openings(draw: st.DrawFn) -> bytes:
-    """Draw a first message with a right checksum, whatever it says: see `transport.framing`."""
+    """Draw a first message with a right checksum, whatever it says (`diloco.transport.framing`)."""
     header = draw(st.binary(max_size=20))
     body = draw(st.binary(max_size=60))
     declared = draw(st.sampled_from([len(body), 0, 1, 200, 1 << 16, 2**63, 2**64 - 1]))

@@ -7,11 +7,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.transport.test_framing import sealed
-from tests.waiting import wait_until
-from transport.addresses import split_address
-from transport.contracts import Buffer, Handlers, IncomingCall, Reply, Server
-from transport.errors import (
+from diloco.transport.addresses import split_address
+from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply, Server
+from diloco.transport.errors import (
     ChecksumMismatch,
     ConnectError,
     DamagedFrame,
@@ -21,11 +19,13 @@ from transport.errors import (
     TransportError,
     VersionMismatch,
 )
-from transport.framing import MAX_MESSAGE_BYTES, FrameReader, frame_chunks, frame_messages
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.grpc_wire import SERVICE, STATUS_ERRORS
-from transport.line import Line
+from diloco.transport.framing import MAX_MESSAGE_BYTES, FrameReader, frame_chunks, frame_messages
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.grpc.wire import SERVICE, STATUS_ERRORS
+from diloco.transport.shaping.line import Line
+from tests.transport.test_framing import sealed
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 
@@ -173,7 +173,7 @@ def test_a_refused_payload_is_not_sent_to_its_end(monkeypatch: pytest.MonkeyPatc
         assert reply.header == b"no"
         await transport.close()
 
-    monkeypatch.setattr("transport.requesting.frame_chunks", counted)
+    monkeypatch.setattr("diloco.transport.calls.requesting.frame_chunks", counted)
     serving({"refuse": refuse}, claim)
     assert num_taken < 100  # of 201; what gRPC had room for when the answer came
 

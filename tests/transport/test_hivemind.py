@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from transport.contracts import Handlers, IncomingCall, Reply
-from transport.errors import ConnectError, PeerReset, TransportError, Unauthorised
-from transport.framing import FrameReader
-from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
-from transport.hivemind_client import HivemindTransport
-from transport.hivemind_daemon import (
+from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import Handlers, IncomingCall, Reply
+from diloco.transport.errors import ConnectError, PeerReset, TransportError, Unauthorised
+from diloco.transport.framing import FrameReader
+from diloco.transport.identity import Identity, Role
+from diloco.transport.libp2p.address import PeerAddress, parse_peer_address, tcp_port
+from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.libp2p.daemon import (
     Daemon,
     DaemonFailed,
     HivemindMissing,
@@ -26,13 +28,11 @@ from transport.hivemind_daemon import (
     _arguments,
     daemon_path,
 )
-from transport.hivemind_directory import PLACE, PREFIX
-from transport.hivemind_server import HivemindServer
-from transport.hivemind_wire import ACCEPTED, Opening, read_message
-from transport.identity import Identity, Role
-from transport.limits import Limits
-from transport.retry import RetryPolicy, retry
-from transport.tokens import TokenTable, digest_of
+from diloco.transport.libp2p.directory import PLACE, PREFIX
+from diloco.transport.libp2p.server import HivemindServer
+from diloco.transport.libp2p.wire import ACCEPTED, Opening, read_message
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.security.tokens import TokenTable, digest_of
 
 DEADLINE_S = 30.0
 
@@ -181,7 +181,7 @@ def test_a_daemon_whose_sockets_vanish_is_replaced_at_either_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by something that tidies /tmp."""
-    monkeypatch.setattr("transport.hivemind_server.MEET_INTERVAL_S", 0.1)
+    monkeypatch.setattr("diloco.transport.libp2p.server.MEET_INTERVAL_S", 0.1)
 
     async def claim(server: HivemindServer) -> None:
         own = {*PLACE.glob(f"{PREFIX}*")}
@@ -355,7 +355,7 @@ def test_nothing_else_than_transport_errors_reaches_a_caller(
     script = tmp_path / "p2pd"
     script.write_text("#!/bin/sh\necho cannot; exit 1\n")
     script.chmod(0o700)
-    monkeypatch.setattr("transport.hivemind_daemon.daemon_path", lambda: script)
+    monkeypatch.setattr("diloco.transport.libp2p.daemon.daemon_path", lambda: script)
 
     async def run() -> None:
         peer = "/p2p/12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"

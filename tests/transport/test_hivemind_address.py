@@ -1,6 +1,6 @@
 import pytest
 
-from transport.hivemind_address import (
+from diloco.transport.libp2p.address import (
     PeerAddress,
     is_peer_address,
     multiaddr_from_bytes,

@@ -14,21 +14,23 @@ from typing import Any
 
 import pytest
 
+from diloco.transport.calls.limits import Limits
+from diloco.transport.calls.serving import Answer
+from diloco.transport.contracts import Reply
+from diloco.transport.deadlines import Movement
+from diloco.transport.errors import DeadlineExceeded, MessageTooLarge, TransportError, Unauthorised
+from diloco.transport.framing import FrameReader, Resumption
+from diloco.transport.libp2p import client as hivemind_client
+from diloco.transport.libp2p import daemon as hivemind_daemon
+from diloco.transport.libp2p import directory as hivemind_directory
+from diloco.transport.libp2p.address import PeerAddress, parse_peer_address
+from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.libp2p.daemon import Daemon, DaemonFailed, Stream, Swarm
+from diloco.transport.libp2p.directory import SocketDirectory, sweep
+from diloco.transport.libp2p.server import HivemindServer, _Stream
+from diloco.transport.libp2p.wire import ACCEPTED, Opening, read_message
+from diloco.transport.security.tokens import TokenTable
 from tests.transport.test_hivemind import DEADLINE_S, daemons_of, echo, echoed, make, serving
-from transport import hivemind_client, hivemind_daemon, hivemind_directory
-from transport.contracts import Reply
-from transport.deadlines import Movement
-from transport.errors import DeadlineExceeded, MessageTooLarge, TransportError, Unauthorised
-from transport.framing import FrameReader, Resumption
-from transport.hivemind_address import PeerAddress, parse_peer_address
-from transport.hivemind_client import HivemindTransport
-from transport.hivemind_daemon import Daemon, DaemonFailed, Stream, Swarm
-from transport.hivemind_directory import SocketDirectory, sweep
-from transport.hivemind_server import HivemindServer, _Stream
-from transport.hivemind_wire import ACCEPTED, Opening, read_message
-from transport.limits import Limits
-from transport.serving import Answer
-from transport.tokens import TokenTable
 
 NOBODY = "12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"
 
@@ -178,13 +180,13 @@ def test_the_keeper_outlives_a_lack_of_files(
                 raise failures.pop()
             return await start(*args, **options)
 
-        monkeypatch.setattr("transport.hivemind_server.Daemon.start", starting)
+        monkeypatch.setattr("diloco.transport.libp2p.server.Daemon.start", starting)
         (own,) = daemons_of(os.getpid())
         os.kill(own, signal.SIGKILL)
         async with asyncio.timeout(DEADLINE_S):
             while failures or not set(daemons_of(os.getpid())) - {own}:
                 await asyncio.sleep(0.02)
-        monkeypatch.setattr("transport.hivemind_server.Daemon.start", start)
+        monkeypatch.setattr("diloco.transport.libp2p.server.Daemon.start", start)
         transport = HivemindTransport(server.address)
         await echoed(transport)
         await transport.close()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport import hivemind_control
-from transport.errors import FrameError
-from transport.hivemind_address import multiaddr_from_bytes, parse_peer_address
-from transport.hivemind_control import DaemonRefused
-from transport.hivemind_wire import Opening, read_message, read_opening
+from diloco.transport.errors import FrameError
+from diloco.transport.libp2p import control as hivemind_control
+from diloco.transport.libp2p.address import multiaddr_from_bytes, parse_peer_address
+from diloco.transport.libp2p.control import DaemonRefused
+from diloco.transport.libp2p.wire import Opening, read_message, read_opening
 
 few = settings(max_examples=300, deadline=None)
 many = settings(few, max_examples=100_000)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from simulations.emulate.namespaces import inside
+from diloco.simulations.emulate.namespaces import inside
+from diloco.transport.libp2p.address import PeerAddress, parse_peer_address, tcp_port
+from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.libp2p.daemon import Swarm
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.transfer import Transfer
 from tests.transport.test_hivemind import DEADLINE_S, echo, make, whence
-from transport.hivemind_address import PeerAddress, parse_peer_address, tcp_port
-from transport.hivemind_client import HivemindTransport
-from transport.hivemind_daemon import Swarm
-from transport.retry import RetryPolicy, retry
-from transport.transfer import Transfer
 
 HERE = f"dh{os.getpid()}"
 

@@ -13,19 +13,19 @@ import grpc
 import grpc.aio
 import pytest
 
-import transport.grpc_listener
-from diloco.launch.security import Security
+import diloco.transport.grpc.listener
+from diloco.security.security import Security
+from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import ConnectError, Unauthorised
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.grpc.wire import ISSUE_METHOD
+from diloco.transport.identity import Identity, Role
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.security.certificates import make_request
+from diloco.transport.security.tls import Tls
 from tests.transport.pki import COORDINATOR, EAST, OPERATOR, SYNCER, WEST, Pki
-from transport.certificates import make_request
-from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError, Unauthorised
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.grpc_wire import ISSUE_METHOD
-from transport.identity import Identity, Role
-from transport.limits import Limits
-from transport.retry import RetryPolicy, retry
-from transport.tls import Tls
 
 DEADLINE_S = 30.0
 
@@ -101,8 +101,8 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run whose leaves last for three seconds, with listeners that keep up."""
-    monkeypatch.setattr(transport.grpc_listener, "_BETWEEN_S", 0.3)
-    monkeypatch.setattr(transport.grpc_listener, "_LOOK_S", 0.1)
+    monkeypatch.setattr(diloco.transport.grpc.listener, "_BETWEEN_S", 0.3)
+    monkeypatch.setattr(diloco.transport.grpc.listener, "_LOOK_S", 0.1)
     return Run(tmp_path, lifetime_s=3.0)
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.contracts import IncomingCall, Reply
-from transport.errors import Overloaded
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.limits import Limits, Refusals, Turnstile
+from diloco.transport.calls.limits import Limits, Refusals, Turnstile
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import Overloaded
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
 
 DEADLINE_S = 30.0
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.link import CATCH_UP_S, Link, LinkState, find_profile, load_profile
-from transport.units import parse_bandwidth, parse_duration
+from diloco.transport.shaping.link import CATCH_UP_S, Link, LinkState, find_profile, load_profile
+from diloco.transport.units import parse_bandwidth, parse_duration
 
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "links"
 NAN = float("nan")

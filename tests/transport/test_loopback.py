@@ -4,9 +4,14 @@ import time
 
 import pytest
 
-from transport.contracts import IncomingCall, Reply, Server, Transport
-from transport.errors import ConnectError
-from transport.loopback import LoopbackNetwork, VirtualClockLoop, VirtualDeadlock, run_virtual
+from diloco.transport.calls.loopback import (
+    LoopbackNetwork,
+    VirtualClockLoop,
+    VirtualDeadlock,
+    run_virtual,
+)
+from diloco.transport.contracts import IncomingCall, Reply, Server, Transport
+from diloco.transport.errors import ConnectError
 
 
 async def echo(call: IncomingCall) -> Reply:

@@ -6,9 +6,15 @@ import asyncio
 
 import pytest
 
-from transport.framing import MAX_CHUNKS
-from transport.loopback import run_virtual
-from transport.pacing import BULK_CHUNK_BYTES, BULK_PATIENCE_S, STUCK_S, WIRE_SHARE, Pacer
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.framing import MAX_CHUNKS
+from diloco.transport.shaping.pacing import (
+    BULK_CHUNK_BYTES,
+    BULK_PATIENCE_S,
+    STUCK_S,
+    WIRE_SHARE,
+    Pacer,
+)
 
 RATE_BPS = 10e6
 CHUNK = 10_000

@@ -17,17 +17,17 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from simulations.emulate.namespaces import Namespaces, inside
+from diloco.simulations.emulate.namespaces import Namespaces, inside
+from diloco.transport.addresses import is_own, split_address, split_candidates
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import ConnectError, HandlerFailed
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.grpc.wire import CHANNEL_OPTIONS
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.security.tls import Tls
 from tests.simulations.emulated_site import needs_namespaces
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.addresses import is_own, split_address, split_candidates
-from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError, HandlerFailed
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.grpc_wire import CHANNEL_OPTIONS
-from transport.retry import RetryPolicy, retry
-from transport.tls import Tls
 
 DEADLINE_S = 30.0
 
@@ -69,7 +69,7 @@ def test_addresses_elsewhere_are_not_taken_for_ours(host: str) -> None:
 
 _ASK = """
 import asyncio, sys
-from transport.grpc_client import GrpcTransport
+from diloco.transport.grpc.client import GrpcTransport
 
 async def ask(address):
     transport = GrpcTransport(address)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError
-from transport.framing import WHOLE_BYTES
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.pacing import Pacer
-from transport.requesting import Request
-from transport.transfer import Transfer
-from transport.turns import LineTurns
+from diloco.transport.calls.requesting import Request
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import ConnectError
+from diloco.transport.framing import WHOLE_BYTES
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.turns import LineTurns
+from diloco.transport.transfer import Transfer
 
 DEADLINE_S = 30.0
 SIZES = pytest.mark.parametrize("size", [WHOLE_BYTES, WHOLE_BYTES + 1], ids=["whole", "chunks"])

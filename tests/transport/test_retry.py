@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from transport.errors import ConnectError, HandlerFailed, PeerReset, TransportError
-from transport.loopback import run_virtual
-from transport.retry import RetryPolicy, retry
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.errors import ConnectError, HandlerFailed, PeerReset, TransportError
+from diloco.transport.retry import RetryPolicy, retry
 
 
 class Highest(random.Random):

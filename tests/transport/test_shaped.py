@@ -3,11 +3,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from transport.contracts import IncomingCall, Reply
-from transport.errors import DeadlineExceeded, MessageTooLarge, TransportClosed
-from transport.link import Link, LinkState
-from transport.loopback import LoopbackNetwork, run_virtual
-from transport.shaped import TURN_BYTES, ShapedTransport
+from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import DeadlineExceeded, MessageTooLarge, TransportClosed
+from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.shaped import TURN_BYTES, ShapedTransport
 
 THIN = Link(bandwidth_bps=5e6, delay_s=0.03)
 Claim = Callable[[ShapedTransport, ShapedTransport], Awaitable[None]]

@@ -23,10 +23,10 @@ import pytest
 from cryptography import x509
 
 from diloco.chaos.storm import Manner, Storm, greet
+from diloco.transport.addresses import split_address
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.retry import RetryPolicy, retry
 from tests.transport.pki import COORDINATOR, EAST, Pki
-from transport.addresses import split_address
-from transport.grpc_client import GrpcTransport
-from transport.retry import RetryPolicy, retry
 
 DEADLINE_S = 60.0
 

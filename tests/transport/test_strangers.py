@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from transport.own_sockets import can_look
-from transport.strangers import Strangers, excess
+from diloco.transport.own_sockets import can_look
+from diloco.transport.security.strangers import Strangers, excess
 
 
 def test_an_address_keeps_its_newest_connections() -> None:

@@ -18,15 +18,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtensionOID
 
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import ConnectError, Unauthorised
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.identity import Identity, Role
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.security.certificates import (
+    CertificateError,
+    certificate_pem,
+    issue,
+    make_authority,
+)
+from diloco.transport.security.tls import Tls
 from tests.transport.pki import COORDINATOR, EAST, OPERATOR, RUN, SYNCER, WEST, Pki, days_ago
-from transport.certificates import CertificateError, certificate_pem, issue, make_authority
-from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError, Unauthorised
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.identity import Identity, Role
-from transport.retry import RetryPolicy, retry
-from transport.tls import Tls
 
 DEADLINE_S = 30.0
 

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import Unauthorised
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.identity import Identity
+from diloco.transport.security.tls import Tls
+from diloco.transport.security.tokens import (
+    TABLE_FILE,
+    TokenTable,
+    digest_of,
+    make_token,
+    read_token,
+)
 from tests.transport.pki import COORDINATOR, EAST, WEST, Pki
-from transport.contracts import IncomingCall, Reply
-from transport.errors import Unauthorised
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.identity import Identity
-from transport.tls import Tls
-from transport.tokens import TABLE_FILE, TokenTable, digest_of, make_token, read_token
 
 DEADLINE_S = 30.0
 

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.contracts import Buffer, Handlers, IncomingCall, Reply
-from transport.errors import PeerReset
-from transport.framing import (
+from diloco.transport.calls.limits import Lines
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.calls.serving import Attempt
+from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply
+from diloco.transport.errors import PeerReset
+from diloco.transport.framing import (
     FrameReader,
     Resumption,
     frame_chunks,
@@ -20,12 +23,9 @@ from transport.framing import (
     frame_position,
     frame_whole,
 )
-from transport.framing import read_position as position
-from transport.limits import Lines
-from transport.loopback import run_virtual
-from transport.retry import RetryPolicy, retry
-from transport.serving import Attempt
-from transport.transfer import SENT_S, Kept, Partial, TransferTable
+from diloco.transport.framing import read_position as position
+from diloco.transport.retry import RetryPolicy, retry
+from diloco.transport.transfer import SENT_S, Kept, Partial, TransferTable
 
 
 def broken(table: TransferTable, caller: str, number: int, filled: int, now: float) -> Kept:

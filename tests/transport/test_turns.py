@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from transport.deadlines import STILL, Movement
-from transport.framing import WHOLE_BYTES
-from transport.loopback import run_virtual
-from transport.turns import MOVE_S, START_BYTES, LineTurns, RateMeter, may_begin
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.deadlines import STILL, Movement
+from diloco.transport.framing import WHOLE_BYTES
+from diloco.transport.shaping.turns import MOVE_S, START_BYTES, LineTurns, RateMeter, may_begin
 
 MESSAGE = 1 << 20
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.units import (
+from diloco.transport.units import (
     format_bandwidth,
     format_bytes,
     format_duration,

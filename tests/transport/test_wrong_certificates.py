@@ -18,15 +18,21 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
 
+from diloco.transport.addresses import split_address
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import ConnectError
+from diloco.transport.framing import frame_whole
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.identity import Identity, Role, server_name
+from diloco.transport.security.certificates import (
+    Authority,
+    certificate_pem,
+    issue,
+    key_pem,
+    read_key,
+)
 from tests.transport.pki import COORDINATOR, EAST, OPERATOR, SYNCER, Pki, days_ago
-from transport.addresses import split_address
-from transport.certificates import Authority, certificate_pem, issue, key_pem, read_key
-from transport.contracts import IncomingCall, Reply
-from transport.errors import ConnectError
-from transport.framing import frame_whole
-from transport.grpc_client import GrpcTransport
-from transport.grpc_server import GrpcServer
-from transport.identity import Identity, Role, server_name
 
 DEADLINE_S = 30.0
 HUNG_UP = ""  # in the handshake, without a word

@@ -1,0 +1,239 @@
+"""One member of a baseline: its server, its ways to others, its island's groups, its reductions.
+
+The composition root of what `diloco.baseline` needs, for the trainer (`diloco.baseline.member`) and
+for `diloco bench allreduce` alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.hops import TransportHop
+from diloco.baseline.place import Member, Place
+from diloco.baseline.reduction import (
+    FlatReduction,
+    HierarchicalReduction,
+    Inside,
+    Reduction,
+)
+from diloco.compression.registry import get_codec
+from diloco.io_thread import IoThread
+from diloco.launch.process.ending import end_with_starter
+from diloco.launch.rank.carrier_link import carrier_link
+from diloco.launch.rank.job import Job, meet
+from diloco.security.access import guarded
+from diloco.security.security import Security
+from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import Server, Transport
+from diloco.transport.identity import Role
+from diloco.transport.shaping.link import LinkProfile
+from diloco.transport.shaping.shaped import ShapedTransport
+
+#: Of the values that are reduced.
+FLOAT_BYTES = 4
+#: Members know each other, and each sends what the others wait for.
+_LIMITS = Limits(calls_per_s=1e6, burst=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteOrder:
+    """What one member is told; JSON values.
+
+    Attributes:
+        start: Drawn for all members together.
+        island: Of this member.
+        island_rank: Of this member.
+        islands: Number of ranks by island.
+        is_flat: Whether there is one ring through all ranks; else islands reduce first.
+        codec: Of what crosses between islands (flat: all that the ring carries).
+        chunks_bytes: Sizes of the chunks that will be asked for, of float32 values.
+        streams: Vectors under way to one other member at once.
+        bind: HOST:PORT to serve at.
+        patience_s: Silence after which a member counts as gone.
+        most_bytes: Of the largest vector that is reduced, for what may be waiting at once.
+    """
+
+    start: str
+    island: str
+    island_rank: int
+    islands: Mapping[str, int]
+    is_flat: bool
+    codec: str
+    chunks_bytes: Sequence[int]
+    streams: int
+    bind: str
+    patience_s: float
+    most_bytes: int
+
+    @property
+    def place(self) -> Place:
+        """This member among all."""
+        return Place(Member(self.island, self.island_rank), self.islands)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What it bears from others: parts of chunks, of two reductions at once."""
+        place = self.place
+        # Whoever adds up parts of a chunk divides it among all members, in whole values.
+        largest = math.ceil(max(self.chunks_bytes) / FLOAT_BYTES / len(place.members))
+        num_chunks = math.ceil(self.most_bytes / min(self.chunks_bytes))
+        return Bounds(
+            max_bytes=get_codec(self.codec).wire_bytes(largest),
+            max_vectors=4 * num_chunks * len(place.members),
+            patience_s=self.patience_s,
+            streams=self.streams,
+        )
+
+
+class Channel:
+    """What a member says to its parent, and hears: lines of JSON, nothing of anybody else's."""
+
+    def __init__(self) -> None:
+        """Keep standard output for the lines; whatever else is printed goes to standard error."""
+        self._out: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Write one line."""
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+    def hear(self) -> Any:
+        """Read one line; from then on the end of standard input ends this process."""
+        heard = json.loads(sys.stdin.buffer.readline())
+        end_with_starter()
+        return heard
+
+
+class Site:
+    """One member, open; it ends with its process."""
+
+    def __init__(
+        self,
+        order: SiteOrder,
+        security: Security,
+        profile: LinkProfile | None,
+        channel: Channel,
+        *,
+        message_bytes: int,
+        channels: int,
+    ) -> None:
+        """Serve, say where, and meet the others.
+
+        Args:
+            order: What this member is.
+            security: What it shows and asks for.
+            profile: That shapes what leaves the island; None: the real link.
+            channel: To the parent.
+            message_bytes: Piece of a vector in one message, at most.
+            channels: Connections to one other member; 0: by the loss.
+        """
+        self.place, self.order = order.place, order
+        self.io = IoThread()
+        self.io.start()
+        place = self.place
+        self.exchange = Exchange(place.own, order.start, frozenset(place.members), order.bounds)
+        self._security = security
+        self._message_bytes, self._channels = message_bytes, channels
+        server = security.server(
+            order.bind, guarded(self.exchange.handlers), limits=_LIMITS, chunk_bytes=message_bytes
+        )
+        self.io.run(server.start())
+        self._server: Server = server
+        listener = socket.create_server(("127.0.0.1", 0)) if place.own.island_rank == 0 else None
+        store = f"tcp://127.0.0.1:{listener.getsockname()[1]}" if listener else ""
+        channel.say({"address": server.address, "store": store})
+        places = channel.hear()
+        store = next(p["store"] for p in places if p["island"] == place.own.island and p["store"])
+        served = f"?descriptor={listener.detach()}" if listener else ""
+        meet(Job(place.own.island_rank, place.num_ranks, store + served))
+        addresses = {Member(p["island"], p["island_rank"]): p["address"] for p in places}
+        self.exchange.connect(self._ways(addresses, profile))
+        self._inside = self._groups()
+
+    def reduction(self, chunk_bytes: int, *, only_inside: bool = False) -> Reduction:
+        """Make what sums over all members, or over this island's ranks.
+
+        Args:
+            chunk_bytes: Of float32 values that are reduced at once; one of the order's.
+            only_inside: Whether the other islands are left out; not of a flat ring.
+        """
+        order, place = self.order, self.place
+        codec, chunk_numel = get_codec(order.codec), chunk_bytes // FLOAT_BYTES
+        if order.is_flat:
+            return FlatReduction(place, self.exchange, self.io, codec, chunk_numel)
+        is_alone = only_inside or len(place.islands) == 1
+        hop = None if is_alone else TransportHop(place, self.exchange, self.io, codec)
+        return HierarchicalReduction(place, hop, self._inside, chunk_numel)
+
+    @property
+    def bytes_up(self) -> int:
+        """Payloads sent to other islands."""
+        return self.exchange.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Payloads that came from other islands."""
+        return self.exchange.bytes_down
+
+    def barrier(self) -> None:
+        """Wait for the ranks of the island."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave, once all members have what they need of this one."""
+        self.barrier()
+        self.io.run(self._server.stop(1.0))
+        self.io.run(self.exchange.close())
+        self.io.stop()
+
+    def _groups(self) -> Inside | None:
+        if not dist.is_initialized():
+            return None
+        timeout = timedelta(seconds=self.order.bounds.silence_s)
+        scatter, gather = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        return Inside(scatter, gather)
+
+    def _ways(
+        self, addresses: Mapping[Member, str], profile: LinkProfile | None
+    ) -> dict[Member, Transport]:
+        """Open the ways that are used: to the next of the ring, or to the others of the column."""
+        place, own = self.place, self.place.own
+        if self.order.is_flat:
+            members = place.members
+            used = [members[(members.index(own) + 1) % len(members)]]
+            carriers = range(1)  # the last rank of each island has its link to itself
+        else:
+            used, carriers = list(place.column), range(place.num_ranks)
+        link = None
+        if profile is not None:
+            seed = random.Random(f"{self.order.start}/{own}").getrandbits(64)
+            link = carrier_link(profile, carriers).states(seed)
+        ways: dict[Member, Transport] = {}
+        for member in used:
+            if member == own:
+                continue
+            within = member.island == own.island
+            security = self._security.within_site() if within else self._security
+            way = security.transport(
+                addresses[member],
+                Role.ISLAND,
+                chunk_bytes=self._message_bytes,
+                channels=1 if within else self._channels,
+            )
+            is_shaped = link is not None and not within
+            ways[member] = ShapedTransport(way, *link) if is_shaped and link else way
+        return ways

@@ -1,0 +1,343 @@
+"""How much of a long or lossy link the transport fills: emulated links, iperf3 as the limit.
+
+Each link is made by `diloco emulate`, checked against its specification, and carries nothing else;
+limit and product take turns on it. A contribution is sent as a run sends it: its lanes at once,
+through the transport that the configuration would make, and it is over when the syncer's end has
+acknowledged every lane. On the link itself a packet of 1500 bytes holds at most 1448 of payload.
+
+Rows of hivemind have a table of their own and no bar: the same contributions through the product's
+libp2p transport, and beside it one step of hivemind's own averager. libp2p does not fill a fat long
+link: one stream has about 4 MB on its way, which is 320 Mbit/s at 100 ms (the cause was not
+traced).
+
+Beside the links: the in-process shaper against its specification, and what mTLS costs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from diloco.bench.network.emulating import check_text, measure_inside
+from diloco.bench.network.wan_beside import measure_mtls, measure_shaper
+from diloco.bench.network.wan_link import IPERF3, LANES, PLAIN
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, Requirement
+
+_MIB = 1 << 20
+_LINKS, _HIVEMIND, _BESIDE = "links", "hivemind, for comparison", "beside the links"
+
+_COLUMNS = (
+    Column("row", "row"),
+    Column("link", "link"),
+    Column("check", "check"),
+    Column("by", "limit by"),
+    Column("limit_mbps", "limit, Mbit/s", ",.1f"),
+    Column("own_mbps", "ours, Mbit/s", ",.1f"),
+    Column("figure", "figure", ".3f"),
+    Column("note", ""),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link of every island of a star, the same both ways.
+
+    Attributes:
+        bandwidth: As a file of an emulated network has it.
+        rtt_ms: Round trip.
+        loss: Share of the packets that are lost, each way.
+        congestion_control: Of every route.
+        islands: How many send at once.
+    """
+
+    bandwidth: str
+    rtt_ms: float
+    loss: float = 0.0
+    congestion_control: str = "cubic"
+    islands: int = 1
+
+    @property
+    def text(self) -> str:
+        """Say it in some words."""
+        parts = [self.bandwidth, f"{self.rtt_ms:g} ms"]
+        parts += [f"{self.loss:.1%} loss"] if self.loss else []
+        parts += [self.congestion_control]
+        parts += [f"{self.islands} islands"] if self.islands > 1 else []
+        return ", ".join(parts)
+
+    @property
+    def toml(self) -> str:
+        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
+        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms", '
+        way += f"loss = {self.loss} }}"
+        sites = "".join(f'[islands.site-{n}]\nlink = "measured"\n' for n in range(self.islands))
+        return (
+            f'topology = "star"\n[tcp]\ncongestion_control = "{self.congestion_control}"\n'
+            f'max_buffer = "64MiB"\nslow_start_after_idle = false\n'
+            f'[links.measured]\nsource = "diloco bench wan"\nup = {way}\ndown = {way}\n{sites}'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A measurement of a link.
+
+    Attributes:
+        name: What --rows chooses by.
+        spec: The link.
+        kind: Transport of the product, or averager: hivemind's own, for comparison.
+        compression: Of an averager.
+        at_least: Share of the limit that is required; 0: none is.
+        burst_bytes: Payload of a contribution.
+        bursts: How many are timed; the median counts.
+        every_s: From the begin of one to that of the next; 0: without a pause.
+        warm_up: Contributions before those.
+        note: What to know of the figure.
+    """
+
+    name: str
+    spec: LinkSpec
+    kind: str = "grpc"
+    compression: str = ""
+    at_least: float = 0.0
+    burst_bytes: int = 64 * _MIB
+    bursts: int = 2
+    every_s: float = 0.0
+    warm_up: int = 1
+    note: str = ""
+
+    @property
+    def limit_by(self) -> str:
+        """Say what the limit is measured with: iperf3 does not time bursts."""
+        return PLAIN if self.every_s else IPERF3
+
+    @property
+    def table(self) -> str:
+        """Name the table that it belongs to."""
+        return _LINKS if self.kind == "grpc" else _HIVEMIND
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """Give what `wan_link` is to do, as JSON values."""
+        return {
+            "kind": self.kind,
+            "compression": self.compression,
+            "islands": self.spec.islands,
+            "burst_bytes": self.burst_bytes,
+            "lanes": LANES,
+            "bursts": self.bursts,
+            "warm_up": self.warm_up,
+            "every_s": self.every_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All measurements.
+
+    Attributes:
+        rows: Of links.
+        repetitions: How often limit and product take turns; the mean counts.
+        limit_s: Seconds of the limit, each time.
+        shaper_off: Largest relative error of the shaper.
+        shaper_bps: Its rates.
+        shaper_bytes: Its chunks.
+        shaper_s: Shortest ideal time of a transfer through it.
+        tls_cost: Most CPU of mTLS, over that of plaintext.
+        tls_bytes: What is sent for that.
+    """
+
+    rows: tuple[Row, ...]
+    repetitions: int = 2
+    limit_s: float = 10.0
+    shaper_off: float = 0.01
+    shaper_bps: tuple[float, ...] = (10e6, 100e6, 1e9)
+    shaper_bytes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+    shaper_s: float = 1.0
+    tls_cost: float = 1.7
+    tls_bytes: int = 2048 * _MIB
+
+
+_THIN = LinkSpec("100Mbit/s", 60)
+_FAT = LinkSpec("1Gbit/s", 100)
+_LOSSY = LinkSpec("100Mbit/s", 100, loss=0.001)
+
+#: Links and what must be reached on them.
+SETTING = Setting(
+    (
+        Row("100M-60ms", _THIN, at_least=0.93, burst_bytes=128 * _MIB),
+        Row("1G-100ms-warm", _FAT, at_least=0.90, burst_bytes=512 * _MIB),
+        Row(
+            "1G-100ms-bursts", _FAT, at_least=0.85,
+            burst_bytes=8_000_000, bursts=6, every_s=4.0, warm_up=3,
+        ),
+        Row("100M-100ms-0.1%-bbr", replace(_LOSSY, congestion_control="bbr"), at_least=0.90,
+            burst_bytes=128 * _MIB),
+        # In the first burst, on one connection, the loss is counted that asks for more.
+        Row("100M-100ms-0.1%-cubic", _LOSSY, at_least=0.60, burst_bytes=32 * _MIB, bursts=4,
+            warm_up=1),
+        Row("100M-100ms-1%-bbr", LinkSpec("100Mbit/s", 100, 0.01, "bbr"), at_least=0.80,
+            burst_bytes=64 * _MIB),
+        Row("star-4x100M-60ms", replace(_THIN, islands=4), at_least=0.90, burst_bytes=64 * _MIB),
+        Row("hivemind-100M-60ms", _THIN, kind="hivemind"),
+        Row("hivemind-1G-100ms", _FAT, kind="hivemind", burst_bytes=128 * _MIB,
+            note="capped: about 4 MB in flight a stream"),
+        Row("hivemind-averager-100M-60ms", _THIN, kind="averager", compression="float16",
+            burst_bytes=32 * _MIB, note="float16"),
+        Row("hivemind-averager-none-100M-60ms", _THIN, kind="averager", compression="none",
+            burst_bytes=32 * _MIB, note="float32"),
+    )
+)  # fmt: skip
+SHAPER, MTLS = "shaper", "mtls-cpu"
+
+
+def row_names(setting: Setting) -> list[str]:
+    """Give every row that there is."""
+    return [*(row.name for row in setting.rows), SHAPER, MTLS]
+
+
+def run_wan(
+    setting: Setting,
+    patterns: Sequence[str],
+    on_progress: Callable[[str, int, int], None],
+    on_look: Callable[[], None] = lambda: None,
+) -> Report:
+    """Measure.
+
+    Args:
+        setting: What.
+        patterns: Names of rows with `*` and `?`; none: all rows.
+        on_progress: Hears what is measured next, and of rows done and in all.
+        on_look: Called often while a network is up; what it raises takes it down.
+
+    Raises:
+        ConfigError: If a pattern matches no row, or networks cannot be emulated here.
+        IslandFailed: If a measurement failed.
+    """
+    began = time.monotonic()
+    wanted = matching(row_names(setting), patterns)
+    rows: list[dict[str, Any]] = []
+    requirements: list[Requirement] = []
+    by_link: dict[LinkSpec, list[Row]] = {}
+    for row in setting.rows:
+        if row.name in wanted:
+            by_link.setdefault(row.spec, []).append(row)
+    for spec, of_link in by_link.items():
+        on_progress(spec.text, len(rows), len(wanted))
+        for row, measured in zip(of_link, _measure(spec, of_link, setting, on_look), strict=True):
+            rows.append(measured)
+            if row.at_least:
+                requirements.append(_requirement(row, measured))
+    if SHAPER in wanted:
+        on_progress(SHAPER, len(rows), len(wanted))
+        shaper = measure_shaper(
+            setting.shaper_bps,
+            setting.shaper_bytes,
+            shortest_s=setting.shaper_s,
+            tries=setting.repetitions + 1,
+        )
+        rows.append(_beside(SHAPER, shaper))
+        what = "shaper: off its ideal time"
+        requirements.append(Requirement(what, shaper["figure"], setting.shaper_off, "x"))
+    if MTLS in wanted:
+        on_progress(MTLS, len(rows), len(wanted))
+        mtls = measure_mtls(setting.tls_bytes, tries=setting.repetitions + 1)
+        rows.append(_beside(MTLS, mtls))
+        what = "mtls-cpu: CPU over that of plaintext"
+        requirements.append(Requirement(what, mtls["figure"], setting.tls_cost, "x"))
+    described = {"lanes": LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
+    return Report("wan", described, _COLUMNS, rows, requirements, time.monotonic() - began)
+
+
+def _requirement(row: Row, measured: Mapping[str, Any]) -> Requirement:
+    """Judge a link's row; one without a figure, which says why, misses its bar."""
+    what, figure = f"{row.name}: payload over {row.limit_by}", measured["figure"]
+    if figure is None:
+        what, figure = f"{what} ({measured['note']})", float("nan")
+    return Requirement(what, figure, row.at_least, "x", is_at_least=True)
+
+
+def _measure(
+    spec: LinkSpec, rows: Sequence[Row], setting: Setting, on_look: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Make a link, check it, measure its rows on it."""
+    able = [row for row in rows if row.kind == "grpc" or _has_hivemind()]
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-wan-") as directory:
+        place = Path(directory)
+        found: dict[str, Any] = {}
+        record: dict[str, Any] = {"check": None}
+        if able:
+            found, record = _emulate(spec, able, setting, place, on_look)
+    measured = []
+    for row in rows:
+        shown = {
+            "table": row.table,
+            "row": row.name,
+            "link": spec.text,
+            "check": check_text(record["check"]),
+            "by": None,
+            "limit_mbps": None,
+            "own_mbps": None,
+            "figure": None,
+            "note": "the link is not as told"
+            if row in able
+            else "hivemind is not installed: pip install diloco[hivemind]",
+        }
+        if row.name in found:
+            shown |= _judged(row, found[row.name])
+        extra = {"payload_bytes": row.burst_bytes, "every_s": row.every_s, "kind": row.kind}
+        measured.append({**shown, **extra, "emulation": record, "measured": found.get(row.name)})
+    return measured
+
+
+def _judged(row: Row, found: dict[str, Any]) -> dict[str, Any]:
+    """Compare by island, each with its own limit; the worst one is shown.
+
+    Without a limit nothing is judged, and the slowest island is shown.
+    """
+    own = {island: sum(each) / len(each) for island, each in found["own_bps"].items()}
+    if not found["limit_bps"]:
+        slowest = min(own.values()) / 1e6
+        return {"own_mbps": slowest, "note": f"{IPERF3}: not installed (apt install iperf3)"}
+    limits = {island: sum(each) / len(each) for island, each in found["limit_bps"].items()}
+    worst = min(own, key=lambda island: own[island] / limits[island])
+    note = f"{row.burst_bytes / 1e6:g} MB every {row.every_s:g} s" if row.every_s else row.note
+    return {
+        "by": row.limit_by,
+        "limit_mbps": limits[worst] / 1e6,
+        "own_mbps": own[worst] / 1e6,
+        "figure": own[worst] / limits[worst],
+        "note": "the worst of its islands" if len(own) > 1 else note,
+    }
+
+
+def _emulate(
+    spec: LinkSpec,
+    rows: Sequence[Row],
+    setting: Setting,
+    place: Path,
+    on_look: Callable[[], None],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run `wan_link` in an emulated network; returns what it found, and the emulation's record.
+
+    A link that is not as told carries no measurement: what was found is empty then.
+    """
+    common = {"repetitions": setting.repetitions, "limit_s": setting.limit_s}
+    orders = {row.name: {**row.order, **common} for row in rows}
+    module = "diloco.bench.network.wan_link"
+    return measure_inside(spec.text, spec.toml, module, orders, place, on_look)
+
+
+def _has_hivemind() -> bool:
+    return importlib.util.find_spec("hivemind") is not None
+
+
+def _beside(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    shown = dict.fromkeys(("link", "check", "by", "limit_mbps", "own_mbps"))
+    return {**shown, **found, "table": _BESIDE, "row": name}

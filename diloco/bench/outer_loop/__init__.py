@@ -1,0 +1,1 @@
+"""Benchmarks of the outer loop: its cost, its memory, its codecs, its faults."""

@@ -1,0 +1,288 @@
+"""What codecs cost: speed beside a copy of the same values, error, bytes on the wire.
+
+Encode and decode run on one thread, on normal values whose size differs from block to block, and
+are timed in CPU seconds, so that other load on the machine does less harm; the best of several
+repetitions counts, copies in between. Formulas run as in a run: eagerly at first, and from their
+`warm_up` on compiled. On a GPU, if there is one, the clock is that on the wall.
+
+Payloads go over the wire as they are. What zstd would make of them (level 1: higher ones find no
+more) is measured on a real pseudo-gradient, that of an island of `bench parity` after H inner
+steps, with what it costs, and the rate of a link below which it pays:
+
+    ratio r = coded / compressed; rate = 8 (1 - 1/r) / (1/c + 1/d)    c, d: bytes a CPU second
+
+int4 has r = 1.08 (30 steps from scratch) to 1.18, c = 0.9, d = 1.2 GB/s: below 300 to 650 Mbit/s.
+bfloat16 (1.27) and int2 (1.42) gain more; E2M1 (1.06), int8 (at most 1.06) and top-k (1.00 to 1.04)
+next to nothing. It is not built in: int4, the default, would send 8 to 15 % less of what training
+hides anyway; an attempt that goes on counts the bytes of its payload, which every version of zstd
+makes otherwise; and a receiver checks a payload's size, which the plan knows, before it takes a
+byte. A syncer would unpack what all islands send, 0.4 ns a parameter and island beside some 5
+(`bench syncer`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zstandard
+from torch import Tensor
+
+from diloco.bench.training.parity_row import Task, pseudo_gradient
+from diloco.compression.base import Codec, to_bytes
+from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
+from diloco.compression.compiled import can_compile
+from diloco.compression.registry import CODECS, get_codec
+from diloco.report.rows import Column, Report, Requirement
+
+#: Codec -> GB/s of compiled encode and decode, at least.
+Bars = Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        lane_numel: Values of a lane as runs have them, COMPILE_NUMEL or more.
+        numel: Values encoded at once of which compiled formulas are measured, too.
+        gpu_numel: The same on a GPU.
+        repetitions: Of which the fastest counts.
+        bars: What compiled formulas must reach on one CPU, at both sizes.
+        stretch: What is hoped for.
+        gpu_codecs: What is measured on a GPU.
+        gpu_share: What they must reach there, as a share of copying.
+        first: Inner steps of the island before the round whose pseudo-gradient zstd is tried on.
+        inner_steps: Of that round.
+    """
+
+    lane_numel: int
+    numel: int
+    gpu_numel: int
+    repetitions: int
+    bars: Bars
+    stretch: Bars
+    gpu_codecs: Sequence[str]
+    gpu_share: float
+    first: int = 60
+    inner_steps: int = 60
+
+
+#: Required; copies took 6.1 to 6.5 GB/s on the machine they are from.
+SETTING = Setting(
+    lane_numel=1536 << 10,  # one of 16 of a fragment of 25 million parameters
+    numel=4 << 20,
+    gpu_numel=256 << 20,
+    repetitions=7,
+    bars={"int4": (3.0, 1.6), "e2m1": (1.0, 1.0)},
+    stretch={"int4": (3.0, 2.5), "e2m1": (1.5, 1.5)},
+    gpu_codecs=("int8", "int4", "e2m1", "e3m0"),
+    gpu_share=0.5,
+)
+
+_COLUMNS = (
+    Column("codec", "codec"),
+    Column("mode", ""),
+    Column("numel", "values", ","),
+    Column("bytes_per_value", "B/value", ".3f"),
+    Column("relative_error", "error", ".4f"),
+    Column("encode_gb_per_s", "encode", ".2f"),
+    Column("encode_of_copy", "/copy", ".2f"),
+    Column("decode_gb_per_s", "decode", ".2f"),
+    Column("decode_of_copy", "/copy", ".2f"),
+    Column("zstd_ratio", "zstd", ".3f"),
+    Column("zstd_gb_per_s", "pack", ".2f"),
+    Column("unzstd_gb_per_s", "unpack", ".2f"),
+    Column("zstd_below_mbps", "pays below Mbit/s", ",.0f"),
+)
+_ZSTD_LEVEL = 1
+#: Coded bytes at least that zstd is timed on.
+_ZSTD_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A row: a codec, how it is run (which column "mode" says), and on how much."""
+
+    codec: Codec
+    mode: str
+    numel: int
+    device: str = "cpu"
+
+
+def run_codec(
+    setting: Setting, names: Sequence[str], on_progress: Callable[[int, int], None]
+) -> Report:
+    """Measure codecs, all or those named; `on_progress` hears of rows done and of rows in all.
+
+    Call it in a process that has not warmed codecs up yet.
+
+    Raises:
+        ConfigError: If there is no codec of a name.
+    """
+    began = time.monotonic()
+    wanted = [
+        row for codec in [get_codec(n) for n in names or CODECS] for row in _rows(codec, setting)
+    ]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    try:
+        delta = pseudo_gradient(Task(), 1, first=setting.first, inner_steps=setting.inner_steps)
+        for row in wanted:
+            on_progress(len(rows), len(wanted))
+            # A codec's rows have the same bytes: one try is enough.
+            tried = _zstd(row.codec, delta) if row.mode == "eager" else _UNTRIED
+            rows.append({**_measure(row, setting.repetitions), **tried})
+        on_progress(len(rows), len(wanted))
+    finally:
+        torch.set_num_threads(num_threads)
+    described = {
+        "lane_numel": setting.lane_numel,
+        "numel": setting.numel,
+        "gpu_numel": setting.gpu_numel if torch.cuda.is_available() else None,
+        "repetitions": setting.repetitions,
+        "first": setting.first,
+        "inner_steps": setting.inner_steps,
+        "threads": 1,
+    }
+    judged = _requirements(rows, setting, names or list(CODECS))
+    return Report("codec", described, _COLUMNS, rows, judged, time.monotonic() - began)
+
+
+def _rows(codec: Codec, setting: Setting) -> list[_Wanted]:
+    """List a codec's rows, eager ones first: a formula of blocks is compiled, if it can be here."""
+    rows = [_Wanted(codec, "eager", setting.lane_numel)]
+    if isinstance(codec, BlockCodec) and can_compile():
+        sizes = (setting.lane_numel, setting.numel)
+        rows += [_Wanted(codec, "compiled", numel) for numel in sizes]
+    if torch.cuda.is_available() and codec.name in setting.gpu_codecs and can_compile("cuda"):
+        rows.append(_Wanted(codec, "GPU", setting.gpu_numel, "cuda"))
+    return rows
+
+
+def _requirements(
+    rows: Sequence[dict[str, Any]], setting: Setting, names: Sequence[str]
+) -> list[Requirement]:
+    """Judge what was measured; a row that is not there for want of a compiler is a miss."""
+    judged = [
+        Requirement(
+            f"{name} {what}, compiled, {numel:,} values",
+            _figure(rows, name, "compiled", numel, f"{what}_gb_per_s"),
+            bar,
+            "GB/s",
+            is_at_least=True,
+            is_stretch=is_stretch,
+        )
+        for bars, is_stretch in ((setting.bars, False), (setting.stretch, True))
+        for name in bars
+        if name in names
+        for numel in (setting.lane_numel, setting.numel)
+        for what, bar in zip(("encode", "decode"), bars[name], strict=True)
+        if not is_stretch or bar > setting.bars[name][what == "decode"]
+    ]
+    if torch.cuda.is_available():
+        judged += [
+            Requirement(
+                f"{name} {what}, GPU",
+                _figure(rows, name, "GPU", setting.gpu_numel, f"{what}_of_copy"),
+                setting.gpu_share,
+                "of a copy",
+                is_at_least=True,
+            )
+            for name in setting.gpu_codecs
+            if name in names
+            for what in ("encode", "decode")
+        ]
+    return judged
+
+
+def _figure(rows: Sequence[dict[str, Any]], name: str, mode: str, numel: int, key: str) -> float:
+    """Find a figure; NaN, which misses every bar, where there is no such row."""
+    found = (r for r in rows if (r["codec"], r["mode"], r["numel"]) == (name, mode, numel))
+    return float(next(found, {}).get(key, float("nan")))
+
+
+def _measure(wanted: _Wanted, repetitions: int) -> dict[str, Any]:
+    """Give one row: JSON values, hence `Any`."""
+    codec, numel, seconds_of = wanted.codec, wanted.numel, _CLOCKS[wanted.device]
+    values = _values(numel).to(wanted.device)
+    copy = torch.empty_like(values)
+    first = time.monotonic()
+    if wanted.mode != "eager":
+        assert isinstance(codec, BlockCodec)
+        codec.warm_up(wanted.device)
+    payload = codec.encode(values)
+    decoded = codec.decode(payload, numel)
+    first_s = time.monotonic() - first
+    seconds: dict[str, list[float]] = {"copy": [], "encode": [], "decode": []}
+    for _ in range(repetitions):
+        seconds["copy"].append(seconds_of(lambda: copy.copy_(values)))
+        seconds["encode"].append(seconds_of(lambda: codec.encode(values)))
+        seconds["decode"].append(seconds_of(lambda: codec.decode(payload, numel)))
+    speed = {what: 4e-9 * numel / min(times) for what, times in seconds.items()}
+    return {
+        "codec": codec.name,
+        "mode": wanted.mode,
+        "numel": numel,
+        "bytes_per_value": len(payload) / numel,
+        "relative_error": ((decoded - values).norm() / values.norm()).item(),
+        "copy_gb_per_s": speed["copy"],
+        "encode_gb_per_s": speed["encode"],
+        "encode_of_copy": speed["encode"] / speed["copy"],
+        "decode_gb_per_s": speed["decode"],
+        "decode_of_copy": speed["decode"] / speed["copy"],
+        "first_s": first_s,
+    }
+
+
+_UNTRIED = dict.fromkeys(("zstd_ratio", "zstd_gb_per_s", "unzstd_gb_per_s", "zstd_below_mbps"))
+
+
+def _zstd(codec: Codec, delta: Tensor) -> dict[str, float]:
+    """Compress a coded pseudo-gradient, and say where that pays."""
+    payload = bytes(to_bytes(codec.encode(delta)))
+    packer = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+    unpacker = zstandard.ZstdDecompressor()
+    packed = packer.compress(payload)
+    assert unpacker.decompress(packed) == payload
+    times = -(-_ZSTD_BYTES // len(payload))
+    pack_s = _cpu_s(lambda: [packer.compress(payload) for _ in range(times)])
+    unpack_s = _cpu_s(lambda: [unpacker.decompress(packed) for _ in range(times)])
+    saved = max(0, len(payload) - len(packed))
+    return {
+        "zstd_ratio": len(payload) / len(packed),
+        "zstd_gb_per_s": 1e-9 * times * len(payload) / pack_s,
+        "unzstd_gb_per_s": 1e-9 * times * len(payload) / unpack_s,
+        "zstd_below_mbps": 1e-6 * 8 * times * saved / (pack_s + unpack_s),
+    }
+
+
+def _values(numel: int) -> Tensor:
+    """Draw seeded pseudo-gradients: normal in a block, sizes spread over some powers of two."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randn(-(-numel // BLOCK_NUMEL), BLOCK_NUMEL, generator=generator)
+    sizes = 1e-3 * torch.randn(len(blocks), 1, generator=generator).exp2()
+    return (blocks * sizes).flatten()[:numel]
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    """CPU seconds that this thread spends on `work`."""
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+def _gpu_s(work: Callable[[], object]) -> float:
+    """Seconds until the GPU has done `work`."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+_CLOCKS = {"cpu": _cpu_s, "cuda": _gpu_s}

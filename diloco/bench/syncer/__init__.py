@@ -1,0 +1,1 @@
+"""Benchmarks of the syncer: islands a core, time and memory of a round."""

@@ -1,0 +1,401 @@
+"""How many islands one core serves: a real syncer's CPU time and memory beside simulated islands.
+
+The syncer is `python -m diloco.launch.syncer` on one CPU, with a state directory on disk; its
+islands, all in this process, send contributions that were encoded beforehand, some islands at a
+time, all lanes of one at once, over a connection each. What the syncer spends on a round is all it
+does: receive, verify, spool, decode, sum, outer step, encode, write the record, publish. Its CPU
+seconds count, so other load on the machine does less harm; memory is the high-water mark of its
+resident set.
+
+In the row of a small spool all islands send at once, and only the syncer bounds what is in memory:
+as many bytes as its spool holds may arrive, and a lane that waits for its turn waits at its island,
+which was told to ask first. In the row of mTLS gRPC's threads encrypt, too: what they take beyond
+the same row without it is the cost of TLS.
+
+    extra = peak - idle - state - held - in flight
+
+`idle` is a syncer that all islands have joined; `held` are the coded contributions that the spool
+has in memory; `in flight` the lanes that arrive, once each; nothing else may wait in streams. What
+a merge makes beside the state is its next published values (a third of the state), one decoded
+lane a thread and its sums. The rest is what gRPC reads ahead and, most of all, memory that was
+freed and not given back: pages of coded lanes that the merge has let go, too small for vectors.
+
+`others` is what a merge costs those that it does not concern: after the measured rounds one more,
+and from its close until it is published one island polls and another starts again and again, each
+time with a first call that waits for a small durable write of its own. The longest of these calls
+counts; no CPU time of theirs does.
+The bar, with mTLS and without, is one fragment's state and a quarter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+import itertools
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from diloco.bench.syncer.publish_process import lane_values
+from diloco.bench.syncer.simulated_island import SimulatedIsland
+from diloco.bench.syncer.syncer_process import Spent, SyncerProcess, serving
+from diloco.compression.base import to_bytes
+from diloco.compression.registry import get_codec
+from diloco.config.load import resolved_toml
+from diloco.config.schema import Config
+from diloco.coordinator.grants import load_or_create_secret, sign
+from diloco.outer.fragments import Fragment, TensorSpec, make_plan
+from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
+from diloco.report.rows import Column, Report, Requirement
+from diloco.security.run_ca import RunCa
+from diloco.security.security import Security
+from diloco.state_dir import StateDir
+from diloco.syncer.spool import LEAST_ARRIVING_BYTES
+from diloco.transport.identity import Identity, Role
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import founding_record
+
+_RUN = "bench-syncer"
+_MIB = 1 << 20
+_STATE_BYTES = 12
+_LIMITS = {"tensors": "memory", "loop": "Python", "wire": "gRPC", "tls": "TLS"}
+_PLAIN, _MTLS = "plain", "mTLS"
+_CERTIFICATE_DAYS = 30  # less than 21 are warned of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size of a run.
+
+    Attributes:
+        num_islands: Of the run.
+        spool_memory: `coordinator.spool_memory`.
+        num_sending: Islands that send at once; 0: all.
+        has_tls: Whether islands and syncer show certificates, and everything is encrypted.
+    """
+
+    num_islands: int
+    spool_memory: str
+    num_sending: int
+    has_tls: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        numel: Parameters of the one fragment.
+        codec: Up and down.
+        num_islands: One row for each, and one with mTLS, with the most islands.
+        spool_memory: `coordinator.spool_memory` of those rows: all contributions fit.
+        small_spool_memory: Of one more row, with the most islands: most of them go to disk, and
+            all are sent at once.
+        num_sending: Islands that send at once in the others.
+        num_rounds: Measured in a row, after one that warms up.
+        flatness: CPU time a parameter and island with the most islands, over that with the fewest.
+        memory: Peak memory beyond state, contributions and lanes in flight, over one fragment's
+            state.
+    """
+
+    numel: int = 16 << 20
+    codec: str = "int4"
+    num_islands: tuple[int, ...] = (4, 8, 16, 32, 64)
+    spool_memory: str = "1GiB"
+    small_spool_memory: str = "64MiB"
+    num_sending: int = 8
+    num_rounds: int = 3
+    flatness: float = 1.2
+    memory: float = 1.25
+
+    @property
+    def rows(self) -> list[Row]:
+        """List what is measured; mTLS comes right after the same without it."""
+        rows = [Row(n, self.spool_memory, self.num_sending) for n in self.num_islands]
+        most = max(self.num_islands)
+        rows.append(Row(most, self.spool_memory, self.num_sending, has_tls=True))
+        return [*rows, Row(most, self.small_spool_memory, 0)]
+
+
+SETTING = Setting()
+
+_COLUMNS = (
+    Column("num_islands", "islands"),
+    Column("spool_memory", "spool"),
+    Column("security", ""),
+    Column("at_once", "at once"),
+    Column("nanoseconds", "CPU ns", ".2f"),
+    Column("millions_per_s", "M/s a core", ".0f"),
+    Column("round_s", "round, s", ".2f"),
+    Column("others_ms", "others, ms", ".0f"),
+    Column("tensors", "tensors", ".0%"),
+    Column("loop", "Python", ".0%"),
+    Column("wire", "gRPC", ".0%"),
+    Column("tls", "TLS", ".0%"),
+    Column("kernel", "of it kernel", ".0%"),
+    Column("limit", "limit"),
+    Column("peak_mib", "peak MiB", ".0f"),
+    Column("held_mib", "coded MiB", ".0f"),
+    Column("in_flight_mib", "in flight MiB", ".0f"),
+    Column("extra_mib", "extra MiB", ".0f"),
+    Column("extra_of_state", "/fragment", ".2f"),
+)
+
+
+def run_syncer(setting: Setting, on_progress: Callable[[int, int], None]) -> Report:
+    """Measure all rows; `on_progress` hears of rounds done and of rounds in all.
+
+    Raises:
+        DilocoError: If the syncer does not start, or refuses what it is sent.
+    """
+    began = time.monotonic()
+    wanted, rounds = setting.rows, setting.num_rounds + 1
+    rows: list[dict[str, Any]] = []
+    for row in wanted:
+
+        def heard(done: int) -> None:
+            on_progress(len(rows) * rounds + done, len(wanted) * rounds)
+
+        with tempfile.TemporaryDirectory(prefix="diloco-syncer-") as directory:
+            plain = rows[-1] if row.has_tls else None
+            rows.append(_measure(setting, row, plain, Path(directory), heard))
+    fewest, most = rows[0], rows[len(setting.num_islands) - 1]
+    requirements = [
+        Requirement(
+            f"CPU time a parameter and island, {most['num_islands']} islands over "
+            f"{fewest['num_islands']}",
+            most["nanoseconds"] / fewest["nanoseconds"],
+            setting.flatness,
+            "x",
+        ),
+        *(
+            Requirement(
+                f"peak memory beyond state, contributions and lanes in flight, {security}",
+                max(row["extra_of_state"] for row in rows if row["security"] == security),
+                setting.memory,
+                "of one fragment's state",
+            )
+            for security in (_PLAIN, _MTLS)
+        ),
+    ]
+    return Report("syncer", asdict(setting), _COLUMNS, rows, requirements, time.monotonic() - began)
+
+
+def _measure(
+    setting: Setting,
+    row: Row,
+    plain: dict[str, Any] | None,
+    directory: Path,
+    on_round: Callable[[int], None],
+) -> dict[str, Any]:
+    """Give one row, of mTLS with what the same took without: JSON values, hence `Any`."""
+    names = tuple(f"island-{i:03d}" for i in range(row.num_islands))
+    certs = _issue(directory / "certs", names) if row.has_tls else ""
+    state = StateDir(directory / "run")
+    plan = make_plan([TensorSpec("w", (setting.numel,))], num_fragments=1)
+    state.create()
+    config = _config(setting, names, str(state.root), row.spool_memory, certs)
+    state.resolved.write_text(resolved_toml(config), encoding="utf-8")
+    state.plan.write_text(plan.to_json(), encoding="utf-8")
+    secret = load_or_create_secret(state.secret)
+    fragment = plan.fragments[0]
+    codec = get_codec(setting.codec)
+    payloads = [
+        bytes(to_bytes(codec.encode(lane_values(lane.numel, lane.lane_id))))
+        for lane in fragment.lanes
+    ]
+    _found(state, fragment)
+    with serving(state) as (address, process):
+
+        def start(name: str, incarnation: int = 1) -> SimulatedIsland:
+            grant = Grant(run=_RUN, island=name, incarnation=incarnation, roles=[ROLE_ISLAND])
+            transport = _security(certs, name).transport(address, Role.SYNCER)
+            return SimulatedIsland(transport, sign(grant, secret), fragment, setting.codec)
+
+        again = functools.partial(start, names[-1])
+        islands = [start(name) for name in names]
+        took = asyncio.run(
+            _rounds(islands, again, payloads, process, row, setting.num_rounds, on_round)
+        )
+    coded = sum(map(len, payloads))
+    return _figures(setting, row, took, plain, coded, config.coordinator.spool_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Took:
+    """What all measured rounds of a row took, and the bytes that the syncer had in memory.
+
+    `idle_bytes` are with the state of version 0; `longest_call_s` is that of a call beside a merge.
+    """
+
+    spent: Spent
+    wall_s: float
+    idle_bytes: int
+    peak_bytes: int
+    longest_call_s: float
+
+
+def _figures(
+    setting: Setting,
+    row: Row,
+    took: _Took,
+    plain: dict[str, Any] | None,
+    coded: int,
+    spool_bytes: int,
+) -> dict[str, Any]:
+    """Compute a row's figures: JSON values, hence `Any`.
+
+    Args:
+        setting: Of the bench.
+        row: What was measured.
+        took: By measurement.
+        plain: The row of the same without mTLS; None: this one is without.
+        coded: Bytes of a contribution.
+        spool_bytes: Of coded contributions that stay in memory.
+    """
+    spent = took.spent
+    held = min(row.num_islands * coded, spool_bytes)
+    at_once = min(row.num_sending or row.num_islands, row.num_islands)
+    in_flight = min(at_once * coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
+    fragment_bytes = _STATE_BYTES * setting.numel
+    extra = took.peak_bytes - took.idle_bytes - held - in_flight
+    tls_s = max(0.0, spent.wire_s - plain["wire_s"]) if plain else 0.0
+    parts = {
+        "tensors": spent.tensors_s,
+        "loop": spent.loop_s,
+        "wire": spent.wire_s - tls_s,
+        "tls": tls_s,
+    }
+    shares = {part: seconds / spent.cpu_s for part, seconds in parts.items()}
+    served = row.num_islands * setting.numel * setting.num_rounds
+    return {
+        "num_islands": row.num_islands,
+        "spool_memory": row.spool_memory,
+        "security": _MTLS if row.has_tls else _PLAIN,
+        "at_once": at_once,
+        "nanoseconds": 1e9 * spent.cpu_s / served,
+        "millions_per_s": 1e-6 * served / spent.cpu_s,
+        "round_s": took.wall_s / setting.num_rounds,
+        "others_ms": 1e3 * took.longest_call_s,
+        **shares,
+        "wire_s": spent.wire_s,
+        "limit": _LIMITS[max(shares, key=lambda part: shares[part])],
+        "kernel": spent.kernel_s / spent.cpu_s,
+        "baseline_mib": (took.idle_bytes - fragment_bytes) / _MIB,
+        "peak_mib": took.peak_bytes / _MIB,
+        "held_mib": held / _MIB,
+        "in_flight_mib": in_flight / _MIB,
+        "extra_mib": extra / _MIB,
+        "extra_of_state": extra / fragment_bytes,
+    }
+
+
+def _found(state: StateDir, fragment: Fragment) -> None:
+    """Make version 0 of zeros durable: without a coordinator a syncer founds nothing."""
+    zeros = {lane.lane_id: bytes(4 * lane.numel) for lane in fragment.lanes}
+    store = FragmentStore(state.store, fragment, 1)
+    store.recover()  # makes its directory
+    store.commit(founding_record(fragment, zeros, 0))
+
+
+async def _rounds(
+    islands: Sequence[SimulatedIsland],
+    again: Callable[[int], SimulatedIsland],
+    payloads: Sequence[bytes],
+    process: SyncerProcess,
+    row: Row,
+    num_rounds: int,
+    on_round: Callable[[int], None],
+) -> _Took:
+    """Warm up, then measure."""
+    digests = [blake3.blake3(payload).digest() for payload in payloads]
+    sending = asyncio.Semaphore(row.num_sending or row.num_islands)
+
+    async def contribute(island: SimulatedIsland, version: int) -> None:
+        async with sending:
+            await island.contribute(version, payloads, digests)
+
+    async def one(version: int) -> None:
+        await asyncio.gather(*(contribute(island, version) for island in islands))
+        await published(version)
+
+    async def published(version: int) -> None:
+        await asyncio.gather(*(island.published(version + 1) for island in islands))
+        on_round(version + 1)
+
+    await asyncio.gather(*(island.join() for island in islands))
+    idle_bytes = process.resident_bytes()
+    await one(0)
+    process.forget_peak()
+    before, began = process.spent(), time.monotonic()
+    for version in range(1, num_rounds + 1):
+        await one(version)
+    spent, wall_s = process.spent() - before, time.monotonic() - began
+    peak_bytes = process.peak_bytes()
+    last = num_rounds + 1
+    await asyncio.gather(*(contribute(island, last) for island in islands))
+    longest_s = await _longest_call_s(islands[0], again, islands[0].published(last + 1))
+    for island in islands:
+        await island.close()
+    return _Took(spent, wall_s, idle_bytes, peak_bytes, longest_s)
+
+
+async def _longest_call_s(
+    caller: SimulatedIsland, again: Callable[[int], SimulatedIsland], merge: Awaitable[None]
+) -> float:
+    """Give the longest call, a poll or the first of a start, until a merge is over."""
+    merging, longest_s, starts = asyncio.ensure_future(merge), 0.0, itertools.count(2)
+    while not merging.done():
+        for island in (caller, again(next(starts))):
+            began = time.monotonic()
+            await island.join()
+            longest_s = max(longest_s, time.monotonic() - began)
+            if island is not caller:
+                await island.close()
+    await merging
+    return longest_s
+
+
+def _issue(certs: Path, names: Sequence[str]) -> str:
+    """Make an authority, an issuer and certificates of islands; returns their directory."""
+    ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
+    ca.create(_RUN, _CERTIFICATE_DAYS)
+    for short in ("coordinator", *(f"island/{name}" for name in names)):
+        ca.issue(short, _CERTIFICATE_DAYS, again=False)
+    return str(certs)
+
+
+def _security(certs: str, name: str) -> Security:
+    """What an island shows, if anything."""
+    return Security.open(Identity(_RUN, Role.ISLAND, name), certs=certs) if certs else Security()
+
+
+def _config(
+    setting: Setting, names: Sequence[str], state_dir: str, spool_memory: str, certs: str
+) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": _RUN, "seed": 1, "inner_steps": 1000},
+            "model": {"preset": "debug"},
+            "data": {"sequence_length": 32},
+            "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
+            "outer": {
+                "preset": "classic",
+                "inner_steps_per_round": 10,
+                "uplink_codec": setting.codec,
+                "downlink_codec": setting.codec,
+                "retained_versions": 1,
+                "round_deadline": "600s",
+            },
+            "coordinator": {"state_dir": state_dir, "spool_memory": spool_memory},
+            "transport": {"certs": certs},
+            "evaluation": {"num_sequences": 1},
+            "islands": {name: {"ranks": 1, "tokens_per_inner_step": 32} for name in names},
+        }
+    )

@@ -1,0 +1,119 @@
+"""A real syncer on one CPU, and what the kernel knows of it: CPU seconds by thread, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import CoordinatorUnavailable
+from diloco.launch.process.logs import tail
+from diloco.state_dir import StateDir, read_endpoint
+
+_START_S = 180.0
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """CPU seconds of a process, by what its threads do; `kernel_s` are those in system calls."""
+
+    loop_s: float
+    tensors_s: float
+    wire_s: float
+    kernel_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        """All of them."""
+        return self.loop_s + self.tensors_s + self.wire_s
+
+    def __sub__(self, before: Spent) -> Spent:
+        """Return what was spent since."""
+        return Spent(
+            self.loop_s - before.loop_s,
+            self.tensors_s - before.tensors_s,
+            self.wire_s - before.wire_s,
+            self.kernel_s - before.kernel_s,
+        )
+
+
+class SyncerProcess:
+    """A running syncer, as /proc shows it."""
+
+    def __init__(self, pid: int) -> None:
+        """Assign only."""
+        self._pid = pid
+        self._proc = Path(f"/proc/{pid}")
+
+    def spent(self) -> Spent:
+        """CPU seconds since its start: its main thread's is the event loop; gRPC names its own.
+
+        The threads of a merge have ended by then, so tensors are what is left of the whole.
+        """
+        user, kernel = _ticks(self._proc / "stat")
+        loop = wire = 0
+        for task in (self._proc / "task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                ticks = sum(_ticks(task / "stat"))
+                if int(task.name) == self._pid:
+                    loop = ticks
+                elif not (task / "comm").read_text().startswith("python"):
+                    wire += ticks
+        per_s = os.sysconf("SC_CLK_TCK")
+        whole = user + kernel
+        return Spent(loop / per_s, (whole - loop - wire) / per_s, wire / per_s, kernel / per_s)
+
+    def resident_bytes(self) -> int:
+        """Return what it has in memory now."""
+        return self._status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Return the most that it has had in memory since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        (self._proc / "clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        lines = (self._proc / "status").read_text().splitlines()
+        found = next(line for line in lines if line.startswith(name + ":"))
+        return 1024 * int(found.split()[1])
+
+
+@contextlib.contextmanager
+def serving(state: StateDir) -> Iterator[tuple[str, SyncerProcess]]:
+    """Run a syncer on one CPU while the context lasts.
+
+    Raises:
+        CoordinatorUnavailable: If it does not serve in time; says what its log does.
+    """
+    command = [sys.executable, "-m", "diloco.launch.syncer", str(state.root)]
+    with open(state.syncer_log, "ab") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+        until = time.monotonic() + _START_S
+        while (endpoint := read_endpoint(state.syncer)) is None or not endpoint.address:
+            if process.poll() is not None or time.monotonic() > until:
+                raise CoordinatorUnavailable(
+                    f"the bench's syncer did not start (exit code {process.returncode}); its log "
+                    f"says:\n{tail(state.syncer_log)}"
+                )
+            time.sleep(_LOOK_S)
+        yield endpoint.address, SyncerProcess(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ticks(path: Path) -> tuple[int, int]:
+    """User and kernel ticks of a process or a thread."""
+    fields = path.read_text().rpartition(")")[2].split()
+    return int(fields[11]), int(fields[12])

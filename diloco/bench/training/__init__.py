@@ -1,0 +1,1 @@
+"""Benchmarks of training: beside data parallel, plain PyTorch, other layouts."""

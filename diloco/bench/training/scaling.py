@@ -1,0 +1,309 @@
+"""How an island's speed grows with its ranks, by strategy: the same batch on more of them.
+
+Ranks are processes of one thread on this machine, joined by gloo: through the loopback, or, where
+links are emulated, each from a namespace of its own through a link to a switch. Where there are
+more ranks than CPUs they share them, so the ideal is N ranks, or as many CPUs as there are, times
+one rank's speed; and what a strategy was seen to move must pass the link. CPU time a token says
+what a strategy costs without the bound of the CPUs, whatever else the machine does.
+
+Source: strong scaling; the strategies are those of `diloco.config.mesh`.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from diloco.baseline.time_model import step_s, tcp_bps
+from diloco.bench.network.emulating import check_text, measure_inside
+from diloco.bench.training.scaling_link import NODE, measure_ranks
+from diloco.bench.training.scaling_rank import ISLAND, run_delay_s
+from diloco.config.load import config_of, resolved_toml
+from diloco.config.schema import Config
+from diloco.errors import IslandFailed
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, usable_cpus
+from diloco.transport.units import parse_bandwidth
+
+_ONE = "one"
+#: Strategy -> axis of the mesh that has all ranks.
+STRATEGIES: Mapping[str, str] = {
+    "fsdp": "dp_shard",
+    "replicate": "dp_replicate",
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+}
+
+_SPEED = (
+    Column("row", "row"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("linear_per_s", "x N", ",.0f"),
+    Column("ideal_per_s", "ideal", ",.0f"),
+    Column("efficiency", "efficiency", ".3f"),
+    Column("exposed", "exposed", ".3f"),
+)
+_LOSS = Column("loss", "loss", ".4f")
+_SHARED = (*_SPEED, Column("cpu_ratio", "CPU", ".3f"), _LOSS)
+_EMULATED = (*_SPEED, Column("moved_mb", "MB/step", ",.1f"), _LOSS)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A strategy on some ranks."""
+
+    strategy: str
+    num_ranks: int
+
+    @property
+    def name(self) -> str:
+        """What --rows chooses by, such as fsdp-2; of one rank: one."""
+        return _ONE if self.num_ranks == 1 else f"{self.strategy}-{self.num_ranks}"
+
+    @property
+    def micro_batches(self) -> int:
+        """A pipeline is kept busy by two for every stage; others take the batch at once."""
+        return 2 * self.num_ranks if self.strategy == "pp" and self.num_ranks > 1 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained, a Llama of 3.3M parameters on bytes, and links inside where emulated.
+
+    Attributes:
+        bandwidth: Of a rank's link to the switch, each way.
+        rtt_ms: Between two ranks, through both of their links.
+    """
+
+    bandwidth: str = "1Gbit/s"
+    rtt_ms: float = 0.4
+    sequences: int = 8
+    sequence_length: int = 256
+    warmup_steps: int = 2
+    timed_steps: int = 6
+    model: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "dim": 192,
+            "num_layers": 8,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "ffn_dim": 512,
+        }
+    )
+
+
+SETTING = Setting()
+
+
+def chosen_rows(setting: Setting, ranks: Sequence[int], patterns: Sequence[str]) -> tuple[Row, ...]:
+    """Give the rows of some numbers of ranks that match any of `patterns`, and one rank.
+
+    Args:
+        setting: Of the bench.
+        ranks: Numbers of ranks.
+        patterns: Names with `*` and `?`; none of them: all rows.
+
+    Raises:
+        ConfigError: If a pattern matches no row, or a mesh does not fit the model.
+    """
+    rows = [
+        Row(strategy, num_ranks)
+        for num_ranks in sorted(set(ranks) - {1})
+        for strategy in STRATEGIES
+    ]
+    wanted = matching([_ONE, *(row.name for row in rows)], patterns)
+    chosen = (Row("", 1), *(row for row in rows if row.name in wanted))
+    for row in chosen:
+        row_config(setting, row)
+    return chosen
+
+
+def run_scaling(
+    setting: Setting,
+    rows: Sequence[Row],
+    *,
+    is_emulated: bool,
+    on_progress: Callable[[str, int, int], None],
+    on_look: Callable[[], None] = lambda: None,
+) -> Report:
+    """Train every row and hold it against one rank.
+
+    Args:
+        setting: What is trained.
+        rows: Of `chosen_rows`.
+        is_emulated: Whether ranks have namespaces and links of their own, which needs root.
+        on_progress: Hears what begins, and of rows done and in all.
+        on_look: Called often; what it raises ends every process.
+
+    Raises:
+        ConfigError: If the kernel does not tell how long threads wait for a CPU, or networks cannot
+            be emulated here.
+        IslandFailed: If a rank failed, or a link is not as told; says what its log does.
+    """
+    began = time.monotonic()
+    run_delay_s()
+    order = _order(setting, rows)
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-scaling-") as directory:
+        place = Path(directory)
+        if is_emulated:
+            on_progress("all ranks on emulated links", 0, len(rows))
+            found = _measure_emulated(setting, rows, order, place, on_look)
+        else:
+            found = measure_ranks(
+                order,
+                None,
+                place,
+                on_ranks=lambda ranks, done: on_progress(f"{ranks} ranks", done, len(rows)),
+                on_look=on_look,
+            )
+    bps = parse_bandwidth(setting.bandwidth)
+    link_bps = tcp_bps(bps, rtt_s=setting.rtt_ms / 1e3) if is_emulated else math.inf
+    cpus, tokens = usable_cpus(), setting.sequences * setting.sequence_length
+    alone = found[rows[0].name]
+    return Report(
+        "scaling",
+        {
+            **asdict(setting),
+            "usable_cpus": cpus,
+            "links": "emulated" if is_emulated else "the loopback",
+        },
+        _EMULATED if is_emulated else _SHARED,
+        [
+            row_figures(
+                row,
+                found[row.name],
+                alone,
+                tokens=tokens,
+                timed_steps=setting.timed_steps,
+                cpus=cpus,
+                link_bps=link_bps,
+            )
+            for row in rows
+        ],
+        [],
+        time.monotonic() - began,
+    )
+
+
+def row_figures(
+    row: Row,
+    ranks: Sequence[Mapping[str, float]],
+    alone: Sequence[Mapping[str, float]],
+    *,
+    tokens: int,
+    timed_steps: int,
+    cpus: int,
+    link_bps: float,
+) -> dict[str, Any]:
+    """Compute a row of the table.
+
+    x N = tokens/s of one rank x ranks; ideal = tokens an inner step over `time_model.step_s` of one
+    rank's time / min(ranks, CPUs) and of what the busiest rank moved; efficiency = tokens/s over
+    the ideal; exposed = mean over the ranks of their exposed seconds over the wall time.
+
+    Args:
+        row: Which.
+        ranks: Figures of each rank, as `scaling_rank.measure` gives them.
+        alone: Those of one rank by itself.
+        tokens: That all ranks together train on in an inner step.
+        timed_steps: Inner steps.
+        cpus: That ranks may run on.
+        link_bps: Payload that a rank's link carries each way; infinite: nothing is waited for.
+    """
+    wall_s = max(rank["wall_s"] for rank in ranks)
+    cpu_s = sum(rank["cpu_s"] for rank in ranks)
+    moved_bytes = max(rank["moved_bytes"] for rank in ranks) / timed_steps
+    alone_s = alone[0]["wall_s"] / timed_steps
+    ideal_s = step_s(alone_s / min(row.num_ranks, cpus), moved_bytes, link_bps)
+    speed = timed_steps * tokens / wall_s
+    return {
+        "row": row.name,
+        "num_ranks": row.num_ranks,
+        "strategy": row.strategy,
+        "wall_s": wall_s,
+        "tokens_per_s": speed,
+        "linear_per_s": tokens / alone_s * row.num_ranks,
+        "ideal_per_s": tokens / ideal_s,
+        "efficiency": speed * ideal_s / tokens,
+        "cpu_us_per_token": 1e6 * cpu_s / timed_steps / tokens,
+        "cpu_ratio": cpu_s / alone[0]["cpu_s"],
+        "exposed": fmean(rank["exposed_s"] for rank in ranks) / wall_s,
+        "moved_mb": moved_bytes / 1e6,
+        "loss": ranks[0]["loss"],
+    }
+
+
+def links_toml(setting: Setting, num_ranks: int) -> str:
+    """Write the file of the emulated network: every rank joined to a switch by the same link."""
+    way = f'{{ bandwidth = "{setting.bandwidth}", delay = "{setting.rtt_ms / 4:g}ms" }}'
+    ranks = "".join(f'[islands.{NODE.format(r)}]\nlink = "inside"\n' for r in range(num_ranks))
+    return (
+        'topology = "star"\n[tcp]\nslow_start_after_idle = false\n'
+        f'[links.inside]\nsource = "diloco bench scaling"\nup = {way}\ndown = {way}\n{ranks}'
+    )
+
+
+def _order(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
+    """Say what `measure_ranks` is to train."""
+    by_ranks: dict[str, dict[str, str]] = {}
+    for row in sorted(rows, key=lambda row: row.num_ranks):
+        of_ranks = by_ranks.setdefault(str(row.num_ranks), {})
+        of_ranks[row.name] = resolved_toml(row_config(setting, row))
+    return {
+        "rows": by_ranks,
+        "warmup_steps": setting.warmup_steps,
+        "timed_steps": setting.timed_steps,
+    }
+
+
+def _measure_emulated(
+    setting: Setting,
+    rows: Sequence[Row],
+    order: Mapping[str, Any],
+    place: Path,
+    on_look: Callable[[], None],
+) -> dict[str, Any]:
+    """Train all rows in one emulated network, checked first."""
+    toml = links_toml(setting, max(row.num_ranks for row in rows))
+    module = "diloco.bench.training.scaling_link"
+    found, record = measure_inside("ranks", toml, module, order, place, on_look)
+    if not found:
+        raise IslandFailed(
+            f"emulated links of {setting.bandwidth} are not as told on this machine "
+            f"({check_text(record['check'])}), and carry no measurement: end other work, or "
+            f"leave --emulate out"
+        )
+    return found
+
+
+def row_config(setting: Setting, row: Row) -> Config:
+    """Give the run of a row: one island, and no outer loop is started.
+
+    Raises:
+        ConfigError: If the mesh does not fit the model; says the nearest that does.
+    """
+    mesh = {STRATEGIES[row.strategy]: row.num_ranks} if row.num_ranks > 1 else {}
+    values = {
+        "run": {"name": "scaling", "seed": 1, "inner_steps": 1000},
+        "model": dict(setting.model),
+        "data": {"sequence_length": setting.sequence_length},
+        "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
+        "outer": {"preset": "classic", "inner_steps_per_round": 1},
+        "coordinator": {"state_dir": "unused"},
+        "evaluation": {"num_sequences": 1},
+        "islands": {
+            ISLAND: {
+                "ranks": row.num_ranks,
+                "mesh": mesh,
+                "micro_batches": row.micro_batches,
+                "tokens_per_inner_step": setting.sequences * setting.sequence_length,
+            }
+        },
+    }
+    return config_of(values, f"row {row.name} does not fit this bench's model")

@@ -1,0 +1,164 @@
+"""One rank of `diloco bench scaling`: `python -m diloco.bench.training.scaling_rank ORDER` (JSON).
+
+Trains every strategy of its number of ranks, one after the other, in one process group.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from diloco.baseline.site import Channel
+from diloco.bench.training.island_trainer import island_trainer
+from diloco.config.load import load_config
+from diloco.data.open import open_data
+from diloco.errors import ConfigError, DilocoError
+from diloco.launch.process.ending import exit_at_once
+from diloco.launch.process.logs import log_to
+from diloco.trainer.parallel.mesh import make_mesh
+
+logger = logging.getLogger(__name__)
+
+#: The island of the run files.
+ISLAND = "bench"
+_PATIENCE = timedelta(seconds=120)
+_NANO = 1e-9
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+_INTERFACES = "/proc/thread-self/net/dev"
+
+
+def run_delay_s() -> float:
+    """Seconds in which this thread could have run and had no CPU, since it began.
+
+    Raises:
+        ConfigError: If the kernel does not tell.
+
+    Source: Linux, Documentation/scheduler/sched-stats (schedstat of a task, second field).
+    """
+    try:
+        return int(Path(_SCHEDSTAT).read_text().split()[1]) * _NANO
+    except (OSError, IndexError) as error:
+        raise ConfigError(
+            f"cannot read from {_SCHEDSTAT} how long a thread waits for a CPU ({error}): this "
+            f"bench needs Linux with CONFIG_SCHED_INFO"
+        ) from error
+
+
+def carried_bytes(interface: str) -> tuple[int, int]:
+    """Bytes that came in and went out at an interface of this process's network so far.
+
+    Source: Linux, /proc/net/dev, first and ninth column.
+    """
+    for line in Path(_INTERFACES).read_text().splitlines():
+        name, _, columns = line.partition(":")
+        if name.strip() == interface:
+            figures = [int(word) for word in columns.split()]
+            return figures[0], figures[8]
+    raise ConfigError(f"{_INTERFACES} has no interface {interface}, which ranks were to meet at")
+
+
+def measure(
+    run_file: str, *, interface: str, warmup_steps: int, timed_steps: int
+) -> dict[str, float]:
+    """Train one strategy; every rank of the process group calls it together.
+
+    Args:
+        run_file: A run whose only island is `ISLAND`.
+        interface: At which this rank alone meets the others; empty: there is none.
+        warmup_steps: Inner steps before the timed ones, which build what is built once.
+        timed_steps: Inner steps that are timed.
+
+    Returns:
+        In seconds of this rank, from a barrier to the end of the last step: `wall_s`; `cpu_s` of
+        all its threads; `exposed_s`, in which the training thread neither ran nor wanted to:
+        wall - its CPU time - its wait for a CPU. `moved_bytes` went out of `interface` or came in,
+        whichever was more; 0 without one. `loss` is that of the last step, in nats a token.
+    """
+    config = load_config(run_file, island=ISLAND)
+    is_cast = config.island.compute.is_cast
+    mesh = make_mesh(torch.device("cpu"), config.island.mesh, is_cast=is_cast)
+    data = open_data(config)
+    batches = data.batches(
+        slots=(0,),
+        num_slots=1,
+        batch_size=config.island.tokens_per_inner_step // data.sequence_length,
+        dp_coordinate=mesh.dp_coordinate,
+        dp_size=mesh.dp_size,
+    )
+    trainer = island_trainer(config, data, batches, mesh)
+    for step in range(warmup_steps):
+        trainer.inner_step(step)
+    if dist.is_initialized():
+        dist.barrier()
+    carried = carried_bytes(interface) if interface else (0, 0)
+    began, cpu, own_cpu, delay = _clocks()
+    for step in range(warmup_steps, warmup_steps + timed_steps):
+        loss = trainer.inner_step(step).loss
+    ended, cpu_end, own_cpu_end, delay_end = _clocks()
+    carried_end = carried_bytes(interface) if interface else (0, 0)
+    wall_s = ended - began
+    ran_s, delayed_s = own_cpu_end - own_cpu, delay_end - delay
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_end - cpu,
+        "exposed_s": max(0.0, wall_s - ran_s - delayed_s),
+        "moved_bytes": max(end - begin for begin, end in zip(carried, carried_end, strict=True)),
+        "loss": loss,
+    }
+
+
+def _clocks() -> tuple[float, float, float, float]:
+    return time.monotonic(), time.process_time(), time.thread_time(), run_delay_s()
+
+
+def _join(order: dict[str, Any], channel: Channel) -> None:
+    """Meet the other ranks: the first has the store, and says at which port."""
+    island_rank, num_ranks = order["island_rank"], order["num_ranks"]
+    store = (
+        TCPStore(order["host"], 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+        if island_rank == 0
+        else None
+    )
+    channel.say({"port": store.port if store else 0})
+    places = channel.hear()
+    if num_ranks == 1:
+        return
+    (port,) = (place["port"] for place in places if place["island_rank"] == 0)
+    store = store or TCPStore(order["host"], port, is_master=False, timeout=_PATIENCE)
+    dist.init_process_group(
+        "gloo", store=store, rank=island_rank, world_size=num_ranks, timeout=_PATIENCE
+    )
+
+
+def main(order: dict[str, Any]) -> int:
+    """Run as one rank; returns the exit code."""
+    log_to(None, logging.WARNING)
+    torch.set_num_threads(1)
+    channel = Channel()
+    try:
+        _join(order, channel)
+        same = {key: order[key] for key in ("interface", "warmup_steps", "timed_steps")}
+        found = {name: measure(path, **same) for name, path in order["run_files"].items()}
+        if dist.is_initialized():
+            dist.barrier()  # nobody ends while another still needs its connections
+    except DilocoError as error:
+        logger.error("rank stops, exit_code=%d: %s", error.exit_code, error)
+        return error.exit_code
+    except Exception:
+        logger.exception("rank failed")
+        return 1
+    channel.say(found)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_at_once(main(json.loads(sys.argv[1])))

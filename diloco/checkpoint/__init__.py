@@ -1,0 +1,1 @@
+"""Saving and coming back: checkpoints, mirrors, copies in memory, warm start, export."""

@@ -1,0 +1,334 @@
+"""Which run checkpoint a run is resumed from, and what is said about it. Imports no torch.
+
+A run checkpoint is complete when every island has told the coordinator that it keeps its part, and
+can be resumed when the syncer's part, its pin, is whole too; under the all-reduce exchange that of
+one island's peer, as far as they are on this machine. Of islands that keep their checkpoints
+on this machine the parts are looked at as well; the others' own commands do that.
+
+Source: PROTOCOL.md, "Resume".
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from diloco.checkpoint.checkpoints import found_directory, verify
+from diloco.checkpoint.mirror import Mirror
+from diloco.checkpoint.stores import Part, assigned_parts
+from diloco.config.classes import identity_difference, identity_json
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.coordinator.journal import Journal
+from diloco.durable import DiskFull
+from diloco.errors import ConfigError
+from diloco.launch.process.progress import progress_bar
+from diloco.launch.process.room import wait_for_room
+from diloco.outer.fragments import Plan
+from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.candidates import newest_first
+from diloco.protocol.run.claims import Claims
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.terms import terms_of
+from diloco.state_dir import StateDir
+from diloco.versions.pins import pinned_steps, verify_pin
+from diloco.versions.record import RecordInvalid
+
+logger = logging.getLogger(__name__)
+
+START = "diloco coordinator RUN.toml"
+RESUME = f"{START} --resume"
+
+
+@contextmanager
+def open_journal(path: Path, *, waits_for_room: bool = False) -> Iterator[Journal]:
+    """Open a run's journal, and close it in the end; even to be read it needs room on the disk.
+
+    Raises:
+        ConfigError: If the file is not a journal, or the disk is full and room is not waited for.
+    """
+    journal = Journal(path)
+    try:
+        if waits_for_room:
+            wait_for_room("the journal", journal.open, time.sleep)
+        else:
+            journal.open()
+    except DiskFull as error:
+        raise ConfigError(
+            f"cannot open the journal {path}: {error}. Make room on its disk, then give the "
+            f"command again"
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise _unreadable(path, error) from error
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def read_membership(config: Config, journal: Journal) -> Membership:
+    """Make a run's membership with all that its open journal remembers.
+
+    Raises:
+        ConfigError: If the journal is damaged.
+    """
+    membership = Membership(
+        run=config.run.name,
+        islands=tuple(sorted(config.islands)),
+        identity_json=identity_json(config),
+        identity_difference=identity_difference,
+        inner_steps=config.run.inner_steps,
+        num_checkpoints=config.checkpoint.keep,
+        rules=terms_of(config).rules,
+        claims=Claims(config.max_islands, config.islands) if config.outer.is_on_arrival else None,
+        assignment=Assignment(config.coordinator.num_syncers),
+    )
+    try:
+        membership.apply(journal.entries().items())
+    except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
+        path = StateDir(Path(config.coordinator.state_dir)).journal
+        raise _unreadable(path, error) from error
+    return membership
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot read the journal {path}: {error}. Bring it back from a copy; or have it made "
+        f"again from what is left (diloco repair {path.parent}); or start anew in "
+        f"another directory, from a checkpoint of this run if there is one: {START} --set "
+        f"coordinator.state_dir=DIRECTORY --set run.warm_start=CHECKPOINT"
+    )
+
+
+def insist_on_run(state: StateDir, *, start: str = START) -> None:
+    """Refuse to resume where no run was ever coordinated; `start` is what to type to begin one.
+
+    Raises:
+        ConfigError: If there is neither a journal nor a store.
+    """
+    if not state.journal.exists() and not any(state.root.glob("syncer*/plan.json")):
+        raise ConfigError(
+            f"--resume: there is no run in coordinator.state_dir = {state.root}. Start one with "
+            f"{start}, or give the directory that holds yours"
+        )
+
+
+def insist_on_same_run(config: Config, state: StateDir, ways_out: str) -> None:
+    """Refuse a state directory that holds the run of another file; `ways_out` is what to do then.
+
+    Raises:
+        ConfigError: Naming the run that is there, and what differs.
+    """
+    if not state.resolved.exists():
+        return
+    there = load_config(state.resolved)
+    differing = identity_difference(identity_json(config), identity_json(there))
+    num_here, num_there = config.coordinator.num_syncers, there.coordinator.num_syncers
+    if num_here != num_there:  # each fragment stays where it is
+        differing.append(f"coordinator.num_syncers: {num_here} here, {num_there} there")
+    if differing:
+        raise ConfigError(
+            f"coordinator.state_dir = {config.coordinator.state_dir} holds the run "
+            f"{there.run.name!r} (there), which this file (here) does not describe:\n  "
+            + "\n  ".join(differing)
+            + f"\n{ways_out}"
+        )
+
+
+def choose_checkpoint(
+    config: Config,
+    state: StateDir,
+    membership: Membership,
+    at_step: int | None,
+    tell: Callable[[str], None],
+    *,
+    start: str = START,
+) -> int:
+    """Choose what to resume: the newest complete checkpoint that is whole, or the one asked for.
+
+    One that was judged bad only where there is no other.
+
+    Args:
+        config: The run, with the islands' `checkpoint.dir` on this machine.
+        state: The run's state directory.
+        membership: With the journal's entries applied.
+        at_step: Inner step of the checkpoint asked for; None takes the newest.
+        tell: Hears what was found, skipped and taken.
+        start: What to type to start the run; to resume it, ``--resume`` and ``--at STEP`` are put
+            behind it.
+
+    Returns:
+        The inner step of the checkpoint.
+
+    Raises:
+        ConfigError: If the run has finished and no step was asked for, if there is no such
+            checkpoint, or none is whole.
+    """
+    complete = membership.checkpoints
+    _insist_on_complete(state, membership, at_step, start)
+    tell(_found_text(state, membership))
+    plan = Plan.from_json(membership.plan_json)
+    torn: dict[int, str] = {}
+    candidates = membership.candidates
+    for step in newest_first(complete, candidates) if at_step is None else [at_step]:
+        if words := candidates.problem(step):
+            tell(f"warning: the checkpoint of {membership.checkpoint_name(step)}: {words}")
+        problem = next(_problems(config, state, plan, step, membership, tell), "")
+        if not problem:
+            tell(
+                f"resuming from the checkpoint of {membership.checkpoint_name(step)}, now timeline "
+                f"{membership.timeline + 1}; what was published after it is abandoned"
+                f"{_missing_text(membership, step)}"
+            )
+            return step
+        torn[step] = problem
+        if at_step is None:
+            tell(
+                f"warning: the checkpoint of {membership.checkpoint_name(step)} is torn, skipped: "
+                f"{problem}"
+            )
+    others = [step for step in complete if step not in torn]
+    raise ConfigError(
+        f"cannot resume the run {membership.run!r}: "
+        + "; ".join(
+            f"the checkpoint of {membership.checkpoint_name(s)} is torn: {why}"
+            for s, why in torn.items()
+        )
+        + (_go_back(others, start) or ". Start the run again in an empty coordinator.state_dir")
+    )
+
+
+def choose_good(
+    config: Config, state: StateDir, membership: Membership, tell: Callable[[str], None]
+) -> int | None:
+    """Choose where the run returns to by itself: the newest good checkpoint that is whole.
+
+    None newer than was decided; None where none is whole.
+    """
+    decided = membership.candidates.pending
+    assert decided is not None
+    plan = Plan.from_json(membership.plan_json)
+    for step in membership.candidates.good(membership.checkpoints):
+        if step > decided.to:
+            continue
+        name = membership.checkpoint_name(step)
+        problem = next(_problems(config, state, plan, step, membership, tell), "")
+        if not problem:
+            tell(
+                f"the run returns to the checkpoint of {name} by itself, now timeline "
+                f"{membership.timeline + 1}: {decided.why}"
+            )
+            return step
+        tell(f"warning: the checkpoint of {name} is torn, skipped: {problem}")
+    return None
+
+
+def commands_of_islands(config: Config) -> str:
+    """Name the commands that start all islands."""
+    return "; ".join(f"diloco island RUN.toml --island {name}" for name in sorted(config.islands))
+
+
+def _insist_on_complete(
+    state: StateDir, membership: Membership, at_step: int | None, start: str
+) -> None:
+    complete, run = membership.checkpoints, f"the run {membership.run!r} in {state.root}"
+    if membership.is_finished and at_step is None:
+        raise ConfigError(
+            f"{run} has finished, there is nothing to resume: take its parameters with diloco "
+            f"export {state.root}{_go_back(complete, start)}"
+        )
+    if not complete:
+        raise ConfigError(
+            f"{run} has no complete checkpoint to resume{_partial_text(state, membership)}. If it "
+            f"was neither stopped nor has failed, {start} goes on where it "
+            f"was; otherwise start it again in an empty coordinator.state_dir "
+            f"(checkpoint.every_inner_steps makes checkpoints)"
+        )
+    if at_step is not None and at_step not in complete:
+        raise ConfigError(
+            f"--at {at_step}: {run} has no complete checkpoint of that inner step"
+            f"{_go_back(complete, start)}"
+        )
+
+
+def _missing_text(membership: Membership, step: int) -> str:
+    """Name the islands that have no part of a cut: they take what is published."""
+    if not membership.rules.is_elastic:
+        return ""
+    missing = membership.members.keys() - membership.cuts[step].parts.keys()
+    return f"; without a part of it: {', '.join(sorted(missing))}" if missing else ""
+
+
+def _problems(
+    config: Config,
+    state: StateDir,
+    plan: Plan,
+    step: int,
+    membership: Membership,
+    tell: Callable[[str], None],
+) -> Iterator[str]:
+    """Say what is wrong with the parts of a checkpoint that are on this machine."""
+    what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
+    islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
+    is_allreduce = config.outer.exchange == "allreduce"
+    if is_allreduce:
+        peers = {f"the peer of island {name}": state.peer(name) for name in sorted(config.islands)}
+        parts = {w: Part(p, plan.fragments) for w, p in peers.items() if p.store.is_dir()}
+    else:
+        of_each = assigned_parts(state, plan, membership.assignment)
+        parts = {f"the {part.state.syncer_name}'s part": part for part in of_each}
+    torn: list[str] = []
+    for whose, part in parts.items():
+        try:
+            verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", tell))
+        except RecordInvalid as error:
+            torn.append(str(error))
+    # One peer is enough: an island without a whole pin takes the state from others.
+    if torn and not (is_allreduce and len(torn) < len(parts)):
+        yield "; ".join(torn)
+    for island in sorted(islands):
+        if (config.checkpoint_dir / island).is_dir():
+            try:
+                show = progress_bar(f"{what}, island {island}", tell)
+                verify(found_directory(config.checkpoint_dir, island, step), on_progress=show)
+            except ConfigError as error:
+                if _is_mirrored(config, island, step):
+                    tell(f"island {island}: {error}; it will be taken from its mirror")
+                else:
+                    yield f"island {island}: {error}"
+
+
+def _is_mirrored(config: Config, island: str, step: int) -> bool:
+    """Whether the island, which sees this site's files, can take its part from its mirror."""
+    if not config.checkpoint.mirror:
+        return False
+    try:
+        return step in Mirror(config.checkpoint.mirror, island).steps()
+    except Exception as error:  # of as many types as there are file systems
+        logger.warning("checkpoint.mirror = %s cannot be read: %r", config.checkpoint.mirror, error)
+        return False
+
+
+def _found_text(state: StateDir, membership: Membership) -> str:
+    return (
+        f"run {membership.run!r} in {state.root}, timeline {membership.timeline}: complete "
+        f"checkpoints of {'cuts' if membership.rules.is_elastic else 'inner steps'} "
+        f"{', '.join(map(str, membership.checkpoints))}"
+        f"{_partial_text(state, membership)}"
+    )
+
+
+def _partial_text(state: StateDir, membership: Membership) -> str:
+    pinned = {step for each in state.holding_records for step in pinned_steps(each.store)}
+    steps = sorted(pinned.difference(membership.checkpoints))
+    listed = ", ".join(map(str, steps))
+    return f"; begun, but not complete on every island: {listed}" if steps else ""
+
+
+def _go_back(steps: Sequence[int], start: str) -> str:
+    commands = " or ".join(f"{start} --resume --at {step}" for step in steps)
+    return f"; to go back: {commands}" if commands else ""

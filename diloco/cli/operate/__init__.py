@@ -1,0 +1,1 @@
+"""Commands for a run under way, and for its store."""

@@ -1,0 +1,93 @@
+"""`diloco repair`: mend the store of a stopped run, or a damaged fragment of one under way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.cli.terminal.options import Certs, Insecure, Tokens
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("repair")(repair)
+
+
+def repair(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Run file, or the coordinator.state_dir of a run; with --from-island HOST:PORT of "
+            "its coordinator.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON values.")] = False,
+    fragment: Annotated[
+        int | None, typer.Option(min=0, help="Damaged fragment of a run under way.")
+    ] = None,
+    from_island: Annotated[
+        str, typer.Option(metavar="NAME", help="Island that holds what its syncer has lost.")
+    ] = "",
+    certs: Certs = "",
+    tokens: Tokens = "",
+    insecure: Insecure = False,
+) -> None:
+    """Verify every byte of a stopped run's store, make again what can be made, say what remains.
+
+    A version is made again from the one before it and its own contributions; what a killed writer
+    left half written is removed. A journal that is lost or damaged is made again from the store,
+    its pins and the islands' checkpoints (where islands merge among themselves, from those of their
+    peers' directories that are here); what cannot be known then is said, and every island has to be
+    started again. Exits with 1 if something stays damaged.
+
+    A run under way repairs a damaged fragment itself, from any island that holds the version that
+    its syncer has lost. With --fragment and --from-island it is asked of that island first, and the
+    command waits until the fragment is served again: only then it exits with 0. An island that does
+    not hold the version is refused. It counts only if its digest is the one that was published; the
+    outer momentum is then that of the newest older version that can be read, or zero, and the tape
+    says so.
+    """
+    if fragment is not None or from_island:
+        _from_island(run, fragment, from_island, certs, tokens, insecure)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from diloco.checkpoint.export import find_run
+    from diloco.report.repair import repair_run
+    from diloco.versions.repair import Condition
+
+    found = repair_run(find_run(Path(run)))
+    remains = [finding for finding in found if finding.condition is Condition.DAMAGED]
+    if as_json:
+        typer.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
+    else:
+        table = Table("fragment", "what", "condition", "detail", box=None)
+        for finding in found:
+            number = str(finding.fragment_id) if finding.fragment_id >= 0 else "-"
+            table.add_row(number, finding.what, finding.condition, finding.detail)
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console.print(table)
+        num_repaired = sum(finding.condition is Condition.REPAIRED for finding in found)
+        console.print(f"{len(found)} parts, {num_repaired} repaired, {len(remains)} damaged")
+    if remains:
+        raise typer.Exit(1)
+
+
+def _from_island(
+    address: str, fragment: int | None, island: str, certs: str, tokens: str, insecure: bool
+) -> None:
+    from diloco.cli.operate.operate import repair_from_island
+    from diloco.errors import ConfigError
+
+    if fragment is None or not island:
+        raise ConfigError(
+            "--fragment and --from-island belong together: diloco repair HOST:PORT --fragment P "
+            "--from-island NAME (diloco status HOST:PORT says which fragment is damaged)"
+        )
+    repair_from_island(address, fragment, island, certs, tokens, insecure)

@@ -1,0 +1,119 @@
+"""`diloco replay`: make every published version of a run again, and say what does not come out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.coordinator.journal import TapeEntry
+    from diloco.versions.replay import Replayed
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command("replay")(replay)
+
+
+def replay(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
+    ],
+    fragment: Annotated[
+        int | None, typer.Option("--fragment", metavar="P", help="Only this fragment.")
+    ] = None,
+    first: Annotated[
+        int, typer.Option("--from", metavar="V", min=1, help="First version of each fragment.")
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON values.")] = False,
+) -> None:
+    """Make every version of a stopped run again, from its tape and what its store keeps.
+
+    Each is computed from the version before it and its own contributions, by the rules and with the
+    coefficients of its own record, and compared with what was published: digests, payloads, kept
+    states, all to the bit; coefficients within 1e-6. With outer.keep_contributions = "all" that is
+    every version, otherwise the retained ones. What happened between versions is told too, as the
+    coordinator's journal has it.
+
+    Exits with 1 if a version is damaged or different. What cannot be made again is only told, but
+    for a run with outer.keep_contributions = "all": there it exits with 1, too.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from diloco.checkpoint.export import find_run
+    from diloco.cli.terminal.progress import counting
+    from diloco.report.replay import replay_run
+
+    with counting(Console(stderr=True, quiet=as_json)) as show:
+        done = replay_run(find_run(run), fragment=fragment, first=first, on_progress=show)
+    counts = Counter(each.verdict for each in done.versions)
+    wrong = sum(each.is_wrong for each in done.versions)
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+    else:
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        table = Table("fragment", "timeline", "versions", "verdict", "detail", box=None)
+        for row in _rows(done.versions):
+            table.add_row(*row)
+        console.print(table)
+        for entry in done.tape:
+            console.print(_told(entry))
+        said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        console.print(f"{len(done.versions)} versions: {said or 'none'}")
+    unknown = sum(each.is_unknown for each in done.versions) if done.keeps_all else 0
+    stderr = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if wrong:
+        stderr.print(
+            f"{wrong} versions are not what was published. What is damaged and can be made again "
+            f"is: diloco repair {run}. To go back to before them: diloco coordinator RUN.toml "
+            "--resume"
+        )
+    if unknown:
+        stderr.print(
+            f"{unknown} versions cannot be made again, though outer.keep_contributions is "
+            f'"all": what they were made of is missing in {run}. If the run kept less when it '
+            f"began, ask for what came later: diloco replay {run} --from V"
+        )
+    if wrong or unknown:
+        raise typer.Exit(1)
+
+
+def _rows(versions: Sequence[Replayed]) -> Iterator[tuple[str, ...]]:
+    """Make one row of neighbours of which the same is to be said."""
+    for (fragment_id, timeline, verdict, detail), each in groupby(
+        versions, lambda v: (v.fragment_id, v.timeline, v.verdict, v.detail)
+    ):
+        numbers = [v.version for v in each]
+        span = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        yield str(fragment_id), str(timeline), span, verdict, detail
+
+
+def _told(entry: TapeEntry) -> str:
+    content = entry.content
+    where = f"after {entry.after_round} records: {entry.kind} {entry.key}"
+    match entry.kind:
+        case "members":
+            changes = [
+                f"{name} {member['lease']} (start {member['incarnation']})"
+                for name, member in content.items()
+            ]
+            return f"{where}: {', '.join(changes) or 'a pause began or ended'}"
+        case "policy":
+            return f"{where}: {content['key']} = {json.dumps(content['value'])}"
+        case "operation":
+            return f"{where}: {content['command']} by {content['by']}: {content['message']}"
+        case "timeline":
+            return f"{where}: resumed from inner step {content['resume_step']}"
+        case "expiry":
+            missing = ", ".join(content["missing"]) or "nobody"
+            return f"{where}: missing {missing}: {content['reason']}"
+        case _:
+            return where

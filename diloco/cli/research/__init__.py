@@ -1,0 +1,1 @@
+"""Commands that simulate, measure and break."""

@@ -1,0 +1,143 @@
+"""`diloco baseline`: a run's model, text and links, trained with all-reduce or local SGD."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli.terminal.options import Overrides, RunFile, size_of
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.baseline.local import BaselineOptions
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("baseline")(baseline)
+
+
+def baseline(
+    run_file: RunFile,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name", metavar="NAME", help="flat, hierarchical, local-sgd or post-local-sgd."
+        ),
+    ] = "hierarchical",
+    overrides: Overrides = None,
+    codec: Annotated[
+        str, typer.Option("--codec", metavar="NAME", help="Of what crosses between islands.")
+    ] = "float32",
+    chunk: Annotated[
+        str, typer.Option("--chunk", metavar="SIZE", help="Float32 values reduced at once.")
+    ] = "4MiB",
+    streams: Annotated[
+        int, typer.Option(metavar="N", min=1, max=256, help="Parts under way at once, a rank.")
+    ] = 8,
+    hop: Annotated[
+        str,
+        typer.Option("--hop", metavar="NAME", help="Between islands: transport, gloo or nccl."),
+    ] = "transport",
+    every: Annotated[
+        int,
+        typer.Option(metavar="H", min=0, help="Local SGD: steps between averages; 0: the run's."),
+    ] = 0,
+    first: Annotated[
+        int, typer.Option(metavar="T", min=0, help="post-local-sgd: steps of data parallel before.")
+    ] = 0,
+    out: Annotated[
+        str,
+        typer.Option("--out", metavar="DIR", help="For logs and summary; empty: STATE_DIR-NAME."),
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Train the run's model on this machine in another way, to be compared with.
+
+    flat: one ring all-reduce of the gradients through all ranks of all islands, every inner step.
+    hierarchical: reduce-scatter inside the islands, all-reduce of shards between them, all-gather
+    inside, chunk by chunk under the backward. local-sgd: gradients are summed inside an island,
+    parameters averaged over islands every H inner steps; post-local-sgd: after T steps of data
+    parallel.
+
+    Same text, batches, seed and links (transport.link, or diloco emulate) as `diloco local`, no
+    outer optimizer, and no fault tolerance: one rank that ends early ends it all. The inner
+    optimizer's moments stay local in local SGD. --hop gloo crosses between islands in a plain
+    process group of all ranks, as inside one cluster: the same chunks, pipeline and sums to the
+    bit, without shaping, encryption or authentication. --hop nccl is that on CUDA devices, of which
+    every rank needs one: the phases of a chunk follow each other there, under the backward.
+    """
+    from rich.console import Console
+
+    from diloco.baseline.local import BaselineOptions, insist_on_baseline, run_baseline
+    from diloco.compression.registry import get_codec
+    from diloco.config.load import load_config
+    from diloco.launch.process.emulated import Emulated
+    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.rank.inputs import open_inputs
+
+    config = load_config(run_file, overrides or ())
+    options = BaselineOptions(
+        name, get_codec(codec).name, _chunk_bytes(chunk), streams, every, first, hop
+    )
+    insist_on_baseline(config, options)
+    if (emulated := Emulated.surrounding(os.environ)) is not None:
+        config = emulated.placed(config)
+    directory = _empty_place(out or f"{config.coordinator.state_dir}-{name}")
+    open_inputs(config, may_download=True)
+    console = Console(quiet=as_json, markup=False)
+    console.print(f"baseline {name} of run {config.run.name}; logs in {directory}", highlight=False)
+    try:
+        with heeding_signals() as request:
+            summary = run_baseline(
+                config, options, directory, emulated=emulated, on_look=request.check
+            )
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    console.print(_text(summary, options), highlight=False, soft_wrap=True)
+
+
+def _empty_place(path: str) -> Path:
+    """Refuse a directory in which something would be overwritten."""
+    from diloco.errors import ConfigError
+
+    directory = Path(path)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is not empty: remove it, or give another --out")
+    return directory
+
+
+def _chunk_bytes(text: str) -> int:
+    from diloco.errors import ConfigError
+
+    least, most = 256 << 10, 256 << 20  # a part costs a call, about a millisecond of CPU
+    size = size_of("--chunk", text)
+    if not least <= size <= most or size % 4:
+        raise ConfigError(
+            f"--chunk {text}: must be 256KiB to 256MiB, in whole float32 values (4 bytes)"
+        )
+    return size
+
+
+def _text(summary: dict[str, Any], options: BaselineOptions) -> str:
+    from diloco.transport.units import format_bytes, format_duration
+
+    moved = ", ".join(
+        f"{name} {format_bytes(each['bytes_up'])} up" for name, each in summary["islands"].items()
+    )
+    return (
+        f"{options.name}: {summary['inner_steps']:,} inner steps, {summary['total_tokens']:,} "
+        f"tokens in {format_duration(summary['wall_s'])}\n"
+        f"held-out loss {summary['nats_per_byte']:.4f} nats a byte, last training loss "
+        f"{summary['losses'][-1]:.4f} nats a token\n"
+        f"utilisation {summary['utilisation']:.1%}: {format_duration(summary['waited_s'])} waited "
+        f"for other ranks and links\n"
+        f"between islands: {moved}"
+    )

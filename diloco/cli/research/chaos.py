@@ -1,0 +1,112 @@
+"""`diloco chaos`: a run on this machine to which things happen, and what came of it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.cli.terminal.options import JsonTarget, write_json
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+    from diloco.chaos.report import ChaosReport
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="What happens to which run.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command("chaos")(chaos)
+
+
+def chaos(
+    plan_file: PlanFile,
+    json_target: JsonTarget = "",
+    require: Annotated[
+        bool,
+        typer.Option(
+            "--require",
+            help="Exit with 1, too, if a fault did not take effect or a figure that "
+            "the plan's judge section asks for misses its bar.",
+        ),
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the run's directory; it is kept if anything broke.")
+    ] = False,
+) -> None:
+    """Make a whole run on this machine while its processes, files and links are broken on purpose.
+
+    PLAN.toml names a run file and the faults: kills, freezes, restarts, damaged files, a full disk,
+    clocks that jump, links that are cut, late, slow or lie; one by one, or drawn from a seed. The
+    same file gives the same faults. Shipped ones are in configs/chaos.
+
+    Prints what was planned, what took effect, how long until the process was back and until every
+    fragment had its next version; then whether what must hold did: one digest a version, each
+    version once, one outcome a contribution, every token accounted for, no island that ends
+    unasked, versions that can be recomputed. Exits with 1 if one did not; the last line says which.
+    """
+    from rich.console import Console
+
+    from diloco.chaos.experiment import run_plan
+    from diloco.chaos.plan import load_plan
+    from diloco.cli.terminal.progress import counting
+    from diloco.launch.process.ending import Interrupted, heeding_signals
+
+    plan = load_plan(plan_file)
+    directory = Path(tempfile.mkdtemp(prefix="diloco-chaos-"))
+    try:
+        with (
+            heeding_signals() as request,
+            counting(Console(stderr=True, quiet=json_target == "-")) as show,
+        ):
+            report = run_plan(plan, directory, request, show)
+    except Interrupted as interrupted:
+        shutil.rmtree(directory)
+        raise typer.Exit(interrupted.exit_code) from None
+    is_kept = keep or bool(report.broken)
+    if not is_kept:
+        shutil.rmtree(directory)
+    console = Console(quiet=json_target == "-")
+    _show(report, console)
+    write_json(report.as_dict(), json_target)
+    if is_kept:
+        console.print(f"kept: {directory}", highlight=False, soft_wrap=True)
+    _judge(report, require=require, is_quiet=json_target == "-")
+
+
+def _show(report: ChaosReport, console: Console) -> None:
+    from diloco.chaos.report import FAULT_COLUMNS, ISLAND_COLUMNS
+    from diloco.cli.terminal.report_tables import print_rows
+
+    fired = sum(story.fired for story in report.faults)
+    title = f"faults: {len(report.faults)} planned, {fired} took effect in {report.wall_s:.0f} s"
+    if num_without := sum(not story.had_chance for story in report.faults):
+        title += f", {num_without} never found their target"
+    print_rows(console, FAULT_COLUMNS, report.rows, title)
+    rows = [{c.key: getattr(island, c.key) for c in ISLAND_COLUMNS} for island in report.islands]
+    print_rows(console, ISLAND_COLUMNS, rows, "islands")
+    for finding in report.findings:
+        style = "green" if finding.holds else "red"
+        console.print(finding.text, style=style, highlight=False, soft_wrap=True)
+    for requirement in report.requirements:
+        style = "green" if requirement.is_met else "yellow"
+        console.print(requirement.as_text(), style=style, highlight=False, soft_wrap=True)
+
+
+def _judge(report: ChaosReport, *, require: bool, is_quiet: bool) -> None:
+    """Exit with 1 if something is wrong, the last line saying what.
+
+    Raises:
+        typer.Exit: If it is.
+    """
+    wrong = [each.as_text() for each in report.missed] if require else []
+    wrong += [finding.text for finding in report.broken]
+    for line in wrong:
+        typer.echo(line, err=is_quiet)
+    if wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,182 @@
+"""`diloco emulate`: a command on an emulated network; its links measured before."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli.terminal.options import JsonTarget, write_json
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+    from diloco.launch.process.ending import Request
+    from diloco.simulations.emulate.check import Finding
+    from diloco.simulations.emulate.config import Wan
+    from diloco.simulations.emulate.emulation import Emulation
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("emulate")(emulate)
+
+
+def emulate(
+    wan_file: Annotated[Path, typer.Argument(metavar="WAN.toml", help="The network.")],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What to run in it.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Measure every link first; exit with 1 and run nothing if one is not as told.",
+        ),
+    ] = False,
+    shell: Annotated[
+        str,
+        typer.Option(
+            metavar="ISLAND",
+            help="Run the command in this island, not where the coordinator is; without a "
+            "command: $SHELL.",
+        ),
+    ] = "",
+    json_target: JsonTarget = "",
+) -> None:
+    """Run a command on an emulated network: a namespace an island, links as WAN.toml says.
+
+    diloco emulate configs/wan/star-100M-60ms.toml --check -- diloco local RUN.toml puts every
+    island of the run into the namespace of its name, coordinator and syncer where coordinator_at
+    says, and the check into the run's summary.json. Any other command runs where the coordinator
+    is; `ip netns exec NAME` enters an island, the names are printed. Ctrl-C is the command's to
+    heed; everything goes when it ends, and what still runs inside is ended.
+
+    Read the check: rates within 5 %, round trips within 2 ms + 2 %, loss within 20 % of itself.
+    Needs root.
+    """
+    from rich.console import Console
+
+    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.simulations.emulate.config import load_wan
+    from diloco.simulations.emulate.emulation import Emulation
+
+    wan = load_wan(wan_file)
+    words = _words(wan, command, shell, with_check=check)
+    # The command's output is its own: what is told beside it goes to standard error.
+    console = Console(stderr=bool(words), quiet=json_target == "-", markup=False, highlight=False)
+    record: dict[str, Any] = {}
+    with heeding_signals() as request:
+        try:
+            with Emulation(wan) as emulation:
+                code = _use(emulation, words, shell, request, console, record, with_check=check)
+        except Interrupted as interrupted:
+            code = interrupted.exit_code
+    if emulation.ended:
+        ended = ", ".join(map(str, emulation.ended))
+        console.print(f"ended what still ran inside: processes {ended}")
+    write_json(record, json_target)
+    raise typer.Exit(code)
+
+
+def _words(wan: Wan, command: list[str] | None, shell: str, *, with_check: bool) -> list[str]:
+    """Return what to run in the network; nothing where its links are only measured.
+
+    Raises:
+        ConfigError: If there is no such island, or nothing to do.
+    """
+    from diloco.errors import ConfigError
+
+    if shell and shell not in wan.config.islands:
+        names = ", ".join(sorted(wan.config.islands))
+        raise ConfigError(f"--shell {shell}: not an island of {wan.path}; islands: {names}")
+    words = command or ([os.environ.get("SHELL", "/bin/sh")] if shell else [])
+    if not words and not with_check:
+        raise ConfigError(
+            f"nothing to run: diloco emulate {wan.path} -- COMMAND, such as diloco local RUN.toml; "
+            f"or --check to measure the links, or --shell ISLAND"
+        )
+    return words
+
+
+def _use(
+    emulation: Emulation,
+    words: list[str],
+    shell: str,
+    request: Request,
+    console: Console,
+    record: dict[str, Any],
+    *,
+    with_check: bool,
+) -> int:
+    """Check, run the command, and fill the record; returns the exit code."""
+    from diloco.simulations.emulate.command import run_command
+
+    _tell(emulation, console)
+    record |= emulation.as_dict()
+    if with_check:
+        findings = _checked(emulation, request, console)
+        record["check"] = [finding.as_dict() for finding in findings]
+        emulation.describe(check=record["check"])
+        if not all(finding.is_met for finding in findings):
+            told = "a link is not as told" + ("; the command was not run" if words else "")
+            typer.echo(told, err=True)
+            return 1
+    if not words:
+        return 0
+    request.check()
+    if words[0] == "diloco":
+        words = [sys.executable, "-m", *words]
+    before = emulation.carried()
+    code, record["changes"] = run_command(
+        emulation, shell or emulation.network.coordinator, words, os.environ
+    )
+    record |= {"command": words, "exit_code": code, "carried": []}
+    for (link, way), now in emulation.carried().items():
+        carried = now.since(before[link, way])
+        record["carried"].append({"link": link, "way": way, **carried.as_dict()})
+        console.print(f"{link} {way}: {carried.as_text()}", soft_wrap=True)
+    return code
+
+
+def _tell(emulation: Emulation, console: Console) -> None:
+    """Say what was made, and how to enter it."""
+    network, spaces = emulation.network, emulation.namespaces
+    if spaces.swept:
+        console.print(f"removed what a killed emulation had left: {', '.join(spaces.swept)}")
+    for node in network.nodes:
+        role = "coordinator" if node == network.coordinator else ""
+        role = " + ".join(filter(None, ["island" if node in network.islands else "", role]))
+        console.print(
+            f"{node:16} {network.address(node):12} {role or 'router':20} "
+            f"ip netns exec {spaces.name(node)}",
+            soft_wrap=True,
+        )
+    if not emulation.is_realtime:
+        console.print(
+            "warning: the relay has no real-time priority here (it needs CAP_SYS_NICE): packets "
+            "are late when the machine is busy; look at --check",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _checked(emulation: Emulation, request: Request, console: Console) -> list[Finding]:
+    """Measure and print."""
+    from rich.table import Table
+
+    from diloco.simulations.emulate.check import check
+
+    with console.status("measuring") as status:
+        findings = check(emulation, on_measure=status.update, on_look=request.check)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("link", "way", "figure", "asked for", "measured", "off", "allowed", "tries", ""):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        style = "" if finding.is_met else "red"
+        table.add_row(*finding.cells(), "ok" if finding.is_met else "MISSED", style=style)
+    console.print(table)
+    return findings

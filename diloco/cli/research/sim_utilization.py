@@ -1,0 +1,385 @@
+"""`diloco sim utilization` and `diloco sim bandwidth`: how busy islands stay, and on what links."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
+from diloco.cli.terminal.section_flags import ScenarioFile, given_keys, is_typed, section_command
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import JustifyMethod
+    from rich.table import Table
+
+    from diloco.cli.terminal.progress import Show
+    from diloco.simulations.published.paper_tables import Cell
+    from diloco.simulations.scenarios.scenario import Scenario
+
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
+
+
+def _several(rounds: int) -> int:
+    """Refuse one round, which only warms up."""
+    from diloco.errors import ConfigError
+
+    if rounds == 1:
+        raise ConfigError("--rounds 1: the first only warms up; give 2 or more, or 0")
+    return rounds
+
+
+Rounds = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        callback=_several,
+        help="Simulated, of which the first warms up; 0: 3, or where several fragments are under "
+        "way at once 32, of which 16 do.",
+    ),
+]
+
+#: Least of the 75 cells that are exact, and that are within one step of the grid.
+_LEAST_EXACT, _LEAST_NEAR = 60, 73
+_TABLES = ("streaming-table4",)
+
+
+def register(sim: typer.Typer) -> None:
+    """Add the commands of this module to `diloco sim`."""
+    kind = section_command(_section, {"bits": ("bits_up", "bits_down")})
+    sim.command("utilization", cls=kind)(utilization)
+    sim.command("bandwidth", cls=kind)(bandwidth)
+
+
+def _section() -> type[Scenario]:
+    from diloco.simulations.scenarios.scenario import Scenario
+
+    return Scenario
+
+
+def utilization(
+    context: typer.Context,
+    scenario_file: ScenarioFile = None,
+    table: Annotated[
+        str,
+        typer.Option("--table", metavar="NAME", help=f"A paper's, beside ours: {_TABLES[0]}."),
+    ] = "",
+    plot: Annotated[str, plot_option("utilisation against bandwidth")] = "",
+    rounds: Rounds = 0,
+    seed: Seed = 0,
+    json_target: JsonTarget = "",
+    require: Annotated[
+        bool,
+        typer.Option("--require", help="With --table: exit with 1 if too few cells are met."),
+    ] = False,
+) -> None:
+    """Predict the share of the time in which islands compute, by method.
+
+    Events under a virtual clock: the product's schedule, fragments and rounds on links that share
+    their bandwidth fairly. Without --method every method is a row; flags that a method has no use
+    for are not its. --table streaming-table4 computes the 75 bandwidths of Streaming DiLoCo's
+    Table 4 by the same code, with --buckets and --release as said there.
+
+    Read "utilisation": compute over compute and stalls, in the rounds after those that warm up;
+    "formula": the same in closed form, where there is one; "stall": seconds a round that the
+    slowest island stood still; "pace": of decoupled islands, which never wait, their rounds over
+    those on unlimited lines. To predict a run file with its own model, codecs and hosts: diloco
+    plan.
+    """
+    from diloco.errors import ConfigError
+    from diloco.simulations.scenarios.scenario import make_scenarios
+
+    if table and table not in _TABLES:
+        raise ConfigError(f"--table {table}: choose {' or '.join(_TABLES)}")
+    if require and not table:
+        raise ConfigError("--require judges a table: add --table streaming-table4")
+    if table:
+        odd = [name for name in ("rounds", "seed", "plot") if is_typed(context, name)]
+        odd = [*(["SCENARIO.toml"] if scenario_file else []), *(f"--{name}" for name in odd)]
+        if odd:
+            raise ConfigError(f"--table {table} has no use for {', '.join(odd)}: leave it out")
+        _show_table(given_keys(context), json_target, require=require)
+        return
+    scenarios = make_scenarios(scenario_file, given_keys(context))
+    rows = _rows(scenarios, rounds, seed, json_target)
+    _show(_COLUMNS, rows, json_target, {"command": "sim utilization", "rows": rows})
+    if plot:
+        _plot(scenarios, plot, rounds, seed, json_target)
+
+
+def bandwidth(
+    context: typer.Context,
+    scenario_file: ScenarioFile = None,
+    targets: Annotated[
+        str, typer.Option(metavar="SHARES", help="Of the time in inner steps, with commas.")
+    ] = "0.5,0.8,0.9,0.95,0.99",
+    grid: Annotated[
+        bool,
+        typer.Option("--grid", help="On 50 rates from 0.1 to 1000 Gbit/s; without, by bisection."),
+    ] = False,
+    grid_rule: Annotated[
+        str,
+        typer.Option(
+            metavar="RULE",
+            help="Of --grid: below, the largest rate that misses the target, as papers tabulate "
+            "it; reaching, the smallest that does not.",
+        ),
+    ] = "below",
+    rounds: Rounds = 0,
+    seed: Seed = 0,
+    json_target: JsonTarget = "",
+) -> None:
+    """Find the bandwidth of every line that a utilisation needs.
+
+    Gbit/s, both ways at once; everything else of the scenario stays. Of a decoupled run, whose
+    islands train at any bandwidth, the bandwidth at which so large a share of its rounds is made.
+    A dash: no bandwidth is enough, delays alone are too long. 1e-06 (with --grid 0.1): the least
+    that is looked at, which is enough.
+    """
+    from diloco.errors import ConfigError
+    from diloco.simulations.scenarios.bandwidth import GRID
+    from diloco.simulations.scenarios.scenario import make_scenarios
+
+    shares = _shares(targets)
+    keys = given_keys(context)
+    if said := [key for key in ("bandwidth", "bandwidth_down") if key in keys]:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in said)
+        raise ConfigError(f"{names}: is what is looked for, both ways at once; leave it out")
+    if grid_rule not in ("below", "reaching"):
+        raise ConfigError(f"--grid-rule {grid_rule}: choose below or reaching")
+    if is_typed(context, "grid_rule") and not grid:
+        raise ConfigError("--grid-rule is of --grid: add it; without, the rate is found exactly")
+    scenarios = make_scenarios(scenario_file, keys)
+    with _counting(json_target) as show:
+        rows = [
+            _needed(scenario, shares, grid_rule if grid else "", rounds, seed, show)
+            for scenario in scenarios
+        ]
+    columns = [
+        ("method", "method", ""),
+        *((f"gbps_at_{target:g}", f"{target:.0%}", ".3g") for target in shares),
+    ]
+    setting = {
+        "command": "sim bandwidth",
+        "unit": "Gbit/s",
+        "grid_gbps": [rate / 1e9 for rate in GRID] if grid else [],
+        "rows": rows,
+    }
+    _show(columns, rows, json_target, setting)
+    if json_target != "-":
+        typer.echo("Gbit/s of every line, each way")
+
+
+def _needed(
+    scenario: Scenario, targets: Sequence[float], grid_rule: str, rounds: int, seed: int, show: Show
+) -> dict[str, Any]:
+    """Find what a scenario needs, on the grid if there is a rule; JSON values, hence `Any`."""
+    from diloco.simulations.scenarios.bandwidth import bandwidth_curve, needed_bps, on_grid
+
+    target, rates = 0.0, 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal rates
+        rates += done == total
+        show(f"{scenario.method} at {target:g}, rate {rates + 1}: inner steps", done, total)
+
+    curve = bandwidth_curve(scenario, rounds=rounds, seed=seed, on_progress=count)
+    row = _described(scenario)
+    for target in targets:
+        bps = (
+            on_grid(curve, target, "below" if grid_rule == "below" else "reaching")
+            if grid_rule
+            else needed_bps(curve, target)
+        )
+        row[f"gbps_at_{target:g}"] = None if bps is None else bps / 1e9
+        row[f"utilisation_at_{target:g}"] = None if bps is None else curve(bps)
+    return row
+
+
+_COLUMNS = [
+    ("method", "method", ""),
+    ("period", "H", "d"),
+    ("fragments", "P", "d"),
+    ("overlap_steps", "tau", "d"),
+    ("bits_up", "bits", "g"),
+    ("utilisation", "utilisation", ".1%"),
+    ("formula", "formula", ".1%"),
+    ("stall_s", "stall, s", ".3g"),
+    ("gbit_up", "Gbit up", ".3g"),
+    ("pace", "pace", ".0%"),
+]
+
+
+def _rows(
+    scenarios: Sequence[Scenario], rounds: int, seed: int, json_target: str
+) -> list[dict[str, Any]]:
+    """Simulate each scenario; JSON values, hence `Any`."""
+    from diloco.simulations.scenarios import wallclock
+    from diloco.simulations.scenarios.utilization import simulate
+
+    rows = []
+    with _counting(json_target) as show:
+        for scenario in scenarios:
+            told = functools.partial(show, f"{scenario.method}: inner steps")
+            figures = simulate(scenario, rounds=rounds, seed=seed, on_progress=told)
+            why = wallclock.applies(scenario)
+            rows.append(
+                {
+                    **_described(scenario),
+                    "utilisation": figures.utilisation,
+                    "formula": None if why else wallclock.utilisation(scenario),
+                    "no_formula": why,
+                    "stall_s": figures.stall_s,
+                    "round_s": figures.round_s,
+                    "gbit_up": figures.bits_up / 1e9,
+                    "gbit_down": figures.bits_down / 1e9,
+                    "pace": figures.pace if scenario.method == "decoupled" else None,
+                }
+            )
+    return rows
+
+
+def _described(scenario: Scenario) -> dict[str, Any]:
+    return {
+        "method": scenario.method,
+        "period": scenario.inner_steps_per_round,
+        "fragments": scenario.fragments,
+        "overlap_steps": scenario.overlap_steps,
+        "bits_up": scenario.bits_up,
+        "scenario": scenario.model_dump(),
+    }
+
+
+def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -> None:
+    """Compute a paper's table, show it beside ours, and judge."""
+    from rich.console import Console
+
+    from diloco.errors import ConfigError
+    from diloco.simulations.published.paper_tables import streaming_table4, table4_counts
+
+    if unknown := values.keys() - {"buckets", "release"}:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unknown))
+        raise ConfigError(f"{names}: the table says that itself; leave it out")
+    with _counting(json_target) as show:
+        cells = streaming_table4(
+            buckets=values.get("buckets", 0),
+            release=values.get("release", "backward"),
+            on_progress=lambda done, total: show("curves", done, total),
+        )
+    exact, near = table4_counts(cells)
+    is_met = exact >= _LEAST_EXACT and near >= _LEAST_NEAR
+    said = (
+        f"{'met' if is_met else 'MISSED'}: {exact} of {len(cells)} cells exact (required "
+        f">= {_LEAST_EXACT}), {near} within one grid step of 1.207x (required >= {_LEAST_NEAR})"
+    )
+    content = {
+        "command": "sim utilization --table streaming-table4",
+        "source": "Streaming DiLoCo (arXiv 2501.18512), Table 4",
+        "unit": "Gbit/s",
+        "exact": exact,
+        "within_one_grid_step": near,
+        "cells": [
+            {
+                "model": cell.model,
+                "method": cell.method,
+                "target": cell.target,
+                "paper": cell.paper,
+                "ours": cell.ours,
+                "ratio": cell.ratio,
+                "grid_steps": cell.grid_steps,
+            }
+            for cell in cells
+        ],
+    }
+    console = Console(quiet=json_target == "-")
+    console.print(_cells_table(cells))
+    console.print(
+        "Gbit/s that each utilisation needs; paper: Table 4 of arXiv 2501.18512, to one decimal",
+        style="dim",
+        highlight=False,
+    )
+    write_json(content, json_target)
+    typer.echo(said, err=json_target == "-")
+    if require and not is_met:
+        raise typer.Exit(1)
+
+
+def _cells_table(cells: Sequence[Cell]) -> Table:
+    """Lay out three rows a model and method: the paper's figures, ours, and their ratio."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("model", "method", ""):
+        table.add_column(heading, no_wrap=True)
+    targets = list(dict.fromkeys(cell.target for cell in cells))
+    for target in targets:
+        table.add_column(f"{target:.0%}", justify="right", no_wrap=True)
+    for start in range(0, len(cells), len(targets)):
+        row = cells[start : start + len(targets)]
+        table.add_row(row[0].model, row[0].method, "paper", *(f"{c.paper:.1f}" for c in row))
+        table.add_row("", "", "ours", *(f"{c.ours:.1f}" for c in row))
+        table.add_row("", "", "ratio", *(_ratio_text(c) for c in row))
+    return table
+
+
+def _ratio_text(cell: Cell) -> str:
+    style = "yellow" if cell.grid_steps else "dim"
+    return f"[{style}]{cell.ratio:.2f}[/{style}]"
+
+
+def _plot(
+    scenarios: Sequence[Scenario], path: str, rounds: int, seed: int, json_target: str
+) -> None:
+    from diloco.simulations.scenarios.utilization_plot import write_plot
+
+    with _counting(json_target) as show:
+        write_plot(
+            scenarios, Path(path), rounds=rounds, seed=seed, on_progress=lambda *at: show(*at)
+        )
+    typer.echo(f"picture: {path}", err=json_target == "-")
+
+
+def _shares(text: str) -> list[float]:
+    from diloco.errors import ConfigError
+
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise ConfigError(f"--targets {text}: give shares in (0, 1) with commas, such as 0.5,0.9")
+    return shares
+
+
+def _show(
+    columns: Sequence[tuple[str, str, str]],
+    rows: Sequence[Mapping[str, Any]],
+    json_target: str,
+    content: Mapping[str, Any],
+) -> None:
+    """Print a table, figures to the right; None is a dash."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for _, heading, form in columns:
+        justify: JustifyMethod = "right" if form else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not form)
+    for row in rows:
+        cells = [(row[key], form) for key, _, form in columns]
+        table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
+    Console(quiet=json_target == "-").print(table)
+    write_json(content, json_target)
+
+
+def _counting(json_target: str) -> contextlib.AbstractContextManager[Show]:
+    from rich.console import Console
+
+    from diloco.cli.terminal.progress import counting
+
+    return counting(Console(stderr=True, quiet=json_target == "-"))

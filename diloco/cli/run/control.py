@@ -1,0 +1,208 @@
+"""`diloco coordinator` and `diloco status`: run the control plane of a run, and look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli.terminal.options import Address, Certs, Insecure, Overrides, RunFile, Tokens
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from google.protobuf.message import Message
+
+    from diloco.protos.control_pb2 import StatusReply
+    from diloco.transport.contracts import Transport
+
+_WATCH_S = 1.0
+_RESTART_S = 15.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("coordinator")(coordinator)
+    app.command("status")(status)
+
+
+def coordinator(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Take the run back to its newest complete checkpoint."),
+    ] = False,
+    at_step: Annotated[
+        int | None,
+        typer.Option(
+            "--at",
+            metavar="STEP",
+            min=0,
+            help="With --resume: to that checkpoint (inner step or cut).",
+        ),
+    ] = None,
+) -> None:
+    """Coordinate a run and keep its syncer alive; prints the address that islands need.
+
+    Started again after a crash, with the same file, it goes on where it was, under the same
+    address. Ctrl-C stops the run gracefully: every island goes on to one inner step, writes a
+    checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
+    at once; nothing published is lost. Where islands merge on arrival they have no inner step in
+    common: each writes its part of a cut after its next one, and leaves.
+    """
+    from diloco.cli.run.doctor import tell_at_start
+    from diloco.config.load import load_config
+    from diloco.errors import ConfigError
+    from diloco.launch.coordinator import run_coordinator
+
+    if at_step is not None and not resume:
+        raise ConfigError(f"--at {at_step} says where to resume: add --resume, or leave it out")
+    config = load_config(run_file, overrides or ())
+    tell_at_start(config.coordinator.listen)
+    run = run_coordinator(config, tell=typer.echo, resume=resume, at_step=at_step)
+    raise typer.Exit(asyncio.run(run))
+
+
+def status(
+    address: Address,
+    watch: Annotated[bool, typer.Option("--watch", help="Look every second until Ctrl-C.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, one line a look, instead of tables.")
+    ] = False,
+    certs: Certs = "",
+    tokens: Tokens = "",
+    insecure: Insecure = False,
+) -> None:
+    """Show a run: its islands and their throughput, its fragments and their versions.
+
+    From another machine the coordinator tells it to the operator alone: --certs (made by `diloco
+    certs init`), --tokens (`diloco certs token operator`), or both, as the run file says. A run
+    with transport.insecure = true and no tokens tells it on the coordinator's own machine only.
+    """
+    transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
+    try:
+        asyncio.run(_show(transport, watch=watch, as_json=as_json))
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+async def _show(transport: Transport, *, watch: bool, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from diloco.cli.terminal.tables import status_view
+
+    looks = _looks(transport, watch=watch)
+    if as_json:
+        async for reply in looks:
+            typer.echo(json.dumps(as_plain(reply)))
+    elif not watch:
+        async for reply in looks:
+            Console().print(status_view(reply))
+    else:
+        with Live(auto_refresh=False) as live:
+            async for reply in looks:
+                live.update(status_view(reply), refresh=True)
+
+
+async def _looks(transport: Transport, *, watch: bool) -> AsyncIterator[StatusReply]:
+    """Ask the coordinator once, or every second for ever; a watcher bears with its restart."""
+    from diloco.coordinator.status import ask_status
+
+    try:
+        yield await ask_status(transport)
+        while watch:
+            await asyncio.sleep(_WATCH_S)
+            yield await ask_status(transport, patience_s=_RESTART_S)
+    finally:
+        await transport.close()
+
+
+def as_plain(message: Message) -> dict[str, Any]:
+    """Turn a message into JSON values, hence `Any`; every field is there, integers stay numbers.
+
+    A message that is not set is None. (protobuf's own JSON writes 64-bit integers as texts.)
+    """
+    plain: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            plain[field.name] = list(value) if field.is_repeated else value
+        elif field.is_repeated:
+            plain[field.name] = [as_plain(item) for item in value]
+        else:
+            plain[field.name] = as_plain(value) if message.HasField(field.name) else None
+    return plain
+
+
+def operator_transport(address: str, *, certs: str, tokens: str, insecure: bool) -> Transport:
+    """Open the operator's way to a coordinator.
+
+    Raises:
+        ConfigError: If the address, or what proves who the operator is, cannot be used.
+    """
+    from diloco.security.security import Security
+    from diloco.transport.identity import Identity, Role
+
+    _check_address(address)
+    operator = Identity("", Role.OPERATOR)
+    security = Security.open(operator, certs=certs, tokens=tokens, insecure=insecure)
+    return security.transport(address, Role.COORDINATOR)
+
+
+def _check_address(address: str) -> None:
+    from diloco.errors import ConfigError
+    from diloco.transport.addresses import split_address, split_candidates
+    from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
+
+    try:
+        if is_peer_address(address):
+            parse_peer_address(address)
+            return
+        ports = [split_address(candidate)[1] for candidate in split_candidates(address)]
+    except ValueError as error:
+        raise ConfigError(f"{error}: write it as the coordinator printed it") from None
+    if 0 in ports:
+        raise ConfigError(f"{address!r} has no port: write it as the coordinator printed it")
+
+
+def tell(
+    address: str,
+    command: str,
+    arguments: dict[str, str],
+    certs: str,
+    tokens: str,
+    insecure: bool,
+) -> None:
+    """Give the command, and print what was done and what comes next."""
+    from diloco.coordinator.status import operate
+
+    talk(
+        address,
+        (lambda transport: operate(transport, command, arguments),),
+        certs,
+        tokens,
+        insecure,
+    )
+
+
+def talk(
+    address: str,
+    steps: Sequence[Callable[[Transport], Awaitable[str]]],
+    certs: str,
+    tokens: str,
+    insecure: bool,
+) -> None:
+    """Do one step after the other with a coordinator, and print what each says."""
+    transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
+
+    async def run() -> None:
+        try:
+            for step in steps:
+                typer.echo(await step(transport))
+        finally:
+            await transport.close()
+
+    asyncio.run(run())

@@ -1,0 +1,103 @@
+"""`diloco doctor`: what is wrong with this site, each finding with the command that mends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.cli.terminal.options import Overrides
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.doctor.diagnosis import Finding
+
+_STYLES = {"ok": "green", "unknown": "dim", "slow": "yellow", "broken": "bold red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="The run; none: the machine alone.")
+    ] = None,
+    island: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="This is the site of that island, not the coordinator's"),
+    ] = "",
+    coordinator: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where the coordinator is, as it printed it."),
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print facts and findings as JSON instead.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Look for what would break a run at this site or slow it down, and say how to mend it.
+
+    TCP (congestion control, slow start after idle, buffers); for a run also its certificates,
+    tokens and ports; with --island the ways to coordinator and syncer (MTU, round trip, a call with
+    this site's certificates and tokens, clock). Nothing is changed. Islands and coordinators look
+    at their TCP at every start, too.
+
+    Read "state": broken: the run cannot work so, and the exit code is 1; slow: it works, and long
+    or lossy paths carry less than they could. sysctl -w holds until the next boot: put the same
+    KEY = VALUE into /etc/sysctl.d/60-diloco.conf to keep it.
+    """
+    from diloco.config.load import load_config
+    from diloco.doctor.diagnosis import State, diagnose
+    from diloco.doctor.machine_facts import gather
+    from diloco.errors import ConfigError
+
+    if run_file is None and (island or coordinator or overrides):
+        raise ConfigError("--island, --coordinator and --set are of a run: diloco doctor RUN.toml")
+    config = load_config(run_file, overrides or (), island=island) if run_file else None
+    facts = gather(config, coordinator=coordinator)
+    findings = diagnose(facts)
+    if as_json:
+        found = [finding.as_dict() for finding in findings]
+        typer.echo(json.dumps({"facts": facts.as_dict(), "findings": found}, indent=2))
+    else:
+        _show(findings)
+    raise typer.Exit(1 if any(finding.state is State.BROKEN for finding in findings) else 0)
+
+
+def tell_at_start(peers: str) -> None:
+    """Warn of a TCP that is slow, where peers are beyond this machine.
+
+    Args:
+        peers: HOST:PORT of them, or several, or a multiaddr.
+    """
+    from diloco.doctor.slow_tcp import slow_tcp
+
+    for text in slow_tcp(peers):
+        typer.echo(f"warning: {text}", err=True)
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from diloco.peer_texts import MOST_ENDING, bounded_text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        # Peers' words among them, which are neither markup nor commands of a terminal.
+        found = Text(bounded_text(finding.found, MOST_ENDING))
+        table.add_row(finding.what, Text(finding.state, style=_STYLES[finding.state]), found)
+    console = Console(highlight=False)
+    console.print(table)
+    # Commands stand alone on their lines, unbroken, so that they can be copied.
+    for finding in findings:
+        if finding.mend:
+            mend = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in finding.mend)
+            console.print(f"\n{finding.what}:\n  {mend}", soft_wrap=True, markup=False)

@@ -1,0 +1,137 @@
+"""`diloco export`: the published parameters of a run as a Hugging Face model, or as DCP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+import typer
+
+from diloco.cli.terminal.options import size_of
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.table import Table
+
+    from diloco.checkpoint.export import Export
+
+Layout: TypeAlias = Literal["hf", "dcp"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("export")(export)
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Directory to write; default: STATE_DIR/export."),
+    ] = None,
+    at_step: Annotated[
+        int | None,
+        typer.Option(
+            "--at", metavar="STEP", help="Export the run checkpoint of that inner step instead."
+        ),
+    ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            "--format",
+            help="hf: safetensors under Hugging Face's names; dcp: torch.distributed.checkpoint "
+            "under torchtitan's.",
+        ),
+    ] = "hf",
+    shard_bytes: Annotated[
+        str,
+        typer.Option("--shard-bytes", metavar="SIZE", help="Largest file of safetensors, as 5GB."),
+    ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export in that directory.")
+    ] = False,
+) -> None:
+    """Write the published parameters of a run: a model that others load.
+
+    Reads the durable records only, so the run may be under way; says which versions it took.
+    """
+    from rich.console import Console
+
+    from diloco.checkpoint.export import MAX_FILE_BYTES, export_run, find_run
+    from diloco.cli.terminal.progress import counting
+
+    if shard_bytes and layout != "hf":
+        raise ConfigError(
+            f"--shard-bytes {shard_bytes} is for --format hf; with {layout} every tensor is a file"
+        )
+    max_file_bytes = size_of("--shard-bytes", shard_bytes) if shard_bytes else MAX_FILE_BYTES
+    state = find_run(run)
+    default = state.root / ("export" if at_step is None else f"export-step-{at_step:012d}")
+    with counting(Console(stderr=True)) as show:
+        made = export_run(
+            state,
+            out or default,
+            at_step=at_step,
+            overwrite=force,
+            layout=layout,
+            max_file_bytes=max_file_bytes,
+            on_progress=show,
+        )
+    _tell(made, layout)
+
+
+def _tell(made: Export, layout: Layout) -> None:
+    from rich.console import Console
+
+    from diloco.transport.units import format_bytes
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(made))
+    num_bytes = sum(file["bytes"] for file in made.files.values())
+    console.print(
+        f"{made.num_parameters:,} parameters of run {made.run}, {format_bytes(num_bytes)} in "
+        f"{len(made.files)} file(s): {made.directory}"
+    )
+    console.print(_standing(made))
+    how = f'transformers.AutoModelForCausalLM.from_pretrained("{made.directory}")'
+    if layout == "dcp":
+        how = (
+            f'in torchtitan checkpoint.initial_load_path = "{made.directory}" and '
+            f"initial_load_model_only = true, or torch.distributed.checkpoint.load"
+        )
+    console.print(f"Load it: {how}")
+    if made.absent_tokenizer:
+        console.print(
+            f"The tokenizer is not on this machine; where it is, add it: transformers.AutoTokenizer"
+            f'.from_pretrained("{made.absent_tokenizer}").save_pretrained("{made.directory}")'
+        )
+
+
+def _table(made: Export) -> Table:
+    from rich.table import Table
+
+    table = Table("fragment", "version", "inner step", "flush", "digest", box=None)
+    for fragment in made.fragments:
+        table.add_row(
+            str(fragment.fragment_id),
+            str(fragment.version),
+            str(fragment.inner_step),
+            "yes" if fragment.is_flush else "no",
+            fragment.digest[:12],
+        )
+    return table
+
+
+def _standing(made: Export) -> str:
+    """Say whether these are the run's last parameters, and how far apart the fragments are."""
+    if made.is_final:
+        return "The flush of every fragment is in: these are the run's final parameters."
+    steps = [fragment.inner_step for fragment in made.fragments]
+    text = "The flush is not in: what islands have learned since these versions is not either."
+    if min(steps) < max(steps):
+        text += (
+            f" Versions are mixed: the fragments stand at inner steps {min(steps)} to {max(steps)}."
+        )
+    return text

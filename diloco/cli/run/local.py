@@ -1,0 +1,370 @@
+"""`diloco local`: a whole run on this machine, with a live table and a summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco.cli.terminal.options import Overrides, RunFile
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+    from diloco.config.schema import Config
+    from diloco.launch.local import LocalRun
+    from diloco.launch.process.emulated import Emulated
+    from diloco.launch.process.ending import Request
+    from diloco.protos.control_pb2 import StatusReply
+    from diloco.report.summary import Summary
+    from diloco.transport.contracts import Transport
+
+_LINE_EVERY_S = 10.0
+_SHOWN_LINES = 6
+_STOPPING = (
+    "asked to stop: every island goes on to one inner step and writes its checkpoint, while a "
+    "fragment is damaged only after its repair; a second signal ends every process at once"
+)
+
+_FINISHED_BEFORE = "The run finished before the step at which it would have stopped."
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("local")(local)
+
+
+def local(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    islands: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Dry run: only the first N islands, links not shaped; 0: all."
+        ),
+    ] = 0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier run in state_dir aside first.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run, from its newest whole checkpoint.")
+    ] = False,
+    at: Annotated[
+        int | None,
+        typer.Option("--at", metavar="STEP", min=0, help="With --resume: from that checkpoint."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Run everything on this machine: coordinator, syncer, and all islands.
+
+    Shows a live table, keeps events, logs and records in coordinator.state_dir, and ends with a
+    summary in words (summary.json has it too) and plots. Ctrl-C stops the run: the islands go on to
+    one inner step and write a checkpoint, from which --resume goes on. A second Ctrl-C ends every
+    process at once.
+
+    Under `diloco emulate WAN.toml --` each island is in a network namespace of its own, and
+    transport.link shapes nothing.
+    """
+    from rich.console import Console
+
+    from diloco.config.load import load_config
+    from diloco.launch.local import without_links
+    from diloco.launch.process.emulated import Emulated
+    from diloco.launch.process.ending import Interrupted, heeding_signals
+
+    console = Console(quiet=as_json, markup=False)  # logs and keys have brackets of their own
+    config = load_config(run_file, overrides or ())
+    if islands:
+        config = without_links(config, islands)
+    if (emulated := Emulated.surrounding(os.environ)) is not None:
+        config = emulated.placed(config)
+    command = _command(run_file, overrides or (), islands)
+    step = _prepare(config, console, command, fresh=fresh, resume=resume, at=at)
+    with heeding_signals(num_graceful=1) as request:
+        try:
+            code, is_stopped = _run(config, console, request, step, emulated)
+        except Interrupted:
+            code, is_stopped = 0, True
+    if is_stopped:
+        said = _stopped_text(config, command)
+        Console(stderr=True, markup=False).print(said, highlight=False, soft_wrap=True)
+        raise typer.Exit(128 + request.number)
+    if code != 0:
+        said = _failure_text(config, command)
+        Console(stderr=True, markup=False).print(said, highlight=False, style="red")
+        raise typer.Exit(code)
+    if request.number:
+        console.print(_FINISHED_BEFORE, highlight=False, soft_wrap=True)
+    _tell_end(config, console, emulated, as_json=as_json)
+
+
+def _prepare(
+    config: Config, console: Console, command: str, *, fresh: bool, resume: bool, at: int | None
+) -> int | None:
+    """Refuse what cannot be before anything is touched, and make room for the run.
+
+    Returns:
+        Inner step of the checkpoint to resume from; None for a new run.
+    """
+    from diloco.cli.terminal.progress import waiting
+    from diloco.errors import ConfigError
+    from diloco.forecast.disk import insist_on_room
+    from diloco.launch.local import (
+        insist_on_no_events,
+        insist_on_place,
+        make_room,
+    )
+    from diloco.launch.local_resume import find_resume_step
+
+    if at is not None and not resume:
+        raise ConfigError(f"--at {at} says where to resume: add --resume, or leave it out")
+    if fresh and resume:
+        raise ConfigError("--fresh begins a new run, --resume goes on with one: give one of them")
+    state_dir = Path(config.coordinator.state_dir)
+    step = None
+    if resume:
+
+        def tell(text: str) -> None:
+            console.print(text, highlight=False, soft_wrap=True)
+
+        step = find_resume_step(config, at, tell, start=command)
+    else:
+        insist_on_place(state_dir, fresh=fresh)
+        insist_on_no_events(config)
+    with waiting(console, "opening text and warm start"):
+        from diloco.forecast.forecast import forecast  # torch takes seconds to load
+        from diloco.launch.rank.inputs import open_inputs
+
+        planned = forecast(config)
+        insist_on_room(config, planned.parameters, islands=config.islands, is_new=not resume)
+        open_inputs(config, resume_step=step, may_download=True)
+    if not resume:
+        moved = make_room(state_dir)
+        if moved is not None:
+            console.print(f"the earlier run is now in {moved}", highlight=False)
+    return step
+
+
+def _command(run_file: Path, overrides: Sequence[str], islands: int) -> str:
+    """Write the command that was typed, without what only its first start needed."""
+    words = ["diloco", "local", str(run_file)]
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--islands", str(islands)] if islands else []
+    return shlex.join(words)
+
+
+def _run(
+    config: Config,
+    console: Console,
+    request: Request,
+    resume_step: int | None,
+    emulated: Emulated | None,
+) -> tuple[int, bool]:
+    """Run every process to its end; returns the first failure or 0, and whether it was stopped."""
+    from diloco.cli.terminal.progress import waiting
+    from diloco.launch.local import LocalRun
+
+    with LocalRun(config, request, resume_step, emulated) as run:
+        reading = "" if resume_step is None else ", which reads the whole checkpoint"
+        with waiting(console, f"waiting for the coordinator{reading}"):
+            run.start()
+        console.print(
+            f"run {config.run.name}: coordinator at {run.address}; logs and events in "
+            f"{config.coordinator.state_dir}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        code = _watch(run, console)
+        if code == 0:
+            with waiting(console, "waiting for coordinator and syncer to end"):
+                run.wait_for_coordinator()
+        return code, code == 0 and run.is_stopped
+
+
+def _watch(run: LocalRun, console: Console) -> int:
+    """Show the run until it ends: a live table on a terminal, else a line now and then."""
+    from rich.live import Live
+
+    from diloco.cli.terminal.tables import run_text, status_view
+    from diloco.io_thread import IoThread
+    from diloco.security.security import Security
+    from diloco.transport.identity import Role
+
+    security = Security.of(run.config, Role.OPERATOR)
+    transport = security.transport(run.address, Role.COORDINATOR)
+    io = IoThread()
+    io.start()
+    last_line = time.monotonic()
+    is_told = False
+
+    def tell_of_stop() -> None:
+        nonlocal is_told
+        if run.request.number and not is_told:
+            is_told = True
+            console.print(_STOPPING, highlight=False, soft_wrap=True)
+
+    def line() -> None:
+        nonlocal last_line
+        tell_of_stop()
+        if time.monotonic() - last_line < _LINE_EVERY_S:
+            return
+        last_line = time.monotonic()
+        if (reply := io.run(_status(transport))) is not None:
+            console.print(run_text(reply), highlight=False, soft_wrap=True)
+
+    # A terminal that was closed shows nothing any more: no reason for the run to fail.
+    try:
+        if not console.is_terminal:
+            return run.wait(_surviving(line))
+        with Live(console=console, auto_refresh=False) as live:
+
+            def draw() -> None:
+                tell_of_stop()
+                if (reply := io.run(_status(transport))) is not None:
+                    live.update(status_view(reply), refresh=True)
+
+            return run.wait(_surviving(draw))
+    finally:
+        io.run(transport.close())
+        io.stop()
+
+
+def _surviving(show: Callable[[], None]) -> Callable[[], None]:
+    """Make a function that shows something survive that nobody can see it."""
+
+    def shown() -> None:
+        with contextlib.suppress(OSError):
+            show()
+
+    return shown
+
+
+async def _status(transport: Transport) -> StatusReply | None:
+    """Ask the coordinator; None while it does not answer (it may be starting again)."""
+    from diloco.coordinator.status import ask_status
+    from diloco.errors import CoordinatorUnavailable
+
+    try:
+        return await ask_status(transport)
+    except CoordinatorUnavailable:
+        return None
+
+
+def _failure_text(config: Config, command: str) -> str:
+    from diloco.launch.local_resume import read_standing
+    from diloco.launch.process.logs import tail
+
+    lines = ["The run failed. What the islands said last:"]
+    for island in sorted(config.islands):
+        log = Path(config.coordinator.state_dir) / f"island-{island}.log"
+        said = tail(log, _SHOWN_LINES).splitlines()
+        lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
+    standing = read_standing(config)
+    if standing is not None and standing.checkpoints:
+        name = standing.checkpoint_name(standing.to_resume)
+        lines.append(f"Once the cause is removed, go on from {name}: {command} --resume")
+    return "\n".join(lines)
+
+
+def _stopped_text(config: Config, command: str) -> str:
+    """Say where a run stands that was asked to stop, and what to type next."""
+    from diloco.launch.local_resume import read_standing
+
+    standing = read_standing(config)
+    if standing is not None and standing.is_finished:
+        root = config.coordinator.state_dir
+        return f"{_FINISHED_BEFORE} Take its parameters: diloco export {shlex.quote(root)}"
+    if standing is not None and standing.is_stopped and config.outer.is_on_arrival:
+        root = config.coordinator.state_dir
+        return (
+            f"stopped: every island has left, without a checkpoint, as outer.merge = "
+            f'"on_arrival" has none yet, so the run ends here. What it published: diloco export '
+            f"{shlex.quote(root)}"
+        )
+    if standing is not None and standing.is_stopped:
+        of = "" if config.outer.is_on_arrival else f" of {config.run.inner_steps}"
+        return (
+            f"stopped {standing.stop_name}{of}, every island with a checkpoint in "
+            f"{config.checkpoint_dir}. Go on: {command} --resume"
+        )
+    if standing is not None and standing.checkpoints:
+        return (
+            f"stopped: every process has ended, without a checkpoint of this moment. Go on from "
+            f"{standing.checkpoint_name(standing.to_resume)}: {command} --resume"
+        )
+    return (
+        f"stopped: every process has ended; there is no checkpoint yet. Start anew: {command} "
+        f"--fresh"
+    )
+
+
+def _tell_end(
+    config: Config, console: Console, emulated: Emulated | None, *, as_json: bool
+) -> None:
+    """Check and say what the run was."""
+    from rich.console import Console
+
+    from diloco.cli.terminal.progress import waiting
+    from diloco.report.summary import read_events
+    from diloco.telemetry.plots import write_plots
+
+    state_dir = Path(config.coordinator.state_dir)
+    events = read_events(config.telemetry_dir, config.islands)
+    with waiting(console, "recomputing the last versions from their contributions"):
+        summary = _summary(config, events)
+    path = state_dir / "summary.json"
+    values = summary.as_dict()
+    if emulated is not None:
+        values["emulation"] = emulated.description
+    path.write_text(json.dumps(values, indent=2) + "\n")
+    if as_json:
+        typer.echo(path.read_text())
+    with waiting(console, "drawing plots"):
+        plots = write_plots(events, state_dir / "plots")
+    console.print(summary.as_text(), highlight=False)
+    shown = ", ".join(map(str, [path, *plots]))
+    console.print(f"summary and plots: {shown}", highlight=False, soft_wrap=True)
+    if summary.problems:
+        said = f"The run has ended, but: {'; '.join(summary.problems)}"
+        Console(stderr=True, markup=False).print(said, highlight=False, style="red", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Summary:
+    from diloco.checkpoint.run_checkpoints import open_journal
+    from diloco.checkpoint.stores import state_by_fragment
+    from diloco.forecast.build import build_publication_rules, link_profile
+    from diloco.island.layout import build_schedule
+    from diloco.outer.fragments import Plan
+    from diloco.report.summary import summarise
+    from diloco.state_dir import StateDir
+    from diloco.versions.store import FragmentStore
+
+    state = StateDir(Path(config.coordinator.state_dir))
+    with open_journal(state.journal) as journal:
+        alarms = [entry.content for entry in journal.happenings() if entry.kind == "alarm"]
+    plan = Plan.from_json(state.holding_records[0].plan.read_text())
+    stored = state_by_fragment(state, plan)
+    retained = config.outer.retained_versions
+    return summarise(
+        config,
+        plan,
+        build_schedule(config.outer, config.run.inner_steps),
+        build_publication_rules(config),
+        stores=[
+            FragmentStore(stored[fragment.fragment_id].store, fragment, retained)
+            for fragment in plan.fragments
+        ],
+        events=events,
+        link=link_profile(config),
+        alarms=alarms,
+    )

@@ -1,0 +1,318 @@
+"""`diloco plan`: a run before it starts, what it takes of links and machines, what is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.cli.run import plan_options as options
+from diloco.cli.terminal.options import JsonTarget, Overrides, RunFile, plot_option, write_json
+from diloco.cli.terminal.progress import progress_console
+from diloco.cli.terminal.section_flags import is_typed
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+    from diloco.config.schema import Config
+    from diloco.forecast.forecast import Forecast
+    from diloco.simulations.planner.assumptions import Assumptions, Told
+    from diloco.simulations.planner.capacity import Capacity
+    from diloco.simulations.planner.measure import MeasuredStep
+    from diloco.simulations.planner.penalties import Penalties
+    from diloco.simulations.planner.planned import MeasuredPath, Planned
+    from diloco.simulations.planner.setting import Grid
+    from diloco.simulations.planner.suggestion import Suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """What is timed: inner steps, and the way to an address if one is said."""
+
+    steps: bool
+    coordinator: str
+    probe: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a suggestion is to be: of which settings, at most so much loss, by whose results."""
+
+    grid: Grid
+    most_penalty: float
+    lab: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Which run is shown, and where beside the terminal."""
+
+    run_file: Path
+    json_target: str
+    plot: str
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("plan")(plan)
+
+
+def plan(
+    context: typer.Context,
+    run_file: RunFile,
+    json_target: JsonTarget = "",
+    overrides: Overrides = None,
+    plot: Annotated[str, plot_option("the schedule")] = "",
+    step_time: options.StepTimes = None,
+    link: options.Links = None,
+    bandwidth: options.Bandwidths = None,
+    rtt: options.RoundTrips = None,
+    syncer_link: options.SyncerLink = "",
+    tcp_loss: options.TcpLoss = 0.0,
+    tcp_window: options.TcpWindow = "",
+    device: options.Device = "",
+    mfu: options.Mfu = None,
+    inside_bandwidth: options.InsideBandwidth = "",
+    measure: options.Measure = False,
+    coordinator: options.CoordinatorAddress = "",
+    probe: options.Probe = "",
+    syncer_cores: options.SyncerCores = 0,
+    syncer_memory: options.SyncerMemory = "",
+    syncer_disk: options.SyncerDisk = "",
+    syncer_network: options.SyncerNetwork = "",
+    suggest: options.Suggest = False,
+    max_loss: options.MaxLoss = "1%",
+    lab: options.LabResults = None,
+    inner_steps_per_round: options.Periods = "",
+    num_fragments: options.Fragments = "",
+    overlap_steps: options.Overlaps = "",
+    codecs: options.Codecs = "",
+    num_lanes: options.Lanes = "",
+) -> None:
+    """Show what a run will do, take and last, and what would be better. Nothing is started.
+
+    Fragments, lanes, schedule, traffic, memory and disk follow from the file alone. Its time does
+    from inner steps and links, which are told, measured, or estimated as the plan says: the run is
+    simulated, the real schedule, rounds and codecs under a virtual clock. Beside it stand
+    all-reduces of gradients on the same links, as diloco baseline makes them.
+
+    Read "utilised": share of the time in inner steps; "mean" and "peak": bandwidth of payloads over
+    the run, and while something moves; "cores": what a syncer merges for, of every second.
+
+    --suggest tries other settings and prints the --set to type: the earliest end among those that
+    cost at most --max-loss, by what papers and your laboratory measured, then what decides: the
+    input that changes most if it is 20 % off.
+
+    Text and warm start are opened as far as they are on this machine, and what is wrong with them
+    is said below the plan.
+    """
+    from diloco.config.load import load_config
+    from diloco.simulations.planner.assumptions import Told
+    from diloco.simulations.planner.capacity import Capacity
+    from diloco.simulations.planner.setting import Grid
+
+    _insist_on_company(context, "--measure", measure, options.OF_MEASURE)
+    _insist_on_company(context, "--suggest", suggest, options.OF_SUGGEST)
+    wanted = None
+    if suggest:
+        grid = Grid.read(inner_steps_per_round, num_fragments, overlap_steps, codecs, num_lanes)
+        wanted = _Wanted(grid, _share("--max-loss", max_loss), lab or ())
+    told = Told(
+        step_times=step_time or (),
+        links=link or (),
+        bandwidths=bandwidth or (),
+        round_trips=rtt or (),
+        syncer_link=syncer_link,
+        tcp_loss=tcp_loss,
+        tcp_window=tcp_window,
+        inside_bandwidth=inside_bandwidth,
+        device=device,
+        reached=mfu,
+    )
+    capacity = Capacity.read(syncer_cores, syncer_memory, syncer_disk, syncer_network)
+    needing = [*_typed(context, options.OF_SYNCERS), *(["--suggest"] if suggest else [])]
+
+    def load(more: Sequence[str]) -> Config:
+        return load_config(run_file, [*(overrides or ()), *more])
+
+    measuring = _Measuring(measure, coordinator, probe)
+    _show_plan(
+        load, told, measuring, capacity, wanted, needing, _Shown(run_file, json_target, plot)
+    )
+
+
+def _show_plan(
+    load: Callable[[Sequence[str]], Config],
+    told: Told,
+    measuring: _Measuring,
+    capacity: Capacity,
+    wanted: _Wanted | None,
+    needing: Sequence[str],
+    shown: _Shown,
+) -> None:
+    """Print what follows from the file, predict, and suggest; refuse what can be before all that.
+
+    Args:
+        load: The run with some values of --set.
+        told: Of machines and links.
+        measuring: What is timed.
+        capacity: Of the syncers' machine.
+        wanted: What is suggested; None: nothing.
+        needing: Options that come to nothing where no time is predicted.
+        shown: Where it goes.
+    """
+    from rich.console import Console
+
+    from diloco.cli.run.plan_predicted import show_planned, show_suggestion
+    from diloco.cli.run.plan_tables import show_forecast
+    from diloco.cli.terminal.progress import waiting
+    from diloco.errors import ConfigError
+    from diloco.forecast.disk import insist_on_directories
+    from diloco.forecast.forecast import forecast
+    from diloco.simulations.planner.capacity import insist_on_capacity
+    from diloco.simulations.planner.penalties import load_penalties
+    from diloco.simulations.planner.planned import assume, plan_run
+    from diloco.simulations.planner.suggestion import insist_on_waiting
+    from diloco.simulations.planner.unused import insist_on_use
+
+    config = load(())
+    insist_on_use(
+        config,
+        told,
+        is_measured=measuring.steps,
+        coordinator=measuring.coordinator,
+        probe=measuring.probe,
+        needing=needing,
+    )
+    if wanted is not None:
+        insist_on_waiting(config)
+        penalties = load_penalties(wanted.lab)
+    insist_on_directories(config)
+    foreseen = forecast(config)
+    notes = progress_console(shown.json_target)
+    steps = _measured_steps(config, foreseen, told, notes) if measuring.steps else {}
+    path = _measured_path(measuring, notes)
+    console = Console(highlight=False, soft_wrap=True, quiet=shown.json_target == "-")
+    show_forecast(console, foreseen)
+    if problem := config.outer.sparse_problem:
+        console.print(f"\nWarning: {problem}", markup=False)
+    assumed = assume(config, foreseen, told, steps=steps, path=path)
+    with waiting(notes, "simulating the run"):
+        planned = plan_run(config, foreseen, assumed)
+    show_planned(console, planned, foreseen)
+    if planned.prediction is None and needing:
+        raise ConfigError(f"{needing[0]}: no time is predicted: {planned.why_not}")
+    if wanted is not None:
+        suggestion = _suggested(load, assumed, wanted, penalties, notes)
+        planned = replace(planned, suggestion=suggestion)
+        show_suggestion(console, suggestion, str(shown.run_file))
+    if shown.plot:
+        _draw(config, planned, shown.plot, console)
+    write_json({**foreseen.as_dict(), **planned.as_dict()}, shown.json_target)
+    if planned.prediction is not None:
+        insist_on_capacity(config, planned.prediction.syncers, capacity)
+    _open_inputs(config, is_aside=shown.json_target == "-")
+
+
+def _draw(config: Config, planned: Planned, plot: str, console: Console) -> None:
+    from diloco.island.layout import build_schedule
+    from diloco.simulations.planner.plot import write_plot
+
+    schedule = build_schedule(config.outer, config.run.inner_steps)
+    write_plot(config.run.name, schedule, planned.prediction, Path(plot))
+    console.print(f"\npicture: {plot}", markup=False)
+
+
+def _open_inputs(config: Config, *, is_aside: bool) -> None:
+    """Say what text and warm start are, as far as they are here."""
+    from rich.console import Console
+
+    from diloco.cli.terminal.progress import waiting
+    from diloco.launch.rank.inputs import open_inputs
+
+    with waiting(Console(stderr=True), "opening text and warm start"):
+        lines = open_inputs(config, may_download=False)
+    for line in lines:
+        typer.echo(line, err=is_aside)
+
+
+def _typed(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Give those options that were typed, as they are."""
+    return [f"--{name.replace('_', '-')}" for name in names if is_typed(context, name)]
+
+
+def _insist_on_company(
+    context: typer.Context, option: str, is_given: bool, names: Sequence[str]
+) -> None:
+    """Refuse options that mean something with another one only."""
+    from diloco.errors import ConfigError
+
+    if not is_given and (alone := _typed(context, names)):
+        raise ConfigError(f"{', '.join(alone)}: of {option}, without which nothing changes: add it")
+
+
+def _measured_steps(
+    config: Config, foreseen: Forecast, told: Told, notes: Console
+) -> dict[str, MeasuredStep]:
+    """Time inner steps of the islands of which nothing was told, one after the other."""
+    from diloco.cli.terminal.progress import waiting
+    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.simulations.planner.assumptions import told_steps
+    from diloco.simulations.planner.measure import measure_step
+
+    steps = {}
+    try:
+        with heeding_signals() as request:
+            for island in sorted(config.islands.keys() - told_steps(config, told)):
+                with waiting(notes, f"timing inner steps of island {island}"):
+                    planned = foreseen.ranks[island]
+                    steps[island] = measure_step(config, island, planned, request.check)
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
+    return steps
+
+
+def _measured_path(measuring: _Measuring, notes: Console) -> MeasuredPath | None:
+    """Time the way to the receiver at the coordinator's site, or to the coordinator."""
+    from diloco.cli.terminal.progress import waiting
+    from diloco.simulations.planner.measure import measure_rate_bps, measure_rtt_s
+    from diloco.simulations.planner.planned import MeasuredPath
+
+    address, probe = measuring.coordinator or measuring.probe, measuring.probe
+    if not address:
+        return None
+    with waiting(notes, f"timing the way to {address}"):
+        rtt_s = measure_rtt_s(address)
+        return MeasuredPath(rtt_s, measure_rate_bps(probe) if probe else 0.0)
+
+
+def _suggested(
+    load: Callable[[Sequence[str]], Config],
+    assumed: Assumptions,
+    wanted: _Wanted,
+    penalties: Penalties,
+    notes: Console,
+) -> Suggestion:
+    from diloco.cli.terminal.progress import counting
+    from diloco.simulations.planner.suggestion import Search
+
+    with counting(notes) as show:
+        return Search(load, assumed, wanted.grid).suggest(
+            penalties, wanted.most_penalty, lambda done, total: show("settings", done, total)
+        )
+
+
+def _share(option: str, text: str) -> float:
+    """Read a percentage, over 0."""
+    from diloco.errors import ConfigError
+
+    try:
+        value = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise ConfigError(f"{option} {text}: give a percentage over 0, such as 0.5%")
+    return value

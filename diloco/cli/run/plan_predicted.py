@@ -1,0 +1,210 @@
+"""What `diloco plan` prints of a run's time: prediction, what stands beside it, suggestion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.cli.run.plan_tables import Rows, print_rows
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+    from diloco.forecast.forecast import Forecast
+    from diloco.simulations.planner.planned import Planned
+    from diloco.simulations.planner.prediction import Prediction
+    from diloco.simulations.planner.suggestion import Candidate, Influence, Suggestion
+
+_SHOWN_INFLUENCES = 3
+
+
+def show_planned(console: Console, planned: Planned, forecast: Forecast) -> None:
+    """Print assumptions, and what follows from them."""
+    console.print("\n[bold]Taken for granted[/]")
+    for line in planned.assumed.origins:
+        console.print(f"  {line}", markup=False)
+    if planned.prediction is None:
+        console.print(f"\nNo time is predicted: {planned.why_not}.", markup=False)
+    else:
+        _show_prediction(console, planned.prediction, is_scheduled=forecast.arrival is None)
+    if planned.alternatives:
+        console.print("\n[bold]The same tokens on the same links[/]\n")
+        print_rows(console, _alternative_rows(planned, forecast))
+
+
+def show_suggestion(console: Console, suggestion: Suggestion, run: str) -> None:
+    """Print the earliest settings, what to type, and what decides."""
+    from diloco.transport.units import format_duration
+
+    chosen, own = suggestion.chosen, suggestion.own
+    console.print(
+        f"\n[bold]Suggested[/], of {suggestion.num_tried} settings that were simulated; each row "
+        f"ends earlier than all below it, which cost less loss:\n"
+    )
+    print_rows(console, _candidate_rows(suggestion))
+    changes = chosen.setting.overrides(beside=own.setting)
+    if changes:
+        typed = " ".join(f"--set {change}" for change in changes)
+        console.print(f"\ndiloco plan {run} {typed}", markup=False)
+        console.print(
+            f"ends after {format_duration(chosen.wall_s)} at {chosen.penalty:.2%} of the loss, as "
+            f"it is after {format_duration(own.wall_s)} at "
+            f"{f'{own.penalty:.2%}' if suggestion.is_own_known else 'a loss that is not known'}."
+        )
+    else:
+        console.print("\nThe run as it is ends as early as any, at no more loss.")
+    console.print(_decides(suggestion), markup=False)
+
+
+def _show_prediction(console: Console, predicted: Prediction, *, is_scheduled: bool) -> None:
+    from diloco.transport.units import format_bandwidth, format_duration
+
+    console.print(
+        f"\n[bold]Predicted[/]: {format_duration(predicted.wall_s)} in all, utilisation "
+        f"{predicted.utilisation:.1%}, {format_duration(predicted.round_s)} a round.\n"
+    )
+    print_rows(console, _island_rows(predicted))
+    if predicted.enough_bps is not None:
+        console.print(
+            f"\nFrom {format_bandwidth(predicted.enough_bps)} each way of every island on, the "
+            f"slowest one trains 99 % of the time."
+        )
+    elif is_scheduled:
+        console.print(
+            "\nNo bandwidth makes the slowest island train 99 % of the time: round trips and the "
+            "work of hosts take longer than tau inner steps."
+        )
+    if predicted.syncers:
+        console.print("\nSyncers carry, with headers and code not counted:\n")
+        print_rows(console, _syncer_rows(predicted))
+
+
+def _island_rows(predicted: Prediction) -> Rows:
+    from diloco.transport.units import format_duration
+
+    columns = ["island", "step", "utilised", "waits a round", "up, mean/peak", "down, mean/peak"]
+    return columns, [
+        [
+            name,
+            format_duration(island.step_s),
+            f"{island.utilisation:.1%}",
+            format_duration(island.blocked_s),
+            _rates(island.mean_up_bps, island.peak_up_bps),
+            _rates(island.mean_down_bps, island.peak_down_bps),
+        ]
+        for name, island in predicted.islands.items()
+    ]
+
+
+def _syncer_rows(predicted: Prediction) -> Rows:
+    from diloco.transport.units import format_bytes
+
+    columns = ["syncer", "cores", "memory", "disk", "written/s", "in, mean/peak", "out, mean/peak"]
+    return columns, [
+        [
+            str(syncer.syncer_id),
+            f"{syncer.cores:.2g}",
+            format_bytes(syncer.memory_bytes),
+            format_bytes(syncer.store_bytes),
+            format_bytes(round(syncer.written_bytes_per_s)),
+            _rates(syncer.mean_in_bps, syncer.peak_in_bps),
+            _rates(syncer.mean_out_bps, syncer.peak_out_bps),
+        ]
+        for syncer in predicted.syncers
+    ]
+
+
+def _alternative_rows(planned: Planned, forecast: Forecast) -> Rows:
+    from diloco.transport.units import format_bytes, format_duration
+
+    columns = ["", "takes", "times as long", "utilised", "an island sends"]
+    rows, own = [], planned.prediction
+    if own is not None:
+        rows.append(
+            [
+                "this run",
+                format_duration(own.wall_s),
+                "1",
+                f"{own.utilisation:.1%}",
+                format_bytes(forecast.ways[0].bytes_up),
+            ]
+        )
+    for other in planned.alternatives:
+        times = "-" if own is None else f"{other.wall_s / own.wall_s:.3g}"
+        rows.append(
+            [
+                other.name,
+                format_duration(other.wall_s),
+                times,
+                f"{other.utilisation:.1%}",
+                format_bytes(round(other.bytes_up)),
+            ]
+        )
+    return columns, rows
+
+
+def _candidate_rows(suggestion: Suggestion) -> Rows:
+    columns = ["H", "P", "tau", "up", "down", "lanes", "takes", "utilised", "loss"]
+    rows = [_candidate_row(each) for each in suggestion.front]
+    if suggestion.own.setting not in [each.setting for each in suggestion.front]:
+        rows.append(_candidate_row(suggestion.own))
+        if not suggestion.is_own_known:
+            rows[-1][-1] = "not known"
+        rows[-1][-1] += " (as it is)"
+    return columns, rows
+
+
+def _candidate_row(candidate: Candidate) -> list[str]:
+    from diloco.transport.units import format_duration
+
+    setting = candidate.setting
+    return [
+        str(setting.inner_steps_per_round),
+        str(setting.num_fragments),
+        str(setting.overlap_steps),
+        setting.uplink_codec,
+        setting.downlink_codec,
+        str(setting.num_lanes),
+        format_duration(candidate.wall_s),
+        f"{candidate.utilisation:.1%}",
+        f"+{candidate.penalty:.2%}",
+    ]
+
+
+def _decides(suggestion: Suggestion) -> str:
+    """Say which inputs change the suggestion if they are 20 % off, or else the time most."""
+    changing = [each for each in suggestion.influences if each.is_other]
+    timed = [each for each in suggestion.influences if each.wall_s is not None]
+    most = max(timed, key=lambda each: abs((each.wall_s or 0.0) / suggestion.chosen.wall_s - 1))
+    if not changing:
+        return (
+            "No input that is 20 % off changes the suggestion; the time depends most on this one:"
+            f"\n  {_influence_text(most, suggestion)}"
+        )
+    shown = [*changing[:_SHOWN_INFLUENCES], *([] if most in changing else [most])]
+    lines = "\n  ".join(_influence_text(each, suggestion) for each in shown)
+    return f"{changing[0].name.capitalize()} decides:\n  {lines}"
+
+
+def _influence_text(influence: Influence, suggestion: Suggestion) -> str:
+    from diloco.transport.units import format_duration
+
+    chosen = suggestion.chosen
+    text = f"20 % {'more' if influence.is_more else 'less'}: {influence.name}: "
+    if influence.wall_s is not None:
+        text += f"{format_duration(influence.wall_s)} ({influence.wall_s / chosen.wall_s - 1:+.1%})"
+    else:
+        text += "the suggestion comes to nothing"
+    if influence.is_other:
+        others = influence.chosen.setting.overrides(beside=chosen.setting)
+        text += f"; then better {', '.join(others)}: {format_duration(influence.chosen.wall_s)}"
+    return text
+
+
+def _rates(mean_bps: float, peak_bps: float) -> str:
+    """Write two bandwidths with the unit of the larger one."""
+    from diloco.transport.units import format_bandwidth
+
+    number, unit = format_bandwidth(peak_bps).split()
+    scale = peak_bps / float(number)
+    mean = f"{mean_bps / scale:.2g}" if mean_bps > 1e-3 * peak_bps else "<0.001"
+    return f"{mean}/{number} {unit}"

@@ -1,0 +1,1 @@
+"""What commands share on a terminal: options, tables, progress."""

@@ -1,0 +1,104 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+#: Formats of pictures.
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def writable(option: typer.CallbackParam, target: str) -> str:
+    """Refuse, before the work, a file that cannot be written after it; empty and "-" are none.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    from diloco.errors import ConfigError
+
+    path, said = Path(target), f"{option.opts[0]} {target}:"
+    if target in ("", "-"):
+        return target
+    if path.is_dir():
+        raise ConfigError(f"{said} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{said} there is no directory {path.parent}; mkdir -p {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{said} may not be written by this user; name another file")
+    return target
+
+
+def _picture(option: typer.CallbackParam, target: str) -> str:
+    """Refuse what is no file of a format that pictures have."""
+    from diloco.errors import ConfigError
+
+    if target and Path(target).suffix not in _PICTURES:
+        formats = ", ".join(_PICTURES)
+        raise ConfigError(f"{option.opts[0]} {target}: give a path that ends with {formats}")
+    return writable(option, target)
+
+
+def plot_option(what: str, name: str = "--plot") -> Any:
+    """Describe a picture's path; typer takes an option for a default of any type, hence `Any`."""
+    return typer.Option(
+        name, metavar="PATH", callback=_picture, help=f"Draw {what}, as .png, .svg or .pdf."
+    )
+
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")]
+Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")]
+Certs = Annotated[
+    str, typer.Option("--certs", metavar="DIR", help="Directory with ca.pem and operator.pem.")
+]
+Tokens = Annotated[
+    str, typer.Option("--tokens", metavar="DIR", help="Directory with operator.token.")
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Ask beyond this machine without encryption.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
+]
+
+
+JsonTarget = Annotated[
+    str,
+    typer.Option(
+        "--json",
+        metavar="PATH|-",
+        callback=writable,
+        help="Write the figures as JSON; -: print only them.",
+    ),
+]
+
+
+def write_json(content: Mapping[str, Any], target: str) -> None:
+    """Write figures where `JsonTarget` says; empty: nowhere."""
+    text = json.dumps(content, indent=2)
+    if target == "-":
+        typer.echo(text)
+    elif target:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+        typer.echo(f"figures: {target}")
+
+
+def size_of(option: str, text: str) -> int:
+    """Read a size such as "4MiB", above 0 bytes.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    from diloco.errors import ConfigError
+    from diloco.transport.units import parse_bytes
+
+    try:
+        return parse_bytes(text, is_positive=True)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error

@@ -1,0 +1,117 @@
+"""What is shown while something takes its time: on a terminal it moves, else a line now and then.
+
+Everything is shown on the console that is given, which says whether it is a terminal and whether
+it is quiet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from rich.console import Console
+
+_LINE_EVERY_S = 10.0
+_LOOK_S = 1.0
+
+#: Told (what is done, how much of it, of how much).
+Show = Callable[[str, int, int], None]
+
+
+def progress_console(json_target: str) -> Console:
+    """Standard error, so that progress never mixes with what is asked for."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=json_target == "-")
+
+
+@contextlib.contextmanager
+def counting(console: Console) -> Iterator[Show]:
+    """Show how much of some work is done: a bar, or lines."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            if done < progress.tasks[0].completed:  # the next work: its rate is another
+                progress.reset(task)
+            progress.update(task, description=what, completed=done, total=total)
+
+        yield show
+
+
+def _lines(console: Console) -> Show:
+    last = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LINE_EVERY_S:
+            last = time.monotonic()
+            console.print(f"{what}: {done:,} of {total:,}", highlight=False, soft_wrap=True)
+
+    return show
+
+
+@contextlib.contextmanager
+def waiting(
+    console: Console, what: str | Callable[[], str], *, every_s: float = _LINE_EVERY_S
+) -> Iterator[None]:
+    """Show that something goes on and how long it has taken, until the block is left.
+
+    Args:
+        console: Where.
+        what: In words; a function is asked again for every look, in a thread of its own.
+        every_s: Seconds between two lines where `console` is no terminal.
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    tell = what if callable(what) else lambda: what
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+            task = progress.add_task("" if callable(what) else what, total=None)
+            with _repeating(lambda _: progress.update(task, description=tell()), _LOOK_S):
+                yield
+        return
+
+    def line(elapsed_s: float) -> None:
+        console.print(f"{tell()} ({elapsed_s:.0f} s)", highlight=False, soft_wrap=True)
+
+    with _repeating(line, every_s):
+        yield
+
+
+@contextlib.contextmanager
+def _repeating(show: Callable[[float], None], every_s: float) -> Iterator[None]:
+    """Call `show` every so often with the seconds since the start, from a thread."""
+    began = time.monotonic()
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            # A terminal that was closed shows nothing any more: no reason for the work to fail.
+            with contextlib.suppress(OSError):
+                show(time.monotonic() - began)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -1,0 +1,1 @@
+"""What a site is like, and what is wrong with it before a run."""

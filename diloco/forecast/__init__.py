@@ -1,0 +1,1 @@
+"""What a run will take of memory, disk and links, from its configuration alone."""

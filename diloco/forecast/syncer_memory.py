@@ -1,0 +1,87 @@
+"""What a syncer takes of its host's memory, from configuration and plan, and how it is bounded.
+
+Of each of its parameters, and of the values n of its largest fragment:
+
+    state       12         theta, published, momentum; 16 with outer Adam
+    payloads    wire       what is published of the newest version
+    arrived     uplink     of every island, in coordinator.spool_memory at most
+    arriving    uplink     as much again, or 64 MiB
+    a merge     (4 + wire) n    next published values and their payload, for each merge at once
+    lanes       12 n       decoded, summed and changed: of lanes that threads have in hand at once
+
+Merges at once are as many as cores allow, and as fit in what is available beside the rest. Without
+the interpreter, its libraries, and what gRPC reads ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.checkpoint.host_memory import insist_on_memory
+from diloco.config.schema import Config
+from diloco.forecast.disk import PAYLOAD_BYTES
+from diloco.outer.assignment import assign_fragments
+from diloco.outer.fragments import Fragment, Plan
+from diloco.syncer.spool import LEAST_ARRIVING_BYTES
+
+#: Lanes of a merge keep so many cores busy, at least while others wait for the disk.
+_CORES_OF_A_MERGE = 4
+_LANE_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerMemory:
+    """Bytes of one syncer: `lasting_bytes` whatever it does, `merge_bytes` for a merge at once."""
+
+    lasting_bytes: int
+    merge_bytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        """With which it can serve: one fragment after the other is merged."""
+        return self.lasting_bytes + self.merge_bytes
+
+    def merges_at_once(self, num_threads: int, available_bytes: int | None) -> int:
+        """Bound merges at once by cores and by memory; one is always made.
+
+        Args:
+            num_threads: That merge lanes.
+            available_bytes: Of the host, before the syncer has taken anything; None: not known.
+        """
+        most = max(1, num_threads // _CORES_OF_A_MERGE)
+        if available_bytes is None:
+            return most
+        return max(1, min(most, (available_bytes - self.lasting_bytes) // self.merge_bytes))
+
+
+def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory:
+    """Foresee what the syncer of these fragments takes."""
+    outer = config.outer
+    uplink, downlink = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
+    num_values = sum(fragment.padded_numel for fragment in fragments)
+    largest = max(fragment.padded_numel for fragment in fragments)
+    coded = round(config.max_islands * uplink * num_values)
+    spool_bytes = config.coordinator.spool_bytes
+    spooled = min(coded, spool_bytes) + min(coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
+    state = 16 if outer.optimizer.name == "adam" else 12
+    return SyncerMemory(
+        lasting_bytes=round(num_values * (state + downlink)) + spooled + _LANE_BYTES * largest,
+        merge_bytes=round((4 + downlink) * largest),
+    )
+
+
+def insist_on_syncer_memory(config: Config, plan: Plan) -> None:
+    """Refuse to begin a run whose syncers, all beside the coordinator, do not fit into this host.
+
+    Raises:
+        ConfigError: With what they take, and what there is.
+    """
+    assigned = assign_fragments(plan, config.coordinator.num_syncers)
+    parts = [[plan.fragments[p] for p in own] for own in assigned]
+    insist_on_memory(
+        f"coordinator.spool_memory = {config.coordinator.spool_memory}",
+        "the state, contributions and one merge of each syncer",
+        sum(syncer_memory(config, part).least_bytes for part in parts),
+        "give it less, or start the coordinator, whose syncers are beside it, on a host with more",
+    )

@@ -1,1 +1,0 @@
-"""What an island does between two rounds: model, data, optimizer, trainer."""

@@ -1,0 +1,86 @@
+"""What a caller passed to `DiLoCo`: refused by name where it cannot be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco.config.classes import identity_difference, identity_json
+from diloco.config.outer import OuterConfig
+from diloco.errors import ConfigError
+from diloco.island.connection import Connection
+
+
+def insist_on_kinds(outer: Any, transport: Any) -> None:
+    """Refuse mistaken arguments; `Any` because a caller may pass anything.
+
+    Raises:
+        ConfigError: Naming what was passed.
+    """
+    if not isinstance(transport, Connection):
+        raise ConfigError(
+            f"diloco.DiLoCo(transport={transport!r}): give the connection itself, `with "
+            f"diloco.connect(config) as connection:`"
+        )
+    if not isinstance(outer, OuterConfig):
+        raise ConfigError(
+            f"diloco.DiLoCo's second argument is a {type(outer).__name__}: give config.outer of "
+            f"the configuration that went to diloco.connect"
+        )
+
+
+def insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:
+    """Refuse another configuration than the connection's.
+
+    Raises:
+        ConfigError: Naming the differences.
+    """
+    differing = identity_difference(identity_json(given), identity_json(connected))
+    if differing:
+        raise ConfigError(
+            "DiLoCo was given another [outer] (here) than diloco.connect (there): "
+            + "; ".join(differing)
+            + ". Change the run file, and pass config.outer of the same configuration to both"
+        )
+
+
+def insist_on_tokens(num_tokens: Any) -> None:
+    """Refuse what cannot be a weight; `Any` because a caller may pass a tensor or None.
+
+    Raises:
+        ValueError: If it is not a positive integer.
+    """
+    if isinstance(num_tokens, int) and not isinstance(num_tokens, bool) and num_tokens > 0:
+        return
+    raise ValueError(
+        f"outer.step(num_tokens={num_tokens!r}): with outer.weighting = 'tokens' an island's "
+        f"contribution weighs what it was trained on; pass the tokens of the whole island in this "
+        f"inner step, an int of at least 1 (of a tensor: int(count))"
+    )
+
+
+def insist_on_loss(loss: Any) -> None:
+    """Refuse what is no loss; `Any` because a caller may pass a tensor.
+
+    Raises:
+        ValueError: If it is neither a float nor None.
+    """
+    if loss is None or isinstance(loss, (int, float)):
+        return
+    raise ValueError(
+        f"outer.step(loss=...) was given a {type(loss).__name__}: pass the mean loss of the whole "
+        f"island as a float, the same on all its ranks (of a tensor: loss.item())"
+    )
+
+
+def over_text(inner_step: int, inner_steps: int, *, on_arrival: bool) -> str:
+    """Say that no inner step follows the last one."""
+    if on_arrival:
+        return (
+            f"inner step {inner_step + 1}: training ends here (outer.is_over): loop `while not "
+            f"outer.is_over`, then call outer.finish()"
+        )
+    return (
+        f"inner step {inner_step + 1}: the run has run.inner_steps = {inner_steps} (the "
+        f"coordinator's); loop over range(outer.start_step, outer.inner_steps), then call "
+        f"outer.finish()"
+    )

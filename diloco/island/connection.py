@@ -1,0 +1,423 @@
+"""One rank's way to a run: IO thread, word with the coordinator, transports to the syncers.
+
+Everything of an island that needs the network begins and ends here; what is said over it belongs
+to `Registration` and `Exchange`, and what it is for to `DiLoCo`.
+
+    with diloco.connect(config) as connection:
+        outer = diloco.DiLoCo(model, config.outer, transport=connection)
+        ...
+
+Leaving the context ends this start of the island: its leader tells the coordinator whether it
+finished, stopped for a resume, or failed and why.
+
+Source: PROTOCOL.md, "Join" and "Coordinator away".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Protocol
+
+from diloco.config.classes import identity_json
+from diloco.config.load import with_policy
+from diloco.config.schema import Config
+from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
+from diloco.io_thread import IoThread
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, Moved, SyncerWay
+from diloco.island.exchange.heal import HealTalk, Ways
+from diloco.island.lanes.shards import LaneShards
+from diloco.island.registration import Island, IslandState, Progress, Registration, TextWord
+from diloco.island.stop_line import StopLine
+from diloco.outer.fragments import Plan
+from diloco.protos.control_pb2 import CutPart, HeldOut, JoinReply, SyncerAssignment
+from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
+from diloco.transport.contracts import Transport
+from diloco.transport.retry import RetryPolicy
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a failed island spends on telling the coordinator.
+_LAST_WORD_S = 5.0
+#: Checkpoints that a report names, at most: the newest; islands differ by less than a round.
+_REPORTED_CHECKPOINTS = 16
+#: Held-out losses that a report names, at most.
+_REPORTED_LOSSES = 4
+_UNFINISHED = (
+    "the loop left `with diloco.connect(...)` after inner step {} of {} without outer.finish(): "
+    "call it after the last step, and after outer.is_stopping"
+)
+
+
+class PeerOfIsland(Moved, Protocol):
+    """What other islands and the ranks of this one reach in its leader."""
+
+    @property
+    def address(self) -> str:
+        """For the ranks of the island."""
+
+    async def stop(self) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NothingMoved:
+    """Of a rank whose leader moves everything that leaves the island."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Wires(Protocol):
+    """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link."""
+
+    def coordinator(self) -> Transport:
+        """Open the channel to the coordinator."""
+
+    def syncers(
+        self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
+    ) -> list[tuple[Transport, Transport]]:
+        """Open the channels to the run's syncers: to each for control, and for data."""
+
+    def own_peer(self, address: str) -> tuple[Transport, Transport]:
+        """Open the channels to the peer of this island: for control, and for data."""
+
+    async def start_peer(
+        self,
+        config: Config,
+        plan: Plan,
+        reply: JoinReply,
+        complete_checkpoints: Callable[[], Sequence[int] | None],
+    ) -> PeerOfIsland:
+        """Start the peer of this island, which its leader has, where there is no syncer."""
+
+
+class Connection:
+    """One rank's connection with a run; a context manager, made by `diloco.connect`.
+
+    Attributes:
+        config: This site's configuration; from the join on with the coordinator's policy.
+        io: Where everything of the network runs.
+        progress: What the leader's reports say, asked once a second in another thread. `DiLoCo`
+            sets it; a loop that knows its loss or its utilisation may say more.
+        on_join: Hears the coordinator's answer before anything is done with it.
+    """
+
+    def __init__(self, config: Config, wires: Wires) -> None:
+        """Assign only; `config` has an island selected."""
+        self.config = config
+        self.io = IoThread()
+        self.progress: Callable[[], Progress] = Progress
+        self.on_join: Callable[[JoinReply], None] = lambda reply: None
+        self._kept: tuple[int, ...] = ()
+        self._wires = wires
+        self._rng = random.Random(secrets.randbits(64))
+        self._is_open = False
+        self._registration: Registration | None = None
+        self._exchange: Exchange | None = None
+        self._peer: PeerOfIsland | None = None
+        self._farewell = ""
+        self._is_stopped = False
+
+    def __enter__(self) -> Connection:
+        """Start the IO thread; nothing is said to anybody yet."""
+        self.io.start()
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the run, saying how this start of the island ended, and release everything.
+
+        Raises:
+            ValueError: If the loop ended in peace, but without `DiLoCo.finish()`.
+            RunReturned: In place of `Fenced`, where a syncer was the first to refuse this start,
+                and the coordinator says that the run went back to a checkpoint.
+        """
+        told: DilocoError | None = None
+        unfinished: ValueError | None = None
+        if error is None and self._exchange is not None and not self._farewell:
+            progress = self.progress()
+            text = _UNFINISHED.format(progress.inner_step, self.config.run.inner_steps)
+            error = unfinished = ValueError(text)
+        try:
+            told = self._leave(error)
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("the last word failed")  # and must not hide what went wrong before
+        finally:
+            self._is_open = False
+            self.io.stop()
+        if unfinished is not None:
+            raise unfinished
+        if isinstance(error, Fenced) and isinstance(told, RunReturned):
+            raise told from error
+
+    def insist_on_open(self) -> None:
+        """Refuse use outside the context.
+
+        Raises:
+            ConfigError: If the context was not entered, or has been left.
+        """
+        if not self._is_open:
+            raise ConfigError(
+                "the connection is not open: use diloco.DiLoCo inside "
+                "`with diloco.connect(config) as connection:`, a new one for every start"
+            )
+
+    def insist_on_new(self) -> None:
+        """Refuse a second use.
+
+        Raises:
+            ConfigError: If it is not open, or a `DiLoCo` has joined with it already.
+        """
+        self.insist_on_open()
+        if self._exchange is not None:
+            raise ConfigError(
+                "this connection has joined already: one diloco.DiLoCo each; open another with "
+                "diloco.connect(config) to start the island again"
+            )
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def join(
+        self,
+        plan: Plan,
+        *,
+        num_ranks: int,
+        start_step: int,
+        data_digest: str,
+        tokenizer_digest: str,
+    ) -> JoinReply:
+        """Join the run, as the island's leader.
+
+        Raises:
+            DilocoError: As `Registration.join` does.
+        """
+        config = self.config
+        self._registration = Registration(
+            self._wires.coordinator(),
+            Island(
+                run=config.run.name,
+                island_id=config.island_id,
+                identity_json=identity_json(config),
+                plan_json=plan.to_json(),
+                corpus_sha256=data_digest,
+                num_ranks=num_ranks,
+                start_id=secrets.token_hex(16),
+                start_step=start_step,
+                tokenizer_digest=tokenizer_digest,
+                needs_syncer=config.outer.exchange == "syncer",
+                tokens_per_inner_step=config.island.tokens_per_inner_step,
+            ),
+            rpc_deadline_s=config.transport.rpc_timeout_s,
+            policy=RetryPolicy(
+                first_wait_s=config.transport.retry.first_wait_s,
+                max_wait_s=config.transport.retry.max_wait_s,
+                budget_s=config.transport.unreachable_s,
+            ),
+            rng=self._rng,
+        )
+        reply = self.io.run(self._registration.join())
+        if config.outer.exchange == "allreduce":
+            in_force = with_policy(config, reply.policy_json)
+            self._peer = self.io.run(
+                self._wires.start_peer(in_force, plan, reply, lambda: self.complete_checkpoints)
+            )
+            of_all = [fragment.fragment_id for fragment in plan.fragments]
+            reply.syncers.append(SyncerAssignment(address=self._peer.address, fragment_ids=of_all))
+        return reply
+
+    def joined(self, reply: JoinReply) -> Config:
+        """Take the coordinator's answer, on every rank; returns the configuration in force."""
+        self.on_join(reply)
+        self.config = with_policy(self.config, reply.policy_json)
+        return self.config
+
+    def exchange(
+        self,
+        reply: JoinReply,
+        plan: Plan,
+        shards: LaneShards,
+        *,
+        island_rank: int,
+        on_event: Callable[[Event], None],
+    ) -> Exchange:
+        """Open this rank's ways to the syncers, or to what is one for it: the island's own peer."""
+        config = self.config
+        lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
+        carriers = {
+            shards.carrier(fragment.fragment_id, lane.lane_id)
+            for fragment in plan.fragments
+            for lane in fragment.lanes
+        }
+        addresses, moved = [each.address for each in reply.syncers], None
+        if config.outer.exchange == "syncer":
+            ways = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
+        else:
+            ways = [self._wires.own_peer(address) for address in addresses]
+            moved = self._peer or _NothingMoved()
+        self._exchange = Exchange(
+            plan,
+            lanes,
+            ways=[
+                SyncerWay(each.fragment_ids, control, data)
+                for each, (control, data) in zip(reply.syncers, ways, strict=True)
+            ],
+            grant=reply.grant,
+            rules=ExchangeRules(
+                uplink_codec=config.outer.uplink,
+                error_feedback=config.outer.error_feedback,
+                error_feedback_decay=config.outer.error_feedback_decay,
+                rpc_deadline_s=config.transport.rpc_timeout_s,
+                unreachable_s=config.transport.unreachable_s,
+                seed=config.run.seed,
+                first_wait_s=config.transport.retry.first_wait_s,
+                max_wait_s=config.transport.retry.max_wait_s,
+                on_arrival=config.outer.is_on_arrival,
+                is_carried=config.outer.late == "carry",
+            ),
+            rng=self._rng,
+            on_event=on_event,
+            moved=moved,
+        )
+        return self._exchange
+
+    def start_reporting(self, stop_line: StopLine) -> None:
+        """Report to the coordinator once a second; the leader alone does."""
+        if self._registration is not None:
+            assert self._exchange is not None
+            self._registration.on_answer = self._exchange.coordinator_answered
+            start = self._registration.start_reporting
+            self.io.post(start, lambda: self.progress(), self._exchange.fail, stop_line)
+
+    def insist_on_going_on(self) -> None:
+        """Raise what ended this start in the thread of the network.
+
+        Raises:
+            DilocoError: If the rank cannot go on, or the coordinator has said that the run is over.
+        """
+        if self._exchange is not None and self._exchange.failure is not None:
+            raise self._exchange.failure
+
+    def report_text(self, text: TextWord) -> None:
+        """Let reports tell of the island's text, and hear of it; the leader's do."""
+        if self._registration is not None:
+            self._registration.text = text
+
+    def on_event(self, event: Event) -> None:
+        """Report an alarm that an event raises or clears; the leader's reports do. Any thread."""
+        if self._registration is not None and isinstance(event, AlarmRaised | AlarmCleared):
+            self.io.post(self._registration.on_event, event)
+
+    def report_soon(self) -> None:
+        """Let the next report leave at once; the leader's does."""
+        if self._registration is not None:
+            self.io.post(self._registration.report_soon)
+
+    def report_heals(self, talk: HealTalk) -> None:
+        """Let reports tell of inner optimizers that islands give each other; the leader's do."""
+        if self._registration is not None:
+            self._registration.heal = talk
+
+    @property
+    def ways(self) -> Ways:
+        """To the syncers, once the run has been joined."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def report_checkpoints(self, steps: Iterable[int]) -> None:
+        """Let reports name the checkpoints that this island keeps; the leader's do."""
+        self._kept = tuple(sorted(set(steps)))[-_REPORTED_CHECKPOINTS:]
+        if self._registration is not None:
+            self._registration.checkpoint_steps = self._kept
+
+    def kept(self, step: int) -> None:
+        """Note that all ranks have saved the checkpoint of an inner step, or of a cut."""
+        self.report_checkpoints({step, *(other for other in self._kept if other < step)})
+
+    def report_held_out(self, number: int, nats_per_byte: float) -> None:
+        """Let reports tell the held-out loss of what a checkpoint holds; the leader's do."""
+        if self._registration is not None:
+            told = [each for each in self._registration.held_out if each.checkpoint < number]
+            told.append(HeldOut(checkpoint=number, nats_per_byte=nats_per_byte))
+            self._registration.held_out = tuple(told[-_REPORTED_LOSSES:])
+
+    def cutting(self, number: int) -> None:
+        """Note that this island's part of a cut is being written, however long that takes."""
+        if self._registration is not None:
+            self._registration.cut = CutPart(number=number, is_being_written=True)
+
+    def cut(self, number: int, inner_step: int, versions: Sequence[int], text_json: str) -> None:
+        """Note that all ranks have saved this island's part of a cut; no `versions`: they cannot.
+
+        Its end waits until the coordinator has heard of it.
+        """
+        if versions:
+            self.kept(number)
+        if self._registration is not None:
+            self._registration.cut = CutPart(
+                number=number, versions=versions, inner_step=inner_step, text_json=text_json
+            )
+
+    def has_kept(self, step: int) -> bool:
+        """Whether all ranks have saved the checkpoint of an inner step."""
+        return step in self._kept
+
+    @property
+    def complete_checkpoints(self) -> tuple[int, ...] | None:
+        """Inner steps of the run checkpoints that every island has, as the leader last heard.
+
+        None: nothing was heard, or this is another rank.
+        """
+        return None if self._registration is None else self._registration.complete_checkpoints
+
+    def finished(self, farewell: str, *, is_stopped: bool) -> None:
+        """Stop the exchange: all that this start owed is done; leaving the context says so.
+
+        Args:
+            farewell: How it ended, in words.
+            is_stopped: Whether the run is not over: it was asked to stop, after a checkpoint.
+        """
+        assert self._exchange is not None
+        self.io.run(self._exchange.stop())
+        self._farewell, self._is_stopped = farewell, is_stopped
+
+    def _leave(self, error: BaseException | None) -> DilocoError | None:
+        """Leave the run, and release everything; returns why the coordinator says to end."""
+        told: DilocoError | None = None
+        if self._registration is not None:
+            code, reason, at_most_s = 0, self._farewell, self.config.transport.unreachable_s
+            last = self.progress()
+            if error is not None:
+                is_ours = isinstance(error, DilocoError)
+                code = error.exit_code if isinstance(error, DilocoError) else 1
+                reason = str(error) if is_ours else repr(error)
+                at_most_s, last = _LAST_WORD_S, replace(last, state=IslandState.FAILED)
+            told = self.io.run(
+                self._registration.leave(
+                    code,
+                    reason,
+                    last=last,
+                    at_most_s=at_most_s,
+                    is_stopped=error is None and self._is_stopped,
+                )
+            )
+        if self._exchange is not None and not self._farewell:
+            with contextlib.suppress(TimeoutError):
+                self.io.run(asyncio.wait_for(self._exchange.stop(), _LAST_WORD_S))
+        if self._peer is not None:
+            with contextlib.suppress(TimeoutError):
+                self.io.run(asyncio.wait_for(self._peer.stop(), _LAST_WORD_S))
+        return told

@@ -1,0 +1,1 @@
+"""A rank's exchange with the syncers: poll, contribute, stage, settle."""

@@ -1,0 +1,245 @@
+"""What a carrier says to the syncer: the headers of its calls.
+
+Nothing is decided here: `exchange` knows what to say and what an answer means, `retried_calls` how
+long it is said again.
+
+Source: PROTOCOL.md, "One fragment, one round".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import blake3
+
+from diloco.errors import Fenced
+from diloco.island.exchange.damage import LineDamage
+from diloco.island.exchange.retried_calls import Reach, RetriedCalls
+from diloco.protocol.island.ledger import Outstanding
+from diloco.protocol.rounds.messages import MOST_UPLOADS, key_message
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import Grant
+from diloco.telemetry.events import Event
+from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Transport
+from diloco.transport.retry import RetryPolicy
+
+_POLL_WAIT_S = 20.0
+
+
+class SyncerCalls:
+    """One rank's way to the syncer, over a control and a data transport.
+
+    Whole models let the payloads of rounds go first. Where the syncer has no room for all payloads
+    at once (`PollReply.asks_first`), each is sent when it is its turn there.
+    """
+
+    def __init__(
+        self,
+        control: Transport,
+        data: Transport,
+        grant: Grant,
+        *,
+        rpc_deadline_s: float,
+        policy: RetryPolicy,
+        rng: random.Random,
+        reach: Reach | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        """Assign only; the deadline, the policy and the reach are those of `RetriedCalls`.
+
+        `on_event` hears what came to harm on the way.
+        """
+        self._grant = grant
+        self._uploading = asyncio.Semaphore(MOST_UPLOADS)
+        self._calls = RetriedCalls(
+            control,
+            data,
+            grant.island,
+            rpc_deadline_s=rpc_deadline_s,
+            policy=policy,
+            rng=rng,
+            reach=reach or Reach(),
+            damage=LineDamage(grant.island, on_event),
+        )
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes sent: headers and payloads, what was sent again included."""
+        return self._calls.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes received, likewise."""
+        return self._calls.bytes_down
+
+    async def close(self) -> None:
+        """Close both transports."""
+        await self._calls.close()
+
+    def fenced(self, refusal: str) -> Fenced:
+        """Return the error of an island whose calls the syncer refuses because of their grant."""
+        return Fenced(
+            f"the syncer refuses island {self._grant.island!r}, incarnation "
+            f"{self._grant.incarnation}: {refusal}. See whether diloco island runs twice for it; "
+            f"after a resume of the run, start it again"
+        )
+
+    async def poll(
+        self,
+        known_epoch: int,
+        known: Iterable[wire.FragmentState],
+        outstanding: Iterable[RoundKey],
+        *,
+        step_s: float = 0.0,
+        sent_by: int = 0,
+    ) -> wire.PollReply:
+        """Wait for news, at most some seconds.
+
+        Args:
+            known_epoch: Of the syncer.
+            known: What is known of the fragments.
+            outstanding: Contributions whose outcome is not known.
+            step_s: Duration of recent inner steps; 0: not known.
+            sent_by: Incarnation that sent those of earlier timelines.
+        """
+        request = wire.PollRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            known_epoch=known_epoch,
+            known=known,
+            outstanding=[key_message(key) for key in outstanding],
+            wait_s=_POLL_WAIT_S,
+            step_s=step_s,
+            sent_by=sent_by,
+        )
+        answer = await self._calls.control("fragment.poll", request, wait_s=_POLL_WAIT_S)
+        reply = wire.PollReply.FromString(answer.header)
+        self._calls.asks_first = reply.asks_first
+        return reply
+
+    async def submit(
+        self, sent: Outstanding, lane_id: int, *, codec: str, digest: bytes, payload: Buffer
+    ) -> wire.SubmitReply:
+        """Deliver one lane of a contribution."""
+        header = wire.SubmitHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            key=key_message(sent.key),
+            lane_id=lane_id,
+            sent_at_inner_step=sent.sent_at_inner_step,
+            weight_tokens=sent.weight_tokens,
+            weight_steps=sent.weight_steps,
+            is_flush=sent.is_flush,
+            codec=codec,
+            digest=digest,
+        )
+        reply = await self._calls.data("fragment.submit", header, payload)
+        return wire.SubmitReply.FromString(reply.header)
+
+    async def decline(self, key: RoundKey, reason: str) -> None:
+        """Say that there is nothing valid to contribute."""
+        request = wire.DeclineRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            key=key_message(key),
+            reason=reason,
+        )
+        await self._calls.control("fragment.decline", request)
+
+    async def upload(
+        self, fragment_id: int, lane_id: int, payload: Buffer, *, published: int | None = None
+    ) -> wire.Ack:
+        """Deliver one lane, float32, when it is its turn: of the initial parameters.
+
+        Or of a version that was `published`, and which the syncer has lost.
+        """
+        header = wire.UploadHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            fragment_id=fragment_id,
+            lane_id=lane_id,
+            digest=blake3.blake3(payload).digest(),
+            is_published=published is not None,
+            version=published or 0,
+        )
+        async with self._uploading:
+            reply = await self._calls.data("fragment.upload", header, payload, is_bulk=True)
+        return wire.Ack.FromString(reply.header)
+
+    async def pin(self, inner_step: int, versions: Mapping[int, int]) -> wire.Ack:
+        """Have the syncer keep one version of each of its fragments for a run checkpoint."""
+        request = wire.PinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            checkpoint_step=inner_step,
+            versions=[wire.Pinned(fragment_id=p, version=v) for p, v in versions.items()],
+        )
+        reply = await self._calls.control("fragment.pin", request)
+        return wire.Ack.FromString(reply.header)
+
+    async def fetch(
+        self,
+        fragment_id: int,
+        version: int,
+        lane_ids: Sequence[int],
+        kind: wire.FetchKind,
+        *,
+        max_reply_bytes: int,
+    ) -> tuple[wire.FetchReply, Buffer]:
+        """Take lanes of a published version: one, or several that are small together."""
+        header = wire.FetchHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            fragment_id=fragment_id,
+            version=version,
+            lane_ids=lane_ids,
+            kind=kind,
+        )
+        reply = await self._calls.data(
+            "fragment.fetch",
+            header,
+            max_reply_bytes=max_reply_bytes,
+            is_bulk=kind == wire.FETCH_KIND_DENSE,
+        )
+        return wire.FetchReply.FromString(reply.header), reply.payload
+
+    async def put(self, checkpoint: int, lane: tuple[int, int] | None, payload: Buffer) -> wire.Ack:
+        """Give a lane (fragment id, lane id) of this island's inner optimizer, or the manifest.
+
+        The syncer is asked first: nothing of what it has already travels.
+        """
+        header = wire.HealPutHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            checkpoint=checkpoint,
+            is_manifest=lane is None,
+            digest=blake3.blake3(payload).digest(),
+        )
+        if lane is not None:
+            header.fragment_id, header.lane_id = lane
+        async with self._uploading:
+            reply = await self._calls.data(
+                "heal.put", header, payload, is_bulk=True, asks_first=True
+            )
+        return wire.Ack.FromString(reply.header)
+
+    async def get(
+        self, donor: str, checkpoint: int, lane: tuple[int, int] | None, *, max_reply_bytes: int
+    ) -> tuple[wire.FetchReply, Buffer]:
+        """Take what another island has given: a lane (fragment id, lane id), or the manifest."""
+        header = wire.HealGetHeader(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            donor=donor,
+            checkpoint=checkpoint,
+            is_manifest=lane is None,
+        )
+        if lane is not None:
+            header.fragment_id, header.lane_id = lane
+        reply = await self._calls.data(
+            "heal.get", header, max_reply_bytes=max_reply_bytes, is_bulk=True
+        )
+        return wire.FetchReply.FromString(reply.header), reply.payload

@@ -1,0 +1,363 @@
+"""One fragment as its carrier holds it: anchor, residuals, what is outstanding, what is staged.
+
+Belongs to the exchange and its loop; other threads see a `FragmentView` only.
+
+Source: PROTOCOL.md, "Counters and residuals" and "Staging".
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import blake3
+import torch
+from torch import Tensor
+
+from diloco.compression.base import from_bytes, to_bytes
+from diloco.compression.lanes import lane_codec
+from diloco.island.exchange.captured import CapturedLanes
+from diloco.island.exchange.late import Over
+from diloco.outer.fragments import Fragment
+from diloco.outer.pseudo_gradient import bit_sum
+from diloco.protocol.island.ledger import Outstanding, Target, Verdict
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.protos import fragment_pb2 as wire
+from diloco.telemetry.events import FragmentSent
+from diloco.transport.contracts import Buffer
+
+logger = logging.getLogger(__name__)
+
+#: Announced versions that are remembered, so that their digests are known when they are staged.
+_MOST_HEARD = 4
+
+#: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
+#: syncer forgets it.
+NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A published version, as the syncer announced it; hex digest."""
+
+    target: Target
+    digest: str = ""
+    contributors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentView:
+    """What a rank knows of a fragment, for the training thread.
+
+    `anchor_version` is what the lanes hold (-1 before the island has entered the run; then
+    `is_overwritten` says whether own values differed); `staged_version` is the newest version of
+    which all of this rank's lanes are verified (-1: none); `key` is what is outstanding and
+    `verdict` its end, None while it is undecided. Commands that were posted and not yet carried out
+    are not in it: hold `key` against what was sent. `sent_at_inner_step`, `is_flush`,
+    `merged_tokens` and `asks_trial` are the syncer's word on `version`, `anchor_tokens` that on the
+    anchor with which the island entered.
+
+    `staging` is what this rank stages, or has staged; `gone_version` the newest of which it heard
+    that the syncer has it no more. `is_open`: the attempt that is announced waits for this island;
+    `is_ending`: it takes a flush, or there is none any more. `counted` is the newest contribution
+    of the start whose checkpoint is resumed: the version that counts it (0: none), and the attempt.
+    `is_damaged`: its syncer has lost a version, and does not serve it until that is repaired.
+    """
+
+    key: RoundKey | None = None
+    anchor_version: int = -1
+    is_overwritten: bool = False
+    version: int = -1
+    attempt: int = 0
+    staged_version: int = -1
+    verdict: Verdict | None = None
+    digest: str = ""
+    contributors: tuple[str, ...] = ()
+    sent_at_inner_step: int = 0
+    is_flush: bool = False
+    merged_tokens: int = 0
+    anchor_tokens: int = 0
+    staging: Announced | None = None
+    gone_version: int = -1
+    is_open: bool = False
+    is_ending: bool = False
+    counted: tuple[int, int] = (0, 0)
+    is_damaged: bool = False
+    asks_trial: bool = False
+
+    @property
+    def newest(self) -> Target:
+        """The newest version, as a target."""
+        return Target(self.version, self.merged_tokens, self.is_flush, self.asks_trial)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to wait for on this rank."""
+        if self.key is None or (self.verdict is not None and self.verdict.has_expired):
+            return True
+        return self.verdict is not None and self.staged_version > self.key.version
+
+
+@dataclass(slots=True)
+class SentLane:
+    """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet.
+
+    `residual_sum` is the `bit_sum` of the residual as it was made.
+    `delta` is the pseudo-gradient itself, where late work is carried over.
+    """
+
+    payload: Buffer
+    digest: bytes
+    residual_after: Tensor | None
+    residual_sum: int = 0
+    received_epoch: int = -1
+    delta: Tensor | None = None
+
+    @classmethod
+    def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
+        """Make one of an encoded lane, uint8; nothing is copied."""
+        payload = to_bytes(encoded)
+        digest = blake3.blake3(payload).digest()
+        added = 0 if residual_after is None else bit_sum(residual_after)
+        return cls(payload, digest, residual_after, added)
+
+
+@dataclass(slots=True)
+class CarriedFragment:
+    """A fragment's lanes on one rank; `lanes` may be empty.
+
+    `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
+    says why; it waits for a trial as long as `held_back` is set, the event that will tell of it.
+    `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is what the
+    syncer last announced, and `heard` what it announced of versions after the anchor.
+    `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
+    agreed on; `over` is late work that the next contribution carries, by lane (`late`);
+    `anchor_digests` are those of all lanes of the anchor's version, empty where none are known.
+    """
+
+    fragment_id: int
+    lanes: tuple[int, ...]
+    anchor: dict[int, Tensor] = field(default_factory=dict)
+    anchor_version: int = -1
+    anchor_tokens: int = 0
+    is_overwritten: bool = False
+    residual: dict[int, Tensor] = field(default_factory=dict)
+    residual_sums: dict[int, int] = field(default_factory=dict)
+    outstanding: Outstanding | None = None
+    sending: dict[int, SentLane] = field(default_factory=dict)
+    decline_reason: str = ""
+    held_back: FragmentSent | None = None
+    broken_in_a_row: int = 0
+    outcome: Verdict | None = None
+    state: wire.FragmentState = field(default_factory=wire.FragmentState)
+    staged: dict[int, Tensor] = field(default_factory=dict)
+    staging_version: int = -1
+    staged_version: int = -1
+    aimed_version: int = -1
+    gone_version: int = -1
+    heard: dict[int, wire.FragmentState] = field(default_factory=dict)
+    over: Over = field(default_factory=Over)
+    anchor_digests: tuple[bytes, ...] = ()
+
+    def hear(self, state: wire.FragmentState) -> None:
+        """Take what the syncer announces; of a damaged fragment nothing but that it is so.
+
+        Unless this rank has not entered yet: then also which older version there is of it.
+        """
+        if state.is_damaged:
+            if not self.state.is_damaged:
+                logger.error(
+                    "fragment %d is damaged at its syncer: what was published last is kept, and "
+                    "nothing of it sent until it is repaired (diloco status HOST:PORT)",
+                    self.fragment_id,
+                )
+            before, self.state = self.state, wire.FragmentState()
+            self.state.CopyFrom(before if self.anchor_version >= 0 else state)
+            self.state.is_open, self.state.is_damaged = False, True
+            self.state.asked = state.asked
+            self.state.wanted_version = state.wanted_version
+            return
+        self.state = state
+        self.heard[state.version] = state
+        for version in sorted(self.heard)[:-_MOST_HEARD]:
+            del self.heard[version]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this version stays the newest until this island contributes, or for good.
+
+        A round that is closing is not: it counts the contribution of this island's earlier start.
+        """
+        state = self.state
+        return state.is_founded and not state.is_damaged and (state.is_open or state.is_flush)
+
+    def lanes_of(self, version: int) -> dict[int, Tensor]:
+        """Return all lanes of a version, if this rank holds them, merged or staged; else none."""
+        if version == self.anchor_version:
+            return self.anchor
+        return self.staged if version == self.staged_version else {}
+
+    def settle(self, *, is_merged: bool, is_included: bool) -> None:
+        """Forget what was outstanding.
+
+        INCLUDED keeps the residual after the send and uses up what was carried over, everything
+        else keeps both as before; a merge makes the staged version the anchor.
+        """
+        if is_included:
+            for lane_id, lane in self.sending.items():
+                if lane.residual_after is not None:
+                    self.residual[lane_id] = lane.residual_after
+                    self.residual_sums[lane_id] = lane.residual_sum
+                if lane.delta is not None:
+                    self.over.included(lane_id, lane.delta)
+        if is_merged:
+            self.anchor, self.anchor_version = self.staged, self.staged_version
+            heard = self.heard.get(self.anchor_version)
+            self.anchor_digests = () if heard is None else tuple(heard.lane_digests)
+            self.staged, self.staged_version = {}, -1
+        self.outstanding, self.outcome = None, None
+        self.sending, self.decline_reason = {}, ""
+
+    def forget_flipped(self, lane_id: int) -> bool:
+        """Forget what a lane adds to its next contribution, if a bit of it has flipped in memory.
+
+        Returns:
+            Whether one has. What is kept is as it was when it was made.
+        """
+        residual = self.residual.get(lane_id)
+        is_flipped = residual is not None and bit_sum(residual) != self.residual_sums[lane_id]
+        if is_flipped:
+            del self.residual[lane_id]
+        return self.over.forget_flipped(lane_id) or is_flipped
+
+    def verdict(self) -> Verdict | None:
+        """Say how what is outstanding ended; a refused one waits for the round's end."""
+        sent, state = self.outstanding, self.state
+        if sent is None or self.outcome not in NOT_DURABLE:
+            return self.outcome
+        if state.version > sent.key.version:
+            return self.outcome
+        if state.attempt <= sent.key.attempt:
+            return None
+        is_refused = self.outcome is Verdict.REFUSED
+        return Verdict.REFUSED_EXPIRED if is_refused else Verdict.EXPIRED
+
+    def view(self, island: str) -> FragmentView:
+        """Return how things stand now for an island."""
+        sent, state = self.outstanding, self.state
+        return FragmentView(
+            key=None if sent is None else sent.key,
+            anchor_version=self.anchor_version,
+            is_overwritten=self.is_overwritten,
+            version=state.version if state.is_founded else -1,
+            attempt=state.attempt,
+            staged_version=self.staged_version,
+            verdict=self.verdict(),
+            digest=state.digest.hex(),
+            contributors=tuple(state.contributors),
+            sent_at_inner_step=state.sent_at_inner_step,
+            is_flush=state.is_flush,
+            merged_tokens=state.merged_tokens,
+            anchor_tokens=self.anchor_tokens,
+            staging=self._staging(island),
+            gone_version=self.gone_version,
+            is_open=state.is_open and island in state.members,
+            is_ending=state.takes_flush or state.is_flush,
+            counted=(state.counted_version, state.counted_attempt),
+            is_damaged=state.is_damaged,
+            asks_trial=_asks_trial(state, island),
+        )
+
+    def _staging(self, island: str) -> Announced | None:
+        version = self.staging_version
+        if version <= self.anchor_version:
+            return None
+        state = self.heard.get(version)
+        if state is None:
+            return Announced(Target(version))
+        is_tried = _asks_trial(state, island)
+        target = Target(version, state.merged_tokens, state.is_flush, is_tried)
+        return Announced(target, state.digest.hex(), tuple(state.contributors))
+
+    def captured(
+        self, fragment: Fragment, codec: str, *, error_feedback: bool, is_carried: bool
+    ) -> CapturedLanes:
+        """Return the state of the lanes, zeros where there is none; tensors are not copied."""
+        carried: dict[int, Tensor] = {}
+        carried_norm: dict[int, Tensor] = {}
+        delta: dict[int, Tensor] = {}
+        payload: dict[int, Tensor] = {}
+        residual: dict[int, Tensor] = {}
+        residual_after: dict[int, Tensor] = {}
+        for lane_id in self.lanes:
+            numel, sent = fragment.lanes[lane_id].numel, self.sending.get(lane_id)
+            payload[lane_id] = (
+                torch.zeros(
+                    lane_codec(codec, fragment, lane_id).wire_bytes(numel), dtype=torch.uint8
+                )
+                if sent is None
+                else from_bytes(sent.payload)
+            )
+            if error_feedback:
+                after = None if sent is None else sent.residual_after
+                if sent is not None and after is not None and bit_sum(after) != sent.residual_sum:
+                    after = None
+                residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
+                residual_after[lane_id] = torch.zeros(numel) if after is None else after
+            if is_carried:
+                missed = None if sent is None else sent.delta
+                carried[lane_id], carried_norm[lane_id] = self.over.captured(lane_id, numel)
+                delta[lane_id] = torch.zeros(numel) if missed is None else missed
+        return CapturedLanes(
+            dict(self.anchor),
+            payload,
+            residual,
+            residual_after,
+            is_declined=bool(self.decline_reason),
+            broken_in_a_row=self.broken_in_a_row,
+            carried=carried,
+            carried_norm=carried_norm,
+            delta=delta,
+        )
+
+    def restore(self, version: int, lanes: CapturedLanes) -> None:
+        """Take over what was captured, but for what was outstanding."""
+        self.anchor, self.anchor_version = dict(lanes.anchor), version
+        is_newest = self.state.version == version
+        self.anchor_digests = tuple(self.state.lane_digests) if is_newest else ()
+        self.residual = dict(lanes.residual)
+        self.residual_sums = {lane_id: bit_sum(values) for lane_id, values in self.residual.items()}
+        self.broken_in_a_row = lanes.broken_in_a_row
+        for lane_id, carried in lanes.carried.items():
+            self.over.restore(lane_id, carried, lanes.carried_norm[lane_id])
+
+    def begin_anew(self) -> None:
+        """Forget work that was captured, and counts already."""
+        self.residual, self.over = {}, Over()
+
+    def known(self) -> wire.FragmentState:
+        """Return what a poll compares with the syncer's state.
+
+        With the digest, by which a syncer hears that its version of that number is another one.
+        """
+        state = self.state
+        return wire.FragmentState(
+            fragment_id=self.fragment_id,
+            is_founded=state.is_founded,
+            version=state.version,
+            digest=state.digest,
+            attempt=state.attempt,
+            is_open=state.is_open,
+            wants_initial=state.wants_initial,
+            is_damaged=state.is_damaged,
+            asked=state.asked,
+            num_held=1 + max(self.anchor_version, self.staged_version),
+        )
+
+
+def _asks_trial(state: wire.FragmentState, island: str) -> bool:
+    """Whether what an island sends after a version is tried first.
+
+    Not of one that made it alone: while the other sends nothing, there is nobody to choose from.
+    """
+    return state.asks_trial and list(state.contributors) != [island]

@@ -1,0 +1,367 @@
+"""A carrier's contributions: subtract, encode, submit or decline, until their outcome is known.
+
+Belongs to the exchange and its loop.
+
+Source: PROTOCOL.md, "Contributions".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from diloco.compression.base import from_bytes
+from diloco.compression.error_feedback import encode_with_feedback
+from diloco.compression.lanes import lane_codec
+from diloco.compression.random_bits import rounding_key
+from diloco.errors import AggregationError, CodecError
+from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.captured import CapturedLanes
+from diloco.island.exchange.carried import NOT_DURABLE, CarriedFragment, SentLane
+from diloco.loop_clock import loop_now
+from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import farthest, l2_norm, pseudo_gradient_
+from diloco.protocol.island.ledger import Outstanding, Verdict
+from diloco.protocol.rounds.messages import outcome_of
+from diloco.protocol.rounds.terms import Outcome, RoundKey
+from diloco.protocol.run.alarms import AlarmKind
+from diloco.protos import fragment_pb2 as wire
+from diloco.tasks import Tasks, wait_for
+from diloco.telemetry.events import AlarmRaised, Event, FragmentSent, OutcomeHeard, PhaseDone
+
+logger = logging.getLogger(__name__)
+
+_DECLINED = "declined:"
+_MAX_BROKEN_IN_A_ROW = 3
+NOT_OPEN_WAIT_S = 0.25
+_DECLINE_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionRules:
+    """How contributions are made.
+
+    Args:
+        codec: Of contributions (`lane_codec`).
+        error_feedback: Whether the quantisation error joins the next contribution.
+        is_carried: Whether work that a round did not wait for joins the next contribution.
+        seed: Of the run; stochastic rounding draws from it.
+        island: Whose they are.
+        decay: Share of the quantisation error that joins it.
+    """
+
+    codec: str
+    error_feedback: bool
+    is_carried: bool
+    seed: int
+    island: str
+    decay: float = 1.0
+
+
+class Contributions:
+    """What one rank's lanes contribute.
+
+    Attributes:
+        unsound_at: Inner step of the last send whose values cannot be right; -1: there was none.
+        unsound: Why not.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rules: ContributionRules,
+        calls: SyncerCalls,
+        tasks: Tasks,
+        epoch: Callable[[], int],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only; `epoch` gives the syncer's, by which lanes are submitted again."""
+        self._plan = plan
+        self._rules = rules
+        self._calls = calls
+        self._tasks = tasks
+        self._epoch = epoch
+        self._on_event = on_event
+        self._submits: dict[int, list[asyncio.Task[None]]] = {}
+        self.unsound_at, self.unsound = -1, ""
+
+    def send(
+        self,
+        carried: CarriedFragment,
+        sent: Outstanding,
+        local: Mapping[int, Tensor],
+        limits: tuple[float, float],
+        *,
+        is_tried: bool,
+    ) -> None:
+        """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right.
+
+        Args:
+            carried: The fragment.
+            sent: What is sent.
+            local: Lane id -> local values at the send; overwritten.
+            limits: How far from their anchor values may lie (`farthest`).
+            is_tried: Whether it is held back until `release`.
+        """
+        self._begin(carried, sent)
+        norms, beyond = [], ""
+        try:
+            for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
+                began = loop_now()
+                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
+                norms.append(l2_norm(delta))
+                if not math.isfinite(norms[-1]):
+                    break
+                if beyond := farthest(delta, carried.anchor[lane_id], limits):
+                    beyond = f"fragment {sent.key.fragment_id}, lane {lane_id}: {beyond}"
+                    break
+                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
+                self._tell("encode", sent.key, lane_id, began)
+        except CodecError as error:
+            self._tasks.fail(error)
+            return
+        norm = math.hypot(*norms)
+        if beyond:
+            self._decline_unsound(carried, sent, norm, beyond)
+        elif math.isfinite(norm):
+            carried.broken_in_a_row = 0
+            carried.held_back = _sent_event(sent, norm)
+            if not is_tried:
+                self.release(carried, "")
+        else:
+            self._decline_broken(carried, sent, norm)
+
+    def tried(self, carried: CarriedFragment) -> dict[int, Tensor]:
+        """Give the lanes that hold something back, with half of it taken off their anchor.
+
+        Of what was decoded: what the syncer would merge, beside another contribution.
+        """
+        fragment, moved = self._plan.fragments[carried.fragment_id], dict[int, Tensor]()
+        for lane_id, lane in carried.sending.items() if carried.held_back else ():
+            codec = lane_codec(self._rules.codec, fragment, lane_id)
+            delta = codec.decode(from_bytes(lane.payload), fragment.lanes[lane_id].numel)
+            moved[lane_id] = carried.anchor[lane_id] - delta.mul_(0.5)
+        return moved
+
+    def release(self, carried: CarriedFragment, reason: str) -> None:
+        """Submit what `send` has held back; where there is a reason not to, decline it."""
+        (told, carried.held_back), sent = (carried.held_back, None), carried.outstanding
+        if told is None or sent is None:
+            return  # declined by the send itself
+        if reason:
+            carried.sending = {}
+            self._start_decline(carried, sent, reason)
+        else:
+            self._submit_all(carried, sent)
+        self._on_event(replace(told, declined=reason))
+
+    def decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+        """Tell the syncer that there is nothing valid to contribute to this attempt."""
+        self._begin(carried, sent)
+        self._start_decline(carried, sent, reason)
+        self._on_event(_sent_event(sent, 0.0, reason))
+
+    def resume(
+        self, carried: CarriedFragment, sent: Outstanding, lanes: CapturedLanes, *, is_asking: bool
+    ) -> None:
+        """Submit again what was outstanding when a checkpoint was taken.
+
+        Args:
+            carried: The fragment.
+            sent: What was sent.
+            lanes: As captured.
+            is_asking: Whether its round is over, and only its outcome is asked for.
+        """
+        self._begin(carried, sent)
+        if lanes.is_declined and is_asking:
+            carried.outcome = Verdict.DECLINED
+            return
+        if lanes.is_declined:
+            reason = "declined before the checkpoint that is resumed"
+            self._start_decline(carried, sent, reason)
+            return
+        for lane_id, payload in lanes.payload.items():
+            lane = SentLane.of(payload, lanes.residual_after.get(lane_id))
+            lane.delta = lanes.delta.get(lane_id)
+            carried.sending[lane_id] = lane
+        if not is_asking:
+            self._submit_all(carried, sent)
+
+    def settle(self, fragment_id: int) -> None:
+        """Submit nothing more of what was outstanding."""
+        for stalled in self._submits.pop(fragment_id, []):
+            stalled.cancel()  # a lane on its way would come late, and in the way of newer ones
+
+    def take(self, carried: CarriedFragment, outcome: Outcome) -> None:
+        """Take the syncer's word on what is outstanding; its word on something else is old."""
+        sent = carried.outstanding
+        if sent is None or outcome.key != sent.key or carried.outcome is not None:
+            return
+        is_declined = outcome.reason.startswith(_DECLINED)
+        verdict = carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
+        if verdict in (*NOT_DURABLE, Verdict.NOT_INCLUDED):
+            key, word = sent.key, verdict.replace("_", " ")
+            logger.warning("contribution %s, key=%s: %s", word, key, outcome.reason)
+            self._on_event(
+                OutcomeHeard(
+                    key.fragment_id, key.version, key.attempt, verdict.value, outcome.reason
+                )
+            )
+
+    def _begin(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
+        carried.outstanding, carried.outcome = sent, None
+        self._tasks.notify()
+
+    def _encode(
+        self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
+    ) -> SentLane:
+        rules, residual = self._rules, None
+        self.forget_flipped(carried, lane_id)
+        if rules.error_feedback:
+            residual = carried.residual.get(lane_id)
+            residual = torch.zeros_like(delta) if residual is None else residual
+        codec = lane_codec(rules.codec, self._plan.fragments[key.fragment_id], lane_id)
+        drawn_by = rounding_key(
+            rules.seed, key.fragment_id, lane_id, key.version, key.attempt, rules.island
+        )
+        late = carried.over.of(lane_id)
+        whole = delta if late is None else delta + late
+        with record_function("diloco/encode"):
+            lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by, rules.decay))
+        if rules.is_carried:
+            lane.delta = delta.clone()  # the memory of `local` is used again
+        return lane
+
+    def forget_flipped(self, carried: CarriedFragment, lane_id: int) -> None:
+        """Forget what a lane has left over if a bit of it has flipped, and tell that."""
+        if not carried.forget_flipped(lane_id):
+            return
+        p = carried.fragment_id
+        text = (
+            f"a bit has flipped in memory, in what lane {lane_id} of fragment {p} had "
+            f"left over from its last contribution: it is forgotten, and not sent. See whether "
+            f"this machine's memory is sound (edac-util, dmesg)"
+        )
+        logger.error("%s", text)
+        self._on_event(AlarmRaised(AlarmKind.BIT_FLIPPED, text, self._rules.island, p))
+
+    def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
+        self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))
+
+    def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
+        """Decline; end the island when its own numbers are broken three times in a row.
+
+        Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
+        rounds: when all islands diverge, each attempt expires and would hide the reason.
+        """
+        p = carried.fragment_id
+        reason = f"the pseudo-gradient of fragment {p} is not finite"
+        self._decline_unsound(carried, sent, norm, reason)
+        carried.broken_in_a_row += 1
+        if carried.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
+            self._tasks.fail(
+                AggregationError(
+                    f"fragment {p}: {carried.broken_in_a_row} pseudo-gradients in a row were not "
+                    f"finite, the last after inner step {sent.sent_at_inner_step}. The training "
+                    f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
+                )
+            )
+
+    def _decline_unsound(
+        self, carried: CarriedFragment, sent: Outstanding, norm: float, reason: str
+    ) -> None:
+        """Decline, and let the training thread know that what it trained is not sound."""
+        carried.sending = {}
+        self._start_decline(carried, sent, reason)
+        self._on_event(_sent_event(sent, norm, reason))
+        self.unsound_at, self.unsound = sent.sent_at_inner_step, reason
+
+    def _start_decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+        logger.warning("declining, key=%s: %s", sent.key, reason)
+        carried.decline_reason = reason
+        self._tasks.spawn(self._decline(carried, sent))
+
+    def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        self._submits[carried.fragment_id] = [
+            self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
+            for lane_id, lane in carried.sending.items()
+        ]
+
+    async def _submit(
+        self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane
+    ) -> None:
+        """Have the lane received by whichever syncer runs, until the contribution is settled."""
+        while carried.outstanding is sent and self._tasks.failure is None:
+            news = self._tasks.news
+            if carried.outcome is not None or lane.received_epoch >= self._epoch():
+                await news.wait()
+                continue
+            began = loop_now()
+            reply = await self._calls.submit(
+                sent,
+                lane_id,
+                codec=self._rules.codec,
+                digest=lane.digest,
+                payload=lane.payload,
+            )
+            self._tell("send", sent.key, lane_id, began)
+            if carried.outstanding is not sent or reply.syncer_epoch < self._epoch():
+                continue  # settled, or the word of a syncer that is gone
+            self._take_submit_reply(carried, sent, lane_id, lane, reply)
+            if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
+                await wait_for(news, NOT_OPEN_WAIT_S)
+
+    def _take_submit_reply(
+        self,
+        carried: CarriedFragment,
+        sent: Outstanding,
+        lane_id: int,
+        lane: SentLane,
+        reply: wire.SubmitReply,
+    ) -> None:
+        match reply.status:
+            case wire.SUBMIT_STATUS_NOT_OPEN:
+                pass
+            case wire.SUBMIT_STATUS_FENCED:
+                self._tasks.fail(self._calls.fenced(reply.message))
+            case wire.SUBMIT_STATUS_INVALID:
+                self._tasks.fail(
+                    CodecError(
+                        f"the syncer cannot accept lane {lane_id} of {sent.key}: {reply.message}"
+                    )
+                )
+            case _:  # received, now or before, or over
+                lane.received_epoch = reply.syncer_epoch
+                if reply.HasField("outcome"):
+                    self.take(carried, outcome_of(reply.outcome))
+                self._tasks.notify()
+
+    async def _decline(self, carried: CarriedFragment, sent: Outstanding) -> None:
+        """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
+        while carried.outstanding is sent and self._tasks.failure is None:
+            news = self._tasks.news
+            if carried.outcome is None:
+                await self._calls.decline(sent.key, carried.decline_reason)
+            await wait_for(news, _DECLINE_AGAIN_S)
+
+
+def _sent_event(sent: Outstanding, lanes_norm: float, declined: str = "") -> FragmentSent:
+    return FragmentSent(
+        sent.sent_at_inner_step,
+        sent.key.fragment_id,
+        sent.key.version,
+        sent.key.attempt,
+        sent.weight_tokens,
+        sent.weight_steps,
+        sent.is_flush,
+        lanes_norm,
+        declined,
+    )

@@ -1,0 +1,291 @@
+"""How a carrier enters a run: it founds version 0, takes what is published, or is checked.
+
+An island of a scheduled run enters when no version can be published without it: every round is
+open, or the fragment is flushed. On arrival rounds go on without it: it enters with the newest
+version that it hears of, and follows from there. Decides no round, touches no parameter.
+
+Source: PROTOCOL.md, "Version 0" and "Return of an island".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from diloco.compression.base import to_bytes
+from diloco.errors import CodecError, FingerprintMismatch
+from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.captured import CapturedFragment
+from diloco.island.exchange.carried import CarriedFragment
+from diloco.island.exchange.staging import VersionGone, fetch_lane
+from diloco.outer.fragments import Plan
+from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import Grant
+from diloco.tasks import Tasks, wait_for
+from diloco.versions.publication import lane_digest
+
+logger = logging.getLogger(__name__)
+
+_TELL_WAITING_S = 30.0
+
+
+class Entry:
+    """One rank's way into the run, for the fragments that its exchange carries."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        grant: Grant,
+        calls: SyncerCalls,
+        carried: Mapping[int, CarriedFragment],
+        tasks: Tasks,
+        epoch: Callable[[], int],
+        *,
+        on_arrival: bool = False,
+    ) -> None:
+        """Assign only; `epoch` gives the syncer's, by which uploads are repeated."""
+        self._plan = plan
+        self._grant = grant
+        self._calls = calls
+        self._carried = carried
+        self._tasks = tasks
+        self._epoch = epoch
+        self._on_arrival = on_arrival
+        # Fragment -> what the syncer asked for last and was given, or was not held here then.
+        self._given: dict[int, tuple[int, int]] = {}
+        self._lacked: dict[int, tuple[int, int]] = {}
+
+    def give(self, carried: CarriedFragment) -> None:
+        """Upload what this rank holds of a version that the syncer has lost, where it asks for it.
+
+        Once each time that it asks, which it does again after a restart; what it refuses is an
+        operator's matter.
+        """
+        state, p = carried.state, carried.fragment_id
+        asked = self._epoch(), state.asked
+        if not (state.is_damaged and state.asked) or self._given.get(p) == asked:
+            return
+        lanes = carried.lanes_of(state.wanted_version)
+        if not lanes and carried.lanes:  # it may be staged yet
+            if self._lacked.get(p) != asked:
+                self._lacked[p] = asked
+                logger.error(
+                    "fragment %d cannot be repaired from here: version %d is asked for, %d is held",
+                    p, state.wanted_version, max(carried.anchor_version, carried.staged_version),
+                )  # fmt: skip
+            return
+        self._given[p] = asked
+        for lane_id, values in lanes.items():
+            self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
+
+    async def _give(self, fragment_id: int, version: int, lane_id: int, values: Tensor) -> None:
+        payload = to_bytes(values.view(torch.uint8))
+        ack = await self._calls.upload(fragment_id, lane_id, payload, published=version)
+        if ack.is_fenced:
+            raise self._calls.fenced(ack.message)
+        if not ack.is_accepted:
+            logger.error("fragment %d not repaired from here: %s", fragment_id, ack.message)
+
+    @property
+    def is_return(self) -> bool:
+        """Whether the run has gone on from version 0, as far as this syncer's fragments tell."""
+        return any(carried.state.version > 0 for carried in self._carried.values())
+
+    async def take(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
+        """Take this rank's anchors: `own` lanes where they are as published, else the published.
+
+        After `until_steady`, of all fragments that are ready and were not taken yet.
+
+        Args:
+            own: Fragment -> lane -> the island's own values.
+            overwrite: Whether what is published replaces values that differ from it: any does
+                once the run has gone on from version 0.
+
+        Raises:
+            FingerprintMismatch: If initial values differ and must not be overwritten.
+            DilocoError: If a version cannot be had.
+        """
+        for p, carried in self._carried.items():
+            if carried.anchor_version >= 0 or not self._is_ready(carried):
+                continue
+            if not overwrite:
+                self._check_initial(carried, own[p])
+            await self._take_published(carried, own[p])
+            carried.is_overwritten = any(carried.anchor[i] is not own[p][i] for i in own[p])
+
+    async def follow(self, carried: CarriedFragment, version: int) -> None:
+        """Bring an entered fragment to a version that another rank of the island entered with.
+
+        Or to a newer one, where that is gone: the ranks compare once more.
+
+        Raises:
+            DilocoError: If it cannot be had.
+        """
+        while carried.state.version < version:
+            await wait_for(self._tasks.news, _TELL_WAITING_S)
+        await self._take_published(carried, dict(carried.anchor))
+        carried.is_overwritten = True
+
+    async def verify(self, carried: CarriedFragment) -> list[int]:
+        """Hold the lanes of the anchor against their digests; returns those fetched again.
+
+        One that the syncer has no more stays as it is: what is staged next comes as a whole.
+
+        Raises:
+            DilocoError: If this rank cannot go on.
+        """
+        mended = []
+        for lane_id, values in carried.anchor.items():
+            await asyncio.sleep(0)  # others of this loop have their turn between two lanes
+            digests = carried.anchor_digests
+            if not digests or lane_digest(values) == digests[lane_id]:
+                continue
+            p, version = carried.fragment_id, carried.anchor_version
+            try:
+                fetched = await fetch_lane(
+                    self._calls,
+                    p,
+                    version,
+                    lane_id,
+                    numel=values.numel(),
+                    digest=digests[lane_id],
+                )
+            except VersionGone as gone:
+                logger.error("the anchor of fragment %d, lane %d, is damaged: %s", p, lane_id, gone)
+                continue
+            carried.anchor = {**carried.anchor, lane_id: fetched}
+            mended.append(lane_id)
+        return mended
+
+    async def until_steady(
+        self, initial: Mapping[int, Mapping[int, Tensor]], *, but_damaged: bool = False
+    ) -> None:
+        """Wait until no version can be published without this island; upload what is asked for.
+
+        Args:
+            initial: Fragment -> lane -> this rank's values, to found version 0 with.
+            but_damaged: Whether fragments that their syncer does not serve are not waited for.
+        """
+        uploads: dict[tuple[int, int], int] = {}
+        while self._awaited(but_damaged=but_damaged):
+            news = self._tasks.news
+            for p in self._carried.keys() & initial.keys():
+                state = self._carried[p].state
+                for lane_id, values in initial[p].items():
+                    wanted = state.wants_initial and not state.is_founded
+                    if wanted and uploads.get((p, lane_id)) != self._epoch():
+                        uploads[p, lane_id] = self._epoch()
+                        self._tasks.spawn(self._upload(p, lane_id, values))
+            await wait_for(news, _TELL_WAITING_S)
+            if not news.is_set():
+                logger.info("waiting until every island has joined and all rounds are open")
+
+    async def until_whole(self) -> None:
+        """Wait as `until_steady`, and until no fragment is damaged."""
+        while any(c.state.is_damaged or not self._is_ready(c) for c in self._carried.values()):
+            await wait_for(self._tasks.news, _TELL_WAITING_S)
+
+    def _awaited(self, *, but_damaged: bool) -> list[CarriedFragment]:
+        """Fragments that are still to come; where damaged ones are left out, of those too."""
+        return [
+            carried
+            for carried in self._carried.values()
+            if carried.anchor_version < 0
+            and not self._is_ready(carried)
+            and not (but_damaged and carried.state.is_damaged)
+        ]
+
+    @property
+    def waits_for_repair(self) -> bool:
+        """Whether a fragment cannot be entered before it is repaired."""
+        return bool(self._awaited(but_damaged=False))
+
+    def _is_ready(self, carried: CarriedFragment) -> bool:
+        return carried.state.is_founded if self._on_arrival else carried.is_steady
+
+    async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
+        payload = to_bytes(values.view(torch.uint8))
+        ack = await self._calls.upload(fragment_id, lane_id, payload)
+        if ack.is_fenced:
+            raise self._calls.fenced(ack.message)
+        if not ack.is_accepted:
+            raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
+
+    def _check_initial(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
+        p = carried.fragment_id
+        for lane_id in _differing(carried, own):
+            names = ", ".join(entry.name for entry in self._plan.fragments[p].entries[:3])
+            raise FingerprintMismatch(
+                f"the initial parameters of island {self._grant.island!r} differ from the run's in "
+                f"fragment {p}, lane {lane_id} ({names}, ...): the same seed, model and version of "
+                f"torch must be used everywhere"
+            )
+
+    async def _take_published(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
+        """Make the newest version the anchor; where it is gone meanwhile, the one after it."""
+        while True:
+            state = carried.state
+            try:
+                anchor = await self._published(carried, state, own)
+            except VersionGone:
+                if not self._on_arrival:
+                    raise
+                while carried.state.version == state.version:
+                    await wait_for(self._tasks.news, _TELL_WAITING_S)
+            else:
+                carried.anchor, carried.anchor_version = anchor, state.version
+                carried.anchor_digests = tuple(state.lane_digests)
+                carried.anchor_tokens = state.merged_tokens
+                return
+
+    async def _published(
+        self, carried: CarriedFragment, state: wire.FragmentState, own: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return a version's lanes: own ones where they are equal, the others fetched whole."""
+        lanes = dict(own)
+        differing = _differing(carried, own, state)
+        fetched = await asyncio.gather(
+            *(
+                fetch_lane(
+                    self._calls,
+                    carried.fragment_id,
+                    state.version,
+                    lane_id,
+                    numel=own[lane_id].numel(),
+                    digest=state.lane_digests[lane_id],
+                )
+                for lane_id in differing
+            )
+        )
+        lanes.update(zip(differing, fetched, strict=True))
+        return lanes
+
+
+def check_restored(carried: CarriedFragment, restored: CapturedFragment) -> None:
+    """Hold a checkpoint's anchors against the version that the syncer restored.
+
+    Raises:
+        FingerprintMismatch: If they are not that version.
+    """
+    p, version = carried.fragment_id, restored.ledger.version
+    if carried.state.version > version:
+        return  # the others went on: what was in flight gets its outcome, the anchor follows
+    differing = _differing(carried, restored.lanes.anchor)
+    if carried.state.version < version or differing:
+        lanes = f", and lanes {differing} of it differ" if differing else ""
+        raise FingerprintMismatch(
+            f"this checkpoint has version {version} of fragment {p}, the syncer has version "
+            f"{carried.state.version}{lanes}: they are not of one run checkpoint. Resume one that "
+            f"all sites have: `diloco coordinator RUN.toml --resume --at STEP`"
+        )
+
+
+def _differing(
+    carried: CarriedFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
+) -> list[int]:
+    digests = (state or carried.state).lane_digests
+    return [lane_id for lane_id in carried.lanes if lane_digest(own[lane_id]) != digests[lane_id]]

@@ -1,0 +1,465 @@
+"""A carrier's side of the rounds: poll (`syncer_link`), contribute, stage, settle.
+
+Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
+never touches a parameter or an anchor. The training thread posts `send`, `decline`, `settle` and
+the like, and reads `view`, which is replaced as a whole; nothing else crosses between the two.
+
+Source: PROTOCOL.md, "Agreement of ranks", "Contributions" and "Staging".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from diloco.errors import DilocoError
+from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.captured import CapturedFragment, CapturedLanes
+from diloco.island.exchange.carried import CarriedFragment, FragmentView
+from diloco.island.exchange.contributions import ContributionRules
+from diloco.island.exchange.entry import check_restored
+from diloco.island.exchange.retried_calls import Reach
+from diloco.island.exchange.syncer_link import SyncerLink
+from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import pseudo_gradient_
+from diloco.protocol.island.ledger import Outstanding
+from diloco.protos.control_pb2 import Grant
+from diloco.tasks import Tasks, wait_for
+from diloco.telemetry.events import AnchorMended, Event
+from diloco.transport.contracts import Transport
+from diloco.transport.retry import RetryPolicy
+
+#: Limits of what is sent where nothing is known of the steps that made it.
+ANYWHERE = (math.inf, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRules:
+    """What a carrier obeys.
+
+    Args:
+        uplink_codec: Codec of contributions (`lane_codec`).
+        error_feedback: Whether the quantisation error joins the next contribution.
+        rpc_deadline_s: Bound of one call; a call may wait for a slow link.
+        unreachable_s: Seconds without any answer, of syncers or coordinator, after which the island
+            gives up (exit 30).
+        seed: Of the run; stochastic rounding draws from it.
+        first_wait_s: Wait after the first call without an answer, at most.
+        max_wait_s: Longest wait between two calls.
+        on_arrival: Whether rounds open and versions come at any time, and some are left out.
+        is_carried: Whether work that a round did not wait for joins the next contribution.
+        error_feedback_decay: Share of the quantisation error that joins it.
+    """
+
+    uplink_codec: str
+    error_feedback: bool
+    rpc_deadline_s: float
+    unreachable_s: float
+    seed: int
+    first_wait_s: float = 0.1
+    max_wait_s: float = 1.0
+    on_arrival: bool = False
+    is_carried: bool = False
+    error_feedback_decay: float = 1.0
+
+
+class Moved(Protocol):
+    """Bytes that were moved."""
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes sent."""
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes received."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerWay:
+    """The transports to one syncer, and the fragments that it has."""
+
+    fragment_ids: Sequence[int]
+    control: Transport
+    data: Transport
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAll:
+    """What the calls to all syncers have moved."""
+
+    calls: Sequence[Moved]
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(each.bytes_up for each in self.calls)
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(each.bytes_down for each in self.calls)
+
+
+class Exchange:
+    """One rank's exchange with the syncers; it polls from `enter` or `restore` until `stop`.
+
+    `failure` is set once, when the rank cannot go on; everything after it is void. `step_s` is what
+    the training thread says of its recent inner steps, in seconds; 0: not known yet. `num_heard`
+    counts the words of `coordinator_answered`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Mapping[int, tuple[int, ...]],
+        *,
+        ways: Sequence[SyncerWay],
+        grant: Grant,
+        rules: ExchangeRules,
+        rng: random.Random,
+        on_event: Callable[[Event], None],
+        moved: Moved | None = None,
+    ) -> None:
+        """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
+
+        Each fragment is that of one of the `ways`. `moved` counts what crosses to other sites,
+        where that is not what the calls here move.
+        """
+        self.rules = rules
+        self._plan = plan
+        self._grant = grant
+        self._on_event = on_event
+        self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
+        self._views = {p: FragmentView() for p in self._carried}
+        self._tasks = Tasks(self._show)
+        self._reach = Reach()
+        self._links = [self._link(way, rng) for way in ways]
+        self._link_of = {p: link for link in self._links for p in link.carried}
+        self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
+        self.step_s = 0.0
+        self.num_heard = 0
+
+    def _link(self, way: SyncerWay, rng: random.Random) -> SyncerLink:
+        rules, grant = self.rules, self._grant
+        return SyncerLink(
+            self._plan,
+            {p: self._carried[p] for p in sorted(way.fragment_ids)},
+            calls=SyncerCalls(
+                way.control,
+                way.data,
+                grant,
+                rpc_deadline_s=rules.rpc_deadline_s,
+                policy=RetryPolicy(
+                    first_wait_s=rules.first_wait_s,
+                    max_wait_s=rules.max_wait_s,
+                    budget_s=rules.unreachable_s,
+                ),
+                rng=rng,
+                reach=self._reach,
+                on_event=self._on_event,
+            ),
+            grant=grant,
+            rules=ContributionRules(
+                rules.uplink_codec,
+                rules.error_feedback,
+                rules.is_carried,
+                rules.seed,
+                grant.island,
+                rules.error_feedback_decay,
+            ),
+            on_arrival=rules.on_arrival,
+            tasks=self._tasks,
+            step_s=lambda: self.step_s,
+            on_event=self._on_event,
+        )
+
+    # -- read by the training thread -----------------------------------------------------------
+
+    @property
+    def failure(self) -> DilocoError | None:
+        """Why this rank cannot go on, once it cannot."""
+        return self._tasks.failure
+
+    def view(self, fragment_id: int) -> FragmentView:
+        """Return what this rank knows of a fragment now."""
+        return self._views[fragment_id]
+
+    def anchor(self, fragment_id: int) -> Mapping[int, Tensor]:
+        """Return the lanes of `view().anchor_version`."""
+        return dict(self._carried[fragment_id].anchor)
+
+    def staged(self, fragment_id: int) -> Mapping[int, Tensor]:
+        """Return the verified lanes of `view().staged_version`."""
+        return self._carried[fragment_id].staged
+
+    def calls_of(self, fragment_id: int) -> SyncerCalls:
+        """Return the way to the syncer of a fragment."""
+        return self._link_of[fragment_id].calls
+
+    @property
+    def unsound(self) -> tuple[int, str]:
+        """Inner step of the last send whose values could not be right, and why; -1: of none."""
+        found = (link.contributions for link in self._links)
+        return max((each.unsound_at, each.unsound) for each in found)
+
+    @property
+    def island(self) -> str:
+        """Whose exchange it is."""
+        return self._grant.island
+
+    @property
+    def incarnation(self) -> int:
+        """Of this start of the island."""
+        return self._grant.incarnation
+
+    @property
+    def pinned_step(self) -> int:
+        """Inner step of the last `pin`, once all syncers have done it; -1 before."""
+        return min(link.pinned_step for link in self._links)
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes sent so far."""
+        return self._moved.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes received so far."""
+        return self._moved.bytes_down
+
+    # -- called in the loop ----------------------------------------------------------------------
+
+    def enter(self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool) -> None:
+        """Begin to poll and enter the run: found version 0 of it, or return to what is published.
+
+        Done when every view has an anchor version. A failure, such as initial parameters that
+        differ from the run's and must not be overwritten, becomes `failure`.
+        """
+        self._start()
+        self._tasks.spawn(self._enter(own, overwrite_initial))
+
+    def restore(self, fragments: Sequence[CapturedFragment], sent_by: int) -> None:
+        """Begin to poll and enter the run with the state of its checkpoint.
+
+        Done when every view has an anchor version; what was in flight waits for `resume`.
+
+        Args:
+            fragments: In plan order.
+            sent_by: Incarnation that sent what was in flight.
+        """
+        self._start(sent_by)
+        self._tasks.spawn(self._restore(fragments))
+
+    def begin_anew(self, fragment_id: int) -> None:
+        """Forget the work of a checkpoint that counts already."""
+        self._carried[fragment_id].begin_anew()
+
+    def resume(self, sent: Outstanding, lanes: CapturedLanes) -> None:
+        """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
+        is_asking = sent.key.timeline != self._grant.timeline
+        p = sent.key.fragment_id
+        contributions = self._link_of[p].contributions
+        contributions.resume(self._carried[p], sent, lanes, is_asking=is_asking)
+        self._tasks.notify()
+
+    def follow(self, fragment_id: int, version: int) -> None:
+        """Bring an entered fragment to a version that other ranks of the island entered with.
+
+        Done when the view has an anchor version again.
+        """
+        carried = self._carried[fragment_id]
+        if carried.anchor_version >= version:
+            return
+        carried.anchor_version = -1
+        self._tasks.spawn(self._follow(carried, version))
+
+    async def stop(self) -> None:
+        """Cancel all tasks and close all transports."""
+        await self._tasks.stop()
+        for link in self._links:
+            await link.calls.close()
+
+    async def wait_until_entered(self, at_most_s: float) -> None:
+        """Wait until `enter` or `restore` is done (or failed)."""
+        await self._tasks.wait_until(
+            lambda: all(view.anchor_version >= 0 for view in self._views.values()), at_most_s
+        )
+
+    def send(
+        self,
+        sent: Outstanding,
+        local: Mapping[int, Tensor],
+        limits: tuple[float, float] = ANYWHERE,
+        is_tried: bool = False,
+    ) -> None:
+        """Submit the pseudo-gradient of this rank's lanes until its outcome is known.
+
+        Here and not in the training thread, which goes on with the next inner step meanwhile. One
+        that is not finite is declined, three in a row are a failure; so is one that lies beyond
+        its limits, and `unsound` says so.
+
+        Args:
+            sent: What is sent.
+            local: Lane id -> local values at the send; overwritten, and free when this returns.
+            limits: How far from their anchor values may lie (`farthest`).
+            is_tried: Whether it is held back until `release`.
+        """
+        p = sent.key.fragment_id
+        contributions = self._link_of[p].contributions
+        contributions.send(self._carried[p], sent, local, limits, is_tried=is_tried)
+
+    async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
+        """Put the lanes with half of what is held back into `into`, after what was posted."""
+        link = self._link_of[fragment_id]
+        into.update(link.contributions.tried(self._carried[fragment_id]))
+
+    def release(self, fragment_id: int, reason: str) -> None:
+        """Submit what `send` has held back; where there is a reason not to, decline it."""
+        self._link_of[fragment_id].contributions.release(self._carried[fragment_id], reason)
+
+    def decline(self, sent: Outstanding, reason: str) -> None:
+        """Tell the syncer that the island has nothing valid to contribute to this attempt."""
+        p = sent.key.fragment_id
+        self._link_of[p].contributions.decline(self._carried[p], sent, reason)
+
+    def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
+        """Forget what was outstanding, after the island agreed on its end."""
+        carried, link = self._carried[fragment_id], self._link_of[fragment_id]
+        link.contributions.settle(fragment_id)
+        carried.settle(is_merged=is_merged, is_included=is_included)
+        link.stager.look(carried)
+        self._tasks.notify()
+
+    def aim(self, fragment_id: int, version: int) -> None:
+        """Stage the version that the ranks agreed on, whatever this one has begun."""
+        self._link_of[fragment_id].stager.aim(self._carried[fragment_id], version)
+        self._tasks.notify()
+
+    def miss(self, fragment_id: int, local: Mapping[int, Tensor] | None, local_mix: float) -> None:
+        """Carry work over that no version counts; before `settle`.
+
+        Args:
+            fragment_id: The fragment.
+            local: Lane id -> local values at the merge, overwritten; None: what was sent missed.
+            local_mix: alpha of the merge.
+        """
+        carried = self._carried[fragment_id]
+        for lane_id in carried.lanes:
+            lane = carried.sending.get(lane_id)
+            delta = None if lane is None else lane.delta
+            if local is not None:
+                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
+            if delta is not None:
+                carried.over.missed(lane_id, delta, local_mix)
+
+    @property
+    def news(self) -> asyncio.Event:
+        """What the next change of what is shown sets; to be asked for before looking."""
+        return self._tasks.news
+
+    async def wait_for_news(self, news: asyncio.Event, at_most_s: float) -> None:
+        """Wait for news of any kind (announced, staged, ended, failed), or for time to pass."""
+        await wait_for(news, at_most_s)
+
+    async def wait_for_end(self, fragment_id: int, at_most_s: float) -> None:
+        """Wait until what is outstanding has ended for this rank (staged, expired, failed)."""
+        await self._tasks.wait_until(lambda: self.view(fragment_id).has_ended, at_most_s)
+
+    async def capture(self, into: dict[int, CapturedLanes]) -> None:
+        """Put the state of every fragment's lanes into `into`, after what was posted before."""
+        for p, carried in self._carried.items():
+            for lane_id in carried.lanes:  # a start that goes on from this could not tell
+                self._link_of[p].contributions.forget_flipped(carried, lane_id)
+            into[p] = carried.captured(
+                self._plan.fragments[p],
+                self.rules.uplink_codec,
+                error_feedback=self.rules.error_feedback,
+                is_carried=self.rules.is_carried,
+            )
+
+    async def verify_anchors(self) -> None:
+        """Hold all anchors against their digests; what memory has changed is fetched again."""
+        try:
+            for p, carried in self._carried.items():
+                for lane_id in await self._link_of[p].entry.verify(carried):
+                    self._on_event(AnchorMended(p, carried.anchor_version, lane_id))
+        except DilocoError as error:
+            self._tasks.fail(error)
+
+    def pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        """Have the syncers keep these versions, durably, for the run checkpoint of a step.
+
+        Done when `pinned_step` is that step.
+        """
+        for link in self._links:
+            link.pinned_step = -1
+            self._tasks.spawn(link.pin(inner_step, versions))
+
+    async def wait_until_pinned(self, inner_step: int, at_most_s: float) -> None:
+        """Wait until `pin` is done (or failed)."""
+        await self._tasks.wait_until(lambda: self.pinned_step == inner_step, at_most_s)
+
+    def fail(self, error: DilocoError) -> None:
+        """Stop being able to go on; the first error stays."""
+        self._tasks.fail(error)
+
+    def coordinator_answered(self) -> None:
+        """Take note that this island reaches the coordinator: who is away is waited for longer."""
+        self.num_heard += 1
+        self._reach.answered("coordinator")
+
+    # -- entering the run ------------------------------------------------------------------------
+
+    async def _enter(
+        self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool
+    ) -> None:
+        entries = [link.entry for link in self._links]
+        # What a syncer has lost keeps the other fragments from nobody.
+        await asyncio.gather(*(e.until_steady(own, but_damaged=True) for e in entries))
+        if not (overwrite_initial or any(e.is_return for e in entries)):
+            await self._until_steady(own)
+        overwrite = overwrite_initial or any(e.is_return for e in entries)
+        while True:
+            for entry in entries:
+                await entry.take(own, overwrite=overwrite)
+            if not any(entry.waits_for_repair for entry in entries):
+                break
+            self._tasks.notify()
+            await self._until_steady(own)
+        self._entered()
+
+    async def _follow(self, carried: CarriedFragment, version: int) -> None:
+        await self._link_of[carried.fragment_id].entry.follow(carried, version)
+        self._entered()
+
+    async def _restore(self, fragments: Sequence[CapturedFragment]) -> None:
+        await asyncio.gather(*(link.entry.until_whole() for link in self._links))
+        for carried, restored in zip(self._carried.values(), fragments, strict=True):
+            check_restored(carried, restored)
+            carried.restore(restored.ledger.version, restored.lanes)
+        self._entered()
+
+    def _start(self, sent_by: int = 0) -> None:
+        for link in self._links:
+            link.start(sent_by)
+
+    async def _until_steady(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Wait for all syncers: whether the island returns, their fragments say together."""
+        await asyncio.gather(*(link.entry.until_steady(own) for link in self._links))
+
+    def _entered(self) -> None:
+        for link in self._links:
+            link.look()
+        self._tasks.notify()
+
+    # -- plumbing --------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Show the training thread how things stand."""
+        for p, carried in self._carried.items():
+            self._views[p] = carried.view(self._grant.island)

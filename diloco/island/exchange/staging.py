@@ -1,0 +1,276 @@
+"""Verified lanes of published versions: fetch, hold against the digest, heal what differs.
+
+An island that is k versions behind takes k retained payloads where they are smaller than the whole,
+and otherwise the whole; only the last digest is held against the result.
+
+Staging changes neither anchor nor model.
+
+Source: PROTOCOL.md, "Staging" and "Digests".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from diloco.compression.base import from_bytes
+from diloco.compression.lanes import lane_codec
+from diloco.compression.registry import get_codec
+from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
+from diloco.island.exchange.calls import SyncerCalls
+from diloco.loop_clock import loop_now
+from diloco.outer.fragments import Fragment
+from diloco.protos import fragment_pb2 as wire
+from diloco.telemetry.events import CaughtUp, DigestMismatch, Event, FragmentStaged, PhaseDone
+from diloco.transport.contracts import Buffer
+from diloco.versions.publication import (
+    MOST_TOGETHER,
+    apply_payload,
+    lane_digest,
+    version_digest,
+)
+
+#: Fetches of a whole lane that does not match its digest, before that is an error.
+_TRIES = 3
+
+
+class VersionGone(CoordinatorUnavailable):
+    """The syncer has published a version, and retains it no more."""
+
+
+async def stage_lanes(
+    calls: SyncerCalls,
+    anchor: Mapping[int, Tensor],
+    *,
+    fragment: Fragment,
+    base: int,
+    version: int,
+    digests: Sequence[bytes],
+    codec: str,
+    on_event: Callable[[Event], None],
+) -> dict[int, Tensor]:
+    """Take lanes from their anchor to a later version, small ones together.
+
+    A lane that does not come out as published (the anchor, a codec or a payload is not what the
+    syncer's was) is reported and taken as a whole instead.
+
+    Args:
+        calls: Way to the syncer.
+        anchor: Lane id -> the lane at `base`, float32; unchanged.
+        fragment: The lanes' fragment, as planned.
+        base: Version of the anchor.
+        version: Version to reach, > `base`.
+        digests: Of the published fragment, by lane; empty when they are not known, which takes
+            every lane as a whole.
+        codec: Of payloads, to foresee their sizes where there are several.
+        on_event: Hears of a mismatch, of versions leapt over, and what a whole fragment came to.
+
+    Raises:
+        CodecError: If even a whole lane does not match.
+        VersionGone: If the syncer has it no more.
+        DilocoError: If the syncer does not have it, or cannot be reached.
+    """
+    lane_ids = sorted(anchor)
+    has_deltas = bool(digests) and (
+        version == base + 1 or is_smaller(fragment, lane_ids, version - base, codec)
+    )
+    staging = (
+        _stage_together(
+            calls, anchor, fragment, base if has_deltas else None, version, some, digests, on_event
+        )
+        for some in grouped(fragment, lane_ids)
+    )
+    lanes: dict[int, Tensor] = {}
+    num_whole = 0
+    for values, fetched in await asyncio.gather(*staging):
+        lanes.update(values)
+        num_whole += fetched
+    if version > base + 1:
+        on_event(CaughtUp(fragment.fragment_id, base, version, "whole" if num_whole else "deltas"))
+    if len(lanes) == len(fragment.lanes):
+        # Every lane was hashed here, and is what was announced.
+        own = digests or [lane_digest(lanes[lane_id]) for lane_id in sorted(lanes)]
+        on_event(FragmentStaged(fragment.fragment_id, version, version_digest(own).hex()))
+    return lanes
+
+
+def is_smaller(fragment: Fragment, lane_ids: Iterable[int], num_deltas: int, codec: str) -> bool:
+    """Whether the payloads of so many versions are smaller than the values, 4 B each."""
+    numels = {lane_id: fragment.lanes[lane_id].numel for lane_id in lane_ids}
+    payload_bytes = sum(
+        lane_codec(codec, fragment, lane_id).wire_bytes(numel) for lane_id, numel in numels.items()
+    )
+    return num_deltas * payload_bytes < 4 * sum(numels.values())
+
+
+def grouped(fragment: Fragment, lane_ids: Iterable[int]) -> list[list[int]]:
+    """Put lanes together, in order, that have at most `MOST_TOGETHER` values; larger ones alone."""
+    groups: list[list[int]] = []
+    numel = MOST_TOGETHER
+    for lane_id in lane_ids:
+        size = fragment.lanes[lane_id].numel
+        if numel + size > MOST_TOGETHER:
+            groups.append([])
+            numel = 0
+        groups[-1].append(lane_id)
+        numel += size
+    return groups
+
+
+async def _stage_together(
+    calls: SyncerCalls,
+    anchor: Mapping[int, Tensor],
+    fragment: Fragment,
+    base: int | None,
+    version: int,
+    lane_ids: Sequence[int],
+    digests: Sequence[bytes],
+    on_event: Callable[[Event], None],
+) -> tuple[dict[int, Tensor], int]:
+    """Stage lanes by their deltas from `base` on, or whole; returns how many came whole, too."""
+    staged = {}
+    if base is not None:
+        with contextlib.suppress(VersionGone):  # then whole, or that is gone, too
+            stepped = await _stepped(calls, anchor, fragment, base, version, lane_ids, on_event)
+            for lane_id in lane_ids:
+                if lane_id in stepped and lane_digest(stepped[lane_id]) == digests[lane_id]:
+                    staged[lane_id] = stepped[lane_id]
+                else:
+                    on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
+    missing = [lane_id for lane_id in lane_ids if lane_id not in staged]
+    began = loop_now()
+    fetching = (
+        fetch_lane(
+            calls,
+            fragment.fragment_id,
+            version,
+            lane_id,
+            numel=fragment.lanes[lane_id].numel,
+            digest=digests[lane_id] if digests else b"",
+        )
+        for lane_id in missing
+    )
+    staged.update(zip(missing, await asyncio.gather(*fetching), strict=True))
+    if missing:
+        on_event(_phase("fetch", fragment, version, missing, began))
+    return staged, len(missing)
+
+
+async def _stepped(
+    calls: SyncerCalls,
+    anchor: Mapping[int, Tensor],
+    fragment: Fragment,
+    base: int,
+    version: int,
+    lane_ids: Sequence[int],
+    on_event: Callable[[Event], None],
+) -> dict[int, Tensor]:
+    """Apply one payload after the other; lanes are left out that cannot be stepped.
+
+    Raises:
+        VersionGone: If the syncer retains one of them no more.
+    """
+    numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
+    values = {lane_id: anchor[lane_id] for lane_id in lane_ids}
+    for step in range(base + 1, version + 1):
+        began = loop_now()
+        reply, payload = await _fetch(
+            calls, fragment.fragment_id, step, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
+        )
+        on_event(_phase("fetch", fragment, step, lane_ids, began))
+        began = loop_now()
+        with record_function("diloco/decode"):
+            steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
+        on_event(_phase("decode", fragment, step, lane_ids, began))
+        values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
+    return values
+
+
+async def fetch_lane(
+    calls: SyncerCalls,
+    fragment_id: int,
+    version: int,
+    lane_id: int,
+    *,
+    numel: int,
+    digest: bytes,
+) -> Tensor:
+    """Take one published lane as a whole: `numel` float32 values.
+
+    Args:
+        calls: Way to the syncer.
+        fragment_id: The lane's fragment.
+        version: Version to fetch.
+        lane_id: The lane.
+        numel: Its number of values.
+        digest: Of the published lane; empty when it is not known, which trusts the syncer's reply.
+
+    Raises:
+        CodecError: If it does not match the digest, three times in a row.
+        DilocoError: If the syncer does not have it, or cannot be reached.
+    """
+    for _ in range(_TRIES):  # what a link damages now and then is no reason to end an island
+        reply, payload = await _fetch(
+            calls, fragment_id, version, [lane_id], wire.FETCH_KIND_DENSE, numel
+        )
+        values = get_codec("float32").decode(from_bytes(payload), numel)
+        # Of a whole lane, the digest of the payload is the digest of the lane.
+        if lane_digest(values) == (digest or reply.digest):
+            return values
+    raise CodecError(
+        f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
+        f"syncer's digest even when fetched as a whole, {_TRIES} times"
+    )
+
+
+async def _fetch(
+    calls: SyncerCalls,
+    fragment_id: int,
+    version: int,
+    lane_ids: Sequence[int],
+    kind: wire.FetchKind,
+    numel: int,
+) -> tuple[wire.FetchReply, Buffer]:
+    reply, payload = await calls.fetch(
+        fragment_id, version, lane_ids, kind, max_reply_bytes=4 * numel
+    )
+    if reply.status == wire.FETCH_STATUS_FENCED:
+        raise calls.fenced(reply.message)
+    if reply.status != wire.FETCH_STATUS_OK:
+        is_gone = reply.status == wire.FETCH_STATUS_GONE
+        raise (VersionGone if is_gone else CoordinatorUnavailable)(
+            f"version {version} of fragment {fragment_id}, lanes {list(lane_ids)}, cannot be had "
+            f"from the syncer: {reply.message}"
+        )
+    return reply, payload
+
+
+def _steps(
+    codec: str,
+    payload: Buffer,
+    values: Mapping[int, Tensor],
+    fragment: Fragment,
+    lane_ids: Sequence[int],
+) -> Iterator[tuple[int, Tensor | None]]:
+    """Apply the lanes' payloads, which follow each other; None where one cannot be one."""
+    rest = from_bytes(payload)
+    for lane_id in lane_ids:
+        try:
+            its_codec = lane_codec(codec, fragment, lane_id)
+            size = its_codec.wire_bytes(fragment.lanes[lane_id].numel)
+            part, rest = rest[:size], rest[size:]
+            yield lane_id, apply_payload(its_codec, part, values[lane_id])
+        except (DilocoError, KeyError):  # no codec, no payload, or no step before this one
+            yield lane_id, None
+
+
+def _phase(
+    phase: str, fragment: Fragment, version: int, lane_ids: Sequence[int], began: float
+) -> PhaseDone:
+    """Tell of a phase that began then; `version` is the one that it makes."""
+    lane_id = lane_ids[0] if len(lane_ids) == 1 else -1
+    return PhaseDone(phase, fragment.fragment_id, version - 1, lane_id, loop_now() - began)

@@ -1,0 +1,149 @@
+"""A carrier's way to one syncer: its epoch, its polls, and the rounds of its fragments.
+
+Belongs to the exchange and its loop. A syncer that is away holds up nothing but its own fragments,
+as long as anybody else answers (`retried_calls.Reach`); what it says that ends this rank, such as a
+fence, ends the exchange with all syncers.
+
+Source: PROTOCOL.md, "Syncer epoch" and "One fragment, one round".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from diloco.errors import IslandFailed, error_of_exit_code
+from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.carried import NOT_DURABLE, CarriedFragment
+from diloco.island.exchange.contributions import ContributionRules, Contributions
+from diloco.island.exchange.entry import Entry
+from diloco.island.exchange.stager import Stager
+from diloco.outer.fragments import Plan
+from diloco.protocol.rounds.messages import outcome_of
+from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import Grant
+from diloco.tasks import Tasks
+from diloco.telemetry.events import Event, SyncerRestarted
+
+
+class SyncerLink:
+    """What one rank exchanges with one syncer; it polls from `start` until its tasks are stopped.
+
+    `pinned_step` is the inner step of the last `pin`, once the syncer has done it; -1 before.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        carried: Mapping[int, CarriedFragment],
+        *,
+        calls: SyncerCalls,
+        grant: Grant,
+        rules: ContributionRules,
+        on_arrival: bool,
+        tasks: Tasks,
+        step_s: Callable[[], float],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only.
+
+        Args:
+            plan: Of the run.
+            carried: What this rank carries of the syncer's fragments.
+            calls: Way to the syncer.
+            grant: Of this start of the island.
+            rules: How contributions are made.
+            on_arrival: Whether rounds open and versions come at any time, and some are left out.
+            tasks: Of the exchange: the first failure ends all of it.
+            step_s: Gives the duration of recent inner steps, in seconds; 0: not known yet.
+            on_event: Hears what happens.
+        """
+        self.carried = carried
+        self.calls = calls
+        self.pinned_step = -1
+        self._grant = grant
+        self._tasks = tasks
+        self._step_s = step_s
+        self._on_event = on_event
+        self._epoch = self._sent_by = 0
+        self.contributions = Contributions(plan, rules, calls, tasks, lambda: self._epoch, on_event)
+        self.stager = Stager(plan, calls, tasks, may_leap=on_arrival, on_event=on_event)
+        self.entry = Entry(
+            plan, grant, calls, carried, tasks, lambda: self._epoch, on_arrival=on_arrival
+        )
+
+    def start(self, sent_by: int) -> None:
+        """Begin to poll; `sent_by` is the incarnation that sent what a checkpoint has in flight."""
+        self._sent_by = sent_by
+        self._tasks.spawn(self._poll_forever())
+
+    def look(self) -> None:
+        """Begin to stage whatever can be."""
+        for carried in self.carried.values():
+            self.stager.look(carried)
+
+    async def pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        """Have the syncer keep a version of each of its fragments; `versions` are those of all.
+
+        Raises:
+            IslandFailed: If it has no such version, or keeps another.
+            Fenced: If this start of the island is not the newest.
+        """
+        own = {p: versions[p] for p in self.carried}
+        ack = await self.calls.pin(inner_step, own)
+        if ack.is_fenced:
+            raise self.calls.fenced(ack.message)
+        if not ack.is_accepted:
+            raise IslandFailed(
+                f"versions {list(own.values())} cannot be kept for the checkpoint of inner step "
+                f"{inner_step}: {ack.message}. This island took another way than the others: start "
+                f"it again, so that it returns to what is published: diloco island RUN.toml "
+                f"--island {self._grant.island}. If that does not help, stop the coordinator and "
+                f"resume the newest checkpoint: diloco coordinator RUN.toml --resume"
+            )
+        self.pinned_step = inner_step
+        self._tasks.notify()
+
+    async def _poll_forever(self) -> None:
+        while self._tasks.failure is None:
+            undecided = [
+                carried.outstanding.key
+                for carried in self.carried.values()
+                if carried.outstanding is not None and carried.outcome is None
+            ]
+            known = [carried.known() for carried in self.carried.values()]
+            reply = await self.calls.poll(
+                self._epoch, known, undecided, step_s=self._step_s(), sent_by=self._sent_by
+            )
+            self._take(reply)
+
+    def _take(self, reply: wire.PollReply) -> None:
+        if reply.is_fenced:
+            self._tasks.fail(self.calls.fenced(reply.message))
+            return
+        if reply.HasField("fatal"):
+            error = error_of_exit_code(reply.fatal.exit_code)
+            self._tasks.fail(error(reply.fatal.reason, island_id=self._grant.island))
+            return
+        if reply.syncer_epoch > self._epoch:
+            self._take_epoch(reply.syncer_epoch)
+        for state in reply.fragments:
+            self.carried[state.fragment_id].hear(state)
+        for outcome in map(outcome_of, reply.outcomes):
+            self.contributions.take(self.carried[outcome.key.fragment_id], outcome)
+        for carried in self.carried.values():
+            self.entry.give(carried)
+        self.look()
+        self._tasks.notify()
+
+    def _take_epoch(self, epoch: int) -> None:
+        """Forget what the syncer before had only in memory: lanes received, refusals."""
+        previous, self._epoch = self._epoch, epoch
+        num_resent = 0
+        for carried in self.carried.values():
+            if carried.outcome in NOT_DURABLE:
+                carried.outcome = None
+            if carried.outcome is None:
+                received = [lane.received_epoch for lane in carried.sending.values()]
+                num_resent += sum(0 <= by < epoch for by in received)
+        if previous:
+            self._on_event(SyncerRestarted(epoch, num_resent))

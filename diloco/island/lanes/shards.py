@@ -1,0 +1,587 @@
+"""Lanes of an island: between the parameters that its ranks store and a fragment's flat lanes.
+
+Every rank stores one box of each of its parameters (`boxes`), and may store nothing of others: the
+layers of other pipeline stages, say. From all ranks' boxes and the plan, two routes a fragment are
+made, once:
+
+    collect      the one owner of each element (the lowest island rank that stores it) -> carrier
+    distribute   carrier -> every rank that stores the element
+
+Lanes cut tensors anywhere, so a flat range becomes at most 2 ndim - 1 boxes (part of the first row,
+full rows, part of the last row), never one a row or an element. Routes are executed by all-to-all
+on a CPU group, slab by slab (`routes`).
+
+What is merged next may be copied to the parameters' device before its step (`prefetch`): a second
+thread does that beside the training, and the merge is left with what never leaves the device.
+
+It computes nothing: pseudo-gradients, codecs and anchors belong to callers, keyed by lane.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+from diloco.compression.lanes import padding_of
+from diloco.device_thread import DeviceThread
+from diloco.errors import PlanMismatch
+from diloco.island.lanes.boxes import Box, boxes_of_range, stored, stored_box, whole_shape
+from diloco.island.lanes.buffers import synchronised_buffers
+from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
+from diloco.outer.fragments import Fragment, Plan, TensorSpec
+from diloco.outer.merge import merge_
+
+_WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetched:
+    """Lanes, and what they give this rank to merge, on its way to the device."""
+
+    lanes: Mapping[int, Tensor]
+    uploads: deque[tuple[Copy, Future[Tensor]]]
+
+
+class LaneShards:
+    """Collects the lanes that this rank carries, and distributes them to all who store them.
+
+    Making one is collective on ``group``, and so are ``collect`` and ``distribute``: every rank of
+    the island calls them in the same order, from its training thread. Parameters are read and
+    written where they are; those on an accelerator are copied through the CPU, one box of a tensor
+    after the other, but for the fragment of a `prefetch`, which is on the accelerator as a whole.
+
+    Args:
+        plan: Fragments and lanes; equal on all ranks.
+        parameters: Canonical name -> parameter, float32: those that this rank stores any part of.
+        group: CPU (gloo) group of all ranks of the island; None for an island of one rank.
+        carriers: Island ranks that lanes are dealt to in turn, hosts first; equal on all ranks;
+            default all ranks in order. ``[0]`` is the gateway mode.
+
+    Raises:
+        PlanMismatch: On all ranks, if the names or shapes of some rank's parameters are not the
+            plan's, no rank stores one of the plan's, or ranks were given different plans or
+            carriers.
+        ValueError: On all ranks, if a parameter is not float32, a carrier is not an island rank,
+            or the boxes that ranks store do not cover a parameter exactly once.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, Tensor],
+        *,
+        group: dist.ProcessGroup | None,
+        carriers: Sequence[int] | None = None,
+    ) -> None:
+        """Exchange boxes with the other ranks, check them, and make the two routes."""
+        self._parameters = dict(parameters)
+        self._spare: Tensor | None = None
+        self._group = group
+        self._island_rank = 0 if group is None else dist.get_rank(group)
+        self._num_ranks = 1 if group is None else dist.get_world_size(group)
+        self._carriers = tuple(range(self._num_ranks) if carriers is None else carriers)
+        self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
+        self._padding = {
+            (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
+            for fragment in plan.fragments
+            for lane in fragment.lanes
+        }
+        self._specs = {spec.name: spec for spec in plan.tensors}
+        self._holders = self._exchange_boxes(plan)
+        routes = {i: self._routes(fragment) for i, fragment in self._fragments.items()}
+        is_away = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
+        num_slabs = [[c.num_slabs(), d.num_slabs()] for c, d in routes.values()]
+        largest = torch.tensor([*num_slabs, [is_away, is_away]])
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        *most_slabs, (self._is_away, _) = largest.tolist()
+        counts = dict(zip(routes, most_slabs, strict=True))
+        self._uploading = DeviceThread("diloco-upload")
+        self._prefetched: _Prefetched | None = None
+        self._num_without_room = 0
+        self._collect = {i: collect.slabs(counts[i][0]) for i, (collect, _) in routes.items()}
+        self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
+
+    def carrier(self, fragment_id: int, lane_id: int) -> int:
+        """Return the island rank that carries a lane; fragments start at different carriers."""
+        return carrier_of(self._carriers, fragment_id, lane_id)
+
+    def lanes_of(self, fragment_id: int) -> tuple[int, ...]:
+        """Return the ids of the lanes that this rank carries, ascending; may be empty."""
+        return tuple(self._lane_numels(fragment_id))
+
+    @torch.no_grad()
+    def collect(self, fragment_id: int) -> dict[int, Tensor]:
+        """Read the fragment's current local values into lanes; collective.
+
+        Returns:
+            Lane id -> values, for the lanes that this rank carries; each [lane.numel], float32,
+            CPU, zero in the padding between tensors, in memory that is the caller's until `reuse`.
+        """
+        numels = self._lane_numels(fragment_id)
+        rooms = torch.split(self._room(sum(numels.values())), list(numels.values()))
+        lanes = dict(zip(numels, rooms, strict=True))
+        with record_function("diloco/collect"):
+            for lane_id, lane in lanes.items():
+                for padding in self._padding[fragment_id, lane_id]:
+                    lane[padding] = 0.0
+            for held, carried in self._collect[fragment_id]:
+                sources = (self._in_parameter(copy) for copy in held.copies)
+                for copy, values in self._exchange(held, sources, carried):
+                    copy.in_lane(lanes[copy.lane_id]).copy_(values)
+        return lanes
+
+    def reuse(self, lanes: Mapping[int, Tensor]) -> None:
+        """Have a later `collect` write into what one returned; nobody may read it any more.
+
+        For fresh memory costs the training thread as much as the copy. Any thread may call it.
+        """
+        for lane in lanes.values():
+            room = lane.new_empty(0).set_(lane.untyped_storage())
+            spare = self._spare  # once: the training thread may take it meanwhile
+            if spare is None or room.numel() > spare.numel():
+                self._spare = room
+            break  # they share it
+
+    def _room(self, numel: int) -> Tensor:
+        spare, self._spare = self._spare, None
+        return torch.empty(numel) if spare is None or spare.numel() < numel else spare[:numel]
+
+    @torch.no_grad()
+    def prefetch(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
+        """Begin to copy to the parameters' device what a `distribute` will merge; collective.
+
+        It finds them there if it is given these very lanes, and writes the same bits. Until then
+        they take as much room on the device as the fragment's parameters there, of one fragment:
+        the last one asked for; what finds no room is merged from where it is. Where no rank has
+        parameters on a device, nothing happens, as with lanes that are on their way.
+
+        Args:
+            fragment_id: Fragment of the plan.
+            lanes: As `distribute` takes them; not written to before that.
+        """
+        is_there = self._prefetched is not None and self._prefetched.lanes is lanes
+        if is_there or not self._is_away:
+            return
+        self._check_lanes(fragment_id, lanes)
+        self._prefetched = None  # gives room before more is taken
+        uploads: deque[tuple[Copy, Future[Tensor]]] = deque()
+        with record_function("diloco/prefetch"):
+            for copy, values in self._sent_out(fragment_id, lanes):
+                device = self._in_parameter(copy).device
+                uploads.append((copy, self._uploading.submit(device, self._upload, values, device)))
+        self._prefetched = _Prefetched(lanes, uploads)
+
+    def _upload(self, values: Tensor, device: torch.device) -> Tensor:
+        """Copy to a device; where there is no room for it, give what is there: it merges later."""
+        try:
+            return values.to(device)
+        except torch.OutOfMemoryError:
+            self._num_without_room += 1
+            return values
+
+    def prefetches_without_room(self) -> int:
+        """Return how many parts had no room on the device since the last call."""
+        found, self._num_without_room = self._num_without_room, 0
+        return found
+
+    @torch.no_grad()
+    def distribute(self, fragment_id: int, lanes: Mapping[int, Tensor], local_mix: float) -> None:
+        """Merge lanes into the parameters of every rank that stores them; collective.
+
+            local <- local_mix * local + (1 - local_mix) * lane
+
+        Args:
+            fragment_id: Fragment of the plan.
+            lanes: Lane id -> values, for exactly the lanes that this rank carries; each
+                [lane.numel], float32, CPU, contiguous. Padding is ignored.
+            local_mix: Weight of the local values, in [0, 1]; 0 copies bit-exactly.
+
+        Raises:
+            ValueError: If the lanes are not those; on this rank, before anything is sent.
+        """
+        self._check_lanes(fragment_id, lanes)
+        with record_function("diloco/distribute"):
+            for copy, values in self._to_merge(fragment_id, lanes):
+                local = self._in_parameter(copy)
+                merge_(local, values.to(local.device), local_mix)
+
+    @torch.no_grad()
+    def num_differing(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> int:
+        """Count the elements that this rank stores with other bits than the lanes; collective.
+
+        Args:
+            fragment_id: Fragment of the plan.
+            lanes: As `distribute` takes them.
+        """
+        self._check_lanes(fragment_id, lanes)
+        num_differing = 0
+        for copy, values in self._sent_out(fragment_id, lanes):
+            local = self._in_parameter(copy).to("cpu").contiguous().view(torch.int32)
+            differs = local != values.contiguous().view(torch.int32)
+            num_differing += int(differs.sum())
+        return num_differing
+
+    def _to_merge(
+        self, fragment_id: int, lanes: Mapping[int, Tensor]
+    ) -> Iterator[tuple[Copy, Tensor]]:
+        """Yield what this rank merges: from the device, where it was prefetched."""
+        prefetched = self._prefetched
+        if prefetched is None or prefetched.lanes is not lanes:
+            yield from self._sent_out(fragment_id, lanes)
+            return
+        self._prefetched = None
+        while prefetched.uploads:  # each gives its room when it is merged
+            copy, upload = prefetched.uploads.popleft()
+            values = upload.result()
+            del upload
+            if values.is_cuda:  # made on another stream, whose next tensor must wait for this merge
+                values.record_stream(torch.cuda.current_stream(values.device))
+            yield copy, values
+
+    def _sent_out(
+        self, fragment_id: int, lanes: Mapping[int, Tensor]
+    ) -> Iterator[tuple[Copy, Tensor]]:
+        """Yield every box that this rank stores of a fragment, with the lanes' values; collective.
+
+        Values are on the CPU.
+        """
+        for held, carried in self._distribute[fragment_id]:
+            sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
+            yield from self._exchange(carried, sources, held)
+
+    def _lane_numels(self, fragment_id: int) -> dict[int, int]:
+        return {
+            lane.lane_id: lane.numel
+            for lane in self._fragments[fragment_id].lanes
+            if self.carrier(fragment_id, lane.lane_id) == self._island_rank
+        }
+
+    def _check_lanes(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
+        numels = self._lane_numels(fragment_id)
+        sizes = {i: (n, torch.float32, "cpu", True) for i, n in numels.items()}
+        if sizes != {
+            i: (*lane.shape, lane.dtype, lane.device.type, lane.is_contiguous())
+            for i, lane in lanes.items()
+        }:
+            got = {i: f"{v.dtype} {list(v.shape)} on {v.device}" for i, v in lanes.items()}
+            raise ValueError(
+                f"cannot distribute fragment {fragment_id}: island rank {self._island_rank} needs "
+                f"contiguous CPU float32 lanes of the sizes {numels}, got {got}"
+            )
+
+    def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, Box]]:
+        """Return, by parameter, the box of every rank that stores a part of it."""
+        mismatches = _plan_problems(self._specs, self._parameters)
+        problems = _dtype_problems(self._parameters)
+        boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
+        mine = (plan.fingerprint(), self._carriers, mismatches, problems, boxes)
+        ranks = _gathered(mine, self._group)
+        for rank, (fingerprint, carriers, mismatches, problems, _) in enumerate(ranks):
+            if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
+                mismatches = ["its plan or its carriers are not those of island rank 0"]
+            if mismatches or problems:
+                error = PlanMismatch if mismatches else ValueError
+                details = "; ".join([*mismatches, *problems])
+                raise error(f"cannot lay out the lanes of island rank {rank}: {details}")
+        if missing := sorted(self._specs.keys() - {name for r in ranks for name in r[-1]}):
+            raise PlanMismatch(
+                f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
+                f"{missing}"
+            )
+        if not set(self._carriers) <= set(range(self._num_ranks)) or not self._carriers:
+            raise ValueError(
+                f"carriers = {list(self._carriers)}: give at least one island rank, each in "
+                f"[0, {self._num_ranks - 1}]"
+            )
+        holders = {
+            name: {
+                rank: boxes[name]
+                for rank, (*_, boxes) in enumerate(ranks)
+                if name in boxes and boxes[name].numel
+            }
+            for name in self._specs
+        }
+        _check_cover(self._specs, holders)
+        return holders
+
+    def _routes(self, fragment: Fragment) -> tuple[Route, Route]:
+        """Walk lanes, tensors and ranks in one order, the same on all ranks."""
+        collect, distribute = Route(self._num_ranks), Route(self._num_ranks)
+        for lane, entry in itertools.product(fragment.lanes, fragment.entries):
+            origin = entry.offset - entry.start - lane.start  # of the tensor in the lane
+            start, end = max(entry.start, -origin), min(entry.end, lane.numel - origin)
+            if start >= end:
+                continue
+            carrier = self.carrier(fragment.fragment_id, lane.lane_id)
+            shape = self._specs[entry.name].shape
+            strides = strides_of(shape)
+            regions = boxes_of_range(shape, start, end)
+            owned: set[Box] = set()
+            for rank, box in self._holders[entry.name].items():
+                is_owner = box not in owned
+                owned.add(box)
+                if self._island_rank not in (rank, carrier):
+                    continue
+                parts = filter(None, (box.intersect(region) for region in regions))
+                copies = [
+                    Copy(
+                        entry.name,
+                        lane.lane_id,
+                        part.shifted(-offset for offset in box.offsets),
+                        strides,
+                        origin + dot(part.offsets, strides),
+                    )
+                    for part in parts
+                ]
+                for route in (collect, distribute) if is_owner else (distribute,):
+                    if rank == self._island_rank:
+                        route.held[carrier] += copies
+                    if carrier == self._island_rank:
+                        route.carried[rank] += copies
+        return collect, distribute
+
+    def _in_parameter(self, copy: Copy) -> Tensor:
+        return stored(self._parameters[copy.name])[copy.box.slices]
+
+    def _exchange(
+        self, sent: Slab, sources: Iterable[Tensor], received: Slab
+    ) -> Iterator[tuple[Copy, Tensor]]:
+        """Send one slab, and yield every copy of the slab received with its values."""
+        if self._group is None:
+            # Both ends are this rank and list the same copies in the same order: nothing travels.
+            return zip(received.copies, sources, strict=True)
+        outgoing = torch.empty(sum(sent.splits))
+        for (_, view), source in zip(sent.views(outgoing), sources, strict=True):
+            view.copy_(source)
+        incoming = torch.empty(sum(received.splits))
+        dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
+        return received.views(incoming)
+
+
+def carrier_of(carriers: Sequence[int], fragment_id: int, lane_id: int) -> int:
+    """Deal a lane to one of an island's carriers: in turn, from another one for each fragment."""
+    return carriers[(fragment_id + lane_id) % len(carriers)]
+
+
+def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:
+    """Require that the distinct boxes of every parameter are its exact partition."""
+    checked: set[tuple[tuple[int, ...], frozenset[Box]]] = set()
+    for name, spec in specs.items():
+        boxes = frozenset(holders[name].values())
+        if (spec.shape, boxes) in checked:
+            continue
+        covered = sum(box.numel for box in boxes)
+        overlaps = any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
+        if covered != spec.numel or overlaps:
+            raise ValueError(
+                f"the island's ranks must store each of the {spec.numel} elements of parameter "
+                f"{name!r} {list(spec.shape)} once, replicas aside; they store {covered}"
+                f"{', some in differing shards' if overlaps else ''}: {dict(holders[name])}; place "
+                "it by Shard and Replicate, alike on all ranks"
+            )
+        checked.add((spec.shape, boxes))
+
+
+def _plan_problems(specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> list[str]:
+    unknown = sorted(parameters.keys() - specs.keys())
+    shapes = [
+        f"{name!r} has the shape {list(whole_shape(parameters[name]))}, in the plan "
+        f"{list(spec.shape)}"
+        for name, spec in specs.items()
+        if name in parameters and whole_shape(parameters[name]) != spec.shape
+    ]
+    return [
+        *([f"it has parameters that the plan lacks: {unknown}"] if unknown else []),
+        *shapes,
+    ]
+
+
+def _dtype_problems(parameters: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"parameter {name!r} is {parameter.dtype}; islands need float32 masters: keep the model in "
+        "float32 and compute in 16 bits by autocast or FSDP's MixedPrecisionPolicy"
+        for name, parameter in parameters.items()
+        if parameter.dtype != torch.float32
+    ]
+
+
+def tensor_specs(
+    parameters: Mapping[str, Tensor],
+    *,
+    frozen: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> list[TensorSpec]:
+    """Return name and whole shape of every tensor, by sorted name: the plan's input.
+
+    What is not trained (`requires_grad`) is a buffer. Ranks may know different parameters, the
+    stages of a pipeline say; together they know all.
+
+    Args:
+        parameters: Canonical name -> parameter or buffer, on this rank.
+        frozen: Names of parameters that this rank has and does not train.
+        group: Of all ranks of the island, over which this is collective; None for one rank.
+
+    Raises:
+        PlanMismatch: On all ranks, if two of them know a parameter by different shapes or types,
+            or one trains what another has frozen.
+    """
+    facts = {
+        name: (whole_shape(p), str(p.dtype), not p.requires_grad) for name, p in parameters.items()
+    }
+    known: dict[str, tuple[int, tuple[tuple[int, ...], str, bool]]] = {}
+    ranks = _gathered((facts, set(frozen)), group)
+    for rank, (theirs, _) in enumerate(ranks):
+        for name, fact in theirs.items():
+            first, known_fact = known.setdefault(name, (rank, fact))
+            if fact != known_fact:
+                raise PlanMismatch(
+                    f"{name!r} is {_told(*known_fact)} on island rank {first} and {_told(*fact)} "
+                    f"on rank {rank}: what is one parameter must have one shape and type on all "
+                    "ranks that store it, and other parameters other names"
+                )
+    for rank, (_, theirs) in enumerate(ranks):
+        if names := sorted(theirs & known.keys()):
+            raise PlanMismatch(
+                f"parameter {names[0]!r} is trained on island rank {known[names[0]][0]} and frozen "
+                f"on rank {rank}: give it the same requires_grad on all ranks that have it"
+            )
+    return [
+        TensorSpec(name, shape, is_buffer)
+        for name, (_, (shape, _, is_buffer)) in sorted(known.items())
+    ]
+
+
+def _told(shape: tuple[int, ...], dtype: str, is_buffer: bool) -> str:
+    return f"a {'buffer' if is_buffer else 'parameter'} {list(shape)} of {dtype}"
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what every rank brings, of whatever type (hence Any), by island rank."""
+    if group is None:
+        return [mine]
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, mine, group=group)
+    return ranks
+
+
+def canonical_parameters(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return what islands synchronise under the names that every island uses for it.
+
+    These are the trained parameters, and the buffers that modules declare for it
+    (`diloco.island.lanes.buffers`), which are those without ``requires_grad``.
+
+    Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
+    (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
+    module lists as its ``unnamed_modules`` (the stages of a pipeline). A parameter reachable
+    under several names (tied) comes once, under the first in sorted order. Where another name is to
+    count, or a rank has only one of two tied parameters (the head of the last pipeline stage), an
+    attribute of the module says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names
+    from that module on, each with the one that counts.
+
+    Args:
+        modules: The model; or its parts (pipeline stages, say) with disjoint names; or the
+            parameters themselves by name, which stays as it is.
+
+    Returns:
+        Canonical name -> parameter or buffer, sorted by name; nothing that is frozen.
+
+    Raises:
+        ValueError: If a parameter is not float32, two different ones share a name, or there are
+            none.
+    """
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(modules):
+        if parameters.setdefault(name, parameter) is not parameter:
+            raise ValueError(
+                f"two different parameters are called {name!r}: give the modules distinct "
+                "names, by passing their common parent or a mapping from name to parameter"
+            )
+    first_names: dict[int, str] = {}
+    for name in sorted(parameters):
+        first_names.setdefault(id(parameters[name]), name)
+    canonical = {name: parameters[name] for name in first_names.values()}
+    if not any(tensor.requires_grad for tensor in canonical.values()):
+        raise ValueError(
+            "there is no parameter with requires_grad: nothing to train; freeze fewer parameters, "
+            "or pass the model's modules themselves"
+        )
+    if problems := _dtype_problems(canonical):
+        raise ValueError("; ".join(problems))
+    return canonical
+
+
+def reshard_(modules: Iterable[nn.Module | FSDPModule]) -> None:
+    """Let FSDP2 modules show their sharded parameters, so that they may be read and written.
+
+    After a forward without a backward (an evaluation) the root keeps its gathered copies, and the
+    next forward would compute with them whatever was written to the shards meanwhile.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def frozen_names(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+) -> list[str]:
+    """Return the names of the parameters that `canonical_parameters` leaves out as not trained."""
+    return sorted({name for name, _ in _named_parameters(modules, is_frozen=True)})
+
+
+def _named_parameters(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
+    *,
+    is_frozen: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(modules, Mapping):
+        yield from ((name, p) for name, p in modules.items() if p.requires_grad != is_frozen)
+        return
+    for module in [modules] if isinstance(modules, nn.Module) else modules:
+        yield from _stripped_parameters(module, is_frozen=is_frozen)
+
+
+def _stripped_parameters(module: nn.Module, *, is_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is synchronised, or frozen; tied ones repeatedly, by name without wrappers'."""
+    reshard_(module.modules())
+    children = dict(module.named_modules(remove_duplicate=False))
+    wrapped = {
+        f"{path}.{unnamed}".removeprefix(".")
+        for path, child in children.items()
+        for unnamed in (
+            ("module",)
+            if isinstance(child, DistributedDataParallel | nn.DataParallel)
+            else getattr(child, "unnamed_modules", ())
+        )
+    }
+
+    def stripped(path: str) -> str:
+        parts = path.split(".")
+        return ".".join(
+            part
+            for i, part in enumerate(parts)
+            if part not in _WRAPPER_ATTRIBUTES and ".".join(parts[: i + 1]) not in wrapped
+        )
+
+    tied: dict[str, str] = {}
+    for path, child in children.items():
+        for names in getattr(child, "tied_parameters", {}).items():
+            other, first = (f"{stripped(path)}.{name}".removeprefix(".") for name in names)
+            tied[other] = first
+    every = module.named_parameters(remove_duplicate=False)
+    chosen = ((path, p) for path, p in every if p.requires_grad != is_frozen)
+    for path, tensor in itertools.chain(chosen, () if is_frozen else synchronised_buffers(module)):
+        yield tied.get(stripped(path), stripped(path)), tensor

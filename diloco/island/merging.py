@@ -1,0 +1,281 @@
+"""What one rank does to the parameters: sends their local values, merges published ones into them.
+
+Belongs to the training thread, like the outer loop, which says when. What needs the network is
+posted to the `Exchange`.
+
+Source: PROTOCOL.md, "Order at a step".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from diloco.io_thread import Waits
+from diloco.island.agreement import Standing
+from diloco.island.exchange.carried import Announced, FragmentView
+from diloco.island.exchange.exchange import Exchange
+from diloco.island.lanes.shards import LaneShards
+from diloco.island.outer_state import Runner
+from diloco.outer.fragments import Plan
+from diloco.outer.pseudo_gradient import largest_change
+from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
+from diloco.protocol.island.soundness import Reach, StepBound
+from diloco.telemetry.events import (
+    Event,
+    FragmentMerged,
+    PhaseDone,
+    PrefetchWithoutRoom,
+    RoundExpiredSeen,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Merging:
+    """One rank's fragments against what is published of them.
+
+    `anchors` are the published lanes that were last merged, by fragment; whoever enters the run
+    sets them. `reaches` say how far from them local values may lie. `shares` are the fragments'
+    parts of the parameters: `overwritten_steps` and `dropped_tokens`, sums since the start, count
+    each fragment by its own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shards: LaneShards,
+        exchange: Exchange,
+        runner: Runner,
+        *,
+        local_mix: float,
+        most_steps: int,
+        is_carried: bool,
+        clock: Callable[[], float],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only.
+
+        A contribution weighs `most_steps` inner steps at most; `is_carried`: work that no version
+        counts joins the next contribution.
+        """
+        self._plan = plan
+        self._shards = shards
+        self._exchange = exchange
+        self._runner = runner
+        self._local_mix = local_mix
+        self._most_steps = most_steps
+        self._is_carried = is_carried
+        self._clock = clock
+        self._on_event = on_event
+        numel = sum(fragment.numel for fragment in plan.fragments)
+        self.shares = [fragment.numel / numel for fragment in plan.fragments]
+        self.anchors: list[Mapping[int, Tensor]] = []
+        self.reaches = [Reach() for _ in plan.fragments]
+        self.overwritten_steps = 0.0
+        self.dropped_tokens = 0.0
+
+    def moved(self, step: StepBound) -> None:
+        """Take note of one more inner step."""
+        self.reaches = [reach.after(step) for reach in self.reaches]
+
+    def take_published(self, ledger: FragmentLedger) -> int:
+        """Write the anchor over the local values, and forget their work; returns its tokens.
+
+        What is on its way keeps its weight. After `Exchange.verify_anchors`.
+        """
+        p = ledger.fragment_id
+        self.anchors[p] = self._exchange.anchor(p)
+        self.restore(p)
+        self.reaches[p] = Reach()
+        dropped = ledger.drop_work()
+        self.overwritten_steps += dropped.overwritten_steps * self.shares[p]
+        self.dropped_tokens += dropped.dropped_tokens * self.shares[p]
+        return dropped.dropped_tokens
+
+    def restore(self, fragment_id: int) -> None:
+        """Write the published values of a fragment that were last merged over the local ones."""
+        self._shards.distribute(fragment_id, self.anchors[fragment_id], 0.0)
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Put the published values that this island last merged in place; restore afterwards."""
+        local = [self._shards.collect(f.fragment_id) for f in self._plan.fragments]
+        for fragment in self._plan.fragments:
+            self.restore(fragment.fragment_id)
+        try:
+            yield
+        finally:
+            for fragment, lanes in zip(self._plan.fragments, local, strict=True):
+                self._shards.distribute(fragment.fragment_id, lanes, 0.0)
+                self._shards.reuse(lanes)
+
+    def send(
+        self,
+        ledger: FragmentLedger,
+        inner_step: int,
+        *,
+        is_flush: bool,
+        reason: str = "",
+        is_tried: bool = False,
+    ) -> None:
+        """Post a fragment's local values, or that there is nothing to tell of them.
+
+        Args:
+            ledger: Of the fragment.
+            inner_step: Completed inner steps.
+            is_flush: Whether it goes into the flush.
+            reason: Why they are not to be told, on this rank; the others collect all the same.
+            is_tried: Whether they are held back for `trying`.
+        """
+        p = ledger.fragment_id
+        sent = ledger.send(inner_step, is_flush=is_flush, most_steps=self._most_steps)
+        if sent.weight_tokens == 0 and not is_flush:
+            declined = reason or "no tokens were counted since the last merge"
+            self._runner.post(self._exchange.decline, sent, declined)
+        else:
+            began = self._clock()
+            local = self._shards.collect(p)
+            gathered_s = self._clock() - began
+            self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
+            if reason:
+                self._runner.post(self._exchange.decline, sent, reason)
+            else:
+                limits = self.reaches[p].limits
+                self._runner.post(self._exchange.send, sent, local, limits, is_tried)
+            self._runner.post(self._shards.reuse, local)
+
+    def trying(
+        self, fragment_id: int, loss_of: Callable[[], float | None]
+    ) -> Waits[tuple[float, float] | None]:
+        """Take the loss of the published values, and with half of what is held back in them.
+
+        Returns:
+            Both; None where no loss is known.
+        """
+        tried: dict[int, Tensor] = {}
+        yield self._exchange.tried(fragment_id, tried)
+        with self.global_parameters():
+            if (before := loss_of()) is None:
+                return None
+            lanes = {**self.anchors[fragment_id], **tried}
+            self._shards.distribute(fragment_id, lanes, 0.0)
+            after = loss_of()
+            assert after is not None, "a loss is known always, or never"
+        return before, after
+
+    def release(self, fragment_id: int, reason: str) -> None:
+        """Have what is held back submitted, or declined for a reason."""
+        self._runner.post(self._exchange.release, fragment_id, reason)
+
+    def apply(
+        self,
+        ledger: FragmentLedger,
+        inner_step: int,
+        standing: Standing,
+        verdict: Verdict,
+        blocked_s: float,
+    ) -> None:
+        """Do what the ranks agree on: merge the staged version, or take note of an expiry.
+
+        Args:
+            ledger: Of the fragment.
+            inner_step: Completed inner steps.
+            standing: What the ranks have agreed on.
+            verdict: Of what is outstanding; ABSENT: nothing is.
+            blocked_s: Seconds that training waited for it.
+        """
+        p, sent = ledger.fragment_id, ledger.outstanding
+        target = ledger.target or Target(
+            ledger.version + 1,
+            is_flush=bool(sent and sent.is_flush),
+            asks_trial=bool(standing.target and standing.target.asks_trial),
+        )
+        local_mix = 0.0 if target.is_flush else self._local_mix
+        if verdict.has_expired:
+            assert sent is not None
+            void = ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+            self.dropped_tokens += void.dropped_tokens * self.shares[p]
+            self._runner.post(self._settled, p, False, False)
+            key = sent.key
+            event = RoundExpiredSeen(inner_step, p, key.version, key.attempt, blocked_s)
+            self._on_event(event)
+            return
+        view = self._exchange.view(p)
+        is_carried = self._carry_over(ledger, verdict, target, local_mix)
+        settled = ledger.settle(
+            verdict,
+            attempt=standing.attempt,
+            local_mix=local_mix,
+            merged=target,
+            is_carried=is_carried,
+        )
+        self.overwritten_steps += settled.overwritten_steps * self.shares[p]
+        self.dropped_tokens += settled.dropped_tokens * self.shares[p]
+        staged = self._exchange.staged(p)
+        began = self._clock()
+        with record_function("diloco/merge"):
+            self._shards.distribute(p, staged, local_mix)
+        merged_s = self._clock() - began
+        if num_parts := self._shards.prefetches_without_room():
+            logger.warning("no room to prefetch %d parts of fragment %d", num_parts, p)
+            self._on_event(PrefetchWithoutRoom(inner_step, p, num_parts))
+        anchor, self.anchors[p] = self.anchors[p], staged
+        moved = 0.0
+        if local_mix and math.isfinite(self.reaches[p].update):
+            moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)
+        self.reaches[p] = self.reaches[p].mixed(local_mix, moved)
+        self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
+        self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
+        self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))
+
+    def _carry_over(
+        self, ledger: FragmentLedger, verdict: Verdict, target: Target, local_mix: float
+    ) -> bool:
+        """Keep work that no version counts for the next contribution, where that is the policy."""
+        if not self._is_carried or target.is_flush:
+            return False
+        p = ledger.fragment_id
+        if verdict is Verdict.NOT_INCLUDED:
+            self._runner.post(self._exchange.miss, p, None, local_mix)
+        elif verdict is Verdict.ABSENT and ledger.steps:
+            local = self._shards.collect(p)
+            self._runner.post(self._exchange.miss, p, local, local_mix)
+            self._runner.post(self._shards.reuse, local)
+        else:
+            return False
+        return True
+
+    def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
+        self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)
+
+
+def _merged_event(
+    inner_step: int,
+    ledger: FragmentLedger,
+    verdict: Verdict,
+    sent: Outstanding | None,
+    blocked_s: float,
+    settled: Settled,
+    view: FragmentView,
+) -> FragmentMerged:
+    """Tell of a merge; `view` is from before it."""
+    merged = view.staging or Announced(Target(ledger.version))
+    return FragmentMerged(
+        inner_step,
+        ledger.fragment_id,
+        ledger.version,
+        verdict.value,
+        0 if sent is None else inner_step - sent.sent_at_inner_step,
+        blocked_s,
+        merged.digest,
+        merged.contributors,
+        ledger.is_flushed,
+        settled.dropped_tokens,
+        settled.overwritten_steps,
+    )

@@ -1,0 +1,1 @@
+"""The peer of an island under the all-reduce exchange."""

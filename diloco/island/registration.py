@@ -1,0 +1,430 @@
+"""An island's word with the coordinator: join, a report a second or sooner, leave.
+
+Only the island leader has one; it lives in its IO thread. A coordinator that is away for a while
+(a restart) disturbs nothing: reports are lost and training goes on, join and leave are repeated.
+
+Source: PROTOCOL.md, "Join", "Leases and clocks" and "Classes of configuration".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from diloco.errors import (
+    ConfigError,
+    CoordinatorUnavailable,
+    DilocoError,
+    Fenced,
+    FingerprintMismatch,
+    PlanMismatch,
+    RunStopped,
+    error_of_exit_code,
+)
+from diloco.island.agreement import Cut
+from diloco.island.exchange.heal import HealTalk
+from diloco.island.stop_line import StopLine
+from diloco.loop_clock import loop_now
+from diloco.protocol.run.alarms import Alarms, alarm_message
+from diloco.protos.control_pb2 import (
+    JOIN_STATUS_ACCEPTED,
+    JOIN_STATUS_FINGERPRINT_MISMATCH,
+    JOIN_STATUS_KICKED,
+    JOIN_STATUS_PLAN_MISMATCH,
+    JOIN_STATUS_RUN_STOPPED,
+    CutPart,
+    Grant,
+    HeldOut,
+    JoinReply,
+    JoinRequest,
+    LeaveRequest,
+    ReportReply,
+    ReportRequest,
+)
+from diloco.telemetry.events import Event
+from diloco.transport.contracts import PROTOCOL_VERSION, Transport
+from diloco.transport.errors import HandlerFailed, OutOfRange, TransportError
+from diloco.transport.retry import RetryPolicy, retry
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS: dict[int, type[DilocoError]] = {
+    JOIN_STATUS_FINGERPRINT_MISMATCH: FingerprintMismatch,
+    JOIN_STATUS_KICKED: Fenced,
+    JOIN_STATUS_PLAN_MISMATCH: PlanMismatch,
+    JOIN_STATUS_RUN_STOPPED: RunStopped,
+}
+_REPORT_S = 1.0
+#: Seconds between two reports, though there is something to say.
+_LEAST_REPORT_S = 0.05
+_ASK_AGAIN_S = 0.2
+
+
+class IslandState(StrEnum):
+    """What an island is doing, for people."""
+
+    WAITING = "waiting"
+    TRAINING = "training"
+    FLUSHING = "flushing"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where an island stands, as one report tells it; sums since its start.
+
+    Loss in nats a token; tokens and bytes of the whole island; `blocked_s` and `utilisation` of
+    its leader; `step_s`: duration of recent inner steps, 0: not known.
+    """
+
+    state: IslandState = IslandState.WAITING
+    inner_step: int = 0
+    loss_nats: float = 0.0
+    tokens_per_s: float = 0.0
+    tokens: int = 0
+    fragments_in_flight: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    blocked_s: float = 0.0
+    utilisation: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """What an island says of itself when it joins.
+
+    `start_id` is random, one a start: a repeated join of one start gets one incarnation.
+    `start_step` is where a new run begins: 0, or a warm start's position. `needs_syncer` is false
+    where the islands merge among themselves. `tokens_per_inner_step` bounds what its contributions
+    may weigh.
+    """
+
+    run: str
+    island_id: str
+    identity_json: str
+    plan_json: str
+    corpus_sha256: str
+    num_ranks: int
+    start_id: str
+    start_step: int = 0
+    tokenizer_digest: str = ""
+    needs_syncer: bool = True
+    tokens_per_inner_step: int = 0
+
+
+class TextWord(Protocol):
+    """What an island tells and hears of its text, where it is shared out anew as islands come."""
+
+    def say(self) -> str:
+        """Give ReportRequest.position_json."""
+
+    def hear(self, claims_json: str) -> None:
+        """Take ReportReply.claims_json, the answer to what was said last."""
+
+
+class Registration:
+    """The leader's channel to the coordinator; everything but the constructor runs in one loop.
+
+    `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
+    say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
+    cut, replaced whole, too. `text` is what they say of the island's text, if anything, and `heal`
+    what of inner optimizers that are given; `alarms` hold at this island, and `held_out` are its
+    losses of the newest checkpoints, replaced whole. `on_answer` is called when a report is
+    answered. `complete_checkpoints` are those of the run that every island has, as the coordinator
+    last said; None before it has.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        island: Island,
+        *,
+        rpc_deadline_s: float,
+        policy: RetryPolicy,
+        rng: random.Random,
+    ) -> None:
+        """Assign only; `policy.budget_s` is how long the coordinator may stay away at a join."""
+        self._transport = transport
+        self._island = island
+        self._rpc_deadline_s = rpc_deadline_s
+        self._policy = policy
+        self._rng = rng
+        self.checkpoint_steps: tuple[int, ...] = ()
+        self.complete_checkpoints: tuple[int, ...] | None = None
+        self.cut = CutPart()
+        self._told_cut = 0
+        self.text: TextWord | None = None
+        self.heal: HealTalk | None = None
+        self.alarms = Alarms()
+        self.held_out: tuple[HeldOut, ...] = ()
+        self.on_answer: Callable[[], None] = lambda: None
+        self._grant = Grant()
+        self._stop_line: StopLine | None = None
+        self._is_held = False
+        self._is_due = asyncio.Event()
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def join(self) -> JoinReply:
+        """Join, and ask again until a syncer has registered, where one is needed.
+
+        Raises:
+            FingerprintMismatch: If the identity configuration is not the run's.
+            PlanMismatch: If the plan is not the run's.
+            RunStopped: If the run has stopped, and the island has its checkpoint.
+            ConfigError: If the coordinator does not know this run or this island, or speaks
+                another version.
+            CoordinatorUnavailable: If it gave no answer, or no syncer appeared, in time.
+        """
+        island, loop = self._island, asyncio.get_running_loop()
+        request = JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            run=island.run,
+            island=island.island_id,
+            identity_json=island.identity_json,
+            plan_json=island.plan_json,
+            corpus_sha256=island.corpus_sha256,
+            num_ranks=island.num_ranks,
+            start_id=island.start_id,
+            start_step=island.start_step,
+            tokenizer_digest=island.tokenizer_digest,
+            tokens_per_inner_step=island.tokens_per_inner_step,
+        ).SerializeToString()
+        until = loop.time() + self._policy.budget_s
+        while True:
+            reply = JoinReply.FromString(await self._call("control.join", request, self._policy))
+            if reply.status != JOIN_STATUS_ACCEPTED:
+                refusal = _REFUSALS.get(reply.status, ConfigError)
+                raise refusal(
+                    f"the coordinator at {self._transport.peer} refuses island "
+                    f"{island.island_id!r}: {reply.message}",
+                    island_id=island.island_id,
+                )
+            self._grant.CopyFrom(reply.grant)
+            if reply.syncers or not island.needs_syncer:
+                return reply
+            if loop.time() > until:
+                raise CoordinatorUnavailable(
+                    f"the coordinator at {self._transport.peer} accepted island "
+                    f"{island.island_id!r}, but its syncers did not all register within "
+                    f"{self._policy.budget_s:g} s: see the coordinator's log"
+                )
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    def start_reporting(
+        self,
+        progress: Callable[[], Progress],
+        on_stop: Callable[[DilocoError], None],
+        stop_line: StopLine,
+    ) -> None:
+        """Report once a second, and when `report_soon` asks for it, until `leave`.
+
+        Args:
+            progress: Gives the present state; called in this loop.
+            on_stop: Called once, with the reason, when the coordinator says that the run is over.
+            stop_line: Gives the island's promise when an operator asks to stop, and hears where.
+        """
+        self._stop_line = stop_line
+        self._reporting = asyncio.get_running_loop().create_task(
+            self._report_forever(progress, on_stop, stop_line)
+        )
+
+    def on_event(self, event: Event) -> None:
+        """Report an alarm that an event raises; others are passed over."""
+        if self.alarms.on_event(event, loop_now()):
+            self.report_soon()
+
+    def report_soon(self) -> None:
+        """Let the next report leave at once."""
+        self._is_due.set()
+
+    async def leave(
+        self,
+        exit_code: int,
+        reason: str,
+        *,
+        last: Progress,
+        at_most_s: float,
+        is_stopped: bool = False,
+    ) -> DilocoError | None:
+        """Report for the last time, say that this start has ended, and close the channel.
+
+        A coordinator that does not answer for `at_most_s` seconds is left without a word.
+
+        Args:
+            exit_code: That of the island; 0 for a good end.
+            reason: In words.
+            last: What the last report says.
+            at_most_s: Seconds for all of it.
+            is_stopped: Whether it stopped gracefully, after a checkpoint: the run is not over.
+
+        Returns:
+            Why the coordinator says that this start has to end; None: it does not.
+        """
+        reply: ReportReply | None = None
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+        request = LeaveRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            exit_code=exit_code,
+            reason=reason,
+            is_stopped=is_stopped,
+        ).SerializeToString()
+        policy = RetryPolicy(max_wait_s=1.0, budget_s=at_most_s)
+        if self._grant.incarnation:
+            try:
+                async with asyncio.timeout(at_most_s):
+                    reply = await self._last_report(last, policy)
+                    await self._call("control.leave", request, policy)
+            except (DilocoError, TimeoutError) as error:
+                logger.warning("left without a word, exit_code=%d: %s", exit_code, error)
+        await self._transport.close()
+        if reply is None or not reply.stop:
+            return None
+        return _stop_error(reply, self._island.island_id)
+
+    async def _last_report(self, last: Progress, policy: RetryPolicy) -> ReportReply | None:
+        """Report; again and again, as long as the coordinator has not heard of a cut."""
+        with contextlib.suppress(TransportError):
+            if self.cut.number == self._told_cut:
+                return await self.report(last)
+            return await retry(lambda: self.report(last), policy, self._rng)
+        return None
+
+    async def report(self, progress: Progress) -> ReportReply:
+        """Report once.
+
+        Raises:
+            TransportError: If the coordinator gave no answer.
+        """
+        request = ReportRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            inner_step=progress.inner_step,
+            loss_nats=progress.loss_nats,
+            tokens_per_s=progress.tokens_per_s,
+            tokens=progress.tokens,
+            fragments_in_flight=progress.fragments_in_flight,
+            bytes_up=progress.bytes_up,
+            bytes_down=progress.bytes_down,
+            blocked_s=progress.blocked_s,
+            utilisation=progress.utilisation,
+            step_s=progress.step_s,
+            state=progress.state,
+            checkpoint_steps=self.checkpoint_steps,
+            alarms=map(alarm_message, self.alarms.holding(loop_now())),
+            held_out=self.held_out,
+        )
+        promise = self._stop_line.promise() if self._is_held and self._stop_line else None
+        if promise is not None:
+            request.has_hold, request.hold_step = True, promise
+        cut = self.cut
+        if cut.number != self._told_cut:
+            request.cut.CopyFrom(cut)
+        text = self.text
+        if text is not None:
+            request.position_json = text.say()
+        heal = self.heal
+        if heal is not None:
+            request.heal.CopyFrom(heal.say())
+        answer = await self._transport.call(
+            "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
+        )
+        reply = ReportReply.FromString(answer.header)
+        self.on_answer()
+        if not cut.is_being_written:
+            self._told_cut = cut.number
+        if text is not None and not reply.stop:
+            text.hear(reply.claims_json)
+        if heal is not None and not reply.stop:
+            heal.hear(reply)
+        return reply
+
+    async def _report_forever(
+        self,
+        progress: Callable[[], Progress],
+        on_stop: Callable[[DilocoError], None],
+        stop_line: StopLine,
+    ) -> None:
+        is_heard = True
+        while True:
+            self._is_due.clear()
+            try:
+                reply = await self.report(progress())
+            except TransportError as error:
+                if is_heard:
+                    logger.warning("the coordinator does not hear reports: %s", error)
+                is_heard = False
+            else:
+                is_heard = True
+                if reply.stop:  # first: who holds must not take it for a stop that is taken back
+                    on_stop(_stop_error(reply, self._island.island_id))
+                    return
+                self._is_held = reply.hold
+                self.complete_checkpoints = tuple(reply.checkpoint_steps)
+                stop_step = reply.stop_step if reply.has_stop_step else None
+                stop_line.hear(
+                    stop_step,
+                    is_asked=reply.hold,
+                    is_complete=stop_step in reply.checkpoint_steps,
+                    is_drained=reply.drain,
+                    cut=Cut(reply.cut, reply.is_last_cut),
+                )
+            await asyncio.sleep(_LEAST_REPORT_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_S - _LEAST_REPORT_S):
+                    await self._is_due.wait()
+
+    async def _call(self, method: str, request: bytes, policy: RetryPolicy) -> bytes:
+        """Call until it is answered, within the policy's budget.
+
+        Raises:
+            CoordinatorUnavailable: If no answer came.
+            DilocoError: If the coordinator's program failed at the call.
+        """
+
+        async def attempt() -> bytes:
+            reply = await self._transport.call(method, request, deadline_s=self._rpc_deadline_s)
+            return reply.header
+
+        try:
+            return await retry(attempt, policy, self._rng)
+        except OutOfRange as error:
+            raise DilocoError(
+                f"the coordinator at {self._transport.peer} refuses what island "
+                f"{self._island.island_id!r} says: {error}. Its configuration and the "
+                f"coordinator's differ, or this process counts wrongly: compare "
+                f"run.inner_steps and the sections outer and islands of both files",
+                island_id=self._island.island_id,
+            ) from error
+        except HandlerFailed as error:
+            raise DilocoError(
+                f"the coordinator at {self._transport.peer} was reached, and its program failed at "
+                f"{method}: {error}. This is a defect, which another start may meet again: report "
+                f"it with the coordinator's log; if the versions of diloco differ between the "
+                f"sites, install the same everywhere",
+                island_id=self._island.island_id,
+            ) from error
+        except TransportError as error:
+            raise CoordinatorUnavailable(
+                f"the coordinator at {self._transport.peer} gave no answer to {method} of island "
+                f"{self._island.island_id!r}: {error}. Check --coordinator and that "
+                f"`diloco coordinator` runs; of a run that has ended nobody answers, and nothing "
+                f"is left to do"
+            ) from error
+
+
+def _stop_error(reply: ReportReply, island_id: str) -> DilocoError:
+    error = error_of_exit_code(reply.exit_code)(reply.reason, island_id=island_id)
+    error.exit_code = reply.exit_code
+    return error

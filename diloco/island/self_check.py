@@ -1,0 +1,201 @@
+"""An island's part in keeping what is not sound from the others: decline, return, tell.
+
+Belongs to the training thread, as the outer loop does, and decides by `soundness`. Every rank of
+the island makes the same calls; that one of them found something travels with the agreement that
+there is anyway, so a return happens on all of them at the same step boundary.
+
+Source: PROTOCOL.md, "Unsound islands".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from diloco.errors import AggregationError
+from diloco.io_thread import Waits
+from diloco.island.agreement import Agreed, Agreement, exit_code_of, raise_failure
+from diloco.island.exchange.exchange import Exchange
+from diloco.island.merging import Merging
+from diloco.protocol.island.ledger import FragmentLedger, Verdict
+from diloco.protocol.island.soundness import MOST_REFUSED, Mend, OwnLosses, Returns, Trials
+from diloco.protocol.run.alarms import AlarmKind
+from diloco.telemetry.events import AlarmRaised, Event, LossAccepted, PublishedTaken
+
+logger = logging.getLogger(__name__)
+
+#: In place of a fragment.
+_AMONG_OTHERS = -1
+
+
+class SelfCheck:
+    """What one rank knows of the soundness of its island's training.
+
+    Attributes:
+        mend: What the last return asks of the inner optimizer; the outer loop's owner looks at it
+            after each step.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        merging: Merging,
+        agreement: Agreement,
+        *,
+        inner_steps_per_round: int,
+        num_fragments: int,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Assign only."""
+        self._exchange = exchange
+        self._merging = merging
+        self._agreement = agreement
+        self._on_event = on_event
+        self._watch = OwnLosses()
+        self._returns = Returns(inner_steps_per_round, num_fragments)
+        self._returned_at = -1
+        #: Contributions in a row: by fragment, or `_AMONG_OTHERS` where another's was merged.
+        self._refused = Counter[int]()
+        self._is_agreed = False
+        self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
+        self._trials = Trials()
+        self._tried_at, self._tried = -1, ""  # the last trial that failed
+        self.mend = Mend.NOTHING
+
+    @property
+    def unsound(self) -> str:
+        """Why what this rank trained is not to be trusted; empty: it is."""
+        sent_at, reason = self._exchange.unsound
+        if sent_at > self._returned_at:
+            return reason
+        if self._tried_at > self._returned_at:
+            return self._tried
+        if self._is_refused:
+            return f"the syncer refused {MOST_REFUSED} contributions in a row"
+        return self._watch.reason if self._watch.wants_return else ""
+
+    @property
+    def _is_refused(self) -> bool:
+        return max(self._refused.values(), default=0) >= MOST_REFUSED
+
+    def is_in_doubt(self, inner_step: int) -> bool:
+        """Whether the island has taken the published values lately, or declines for its loss."""
+        return self._watch.is_astray or self._returns.is_recent(inner_step)
+
+    def begin_step(self, loss: float | None) -> None:
+        """Take the loss of the inner step that was just made; None: it is not known."""
+        self.mend = Mend.NOTHING
+        if loss is None:
+            return
+        was_astray = self._watch.is_astray
+        self._watch.note(loss)
+        if self._watch.is_astray and not was_astray:
+            self._returns.was_vain()
+            text = "with the published values, too: nothing is sent until it comes back"
+            logger.error("%s %s", self._watch.reason, text)
+
+    def hear(self, agreed: Agreed) -> None:
+        """Take the ranks' common word while a step waits: a return is made before the next."""
+        self._is_agreed = self._is_agreed or agreed.is_unsound
+
+    def before_send(self, fragment_id: int, inner_step: int) -> str:
+        """Say why nothing of a fragment may be sent now; empty: it may."""
+        if reason := self._watch.reason:
+            self._for_loss.add(fragment_id)
+            self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, f"{reason}; it sends nothing")
+        return reason
+
+    def trying(
+        self, fragment_id: int, inner_step: int, loss_of: Callable[[], float | None]
+    ) -> Waits[None]:
+        """Submit what is held back of a fragment, unless it makes the published values worse.
+
+        Collective; all ranks decide alike, at the step of the send.
+        """
+        losses = yield from self._merging.trying(fragment_id, loss_of)
+        reason = ""
+        if losses is not None:
+            before, after = losses
+            (minus_worse,) = self._agreement.smallest([-int(self._trials.is_worse(before, after))])
+            if minus_worse:
+                reason = (
+                    f"half of its contribution to fragment {fragment_id} takes the held-out loss "
+                    f"of what is published from {before:.5g} to {after:.5g}, "
+                    f"{self._trials.num_rises} of its last trials raised it, and another island's "
+                    f"goes against it"
+                )
+                self._tried_at, self._tried = inner_step, reason
+        self._merging.release(fragment_id, reason)
+
+    def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
+        """Take what the end of a contribution says of what this island trains."""
+        if verdict is Verdict.REFUSED:
+            self._refused[_AMONG_OTHERS] += 1
+        elif verdict is Verdict.REFUSED_EXPIRED:
+            self._refused[fragment_id] += 1
+        elif verdict is Verdict.INCLUDED:
+            del self._refused[_AMONG_OTHERS], self._refused[fragment_id]
+            self._returns.included(fragment_id)
+        is_for_loss = fragment_id in self._for_loss
+        if verdict is Verdict.EXPIRED and is_for_loss and self._watch.is_astray:
+            self._accept(inner_step)
+        if verdict is not Verdict.ABSENT:
+            self._for_loss.discard(fragment_id)
+
+    def _accept(self, inner_step: int) -> None:
+        """Go on from a loss that nobody can better: declining would only end the run."""
+        reason, loss = self._watch.reason, self._watch.last
+        self._watch.accept()
+        logger.error("%s, and no island contributes: it is taken for granted from here on", reason)
+        self._on_event(LossAccepted(inner_step, loss, reason))
+        self._alarm(
+            AlarmKind.LOSS_ACCEPTED,
+            inner_step,
+            f"{reason}, with the published values, too, and no island contributes: see whether "
+            f"what is published is still good (diloco status HOST:PORT), or go back: diloco "
+            f"coordinator RUN.toml --resume",
+        )
+
+    def returning(
+        self, agreed: Agreed | None, ledgers: Sequence[FragmentLedger], inner_step: int
+    ) -> Waits[None]:
+        """Take the published values of all fragments, if a rank says that its own are not sound.
+
+        Raises:
+            AggregationError: On all ranks, if that was done again and again, and was no use.
+        """
+        is_agreed = self._is_agreed or (agreed is not None and agreed.is_unsound)
+        if not (is_agreed or (self._agreement.is_alone and self.unsound)):
+            return
+        reason = self.unsound or "another rank of the island says so: see its log"
+        yield self._exchange.verify_anchors()
+        failure = self._exchange.failure
+        (minus_code,) = self._agreement.smallest([-exit_code_of(failure)])
+        raise_failure(failure, -minus_code)
+        dropped = tuple(map(self._merging.take_published, ledgers))
+        mend = self._take_return(inner_step)
+        if mend is None:
+            raise AggregationError(
+                f"after inner step {inner_step} {reason}, and neither the published values nor a "
+                f"new inner optimizer have helped. The training diverges, or this machine computes "
+                f"wrongly: lower inner.optimizer.lr, or look at its memory and devices"
+            )
+        self.mend = mend
+        logger.error("the published values are taken after step %d: %s", inner_step, reason)
+        self._on_event(PublishedTaken(inner_step, reason, mend.name.lower(), dropped))
+        text = f"{reason}; it took the published values"
+        self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, text)
+
+    def _take_return(self, inner_step: int) -> Mend | None:
+        mend: Mend | None = Mend.MOMENTS
+        if not self._watch.is_astray:  # else the text was to blame, and has come back
+            mend = self._returns.mend(inner_step, is_new=self._is_refused)
+        self._watch.returned()
+        self._returned_at, self._is_agreed = inner_step, False
+        self._refused.clear()
+        return mend
+
+    def _alarm(self, kind: AlarmKind, inner_step: int, text: str) -> None:
+        island = self._exchange.island
+        self._on_event(AlarmRaised(kind, f"after inner step {inner_step} {text}", island))

@@ -1,0 +1,158 @@
+"""`diloco.connect`: the way from a run file to an open connection with its coordinator.
+
+Source: PROTOCOL.md, "Join".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Collection, Sequence
+
+from diloco.config.schema import Config
+from diloco.doctor.slow_tcp import slow_tcp
+from diloco.errors import ConfigError
+from diloco.faults.chaos import ChaoticLinks
+from diloco.forecast.build import link_profile
+from diloco.island.connection import Connection
+from diloco.launch.rank.carrier_link import carrier_link
+from diloco.launch.rank.peer import RunningPeer, start_peer
+from diloco.outer.fragments import Plan
+from diloco.protocol.run.alarms import AlarmKind
+from diloco.protos.control_pb2 import JoinReply
+from diloco.security.address import find_coordinator
+from diloco.security.security import Security
+from diloco.telemetry.events import AlarmRaised
+from diloco.transport.contracts import Transport
+from diloco.transport.identity import Role
+from diloco.transport.shaping.link import LinkProfile, LinkState
+from diloco.transport.shaping.shaped import ShapedTransport
+
+logger = logging.getLogger(__name__)
+
+
+def connect(config: Config, coordinator: str = "") -> Connection:
+    """Prepare this rank's connection with its run; nothing is sent before a `DiLoCo` joins.
+
+    Args:
+        config: From `diloco.load_config(path, island=...)`: an island must be selected.
+        coordinator: HOST:PORT of the coordinator, or several to be tried in order; empty:
+            `coordinator.address` of the run file, or what `coordinator.state_dir` records where the
+            coordinator runs on this machine.
+
+    Returns:
+        To be used as a context manager: ``with diloco.connect(config) as connection:``.
+
+    Raises:
+        ConfigError: If no island is selected, or no address is known, or it is none, or the
+            island's certificate cannot be used.
+    """
+    if not config.island_id:
+        raise ConfigError(
+            f"no island is selected: diloco.load_config(path, island=...) with one of "
+            f"{', '.join(sorted(config.islands))}"
+        )
+    address = find_coordinator(config, coordinator)
+    security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
+    connection = Connection(config, _Wires(config, address, security, link_profile(config)))
+
+    def tell(text: str) -> None:
+        connection.on_event(AlarmRaised(AlarmKind.CERTIFICATE, text, config.island_id))
+
+    if security.tls is not None:
+        security.tls.on_failure = tell
+    return connection
+
+
+class _Wires:
+    """Ways of the run's kind; those to a syncer are shaped where `transport.link` has a profile."""
+
+    def __init__(
+        self, config: Config, address: str, security: Security, profile: LinkProfile | None
+    ) -> None:
+        self._config = config
+        self._address = address
+        self._security = security
+        self._profile = profile
+        self._chaos = ChaoticLinks.of(os.environ, config.island_id, address)
+        self._is_tcp_told = False
+
+    def coordinator(self) -> Transport:
+        if not self._is_tcp_told:  # here, because the leader alone speaks to the coordinator
+            self._is_tcp_told = True
+            for text in slow_tcp(self._address):
+                logger.warning("%s", text)
+        # Not shaped: it carries a few hundred bytes a second.
+        way = self._security.transport(self._route(self._address), Role.COORDINATOR)
+        return self._chaos.around(way, carries_fragments=False) if self._chaos else way
+
+    def syncers(
+        self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
+    ) -> list[tuple[Transport, Transport]]:
+        # All of them together have this rank's part of the island's rates and of its link.
+        security = self._security.one_of(len(set(carriers)))
+        link = None
+        if self._profile is not None:
+            link = carrier_link(self._profile, carriers).states(self._seed(island_rank))
+        return [self._syncer(address, security, link) for address in addresses]
+
+    def _syncer(
+        self, address: str, security: Security, link: tuple[LinkState, LinkState] | None
+    ) -> tuple[Transport, Transport]:
+        chosen, address = self._config.transport, self._route(address)
+        control = security.transport(address, Role.SYNCER)
+        data = security.transport(
+            address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
+        )
+        if self._chaos is not None:
+            control = self._chaos.around(control, carries_fragments=True)
+            data = self._chaos.around(data, carries_fragments=True)
+        if link is None:
+            return control, data
+        return ShapedTransport(control, *link), ShapedTransport(data, *link)
+
+    def _route(self, address: str) -> str:
+        return self._chaos.route(address) if self._chaos else address
+
+    def own_peer(self, address: str) -> tuple[Transport, Transport]:
+        # Within the island: neither shaped nor paced.
+        security, chunk_bytes = self._security.within_site(), self._config.transport.chunk_bytes
+        control = security.transport(address, Role.ISLAND)
+        return control, security.transport(address, Role.ISLAND, chunk_bytes=chunk_bytes)
+
+    async def start_peer(
+        self,
+        config: Config,
+        plan: Plan,
+        reply: JoinReply,
+        complete_checkpoints: Callable[[], Sequence[int] | None],
+    ) -> RunningPeer:
+        profile = self._profile
+        link = None if profile is None else profile.states(self._seed(0))
+
+        def connect(address: str) -> Transport:
+            chosen = config.transport
+            way = self._security.transport(
+                address,
+                Role.ISLAND,
+                chunk_bytes=chosen.chunk_bytes,
+                channels=chosen.num_channels,
+            )
+            # What others pull from here takes their links' time, not this one's as well.
+            return way if link is None else ShapedTransport(way, *link)
+
+        return await start_peer(
+            config,
+            plan,
+            reply,
+            security=self._security,
+            decider=self.coordinator(),
+            connect=connect,
+            rng=random.Random(self._seed(0)),
+            complete_checkpoints=complete_checkpoints,
+        )
+
+    def _seed(self, island_rank: int) -> int:
+        name = f"{self._config.run.seed}/{self._config.island_id}/{island_rank}"
+        return random.Random(name).getrandbits(64)

@@ -1,0 +1,525 @@
+"""One rank of an island: builds everything once, trains, and ends with an exit code.
+
+    RANK=0 WORLD_SIZE=2 ... python -m diloco.launch.rank.main --config resolved.toml
+        --island eu-west --coordinator HOST:PORT --output DIR
+
+`diloco island` starts the ranks of one host like this; under torchrun or srun it calls `run_rank`
+in the job's own processes. The loop is one of `diloco.connect` and `diloco.DiLoCo`, as anybody's
+could be. Writes events-ISLAND-RANK.jsonl and ISLAND-RANK.log to DIR, the leader also
+manifest-ISLAND.json.
+
+Source: PROTOCOL.md, "Agreement of ranks", "Return of an island" and "Words for figures".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from diloco.checkpoint.healing import open_healing
+from diloco.checkpoint.island_checkpoints import IslandCheckpoints
+from diloco.checkpoint.memory_copies import MemoryCopies
+from diloco.checkpoint.mirror import Mirror
+from diloco.checkpoint.warm_start import WarmStart
+from diloco.config.hugging_face import insist_on_version
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.data.batches import Batches, Data
+from diloco.data.open import open_data
+from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
+from diloco.faults.chaos import paced
+from diloco.faults.spoiler import spoiler_of
+from diloco.forecast.rank_memory import insist_on_host_memory
+from diloco.island.connection import Connection
+from diloco.island.registration import IslandState
+from diloco.island.session import DiLoCo
+from diloco.launch.process.ending import end_with_starter, exit_at_once
+from diloco.launch.process.logs import log_to
+from diloco.launch.rank.beginning import find_beginning
+from diloco.launch.rank.connect import connect
+from diloco.launch.rank.device import (
+    backend_of,
+    insist_on_async_tp,
+    insist_on_precision,
+    rank_device,
+)
+from diloco.launch.rank.job import Job, limit_collectives, meet
+from diloco.launch.rank.lost_rank import find_loss
+from diloco.launch.rank.manifest import insist_on_earlier_text, write_manifest
+from diloco.launch.rank.memory_use import memory_used
+from diloco.launch.rank.profile import StepProfile
+from diloco.launch.rank.record import RankRecord
+from diloco.launch.rank.sinks import build_sinks
+from diloco.launch.rank.text_share import open_text
+from diloco.protocol.island.soundness import Mend
+from diloco.protocol.run.alarms import AlarmKind
+from diloco.protocol.run.loss_history import LossWatch
+from diloco.protos.control_pb2 import JoinReply
+from diloco.telemetry.compute import Compute
+from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
+from diloco.trainer.flops import flops_per_token, peak_flops
+from diloco.trainer.models.families import (
+    Model,
+    Shape,
+    initialise_,
+    insist_on_mesh,
+    insist_on_names,
+    shape_of,
+)
+from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
+from diloco.trainer.parallel.parallelize import compile_ahead, parallelize
+from diloco.trainer.parallel.pipeline import Pipeline, build_part, parts_of
+from diloco.trainer.state import load_parameters_
+from diloco.trainer.trainer import InnerTrainer
+
+logger = logging.getLogger(__name__)
+
+#: Inner steps over which the training loss is averaged, at least, before it is compared.
+_LEAST_WATCHED = 10
+
+
+def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
+    """Train as one rank of the selected island until the run is over, or stopped.
+
+    Args:
+        config: With an island selected; the coordinator's policy fields win over its own.
+        job: This rank's place.
+        coordinator_address: HOST:PORT.
+        output_dir: Where events and logs go; made when missing.
+
+    Returns:
+        Exit code: 0, or that of the error with which the island stopped.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    log_to(output_dir / f"{config.island_id}-{job.island_rank}.log", logging.INFO)
+    rank = _Rank(config, job, coordinator_address, output_dir)
+    try:
+        with connect(config, coordinator_address) as connection:
+            rank.run(connection)
+    except DilocoError as error:
+        level = logging.ERROR if error.exit_code else logging.INFO
+        logger.log(level, "island stops, exit_code=%d: %s", error.exit_code, error)
+        if error.exit_code:
+            rank.failed(error)  # mostly all ranks have agreed on it; else the others learn of it
+        return error.exit_code
+    except Exception as error:
+        logger.exception("rank failed, island=%s rank=%d", config.island_id, job.island_rank)
+        return rank.failed(error)
+    finally:
+        rank.record.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+class _Rank:
+    """The parts of one rank, in the order in which they come to be."""
+
+    def __init__(
+        self, config: Config, job: Job, coordinator_address: str, output_dir: Path
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._coordinator_address = coordinator_address
+        self._output_dir = output_dir
+        self._is_leader = job.island_rank == 0
+        self.record = RankRecord(
+            build_sinks(config, job.island_rank, output_dir),
+            is_leader=self._is_leader,
+            clock=time.monotonic,
+        )
+
+    def run(self, connection: Connection) -> None:
+        """Enter the run, train to its end or stop, and evaluate."""
+        self._connection = connection
+        self._enter(connection)
+        try:
+            self._train()
+        finally:
+            self._profile.close()
+        self._finish()
+        self._checkpoints.close()
+
+    def failed(self, error: Exception) -> int:
+        """Find out whether another rank is to blame, and who; returns the exit code."""
+        inner_step = self._outer.inner_step if hasattr(self, "_outer") else 0
+        loss = find_loss(error, self._config, self._job, self._output_dir, inner_step)
+        if loss is None:
+            return 1
+        event, text = loss
+        self.record.write(event)
+        logger.error("%s", text)
+        return IslandFailed.exit_code
+
+    # -- start -----------------------------------------------------------------------------------
+
+    def _enter(self, connection: Connection) -> None:
+        """Meet the other ranks, join the run, and take up where this start begins."""
+        self._insist_on_launch()
+        insist_on_version(self._config.model.transformers)
+        shape = shape_of(self._config.model)
+        insist_on_names(shape, self._config.inner.optimizer)
+        insist_on_mesh(shape, self._config.island.mesh)
+        at = self._config.checkpoint.mirror
+        mirror = Mirror(at, self._config.island_id) if at else None
+        self.record.open()
+        self._device = self._meet()
+        island = self._config.island
+        mesh = make_mesh(self._device, island.mesh, is_cast=island.compute.is_cast)
+        limit_collectives(island.collective_timeout_s)
+        data = open_data(self._config)
+        # Too many held-out sequences are refused now, not after the training.
+        data.evaluation(self._config.evaluation.num_sequences)
+        warm, start_step = find_beginning(self._config, self._coordinator_address, connection.io)
+        model = self._build_model(shape, mesh, warm)
+        if island.compute.compile_backend:
+            assert not isinstance(model, Pipeline), "stages are not compiled"
+            self._compile(model, mesh, data)
+        self._join(connection, model, data, start_step)
+        insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
+        batches = self._build_batches(mesh, data)
+        self._trainer = self._build_trainer(model, mesh, data, batches)
+        self._outer.loss_of = self._trial_loss
+        limit_collectives(island.collective_timeout_s)  # optimizers make groups, too
+        self._measure(model.shape)
+        self._checkpoints = IslandCheckpoints(
+            connection,
+            self._outer,
+            self._trainer,
+            batches,
+            memory=self._open_memory(),
+            healing=open_healing(connection, self._reply.grant, self._outer.plan),
+            mirror=mirror,
+            on_event=self.record.write,
+        )
+        self._checkpoints.take_up(warm)
+        self._text = open_text(
+            connection,
+            batches,
+            self._reply.claims_json,
+            inner_step=self._outer.inner_step,
+            on_event=self.record.write,
+        )
+        if self._is_leader:
+            write_manifest(self._output_dir, self._config, self._outer, self._reply.grant, data)
+        logger.info(
+            "training begins: %r plan=%s device=%s",
+            self._outer,
+            self._outer.plan.fingerprint(),
+            self._device,
+        )
+
+    def _insist_on_launch(self) -> None:
+        """Insist that the launcher started what the configuration asks for.
+
+        Raises:
+            ConfigError: If it did not.
+        """
+        config, job = self._config, self._job
+        if job.num_ranks != config.island.ranks:
+            raise ConfigError(
+                f"islands.{config.island_id}.ranks = {config.island.ranks}, but the launcher "
+                f"started {job.num_ranks} processes (WORLD_SIZE): make them equal"
+            )
+        if config.island.memory_checkpoint_steps and job.memory is None:
+            raise ConfigError(
+                f"islands.{config.island_id}.memory_checkpoint_steps = "
+                f"{config.island.memory_checkpoint_steps}: copies in memory outlive the ranks in "
+                f"their supervisor, and another launcher has started these; start the island with "
+                f"`diloco island` and without RANK, WORLD_SIZE and MASTER_ADDR, or set it to 0"
+            )
+
+    def _meet(self) -> torch.device:
+        """Choose this rank's device, insist that it can do what is asked, and meet the others."""
+        config, job = self._config, self._job
+        torch.set_num_threads(config.island.threads)
+        torch.set_num_interop_threads(1)
+        device = rank_device(config.island.device, job, island=config.island_id)
+        insist_on_async_tp(config.island.mesh, device, job, island=config.island_id)
+        insist_on_precision(config.island.precision, device, island=config.island_id)
+        insist_on_host_memory(
+            config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
+        )
+        meet(
+            job,
+            backend_of(device),
+            is_cast=config.island.compute.is_cast,
+            num_recorded=config.telemetry.flight_recorder_entries,
+        )
+        return device
+
+    def _build_model(
+        self, shape: Shape, mesh: IslandMesh, warm: WarmStart | None
+    ) -> Model | Pipeline:
+        """Build this rank's part of the model; its values are a warm start's, or the seed's."""
+        config = self._config
+        model = build_part(shape, mesh)
+        for part in parts_of(model):
+            parallelize(
+                part,
+                mesh,
+                sequence_length=config.data.sequence_length,
+                compute=config.island.compute,
+            )
+            if warm is None:
+                initialise_(part, config.run.seed)
+        if warm is not None:
+            load_parameters_(model, warm.read)
+        return model
+
+    def _compile(self, model: Model, mesh: IslandMesh, data: Data) -> None:
+        """Compile before the join, as long as nobody waits for this island."""
+        island, began = self._config.island, time.monotonic()
+        batch_size = island.tokens_per_inner_step // data.sequence_length
+        compile_ahead(
+            model,
+            mesh,
+            batch_size=batch_size // (mesh.dp_size * island.micro_batches),
+            sequence_length=data.sequence_length,
+        )
+        logger.info("blocks are compiled, seconds=%.1f", time.monotonic() - began)
+
+    def _join(
+        self, connection: Connection, model: Model | Pipeline, data: Data, start_step: int
+    ) -> None:
+        """Join the run, and take the coordinator's policy.
+
+        Raises:
+            FingerprintMismatch: If the text is not the run's; says what of it has changed, if this
+                island has trained here before.
+        """
+        connection.on_join = self._joined
+        try:
+            self._outer = DiLoCo(
+                model,
+                self._config.outer,
+                transport=connection,
+                start_step=start_step,
+                data_digest=data.digest,
+                tokenizer_digest=data.tokenizer_digest,
+                overwrite_initial=bool(self._config.run.warm_start),
+                on_event=self.record.write,
+            )
+        except FingerprintMismatch:
+            insist_on_earlier_text(self._output_dir, self._config, data)
+            raise
+        connection.progress = lambda: self.record.progress
+        self._config = connection.config
+
+    def _joined(self, reply: JoinReply) -> None:
+        self._reply = reply
+        self.record.identify(timeline=reply.grant.timeline, incarnation=reply.grant.incarnation)
+
+    def _build_batches(self, mesh: IslandMesh, data: Data) -> Batches:
+        config = self._config
+        return data.batches(
+            slots=(self._outer.island_slot,),
+            num_slots=config.max_islands,
+            batch_size=config.island.tokens_per_inner_step // data.sequence_length,
+            dp_coordinate=mesh.dp_coordinate,
+            dp_size=mesh.dp_size,
+        )
+
+    def _build_trainer(
+        self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
+    ) -> InnerTrainer:
+        config = self._config
+        job = self._job
+        self._spoiler = spoiler_of(
+            os.environ, config.island_id, island_rank=job.island_rank, num_ranks=job.num_ranks
+        )
+        return InnerTrainer(
+            model,
+            mesh=mesh,
+            batches=batches if self._spoiler is None else self._spoiler.around(batches),
+            evaluation=data.evaluation(config.evaluation.num_sequences),
+            config=config.inner,
+            batch_size=config.island.tokens_per_inner_step // data.sequence_length,
+            micro_batches=config.island.micro_batches,
+            inner_steps=config.run.inner_steps,
+            clock=time.monotonic,
+        )
+
+    def _measure(self, shape: Shape) -> None:
+        """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
+        config, job = self._config, self._job
+        work = flops_per_token(shape, config.data.sequence_length)
+        self._compute = Compute(work, job.num_ranks, peak_flops(self._device))
+        self._profile = StepProfile(
+            config.telemetry.profile,
+            config.profile_dir / f"{config.island_id}-{job.island_rank}",
+            self._device,
+            self.record.write,
+        )
+
+    def _open_memory(self) -> MemoryCopies | None:
+        """Open the memory in which copies of this rank's state outlive it, if there are to be any.
+
+        Raises:
+            ConfigError: If the host has not enough of it.
+        """
+        config, island, job = self._config, self._config.island, self._job
+        if job.memory is None or not island.memory_checkpoint_steps:
+            return None
+        memory = MemoryCopies(
+            job.memory,
+            model=self._trainer.model,
+            optimizer=self._trainer.optimizer,
+            about={
+                "run": config.run.name,
+                "island": config.island_id,
+                "timeline": self._outer.timeline,
+                "plan_fingerprint": self._outer.plan.fingerprint(),
+                "ranks": island.ranks,
+                "mesh": island.mesh.model_dump(),
+            },
+            num_hosts=job.num_hosts,
+            copies=min(island.memory_copies, job.num_hosts),
+            every=island.memory_checkpoint_steps,
+            island=config.island_id,
+            on_event=self.record.write,
+            collective_s=island.collective_timeout_s,
+        )
+        memory.open()
+        return memory
+
+    # -- training --------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Make inner steps until the run is over, or until everybody stops."""
+        outer, record, pace = self._outer, self.record, paced(os.environ)
+        every = self._config.telemetry.memory_every_inner_steps
+        period = max(self._config.outer.inner_steps_per_round, _LEAST_WATCHED)
+        self._loss_watch = LossWatch(period)
+        record.begin(self._compute)
+        while not outer.is_over:
+            self._checkpoints.check()
+            self._profile.before(outer.inner_step)
+            is_quiet = outer.num_in_flight == 0
+            if self._spoiler is not None:
+                self._spoiler.before(self._trainer)
+            metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
+            if self._spoiler is not None:
+                self._spoiler.after(self._trainer)
+            record.step(metrics, is_quiet=is_quiet)
+            outer.step(num_tokens=metrics.num_tokens, loss=metrics.loss, bound=metrics.bound)
+            if outer.mend is not Mend.NOTHING:
+                self._checkpoints.mend(outer.mend)
+            record.moved(*outer.island_bytes)
+            record.renew(IslandState.TRAINING, outer)
+            self._profile.after(outer.inner_step)
+            if every and outer.inner_step % every == 0:
+                record.write(memory_used(outer.inner_step, self._device))
+            if self._text is not None:
+                self._text.settle(outer.inner_step)
+            self._watch_loss(metrics.loss)
+            if outer.held_out_due:
+                outer.report_held_out(self._evaluate("published", outer.global_parameters()))
+            elif self._is_evaluated_after(outer.inner_step):
+                self._evaluate("published", outer.global_parameters())
+            if outer.checkpoint_due:
+                self._checkpoints.write()
+            if outer.is_stopping:
+                return
+            self._checkpoints.copy()
+
+    def _finish(self) -> None:
+        """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
+        outer, record = self._outer, self.record
+        self._checkpoints.settle()
+        if self._text is not None:
+            self._text.close(outer.inner_step)
+        if outer.is_stopping:
+            outer.finish()
+            record.renew(IslandState.STOPPED, outer)
+            return
+        self._evaluate("local", contextlib.nullcontext())
+        record.renew(IslandState.FLUSHING, outer)
+        outer.finish()
+        wall_s = record.wall_s
+        if not outer.is_leaving:
+            self._evaluate("published", outer.global_parameters())
+        record.moved(*outer.island_bytes)
+        record.write(memory_used(outer.inner_step, self._device))
+        record.ended(outer, wall_s=wall_s)
+        record.renew(IslandState.FINISHED, outer)
+
+    def _is_evaluated_after(self, inner_step: int) -> bool:
+        every = self._config.evaluation.every_inner_steps
+        return every > 0 and inner_step % every == 0 and not self._outer.is_over
+
+    def _watch_loss(self, loss: float) -> None:
+        """Raise an alarm while the training loss rises for rounds, whatever the cause."""
+        watch, was_rising = self._loss_watch, self._loss_watch.is_rising
+        if not self._is_leader or (mean := watch.add(loss)) is None:
+            return
+        island = self._config.island_id
+        event: Event | None = None
+        if watch.is_rising:
+            event = AlarmRaised(
+                AlarmKind.LOSS_RISES,
+                f"training loss {mean:.3f} nats a token after inner step {self._outer.inner_step}, "
+                f"mean of {watch.period} steps; the lowest were {watch.reference:.3f}",
+                island,
+            )
+        elif was_rising:
+            event = AlarmCleared(AlarmKind.LOSS_RISES, island)
+        if event is not None:
+            self.record.write(event)
+            self._connection.on_event(event)
+
+    def _trial_loss(self) -> float:
+        with self.record.evaluating():
+            return self._trainer.evaluate()
+
+    def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> float:
+        """Measure the held-out loss of the parameters that are the model's in a context."""
+        with self.record.evaluating(), in_place:
+            loss = self._trainer.evaluate()
+        self.record.evaluated(self._outer.inner_step, parameters, loss)
+        return loss
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line of one rank; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m diloco.launch.rank.main", description=__doc__)
+    parser.add_argument("--config", required=True, help="resolved TOML file of the run")
+    parser.add_argument("--island", required=True, help="name of the island")
+    parser.add_argument("--coordinator", required=True, help="HOST:PORT")
+    parser.add_argument("--output", required=True, type=Path, help="directory of events and logs")
+    parser.add_argument("--rendezvous", default="env://", help="where the ranks meet")
+    parser.add_argument("--hosts", default=1, type=int, help="hosts of the island")
+    parser.add_argument(
+        "--memory", type=int, help="inherited descriptor of the memory for copies of this rank"
+    )
+    parser.add_argument(
+        "--supervised", action="store_true", help="end when standard input is closed"
+    )
+    options = parser.parse_args(arguments)
+    if options.supervised:
+        end_with_starter()
+    try:
+        config = load_config(options.config, island=options.island)
+        job = Job.from_environment(
+            os.environ,
+            rendezvous=options.rendezvous,
+            num_hosts=options.hosts,
+            memory=options.memory,
+        )
+    except ConfigError as error:
+        logger.error("rank cannot start: %s", error)
+        return error.exit_code
+    return run_rank(config, job, coordinator_address=options.coordinator, output_dir=options.output)
+
+
+if __name__ == "__main__":
+    exit_at_once(main())

@@ -1,0 +1,1 @@
+"""The pure machines of a run: no clock, IO, thread or environment. The law is PROTOCOL.md."""

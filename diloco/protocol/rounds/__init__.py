@@ -1,0 +1,1 @@
+"""Rounds of one fragment: their states, their timing, and the messages between both sides."""

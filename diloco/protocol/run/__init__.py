@@ -1,0 +1,1 @@
+"""A run as its coordinator decides it: members, leases, checkpoints, text, operators."""

@@ -1,0 +1,60 @@
+"""Which syncer has which fragments: decided with the first join, and durable from then on.
+
+Source: PROTOCOL.md, "Fragments and lanes".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.outer.assignment import assign_fragments
+from diloco.outer.fragments import Plan
+from diloco.protocol.run.admission import Entries
+
+#: Of the journal's entry; a run with one syncer has none.
+ASSIGNED = "syncers"
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Fragments of each syncer of a run.
+
+    Args:
+        num_syncers: Of the run, from its first start to its end.
+        fragments: Of each syncer, as it was decided; empty before the first join, and for the only
+            syncer of a run, which has all of them.
+    """
+
+    num_syncers: int = 1
+    fragments: tuple[tuple[int, ...], ...] = ()
+
+    def decided(self, plan_json: str) -> Entries:
+        """Spread the fragments of a new run's plan; no entry where there is nothing to decide.
+
+        Raises:
+            ConfigError: If there are more syncers than fragments.
+            PlanMismatch: If it is no plan.
+        """
+        if self.num_syncers == 1:
+            return ()
+        assigned = assign_fragments(Plan.from_json(plan_json), self.num_syncers)
+        return ((ASSIGNED, json.dumps(assigned)),)
+
+    def apply(self, entries: Mapping[str, str]) -> None:
+        """Take over what is durable."""
+        if ASSIGNED in entries:
+            self.fragments = tuple(map(tuple, json.loads(entries[ASSIGNED])))
+
+    def of(self, syncer_id: int, plan_json: str) -> list[int]:
+        """Give the fragments of one syncer; none before the first join."""
+        if self.fragments:
+            return list(self.fragments[syncer_id])
+        if not plan_json or self.num_syncers > 1:
+            return []
+        return list(range(len(json.loads(plan_json)["fragments"])))
+
+    def of_all(self, plan_json: str) -> list[int]:
+        """Give the fragments of the run; none before the first join."""
+        return sorted(p for n in range(self.num_syncers) for p in self.of(n, plan_json))

@@ -1,0 +1,250 @@
+"""Cuts: run checkpoints of islands that stand at different inner steps, a pure machine.
+
+    named      the islands at work are asked for their parts; each takes it at its next step
+    taken      nobody owes one any more: the syncers are asked to keep a version of each fragment
+               that no part is ahead of
+    complete   they do; a run can be resumed from it
+
+An island that loses its lease, leaves, cannot write, or says nothing of the cut for too long
+(`cut_patience`) owes nothing any more: the cut goes on without it. One that has a part keeps it
+there, whatever becomes of it; but a part that is ahead of what the syncers have, which have lost a
+version then, does not count. A cut without any part comes to nothing. There is one at a time; a
+last one, after which everybody leaves, takes the place of another. Numbers are counted over all
+timelines, so that no directory is ever written twice.
+
+    cut/N    a `Cut`; null: forgotten
+
+Source: PROTOCOL.md, "Cuts".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from diloco.protocol.run.admission import Entries
+
+_KIND = "cut"
+#: Cuts that are remembered, the newest, besides those from which a run can be resumed.
+_REMEMBERED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an island has written.
+
+    Args:
+        inner_step: At which it stood.
+        versions: That it held, by fragment.
+        text: Slot of the text, as digits -> how far it was drawn, in JSON values.
+    """
+
+    inner_step: int
+    versions: tuple[int, ...]
+    text: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut.
+
+    Args:
+        number: From 1 on.
+        timeline: In which it was named.
+        tokens: That all fragments had merged when it was named; a last one, when it was complete.
+        told: Slot of the text, as digits -> how far it was known to be drawn when it was named.
+        is_last: Whether everybody leaves after it.
+        owing: Islands that have not written their part.
+        parts: By island.
+        is_complete: Whether the syncers keep its versions.
+    """
+
+    number: int
+    timeline: int
+    tokens: int
+    told: Mapping[str, Any]
+    is_last: bool
+    owing: tuple[str, ...]
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    is_complete: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it came to nothing."""
+        return not (self.owing or self.parts)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is under way."""
+        return not (self.is_void or self.is_complete)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether only the syncers' part is missing."""
+        return bool(self.parts) and not (self.owing or self.is_complete)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Newest version of each fragment that a part holds."""
+        return tuple(map(max, zip(*(part.versions for part in self.parts.values()), strict=True)))
+
+
+class Cuts:
+    """All cuts of one run.
+
+    Attributes:
+        given: Numbers of those of which islands take inner optimizers now; not durable.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._cuts: dict[int, Cut] = {}
+        self.given: set[int] = set()
+
+    def apply(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Take over what is durable; entries of others are passed over."""
+        for key, value in entries:
+            kind, _, number = key.partition("/")
+            if kind != _KIND:
+                continue
+            if (saved := json.loads(value)) is None:
+                self._cuts.pop(int(number), None)
+                continue
+            parts = {
+                island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
+                for island, p in saved.pop("parts").items()
+            }
+            owing = tuple(saved.pop("owing"))
+            self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
+
+    def __getitem__(self, number: int) -> Cut:
+        """Return a cut by its number."""
+        return self._cuts[number]
+
+    def find(self, number: int) -> Cut | None:
+        """Return a cut by its number; None: it is not remembered."""
+        return self._cuts.get(number)
+
+    def newest(self, timeline: int) -> Cut | None:
+        """Return the cut that was named last in a timeline; None: none was."""
+        number = max((n for n, cut in self._cuts.items() if cut.timeline == timeline), default=0)
+        return self._cuts.get(number)
+
+    def open(self, timeline: int) -> Cut | None:
+        """Return the cut that is under way; None: none is."""
+        cut = self.newest(timeline)
+        return cut if cut is not None and cut.is_open else None
+
+    def is_due(self, timeline: int, begun_at: int, tokens: int, every_tokens: int) -> bool:
+        """Whether the next one belongs here: one in so many merged tokens, one at a time.
+
+        None after a last one, whatever became of it: who is there is to leave.
+
+        `begun_at` is the number of the cut that the timeline began from; 0: of none.
+        """
+        newest = self.newest(timeline)
+        if not every_tokens or (newest is not None and (newest.is_last or newest.is_open)):
+            return False
+        return tokens // every_tokens > self._merged(timeline, begun_at) // every_tokens
+
+    def _merged(self, timeline: int, begun_at: int) -> int:
+        """Tokens that were merged when the last cut of a timeline was named, or at its begin."""
+        cut = self.newest(timeline) or self._cuts.get(begun_at)
+        return 0 if cut is None else cut.tokens
+
+    def named(
+        self,
+        islands: Collection[str],
+        *,
+        timeline: int,
+        begun_at: int = 0,
+        tokens: int,
+        told: Mapping[str, Any],
+        is_last: bool,
+    ) -> Entries:
+        """Ask islands for their parts; one that is under way comes to nothing.
+
+        Fewer tokens than at an earlier cut are not known yet, as after a start of the coordinator.
+        """
+        number = max(self._cuts, default=0) + 1
+        tokens = max(tokens, self._merged(timeline, begun_at))
+        cut = Cut(number, timeline, tokens, told, is_last, tuple(sorted(islands)))
+        earlier = self.open(timeline)
+        return (
+            *(() if earlier is None else cut_entry(replace(earlier, owing=(), parts={}))),
+            *cut_entry(cut),
+        )
+
+    def taken(self, timeline: int, island: str, number: int, part: Part | None) -> Entries:
+        """Take note of an island's part of the cut that is under way; None: it cannot write it."""
+        cut = self.open(timeline)
+        if cut is None or cut.number != number or island not in cut.owing:
+            return ()
+        owing = tuple(other for other in cut.owing if other != island)
+        parts = cut.parts if part is None else {**cut.parts, island: part}
+        return cut_entry(replace(cut, owing=owing, parts=parts))
+
+    def without(self, timeline: int, holders: Collection[str]) -> Entries:
+        """Let the cut go on without those who owe a part and do not hold a lease."""
+        cut = self.open(timeline)
+        if cut is None or not (lost := set(cut.owing).difference(holders)):
+            return ()
+        return cut_entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
+
+    def within(self, timeline: int, newest: Mapping[int, int]) -> Entries:
+        """Let the cut go on without the parts that hold what no syncer has any more.
+
+        Args:
+            timeline: Of now.
+            newest: Fragment -> its newest version at its syncer.
+        """
+        cut = self.open(timeline)
+        if cut is None:
+            return ()
+        parts = {
+            island: part
+            for island, part in cut.parts.items()
+            if all(part.versions[p] <= version for p, version in newest.items())
+        }
+        return () if parts.keys() == cut.parts.keys() else cut_entry(replace(cut, parts=parts))
+
+    def completed(self, number: int, tokens: int) -> Entries:
+        """Take note that the syncers keep the versions of a cut.
+
+        What was merged while the parts of a last one were written is in it, and a run that goes on
+        from there has cut it.
+        """
+        cut = self._cuts[number]
+        tokens = max(cut.tokens, tokens) if cut.is_last else cut.tokens
+        return cut_entry(replace(cut, tokens=tokens, is_complete=True))
+
+    def forgotten(self, needed: Collection[int]) -> Entries:
+        """Forget all but the newest cuts, those that are given, and those that are `needed`."""
+        old = sorted(self._cuts)[:-_REMEMBERED]
+        kept = self.given.union(needed)
+        return tuple((f"{_KIND}/{number}", "null") for number in old if number not in kept)
+
+    def asked_of(self, timeline: int, island: str) -> tuple[int, bool]:
+        """Return the cut that an island is to take, and whether it leaves then; 0: none."""
+        cut = self.open(timeline)
+        if cut is None or island not in cut.owing:
+            return 0, False
+        return cut.number, cut.is_last
+
+    def taken_back(self, timeline: int) -> Entries:
+        """Let the run go on after a last cut that came to nothing."""
+        cut = self.newest(timeline)
+        assert cut is not None and cut.is_void
+        return cut_entry(replace(cut, is_last=False))
+
+    def last(self, timeline: int) -> Cut | None:
+        """Return the cut with which the run stops, unless it came to nothing."""
+        cut = self.newest(timeline)
+        return cut if cut is not None and cut.is_last and not cut.is_void else None
+
+
+def cut_entry(cut: Cut) -> Entries:
+    """Write a cut as its journal entry."""
+    return ((f"{_KIND}/{cut.number}", json.dumps(asdict(cut))),)

@@ -1,0 +1,1 @@
+"""What a run was: summaries, tables, replay and repair of its store."""

@@ -1,0 +1,243 @@
+"""`diloco repair`: a run's store verified, mended where it can be, and what remains, offline.
+
+Source: PROTOCOL.md, "Damaged fragments" and "Lost journal".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from diloco.checkpoint.lost_journal import has_journal, rebuild_journal, stores_of
+from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.checkpoint.stores import Part, known_plan, parts_of
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.coordinator.journal import Journal, Told
+from diloco.coordinator.round_journal import SavedRound
+from diloco.durable import read_json, write_json
+from diloco.errors import ConfigError, QuorumLost
+from diloco.island.peer.replica import state_digest
+from diloco.outer.fragments import Plan
+from diloco.protocol.run.members import read_member
+from diloco.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
+from diloco.versions.repair import Condition, Finding, repair_fragment
+from diloco.versions.store import FragmentStore
+
+#: Fragment of a finding that is of all of them.
+ALL_FRAGMENTS = -1
+
+
+def repair_run(
+    state: StateDir, *, on_finding: Callable[[Finding], None] = lambda finding: None
+) -> tuple[Finding, ...]:
+    """Verify and mend the store of a run that nobody serves; returns one finding a part.
+
+    Where islands merge among themselves only a lost journal is made again: a peer takes what is
+    damaged of its store from the others by itself.
+
+    Args:
+        state: The run's state directory.
+        on_finding: Hears each as it is made.
+
+    Raises:
+        ConfigError: If there is no store, or a syncer serves it.
+        DiskFull: If there is no room for what is made again.
+    """
+    if not state.resolved.exists() or (plan := known_plan(state)) is None:
+        raise ConfigError(
+            f"{state.root} holds no store of a syncer or peer (there is no "
+            f"{state.syncers[0].plan}): give the run file, or the coordinator.state_dir of a run "
+            f"that was started. Where islands merge among themselves bring the directory of an "
+            f"island's peer here first (peers/ISLAND)"
+        )
+    config = load_config(state.resolved)
+    rebuilt: tuple[Finding, ...] = ()
+    if not has_journal(state):
+        rebuilt = (_rebuilt(state, config, plan),)
+        on_finding(rebuilt[0])
+    if config.outer.exchange == "allreduce":
+        return rebuilt
+    return (*rebuilt, *_repaired(state, config, plan, on_finding))
+
+
+def _rebuilt(state: StateDir, config: Config, plan: Plan) -> Finding:
+    """Make the journal again; of several syncers it says whose the fragments are."""
+    with hold(state.coordinator_lock), _held(stores_of(state, config)):
+        decided = _decided(state, config, plan) if config.outer.exchange == "allreduce" else []
+        said = rebuild_journal(state, config, plan, decided, unix_s=time.time())
+    if decided:
+        said += (
+            f". Decided is what the peers here hold: an island elsewhere with a newer version "
+            f"ends with exit code {QuorumLost.exit_code}. To keep that, before any start, bring "
+            f"the directory of its peer here (peers/ISLAND), remove {state.journal}, and repair "
+            f"again"
+        )
+    return Finding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
+
+
+def _decided(state: StateDir, config: Config, plan: Plan) -> list[SavedRound]:
+    """Find the newest version of each fragment that an island's peer here knows to be committed.
+
+    What was committed and is at no peer here is decided again: an island that has merged it is
+    refused.
+    """
+    decided = []
+    for fragment in plan.fragments:
+        stores = [
+            FragmentStore(each.store, fragment, config.outer.retained_versions)
+            for each in stores_of(state, config)
+        ]
+        found = [recovered.record for store in stores if (recovered := store.recover()) is not None]
+        if not found:
+            raise ConfigError(
+                f"no island's peer in {state.root} holds fragment {fragment.fragment_id}: bring "
+                f"the directory of one here that does (peers/ISLAND)"
+            )
+        newest = max(found, key=lambda record: record.version)
+        decided.append(SavedRound(newest.header(), state_digest(newest)))
+    return decided
+
+
+def _repaired(
+    state: StateDir, config: Config, plan: Plan, on_finding: Callable[[Finding], None]
+) -> tuple[Finding, ...]:
+    parts = parts_of(state, plan)
+    with _held(state.syncers):
+        found = []
+        for part in parts:
+            for finding in _findings(part, config):
+                found.append(finding)
+                on_finding(finding)
+        _tell(state, found)
+        return tuple(found)
+
+
+@contextlib.contextmanager
+def _held(stores: Sequence[StateDir]) -> Iterator[None]:
+    """Hold the stores of a run, so that nobody serves them.
+
+    Raises:
+        ConfigError: If somebody does.
+    """
+    try:
+        with contextlib.ExitStack() as held:
+            for each in stores:
+                if each.store.is_dir():
+                    held.enter_context(hold(each.store_lock))
+            yield
+    except Held as error:
+        raise ConfigError(
+            f"the store of the run is in use: {error}. Stop the run first (Ctrl-C at its "
+            "coordinator, which stops its syncer and islands), then repair it again"
+        ) from error
+
+
+def _tell(state: StateDir, found: Sequence[Finding]) -> None:
+    """Put on the tape what was made again, where the coordinator's journal is here."""
+    told = [
+        Told(
+            "repair",
+            f"f{finding.fragment_id}/{finding.what}: {finding.detail}",
+            json.dumps({"what": finding.what, "detail": finding.detail}),
+        )
+        for finding in found
+        if finding.condition is Condition.REPAIRED
+    ]
+    if told and state.journal.is_file():
+        journal = Journal(state.journal)
+        journal.open()
+        try:
+            journal.write((), told=told)
+        finally:
+            journal.close()
+
+
+def _findings(part: Part, config: Config) -> Iterator[Finding]:
+    state = part.state
+    if not state.store.is_dir():
+        for fragment in part.fragments:
+            yield Finding(
+                fragment.fragment_id,
+                state.store.name,
+                Condition.DAMAGED,
+                "the store is gone: bring it back from a copy. Without one start the coordinator, "
+                "and give the fragment back from an island that holds it: diloco repair HOST:PORT "
+                f"--fragment {fragment.fragment_id} --from-island NAME",
+            )
+        return
+    small = state.syncer_epoch, state.incarnations, state.store_timeline, state.bound, state.orders
+    for path in small:
+        with _told(path) as problem:
+            read_json(path)
+        if problem:
+            place = state.store if state.syncer_name == ONLY_SYNCER else state.root
+            name = str(path.relative_to(place))
+            is_known = path == state.incarnations and _restore_incarnations(state)
+            yield Finding(
+                ALL_FRAGMENTS,
+                name,
+                Condition.REPAIRED if is_known else Condition.DAMAGED,
+                f"written again from the journal: {problem[0]}" if is_known else problem[0],
+            )
+    outer = config.outer
+    for fragment in part.fragments:
+        store = FragmentStore(
+            state.store,
+            fragment,
+            outer.retained_versions,
+            is_indexed=lambda version: False,  # headers stay until a coordinator has them
+            snapshot_rounds=outer.rounds_per_snapshot,
+            keeps_all=outer.keep_contributions == "all",
+        )
+        yield from repair_fragment(store)
+        recovered = store.recover()
+        newest = -1 if recovered is None else recovered.record.version
+        indexed = _newest_indexed(state, fragment.fragment_id)
+        if indexed > newest:
+            yield Finding(
+                fragment.fragment_id,
+                f"version {indexed}",
+                Condition.DAMAGED,
+                f"it was published, and nothing here leads to it. The newest that is left is "
+                f"{newest}. Resume a checkpoint: diloco coordinator RUN.toml --resume",
+            )
+
+
+def _restore_incarnations(state: StateDir) -> bool:
+    """Write again which starts of islands count, as the journal has granted them."""
+    with open_journal(state.journal) as journal:
+        granted = {
+            key.removeprefix("island/"): read_member(0, value).incarnation
+            for key, value in journal.entries().items()
+            if key.startswith("island/")
+        }
+    if granted:
+        write_json(state.incarnations, granted)
+    return bool(granted)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[list[str]]:
+    problem: list[str] = []
+    try:
+        yield problem
+    except (ValueError, OSError) as error:
+        problem.append(str(error))
+
+
+def _newest_indexed(state: StateDir, fragment_id: int) -> int:
+    """Newest version that the coordinator knows of, -1 where it knows none."""
+    if not state.journal.is_file():
+        return -1
+    journal = Journal(state.journal)
+    journal.open()
+    try:
+        timeline = read_timeline(state.timeline).number
+        headers = journal.newest_rounds(timeline, fragment_id, 1)
+        return int(json.loads(headers[0])["version"]) if headers else -1
+    finally:
+        journal.close()

@@ -1,0 +1,347 @@
+"""What a finished run was, from its events and its durable records alone.
+
+Every figure is read or recomputed; `as_text` says them in words, `summary.json` keeps them. An
+island that returned, and all of them in a run that was resumed, had several starts: figures are
+sums over starts, of what stands (`diloco.report.lives`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.config.island import IslandConfig
+from diloco.config.schema import Config
+from diloco.forecast.traffic import Traffic, data_parallel_traffic, diloco_traffic
+from diloco.outer.fragments import Plan
+from diloco.outer.schedule import Schedule
+from diloco.report.lives import IslandLife, effective, has_ended
+from diloco.report.summary_parts import (
+    Alternative,
+    ArrivalSummary,
+    FragmentSummary,
+    IslandSummary,
+)
+from diloco.report.summary_text import (
+    alternative_text,
+    arrival_text,
+    island_lines,
+    link_text,
+    recomputed_text,
+    shape_text,
+)
+from diloco.report.text_account import TextSummary, text_summary
+from diloco.telemetry.meter import utilisation
+from diloco.transport.shaping.link import LinkProfile
+from diloco.versions.publication import PublicationRules
+from diloco.versions.replay import FragmentReplay, Verdict
+from diloco.versions.store import FragmentStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished run; `resumed_after`: inner steps of the checkpoints it was resumed from.
+
+    `away` are islands that did not come back before a run ended that waited for nobody; they are
+    not among `islands`. `max_nats_per_byte` is what the run file says that the loss must stay
+    below; 0: nothing. `alarms` are those that the audit log has, each in a sentence.
+    """
+
+    run: str
+    link: str
+    islands: tuple[IslandSummary, ...]
+    fragments: tuple[FragmentSummary, ...]
+    alternatives: tuple[Alternative, ...]
+    resumed_after: tuple[int, ...]
+    max_nats_per_byte: float
+    arrival: ArrivalSummary | None = None
+    text: TextSummary | None = None
+    away: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What must not be in a finished run, each in a sentence; empty for a good one."""
+        problems = []
+        if not self.are_digests_equal:
+            problems.append("islands do not hold the values that the syncer has recorded")
+        if not self.are_versions_recomputed:
+            problems.append(
+                f"recomputing the last versions from their contributions: "
+                f"{recomputed_text(self.fragments)}"
+            )
+        if not self.is_loss_low_enough:
+            problems.append(
+                f"held-out loss of the published parameters {self._largest_loss:.4f} nats a byte, "
+                f"not below evaluation.max_nats_per_byte = {self.max_nats_per_byte:g}"
+            )
+        return tuple(problems)
+
+    @property
+    def is_loss_low_enough(self) -> bool:
+        """Whether the published parameters ended below the loss that the run file demands."""
+        return not self.max_nats_per_byte or self._largest_loss < self.max_nats_per_byte
+
+    @property
+    def _largest_loss(self) -> float:
+        losses = [island.published_nats_per_byte for island in self.islands]
+        return max((loss for loss in losses if loss is not None), default=math.inf)
+
+    @property
+    def are_digests_equal(self) -> bool:
+        """Whether every model that saw the end has what the syncer's last records hold."""
+        published = tuple(fragment.digest for fragment in self.fragments)
+        held = [island.digests for island in self.islands if not island.has_left_early]
+        return bool(held) and all(digests == published for digests in held)
+
+    @property
+    def are_versions_recomputed(self) -> bool:
+        """Whether all last versions were recomputed to the bit, where there are any."""
+        return all(fragment.is_bit_equal is not False for fragment in self.fragments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            **asdict(self),
+            "are_digests_equal": self.are_digests_equal,
+            "are_versions_recomputed": self.are_versions_recomputed,
+            "problems": self.problems,
+        }
+
+    def as_text(self) -> str:
+        """Say what happened, in a few sentences a line."""
+        lines = [f"Run {self.run}: {len(self.islands)} islands, link {self.link}."]
+        if self.resumed_after:
+            steps = ", ".join(map(str, self.resumed_after))
+            lines.append(
+                f"  Resumed after inner step {steps}; figures are sums over the starts, of what "
+                f"stands."
+            )
+        for island in self.islands:
+            lines += island_lines(island, self.islands)
+        if self.away:
+            lines.append(f"  Away when the run ended, and not counted: {', '.join(self.away)}.")
+        if self.arrival is not None:
+            lines.append(f"  {arrival_text(self.arrival, self.islands, self.fragments)}")
+        if self.text is not None:
+            lines.append(f"  {self.text.as_text()}")
+        versions = ", ".join(f"{f.fragment_id}: v{f.version}" for f in self.fragments)
+        lines.append(
+            f"  Published versions {versions}; digests "
+            f"{'equal on every island' if self.are_digests_equal else 'DIFFER BETWEEN ISLANDS'}; "
+            f"last versions recomputed from the retained contributions: "
+            f"{recomputed_text(self.fragments)}."
+        )
+        if self.max_nats_per_byte:
+            lines.append(
+                f"  Held-out loss of the published parameters "
+                f"{'is' if self.is_loss_low_enough else 'IS NOT'} below the "
+                f"{self.max_nats_per_byte:g} nats a byte of evaluation.max_nats_per_byte."
+            )
+        for alternative in self.alternatives:
+            lines.append(f"  {alternative_text(alternative, self.islands)}")
+        lines += [f"  Alarm: {alarm}" for alarm in self.alarms]
+        return "\n".join(lines)
+
+
+def summarise(
+    config: Config,
+    plan: Plan,
+    schedule: Schedule,
+    rules: PublicationRules,
+    *,
+    stores: Sequence[FragmentStore],
+    events: Mapping[str, Sequence[Mapping[str, Any]]],
+    link: LinkProfile | None,
+    alarms: Sequence[Mapping[str, Any]] = (),
+) -> Summary:
+    """Build the summary.
+
+    Args:
+        config: The run's configuration.
+        plan: Its plan.
+        schedule: Its schedule.
+        rules: How an all-reduce published versions; a syncer's records name theirs.
+        stores: Store of each fragment, in plan order.
+        events: Island id -> effective events of all its ranks (`read_events`).
+        link: Profile of the shaped link, None for the real one.
+        alarms: Entries of the audit log.
+
+    Raises:
+        ConfigError: If the events of an island are not those of one run from beginning to end.
+    """
+    away = (
+        [island for island in sorted(events) if not has_ended(events[island])]
+        if config.outer.is_on_arrival
+        else []
+    )
+    lives = {
+        island: IslandLife.of(island, config.islands[island].ranks, events[island])
+        for island in sorted(events)
+        if island not in away
+    }
+    resumed = {step for life in lives.values() for step in life.resumed_after}
+    return Summary(
+        run=config.run.name,
+        link=link_text(link),
+        islands=tuple(
+            _island_summary(island, config.islands[island], life) for island, life in lives.items()
+        ),
+        fragments=tuple(
+            _fragment_summary(store, plan, rules, config.outer.retained_versions)
+            for store in stores
+        ),
+        alternatives=()
+        if config.outer.is_on_arrival  # of a schedule, and nobody had one
+        else _alternatives(
+            plan,
+            schedule,
+            link,
+            start_step=min(life.inner_steps - life.num_steps for life in lives.values()),
+        ),
+        resumed_after=tuple(sorted(resumed)),
+        max_nats_per_byte=config.evaluation.max_nats_per_byte,
+        arrival=_arrival_summary(config.total_tokens, events)
+        if config.outer.is_on_arrival
+        else None,
+        text=text_summary(config, events),
+        away=tuple(away),
+        alarms=_alarm_texts(alarms),
+    )
+
+
+def _alarm_texts(alarms: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Say each alarm once, with its newest text and how often it began to hold."""
+    about = [(a["reporter"], a["kind"], a["island"], a["fragment_id"]) for a in alarms]
+    newest = dict(zip(about, alarms, strict=True))
+    texts = []
+    for key, alarm in newest.items():
+        island = [f"island {alarm['island']}"] if alarm["island"] else []
+        fragment = [f"fragment {alarm['fragment_id']}"] if alarm["fragment_id"] >= 0 else []
+        times = f"{count} times, by {key[0]}" if (count := about.count(key)) > 1 else f"by {key[0]}"
+        texts.append(f"{', '.join([alarm['kind'], *island, *fragment])}: {alarm['text']} ({times})")
+    return tuple(texts)
+
+
+def _arrival_summary(
+    total_tokens: int, events: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> ArrivalSummary:
+    merges = [e for of in events.values() for e in of if e["kind"] == "fragment_merged"]
+    rounds = {
+        (e["fragment_id"], e["version"]): len(e["contributors"])
+        for e in merges
+        if not e["is_flush"]
+    }
+    return ArrivalSummary(len(rounds), sum(count == 1 for count in rounds.values()), total_tokens)
+
+
+def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """Read the effective events of all ranks: what later starts made anew or gave up is left out.
+
+    A line that a killed writer tore is left out too, with a warning.
+    """
+    paths = sorted(directory.glob("events-*.jsonl"))
+    read = [event for path in paths for event in event_lines(path)]
+    return {
+        name: effective([event for event in read if event.get("island") == name])
+        for name in islands
+    }
+
+
+def event_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of one file, as they are; a torn line is left out, with a warning."""
+    for number, line in enumerate(path.read_text(errors="replace").split("\n"), start=1):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            if line:
+                logger.warning("torn line skipped, path=%s line=%d", path, number)
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> IslandSummary:
+    return IslandSummary(
+        island=island,
+        shape=shape_text(config),
+        inner_steps=life.inner_steps,
+        num_steps=life.num_steps,
+        tokens=life.tokens,
+        local_nats_per_byte=life.nats_per_byte["local"],
+        published_nats_per_byte=life.nats_per_byte["published"] if life.digests else None,
+        utilisation=utilisation(
+            num_steps=life.num_steps,
+            undisturbed_step_s=life.undisturbed_step_s,
+            inner_s=life.inner_s,
+            wall_s=life.wall_s,
+        ),
+        goodput=life.inner_s / life.wall_s,
+        overwritten_steps=life.overwritten_steps,
+        blocked_s=life.blocked_s,
+        wall_s=life.wall_s,
+        undisturbed_step_s=life.undisturbed_step_s,
+        bytes_up=life.bytes_up,
+        bytes_down=life.bytes_down,
+        digests=life.digests,
+        num_starts=life.num_starts,
+        num_returns=life.num_returns,
+        lost_steps=life.lost_steps,
+        dropped_tokens=life.dropped_tokens,
+        left_tokens=life.left_tokens,
+        tflops_per_s=life.tflops_per_s,
+        mfu=life.mfu,
+        memory_bytes=life.memory_bytes,
+    )
+
+
+def _fragment_summary(
+    store: FragmentStore, plan: Plan, rules: PublicationRules, retained_versions: int
+) -> FragmentSummary:
+    """Make the last versions again (`diloco.versions.replay`)."""
+    recovered = store.recover()
+    assert recovered is not None, "a finished run has a durable version of every fragment"
+    last = recovered.record
+    replay = FragmentReplay(store.store_dir, plan, last.fragment_id, unnamed=rules)
+    replayed = list(replay.run(max(1, last.version - retained_versions + 1)))
+    made = [each for each in replayed if each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)]
+    wrong = [each for each in replayed if each.is_wrong]
+    return FragmentSummary(
+        fragment_id=last.fragment_id,
+        version=last.version,
+        digest=last.digest.hex(),
+        contributors=tuple(c.island for c in last.contributors),
+        recomputed_versions=tuple(each.version for each in reversed(made)),
+        is_bit_equal=not wrong if made or wrong else None,
+        problem="; ".join(f"version {each.version}: {each.detail}" for each in wrong),
+        merged_tokens=last.merged_tokens,
+    )
+
+
+def _alternatives(
+    plan: Plan, schedule: Schedule, link: LinkProfile | None, start_step: int
+) -> tuple[Alternative, ...]:
+    fragments = diloco_traffic(
+        plan, schedule, uplink_codec="float32", downlink_codec="float32", start_step=start_step
+    )
+    data_parallel = data_parallel_traffic(plan, schedule.inner_steps - start_step)
+    return (
+        _alternative("float32 fragments on the same schedule", fragments, link),
+        _alternative("data parallel at every inner step", data_parallel, link),
+    )
+
+
+def _alternative(name: str, traffic: Traffic, link: LinkProfile | None) -> Alternative:
+    return Alternative(
+        name,
+        traffic.bytes_up,
+        traffic.bytes_down,
+        None if link is None else traffic.transfer_s(link),
+    )

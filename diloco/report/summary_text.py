@@ -1,0 +1,138 @@
+"""The words of a summary's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.config.island import IslandConfig
+from diloco.report.summary_parts import (
+    WORTH_SAYING,
+    Alternative,
+    ArrivalSummary,
+    FragmentSummary,
+    IslandSummary,
+)
+from diloco.transport.shaping.link import LinkProfile
+from diloco.transport.units import format_bandwidth, format_bytes, format_duration
+
+#: An island is called slower than another when its undisturbed step takes this many times as long.
+_SLOWER = 1.1
+
+
+def island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str]:
+    """Say what one island did."""
+    last = " of the last start" if i.num_starts > 1 else ""
+    published = (
+        "it left before the end with"
+        if i.published_nats_per_byte is None
+        else f"held-out loss of the published parameters {i.published_nats_per_byte:.4f} nats a "
+        f"byte, of its own before the flush"
+    )
+    lines = [
+        f"  {i.island} ({i.shape}): {i.num_steps} inner steps, {i.tokens:,} tokens in "
+        f"{format_duration(i.wall_s)}, evaluations not counted; {published} "
+        f"{i.local_nats_per_byte:.4f}.",
+        f"    utilisation {i.utilisation:.1%} (undisturbed step "
+        f"{format_duration(i.undisturbed_step_s)}), not blocked {1 - i.blocked_s / i.wall_s:.1%}, "
+        f"goodput {i.goodput:.1%}, blocked {i.blocked_s:.2f} s, overwritten steps{last} "
+        f"{i.overwritten_steps:.1f}; moved {format_bytes(i.bytes_up)} up, "
+        f"{format_bytes(i.bytes_down)} down.",
+    ]
+    if i.tflops_per_s:
+        mfu = f", MFU {i.mfu:.1%}" if i.mfu else ""
+        lines.append(
+            f"    Computed {i.tflops_per_s:.3g} TFLOP/s a rank in inner steps{mfu}; a rank took at "
+            f"most {format_bytes(i.memory_bytes)} of its host's memory."
+        )
+    if i.is_shared:
+        lines.append(
+            "    Utilisation is at most that: its steps beside exchanges were as fast as those "
+            "without, so something else ran on its cores."
+        )
+    if i.num_returns:
+        times = "once" if i.num_returns == 1 else f"{i.num_returns} times"
+        lines.append(f"    Returned {times}: {i.lost_steps} inner steps were lost.")
+    if (waited := _wait_text(i, islands)) is not None:
+        lines.append(f"    {waited}")
+    return lines
+
+
+def arrival_text(
+    arrival: ArrivalSummary,
+    islands: Sequence[IslandSummary],
+    fragments: Sequence[FragmentSummary],
+) -> str:
+    """Say what a run came to in which nobody waited."""
+    trained = sum(island.tokens for island in islands)
+    dropped = sum(island.dropped_tokens for island in islands)
+    merged = [fragment.merged_tokens for fragment in fragments]
+    solo = arrival.num_solo / arrival.num_rounds if arrival.num_rounds else 0.0
+    over = trained / arrival.total_tokens - 1
+    return (
+        f"Nobody waited: {arrival.total_tokens:,} merged tokens end the run; {trained:,} were "
+        f"trained ({over:+.1%} of the plan), {min(merged):,} to {max(merged):,} merged a "
+        f"fragment, {dropped:,.0f} ({dropped / trained:.1%}) dropped, as rounds did not wait for "
+        f"them. {arrival.num_solo} of {arrival.num_rounds} rounds ({solo:.1%}) counted one island "
+        f"only."
+    )
+
+
+def recomputed_text(fragments: Sequence[FragmentSummary]) -> str:
+    """Say what recomputing came to, without praise for what was not done."""
+    if problems := [f"fragment {f.fragment_id} {f.problem}" for f in fragments if f.problem]:
+        return f"NOT EQUAL, {'; '.join(problems)}"
+    num_done = sum(len(fragment.recomputed_versions) for fragment in fragments)
+    if not num_done:
+        return "there are none"
+    untouched = [str(f.fragment_id) for f in fragments if f.is_bit_equal is None]
+    none_of = f" (none of fragment {', '.join(untouched)})" if untouched else ""
+    return f"{num_done} bit-equal{none_of}"
+
+
+def alternative_text(alternative: Alternative, islands: Sequence[IslandSummary]) -> str:
+    """Say what another way of training would have moved."""
+    moved = max(island.bytes_up + island.bytes_down for island in islands)
+    total = alternative.bytes_up + alternative.bytes_down
+    text = (
+        f"{alternative.name.capitalize()} would have moved {format_bytes(alternative.bytes_up)} up "
+        f"and {format_bytes(alternative.bytes_down)} down an island, {total / moved:.1f} times as "
+        f"much"
+    )
+    if alternative.transfer_s is None:
+        return text + "."
+    return text + f": {format_duration(alternative.transfer_s)} of transfers on this link."
+
+
+def _wait_text(island: IslandSummary, islands: Sequence[IslandSummary]) -> str | None:
+    """Name the slowest island if waiting for it explains most of what this one was blocked.
+
+    All islands make the same number of inner steps, so a faster one waits about
+    num_steps * (slowest undisturbed step - its own); what goes beyond is the link's.
+    """
+    slowest = max(islands, key=lambda other: other.undisturbed_step_s)
+    times = slowest.undisturbed_step_s / island.undisturbed_step_s
+    ahead_s = island.num_steps * (slowest.undisturbed_step_s - island.undisturbed_step_s)
+    is_blocked = island.blocked_s >= WORTH_SAYING * island.wall_s
+    if times < _SLOWER or ahead_s < island.blocked_s / 2 or not is_blocked:
+        return None
+    return (
+        f"Utilisation is lost by waiting: it mostly waited for {slowest.island}, whose inner step "
+        f"takes {times:.1f} times as long."
+    )
+
+
+def shape_text(config: IslandConfig) -> str:
+    """Say of what ranks an island is."""
+    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+    return ", ".join(filter(None, [ranks, config.mesh.shape_text]))
+
+
+def link_text(link: LinkProfile | None) -> str:
+    """Say what the link between the islands is."""
+    if link is None:
+        return "as it is"
+    return (
+        f"{link.name} ({format_bandwidth(link.up.bandwidth_bps)} up, "
+        f"{format_bandwidth(link.down.bandwidth_bps)} down, "
+        f"{format_duration(link.up.delay_s + link.down.delay_s)} round trip)"
+    )

@@ -1,1 +1,0 @@
-"""Rounds of fragments: pure machine, durable store, syncer process."""

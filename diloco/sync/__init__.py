@@ -1,1 +1,0 @@
-"""An island's side of the rounds: lanes, exchange, public session."""

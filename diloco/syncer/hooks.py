@@ -1,0 +1,49 @@
+"""What the service of a fragment needs of the syncer around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.protocol.rounds.terms import Lost
+from diloco.protocol.rounds.timing import Downtime
+from diloco.syncer.room import Room
+from diloco.syncer.spool import Spool
+from diloco.syncer.worker import Workers
+from diloco.telemetry.events import Event
+from diloco.telemetry.syncer_meter import SyncerMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a fragment's service needs of its syncer; no hook may block.
+
+    Args:
+        workers: Do the work on tensors and files.
+        merging: Bounds how many fragments merge at once, or do other work of that size.
+        spawn: Runs a piece of work beside the handlers; its failure ends the process.
+        on_record: Hears the header of every durable record, also of those found at the start.
+        on_change: Hears of every change of state.
+        on_lost: Hears that the run cannot go on.
+        on_event: Hears what happens to rounds.
+        room: Has work done again while the disk is full.
+        meter: Counts what is done, for metrics.
+        spool: Keeps what arrived until its round closes.
+        unix_clock: Wall clock in seconds, by which a later start knows how long ago a round closed.
+        downtime: What this start finds overdue.
+    """
+
+    workers: Workers
+    merging: asyncio.Semaphore
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    on_record: Callable[[Mapping[str, Any]], None]
+    on_change: Callable[[], None]
+    on_lost: Callable[[Lost], None]
+    on_event: Callable[[Event], None]
+    room: Room
+    meter: SyncerMeter
+    spool: Spool
+    unix_clock: Callable[[], float]
+    downtime: Downtime

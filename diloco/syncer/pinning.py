@@ -1,0 +1,152 @@
+"""What a syncer keeps for run checkpoints: versions that islands name, or the newest for a cut.
+
+Files are those of `pins`. Whether a checkpoint is complete, the coordinator says.
+
+Source: PROTOCOL.md, "Run checkpoints and pins".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from diloco.durable import DiskFull
+from diloco.syncer.attendance import Attendance
+from diloco.syncer.service import FragmentService
+from diloco.syncer.worker import Worker
+from diloco.versions.pins import forget_pins, pinned_version
+from diloco.versions.store import FragmentStore, PinRefused
+
+logger = logging.getLogger(__name__)
+
+
+class Pinning:
+    """Pins of one syncer, for all its fragments; on its event loop.
+
+    `pinned_cut` is the cut for which a version of every fragment is kept; 0: none since the start.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[FragmentStore],
+        services: Mapping[int, FragmentService],
+        attendance: Attendance,
+        worker: Worker,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        on_change: Callable[[], None],
+        on_full: Callable[[], None],
+    ) -> None:
+        """Assign only.
+
+        Args:
+            stores: Of the fragments.
+            services: Of the same, by fragment id.
+            attendance: Has the rules of now.
+            worker: Writes.
+            spawn: Runs a piece of work beside the handlers; its failure ends the process.
+            on_change: Hears when a cut is kept.
+            on_full: Hears when one finds no room on the disk.
+        """
+        self._stores = {store.fragment.fragment_id: store for store in stores}
+        self._services = services
+        self._attendance = attendance
+        self._worker = worker
+        self._spawn = spawn
+        self._on_change = on_change
+        self._on_full = on_full
+        self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
+        self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
+        self._has_warned = False
+        self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
+
+    async def pin(self, island: str, step: int, versions: Mapping[int, int]) -> None:
+        """Keep versions, by fragment id, for the run checkpoint of an inner step.
+
+        Durable when it ends.
+
+        Raises:
+            DiskFull: If there is no room for them.
+            PinRefused: If others are kept for this step, or one is not here.
+        """
+
+        def pin() -> None:
+            for p, version in versions.items():
+                self._stores[p].pin(step, version)
+
+        await self._worker.run(pin)
+        self._last_pin[island] = step
+
+    # -- cuts ------------------------------------------------------------------------------------
+
+    def keep_cut(self, number: int, versions: Sequence[int]) -> None:
+        """Keep the newest version of every fragment for a cut; done when `pinned_cut` says so.
+
+        Does not block, and may be repeated.
+
+        Args:
+            number: Of the cut.
+            versions: Newest that an island's part of it holds, by fragment id: none older is kept.
+        """
+        if number not in (self.pinned_cut, self._pinning_cut):
+            self._pinning_cut = number
+            self._spawn(self._keep_cut(number, dict(enumerate(versions))))
+
+    async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
+        newest = {p: service.rounds.version for p, service in self._services.items()}
+        if damaged := [p for p, service in self._services.items() if service.damage.text]:
+            if number != self._delayed_cut:
+                logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
+            self._delayed_cut, self._pinning_cut = number, 0  # the coordinator asks again
+            return
+        if behind := [p for p, version in newest.items() if version < least.get(p, 0)]:
+            logger.error("cut %d not kept, versions lost of fragments %s", number, behind)
+            self._pinning_cut = 0  # the coordinator sees it, and asks for less or for another one
+            return  # polls tell the islands so
+
+        def pin() -> None:
+            for p, version in newest.items():
+                store = self._stores[p]
+                pinned = pinned_version(store.store_dir, number, p)
+                if pinned is None or pinned < least.get(p, 0):
+                    store.pin(number, version)
+
+        try:
+            await self._worker.run(pin)
+        except (DiskFull, PinRefused) as error:
+            if isinstance(error, DiskFull):
+                self._on_full()
+            logger.warning("cut %d is kept later: %s", number, error)
+            self._pinning_cut = 0  # the coordinator asks again
+            return
+        self.pinned_cut = number
+        self._on_change()
+
+    # -- what is kept no longer ------------------------------------------------------------------
+
+    def keep_checkpoints(self, steps: Sequence[int]) -> None:
+        """Take note of the run checkpoints that are complete: pins that are not needed go."""
+        heard = tuple(steps), dict(self._last_pin)
+        if heard != self._complete:  # most reports bring nothing new
+            self._complete = heard
+            self._spawn(self._forget(tuple(steps)))
+
+    async def _forget(self, complete: tuple[int, ...]) -> None:
+        store_dir = next(iter(self._stores.values())).store_dir
+        num_unsure = self._attendance.rules.num_unsure_pins
+        dropped = await self._worker.run(
+            lambda: forget_pins(store_dir, complete=complete, num_unsure=num_unsure)
+        )
+        if not dropped or self._has_warned:
+            return
+        self._has_warned = True
+        islands = self._attendance.rules.islands
+        absent = [i for i in islands if self._last_pin.get(i, -1) < dropped[-1]]
+        why = (
+            f"islands that did not ask for them: {', '.join(absent)}"
+            if absent
+            else "every island asked for them, and one does not report that it has its part: look "
+            "for checkpoint_failed in the islands' events"
+        )
+        logger.warning("checkpoints never complete, pins removed, steps=%s: %s", dropped, why)

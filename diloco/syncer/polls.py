@@ -1,0 +1,200 @@
+"""Polls of carriers at their syncer: each is held back until there is news for it.
+
+Source: PROTOCOL.md, "One fragment, one round" and "Outcomes".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from diloco.loop_clock import loop_now
+from diloco.protocol.rounds.messages import MOST_UPLOADS, keys_of, outcome_message
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.protocol.rounds.timing import StepTimes
+from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import Grant
+from diloco.syncer.attendance import NOT_CURRENT, Attendance
+from diloco.syncer.service import FragmentService
+from diloco.syncer.spool import Spool
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.errors import FrameError
+
+_MAX_POLL_S = 60.0
+#: An island that cannot say yet how long its steps take is answered soon, so that it can: where
+#: times are measured nothing opens before.
+UNTIMED_POLL_S = 1.0
+
+
+class Polls:
+    """Answers the polls of all islands; `wake` has each that waits look for news."""
+
+    def __init__(
+        self,
+        services: Mapping[int, FragmentService],
+        attendance: Attendance,
+        steps: StepTimes,
+        spool: Spool,
+        *,
+        syncer_epoch: int,
+        wants_initial: Callable[[FragmentService, str], bool],
+        fatal: Callable[[], wire.Fatal | None],
+    ) -> None:
+        """Assign only.
+
+        Args:
+            services: Of the syncer's fragments, by fragment id.
+            attendance: Has the rules of now, and knows which starts count.
+            steps: Hears how long inner steps take.
+            spool: Says whether what is due has room.
+            syncer_epoch: Of the syncer's start.
+            wants_initial: Whether an island, by name, is to give a fragment's first parameters.
+            fatal: Gives why the run cannot go on; None: it can.
+        """
+        self._services = services
+        self._attendance = attendance
+        self._steps = steps
+        self._spool = spool
+        self._epoch = syncer_epoch
+        self._wants_initial = wants_initial
+        self._fatal = fatal
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Have all polls look; whoever waits holds the event that is set here."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def poll(self, call: IncomingCall) -> Reply:
+        """Answer once there is something that the caller does not know, or its time is over."""
+        request = wire.PollRequest.FromString(call.header)
+        if not await self._attendance.accept(request.grant, request.protocol_version):
+            return Reply.of(self._fenced(NOT_CURRENT))
+        keys = keys_of(request.outstanding, len(self._services))
+        if len(request.known) > len(self._services):
+            raise FrameError(
+                f"{len(request.known)} fragments are known to the caller; there are "
+                f"{len(self._services)}"
+            )
+        for known in request.known:
+            if (service := self._services.get(known.fragment_id)) is not None:
+                service.island_knows(request.grant.island, known)
+        self._note_step(request)
+        most_s, rules = _MAX_POLL_S, self._attendance.rules
+        if rules.timing is not None:
+            # A poll is also a sign of life: one that is not answered for a lease would be none.
+            most_s = min(most_s, rules.lease_s / 2)
+            most_s = most_s if request.step_s > 0 else min(most_s, UNTIMED_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
+                while not is_news(
+                    request,
+                    # Of a thousand islands most of an answer is lists, and as many polls look.
+                    self._answer(request, keys, has_lists=False),
+                    self._contributed(request.grant),
+                ):
+                    await self._changed.wait()
+        reply = self._answer(request, keys)
+        reply.asks_first = self._spool.is_full or not self._spool.lets_in(self._due_bytes())
+        return Reply.of(reply)
+
+    def _due_bytes(self) -> int:
+        """What may be sent at once: contributions to open rounds, and lanes of a first model.
+
+        Of those a rank sends some at once; where the founder has more ranks than one, they may
+        have to be told `NotYet` first.
+        """
+        services = self._services.values()
+        initial = [size for service in services for size in service.initial_bytes]
+        return sum(s.due_bytes for s in services) + sum(heapq.nlargest(MOST_UPLOADS, initial))
+
+    def _note_step(self, request: wire.PollRequest) -> None:
+        if self._attendance.rules.timing is not None and request.step_s > 0:
+            self._steps.stepped(request.grant.island, request.step_s)
+            for service in self._services.values():
+                service.stepped()
+
+    def _answer(
+        self, request: wire.PollRequest, keys: Sequence[RoundKey], *, has_lists: bool = True
+    ) -> wire.PollReply:
+        grant, timeline = request.grant, self._attendance.rules.timeline
+        if not self._attendance.is_current(grant):
+            return self._fenced(f"a newer start of island {grant.island!r} has joined")
+        reply = wire.PollReply(
+            syncer_epoch=self._epoch,
+            fragments=[
+                service.state(
+                    wants_initial=self._wants_initial(service, grant.island), has_lists=has_lists
+                )
+                for service in self._services.values()
+            ],
+            fatal=self._fatal(),
+        )
+        if request.sent_by:
+            self._tell_counted(reply, grant.island, request.sent_by)
+        for key in keys:
+            service = self._services.get(key.fragment_id)
+            sender = grant.incarnation if key.timeline == timeline else request.sent_by
+            outcome = service and service.rounds.outcome(key, grant.island, sender)
+            if outcome:
+                reply.outcomes.append(outcome_message(outcome))
+        for state in reply.fragments:
+            damage = self._services[state.fragment_id].damage
+            state.asked, state.wanted_version = damage.wanted_of(grant.island, loop_now())
+        return reply
+
+    def _contributed(self, grant: Grant) -> list[int]:
+        """Name the fragments whose attempts have all of the contribution of a start."""
+        return [
+            p
+            for p, service in self._services.items()
+            if service.rounds.has_whole(grant.island, grant.incarnation)
+        ]
+
+    def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
+        """Tell a start that resumes what of the start before it counts."""
+        for state in reply.fragments:
+            rounds = self._services[state.fragment_id].rounds
+            if (counted := rounds.newest_counted(island, incarnation)) is not None:
+                state.counted_version = counted.version + 1
+                state.counted_attempt = counted.attempt
+
+    def _fenced(self, message: str) -> wire.PollReply:
+        return wire.PollReply(syncer_epoch=self._epoch, is_fenced=True, message=message)
+
+
+def is_news(
+    request: wire.PollRequest, reply: wire.PollReply, contributed: Collection[int] = ()
+) -> bool:
+    """Whether a reply tells a carrier something that it does not know.
+
+    That the round of its own contribution has closed does not: it waits for the version. An answer
+    then would have its next poll under way when that is published, a round trip later. A poll is
+    mostly older than the contribution, so it is not the request that says what there is of one.
+
+    Args:
+        request: What the carrier knows.
+        reply: What there is now.
+        contributed: Ids of the fragments whose attempts have all of the caller's contribution.
+    """
+    if request.known_epoch != reply.syncer_epoch or reply.is_fenced or reply.outcomes:
+        return True
+    if reply.HasField("fatal"):
+        return True
+    known = {state.fragment_id: state for state in request.known}
+    for state in reply.fragments:
+        before = known.get(state.fragment_id)
+        if before is None:
+            return True
+        is_open = state.is_open or (state.fragment_id in contributed and before.is_open)
+        if _what_changes(state, is_open) != _what_changes(before, before.is_open):
+            return True
+    return False
+
+
+def _what_changes(state: wire.FragmentState, is_open: bool) -> tuple[bool | int, ...]:
+    if state.is_damaged:
+        return True, state.asked
+    return state.is_founded, state.version, state.attempt, is_open, state.wants_initial

@@ -1,0 +1,364 @@
+"""What a syncer tells its coordinator: where it is, how its fragments stand, what became durable.
+
+The coordinator's index of rounds is fed from here and never consulted to decide one, so nothing in
+this module may hold a round up: events only leave a mark, one task does the telling, and a
+coordinator that is away is tried again for ever. Every record header is told in order until it is
+acknowledged, one that is too large for a message without what makes it so; states are told as they
+are when their turn comes, however often they changed. The answers bring the coordinator's orders.
+
+Source: PROTOCOL.md, "Audit log" and "Coordinator away".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
+
+from diloco.loop_clock import loop_now
+from diloco.peer_texts import bounded_text
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.run.alarms import Alarms, alarm_message
+from diloco.protos.control_pb2 import (
+    Expiry,
+    FragmentStatus,
+    Grant,
+    RefusalCount,
+    RoundReport,
+    RoundReportReply,
+    SyncerHelloReply,
+    SyncerHelloRequest,
+)
+from diloco.protos.fragment_pb2 import FragmentState
+from diloco.telemetry.round_events import RoundExpired
+from diloco.transport.contracts import PROTOCOL_VERSION, Reply, Transport
+from diloco.transport.errors import TransportError
+from diloco.transport.framing import MAX_HEADER_BYTES
+
+logger = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S = 2.0
+
+#: Told to a coordinator that was away; the attempt in a record's header counts the others too.
+_MOST_EXPIRIES = 1000
+_SPACING_S = 0.1
+_RETRY_WAIT_S = 0.25
+_DEADLINE_S = 5.0
+#: Of a record's header in a report, which says other things, too.
+_MOST_HEADER_BYTES = MAX_HEADER_BYTES * 3 // 4
+
+
+class Rounds(Protocol):
+    """What is told of a syncer."""
+
+    @property
+    def states(self) -> Sequence[FragmentState]:
+        """Public state of every fragment."""
+
+    @property
+    def refusals(self) -> Sequence[RefusalCount]:
+        """What was refused since the start, by island and cause."""
+
+    @property
+    def pinned_cut(self) -> int:
+        """Cut for which a version of every fragment is kept; 0: none since the start."""
+
+    def phase(self, fragment_id: int) -> str:
+        """Phase of a fragment's current round, in words."""
+
+    def rounds_of(self, fragment_id: int) -> tuple[int, int]:
+        """Rounds of a fragment published since the start, and those that count one island."""
+
+    def damage(self, fragment_id: int) -> str:
+        """Why a fragment is not served, and what to type; empty: it is served."""
+
+    def lost(self, fragment_id: int) -> FragmentStatus:
+        """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
+
+    def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
+        """Hear how many versions of each fragment the coordinator knows; must not block.
+
+        `digests` are those of the newest of them, in hex.
+        """
+
+    def repair(self, fragment_id: int, island: str, record_json: str) -> None:
+        """Take what a damaged fragment has lost from islands; must not block.
+
+        First from the one that is named, if any is. Repeated with every report until it is not
+        damaged any more.
+        """
+
+    def keep_cut(self, number: int, versions: Sequence[int]) -> None:
+        """Keep the newest version of every fragment for a cut; must not block.
+
+        Repeated with every report until `pinned_cut` says that it is done; `versions` are those
+        that an island's part of it has, at most.
+        """
+
+    def keep_checkpoints(self, steps: Sequence[int]) -> None:
+        """Take note of the run checkpoints that are complete, ascending; must not block.
+
+        Repeated with every report, and while the coordinator is away: what is kept is bounded.
+        """
+
+    def heard_of(self, orders: Orders) -> None:
+        """Take the coordinator's orders, as they are with every report; must not block."""
+
+
+class Reporter:
+    """Tells one coordinator about one start of a syncer.
+
+    `add_record`, `changed` and `fail` return at once; `run` does the telling. `alarms` that hold
+    are told with every report; `num_answers` counts what the coordinator has answered.
+    """
+
+    def __init__(
+        self,
+        *,
+        connect: Callable[[], Transport],
+        grant: Grant,
+        syncer_epoch: int,
+        pid: int,
+        syncer_id: int = 0,
+    ) -> None:
+        """Assign only.
+
+        Args:
+            connect: Opens a way to the coordinator of now; called again after every failure. It
+                may raise a TransportError when none is known.
+            grant: The syncer's own.
+            syncer_epoch: Of this start.
+            pid: Of this process.
+            syncer_id: Which of the run's syncers.
+        """
+        self._connect = connect
+        self._grant = grant
+        self._epoch = syncer_epoch
+        self._pid = pid
+        self._syncer_id = syncer_id
+        self._transport: Transport | None = None
+        self._is_away = False
+        self.num_answers = 0
+        self._records: deque[Mapping[str, Any]] = deque()
+        self._expiries: deque[RoundExpired] = deque(maxlen=_MOST_EXPIRIES)
+        self._indexed: dict[int, int] = {}
+        self._published_at: dict[int, float] = {}
+        self._complete: Sequence[int] | None = None
+        self._fatal: tuple[str, int] = ("", 0)
+        self.alarms = Alarms()
+        self._news = asyncio.Event()
+        self._told = asyncio.Event()
+
+    def add_record(self, header: Mapping[str, Any]) -> None:
+        """Take note of a durable record, by its header (JSON values; `fragment_id` is read)."""
+        self._published_at[header["fragment_id"]] = loop_now()
+        self._records.append(header)
+        self.changed()
+
+    def add_expiry(self, expired: RoundExpired) -> None:
+        """Take note that an attempt came to nothing, durably."""
+        self._expiries.append(expired)
+        self.changed()
+
+    def is_indexed(self, fragment_id: int, version: int) -> bool:
+        """Whether the coordinator has acknowledged this version, or a later one; any thread."""
+        return version <= self._indexed.get(fragment_id, -1)
+
+    def changed(self) -> None:
+        """Take note that a fragment's state is not what was last told."""
+        self._told.clear()
+        self._news.set()
+
+    def fail(self, reason: str, exit_code: int) -> None:
+        """Take note that the run cannot go on; told with every report from now on."""
+        self._fatal = (reason, exit_code)
+        self.changed()
+
+    async def learn_plan(self) -> SyncerHelloReply:
+        """Ask for the run's plan, and this syncer's part of it, until an island has joined."""
+        while True:
+            try:
+                reply = await self._hello("")
+            except TransportError as error:
+                await self._lose(error)
+            else:
+                if reply.plan_json:
+                    return reply
+            await asyncio.sleep(_RETRY_WAIT_S)
+
+    async def run(self, rounds: Rounds, address: str) -> None:
+        """Tell what is new at once, and everything every 2 s, until cancelled.
+
+        Args:
+            rounds: Asked for its states whenever they are told.
+            address: ``host:port`` at which islands reach the syncer.
+        """
+        while True:
+            self._news.clear()  # what changes from here on is told next time
+            try:
+                await self._tell(rounds, address)
+            except TransportError as error:
+                await self._lose(error)
+                if self._complete is not None:  # nothing becomes complete while nobody hears of it
+                    rounds.keep_checkpoints(self._complete)
+                await asyncio.sleep(_RETRY_WAIT_S)
+                continue
+            if not self._news.is_set():
+                self._told.set()
+            try:
+                await asyncio.wait_for(self._news.wait(), HELLO_INTERVAL_S)
+            except TimeoutError:
+                continue
+            await asyncio.sleep(_SPACING_S)  # a burst becomes one report
+
+    async def drain(self, within_s: float) -> bool:
+        """Wait until everything was told while `run` goes on; false if that took too long."""
+        try:
+            await asyncio.wait_for(self._told.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Release the connection; call it when `run` was cancelled."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
+
+    async def _hello(self, address: str) -> SyncerHelloReply:
+        request = SyncerHelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            syncer_id=self._syncer_id,
+            address=address,
+            syncer_epoch=self._epoch,
+            pid=self._pid,
+        )
+        reply = await self._call("control.syncer_hello", request)
+        return SyncerHelloReply.FromString(reply.header)
+
+    async def _tell(self, rounds: Rounds, address: str) -> None:
+        hello = await self._hello(address)
+        rounds.indexed(*indexed_of(hello))
+        while self._expiries:
+            expired = self._expiries[0]
+            await self._report(rounds, "", _expiry(expired))
+            if self._expiries and self._expiries[0] is expired:  # or it went, for want of room
+                self._expiries.popleft()
+        while self._records:
+            header = self._records[0]
+            await self._report(rounds, _told_of(header))
+            self._records.popleft()
+            self._indexed[header["fragment_id"]] = header["version"]
+        reply = await self._report(rounds, "")
+        self._complete = reply.checkpoint_steps
+        rounds.keep_checkpoints(self._complete)
+        rounds.heard_of(Orders.of(reply))
+        for each in reply.repairs:
+            rounds.repair(each.fragment_id, each.island, each.record_json)
+        if reply.cut:
+            rounds.keep_cut(reply.cut, reply.cut_versions)
+
+    async def _report(
+        self, rounds: Rounds, record_json: str, expiry: Expiry | None = None
+    ) -> RoundReportReply:
+        """Report once; returns what the coordinator says."""
+        reason, exit_code = self._fatal
+        report = RoundReport(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grant,
+            syncer_id=self._syncer_id,
+            syncer_epoch=self._epoch,
+            fragments=[self._status(rounds, state) for state in rounds.states],
+            record_json=record_json,
+            expiry=expiry,
+            fatal_reason=reason,
+            fatal_exit_code=exit_code,
+            refusals=rounds.refusals,
+            alarms=map(alarm_message, self.alarms.holding(loop_now())),
+            pinned_cut=rounds.pinned_cut,
+        )
+        reply = await self._call("control.round_report", report)
+        return RoundReportReply.FromString(reply.header)
+
+    def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
+        now = loop_now()
+        num_rounds, num_solo = rounds.rounds_of(state.fragment_id)
+        status = FragmentStatus(
+            fragment_id=state.fragment_id,
+            version=state.version,
+            attempt=state.attempt,
+            digest=state.digest.hex(),
+            contributors=state.contributors,
+            age_s=now - self._published_at.get(state.fragment_id, now),
+            phase=rounds.phase(state.fragment_id),
+            merged_tokens=state.merged_tokens,
+            rounds=num_rounds,
+            solo_rounds=num_solo,
+            damage=bounded_text(rounds.damage(state.fragment_id)),
+        )
+        status.MergeFrom(rounds.lost(state.fragment_id))
+        return status
+
+    async def _call(self, method: str, request: Message) -> Reply:
+        if self._transport is None:
+            self._transport = self._connect()
+        reply = await self._transport.call(
+            method, request.SerializeToString(), deadline_s=_DEADLINE_S
+        )
+        self.num_answers += 1
+        if self._is_away:
+            logger.info("coordinator answers again, peer=%s", self._transport.peer)
+            self._is_away = False
+        return reply
+
+    async def _lose(self, error: TransportError) -> None:
+        """Drop a connection that failed; the first failure in a row is worth a word."""
+        if not self._is_away:
+            logger.warning("coordinator does not answer, trying on: %s", error)
+            self._is_away = True
+        await self.close()
+
+
+def indexed_of(hello: SyncerHelloReply) -> tuple[dict[int, int], dict[int, str]]:
+    """Read by fragment how many versions are indexed, and the digest of the newest of them."""
+    return (
+        dict(zip(hello.fragment_ids, hello.num_indexed, strict=False)),
+        dict(zip(hello.fragment_ids, hello.indexed_digests, strict=False)),
+    )
+
+
+def _expiry(expired: RoundExpired) -> Expiry:
+    return Expiry(
+        fragment_id=expired.fragment_id,
+        version=expired.version,
+        attempt=expired.attempt,
+        missing=expired.missing,
+        reason=expired.reason,
+    )
+
+
+def _told_of(header: Mapping[str, Any]) -> str:
+    """Return what is told of a record: its header, or what of it has room in a message.
+
+    The record itself stays whole. Coefficients go first, they are for who recomputes a version;
+    then reasons, then whatever has an entry for each island: an index needs none of them.
+    """
+    text = json.dumps(header, sort_keys=True)
+    dropped: tuple[str, ...] = ()
+    for more in (("merge",), ("refused",), ("lane_digests", "contributors", "last_included")):
+        dropped += more
+        if len(text) <= _MOST_HEADER_BYTES:
+            break
+        logger.warning(
+            "a record's header is too large to be reported, fragment=%s version=%s bytes=%d: told "
+            "without %s",
+            header["fragment_id"], header["version"], len(text), ", ".join(dropped),
+        )  # fmt: skip
+        text = json.dumps({k: v for k, v in header.items() if k not in dropped}, sort_keys=True)
+    return text

@@ -1,0 +1,315 @@
+"""One fragment as islands see it: what they send is judged and kept, and what they may fetch.
+
+The event loop receives lanes; workers of their own verify and spool them, whatever is merged
+meanwhile.
+
+Source: PROTOCOL.md, "Contributions" and "Staging".
+"""
+
+from __future__ import annotations
+
+import logging
+
+from diloco.compression.lanes import lane_codec
+from diloco.durable import DiskFull
+from diloco.errors import PayloadRefused
+from diloco.loop_clock import loop_now
+from diloco.outer.fragments import Fragment
+from diloco.outer.guard import asks_trial
+from diloco.outer.units import Unit
+from diloco.protocol.rounds.terms import Admission, LaneArrival, RoundKey
+from diloco.protocol.rounds.timing import StepTimes
+from diloco.protos import fragment_pb2 as wire
+from diloco.refusals import Cause
+from diloco.syncer.arrivals import InitialLanes, LaneReader
+from diloco.syncer.attendance import Attendance
+from diloco.syncer.hooks import Hooks
+from diloco.syncer.payloads import fetch_lanes, insist_on_codec
+from diloco.syncer.room import WAITING_FOR_DISK
+from diloco.syncer.round_runner import RoundRunner
+from diloco.syncer.rules import FragmentRules
+from diloco.syncer.spool import SpooledLane
+from diloco.transport.contracts import Buffer, IncomingCall
+from diloco.transport.errors import NotYet
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import founding_record
+
+logger = logging.getLogger(__name__)
+
+
+class FragmentService(RoundRunner):
+    """Answers for one fragment, beside running its rounds."""
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        timeline: int,
+        rules: FragmentRules,
+        steps: StepTimes,
+        store: FragmentStore,
+        units: tuple[Unit, ...],
+        hooks: Hooks,
+    ) -> None:
+        """Assign only; as `RoundRunner`."""
+        super().__init__(fragment, timeline, rules, steps, store, units, hooks)
+        self._reader = LaneReader(fragment, hooks.spool, hooks.workers.checks)
+        self._initial = InitialLanes(fragment)
+        self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
+
+    # -- contributions -----------------------------------------------------------------------------
+
+    async def receive(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> Admission:
+        """Judge a lane by its header, read and verify it, count it; refuse a malformed one.
+
+        Raises:
+            NotYet: If it has to wait, for its turn or for room; the round waits for it.
+        """
+        admission = self.rounds.admit(lane)
+        if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
+            self._telemetry.refused(self.rounds, lane, admission)
+            return admission
+        spooled: SpooledLane | None = None
+        if admission is Admission.ACCEPTED:
+            try:
+                if problem := self.rounds.weight_problem(lane):
+                    raise PayloadRefused(Cause.WEIGHT, problem)
+                spooled = await self._read(lane, codec_name, call)
+            except PayloadRefused as error:
+                logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, error)
+                self._hooks.meter.refusal(lane.island, error.cause)
+                self.refuse(lane.key, lane.island, lane.incarnation, str(error))
+                return self.rounds.admit(lane)
+            except DiskFull as error:
+                self._hooks.room.refuse_lane(lane.key, error)
+                self._hooks.spool.found_full()
+                self._await_room_for(lane)
+                self._give_up(lane)
+                # Not `NOT_OPEN`, which would have the caller send all of it again at once.
+                raise NotYet(f"no room for {lane.key}, lane {lane.lane_id}: {error}") from error
+            except NotYet:
+                self._await_room_for(lane)
+                self._give_up(lane)
+                raise
+            except BaseException:
+                self._give_up(lane)
+                raise
+            if self.damage.text:
+                spooled.drop()
+                return Admission.NOT_OPEN
+        admission, instructions = self.rounds.lane_received(lane, loop_now())
+        self._telemetry.refused(self.rounds, lane, admission)
+        if spooled is not None and admission is Admission.ACCEPTED:
+            self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
+            self._hooks.meter.received(lane.key.fragment_id, lane.island, spooled.num_bytes)
+        elif spooled is not None:
+            spooled.drop()
+        self._perform(instructions)
+        return admission
+
+    def _await_room_for(self, lane: LaneArrival) -> None:
+        key, island = lane.key, lane.island
+        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, loop_now()))
+
+    def _give_up(self, lane: LaneArrival) -> None:
+        """Let the round go on without a lane: its deadline, if it has passed, ends it now."""
+        self._perform(self.rounds.lane_given_up(lane, loop_now()))
+
+    def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
+        """Take an island out of the attempt: it declined, or sent what cannot be counted."""
+        self._perform(self.rounds.refused(key, island, incarnation, reason, loop_now()))
+
+    async def _read(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> SpooledLane:
+        """Receive, verify and spool a lane.
+
+        Raises:
+            PayloadRefused: If it cannot be counted; says why.
+        """
+        insist_on_codec(codec_name, self._rules.publication.uplink_codec)
+        spool = self._hooks.spool
+        spool.insist_on_room(call.payload_bytes)
+        name = lane.key, lane.island, lane.incarnation, lane.lane_id
+        return await self._reader.read(
+            name,
+            codec_name,
+            lane.lane_id,
+            lane.digest,
+            call,
+            lambda p: spool.put(p, lane.digest),
+            lambda: self._arrived(lane),
+        )
+
+    def _arrived(self, lane: LaneArrival) -> None:
+        """Let the round wait for the verification of a lane that came in time."""
+        self.rounds.lane_arrived(lane, loop_now())
+        self._perform([])
+
+    @property
+    def due_bytes(self) -> int:
+        """What may be sent at once: a contribution of each member while the round is open."""
+        if not self.rounds.is_open:
+            return 0
+        codec = self._rules.publication.uplink_codec
+        if codec not in self._coded_bytes:
+            self._coded_bytes[codec] = sum(
+                lane_codec(codec, self._fragment, lane.lane_id).wire_bytes(lane.numel)
+                for lane in self._fragment.lanes
+            )
+        return len(self.rounds.members) * self._coded_bytes[codec]
+
+    # -- initial parameters ------------------------------------------------------------------------
+
+    async def take_initial(self, header: wire.UploadHeader, call: IncomingCall) -> str:
+        """Keep a lane of the initial parameters; the last one founds version 0.
+
+        Returns:
+            What is wrong with it; empty when it was taken, or version 0 is durable already.
+
+        Raises:
+            NotYet: If a later version was found to be lost meanwhile.
+        """
+        grant, island = header.grant, header.grant.island
+        try:
+            self._initial.insist_on(header.lane_id)
+            name = self._fragment.fragment_id, island, grant.incarnation, header.lane_id
+            payload = await self._reader.read(
+                name, "float32", header.lane_id, header.digest, call, lambda payload: payload
+            )
+        except PayloadRefused as error:
+            self._hooks.meter.refusal(island, error.cause)
+            return f"initial parameters refused: {error}"
+        async with self._founding:
+            self.insist_on_whole()
+            if self.record is not None:
+                return ""
+            if self.rounds.is_fenced(island, grant.incarnation):
+                return f"a newer start of island {island!r} has joined"
+            self._initial.take((island, grant.incarnation), header.lane_id, payload)
+            if self._initial.is_whole:
+                await self._found()
+        return ""
+
+    async def _found(self) -> None:
+        """Commit version 0: theta = published = the uploaded parameters, moments = 0."""
+        record = founding_record(
+            self._fragment,
+            self._initial.lanes,
+            self.rounds.timeline,
+            has_second_moment=self._rules.publication.optimizer.has_second_moment,
+            closed_unix_s=self._unix_s,
+        )
+        await self._long_worker.run(lambda: self._store.commit(record))
+        self._initial.lanes.clear()
+        if self.damage.text:  # it was durable by then, and nobody has heard of it
+            await self._worker.run(lambda: self._store.take_back(0))
+        self.insist_on_whole()
+        self._hold(record)
+        self._perform(self.rounds.founded(0, 0, {}, loop_now()))
+
+    @property
+    def initial_bytes(self) -> list[int]:
+        """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
+        is_founded = self.record is not None or self.damage.text
+        return [] if is_founded else self._initial.bytes_of_lanes
+
+    # -- a version that was lost -------------------------------------------------------------------
+
+    async def take_published(
+        self, header: wire.UploadHeader, call: IncomingCall, attendance: Attendance
+    ) -> str:
+        """Take a lane of the version that was lost; returns what is wrong with it.
+
+        The last one has it written, whether or not its caller is still there.
+        """
+        island = header.grant.island
+        try:
+            self.damage.insist_on(header)
+            name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
+            payload = await self._reader.read(
+                name, "float32", header.lane_id, header.digest, call, lambda payload: payload
+            )
+            self.damage.take(header, payload, loop_now())
+        except PayloadRefused as error:
+            if self._serves(header):
+                return ""  # it has come before, and the answer was lost
+            self._hooks.meter.refusal(island, error.cause)
+            self._hooks.on_change()  # another may have to be asked
+            return f"published parameters refused: {error}"
+        if self.damage.gift is not None:
+            self._hooks.spawn(self._finish_repair(attendance))
+        return ""
+
+    def _serves(self, header: wire.UploadHeader) -> bool:
+        """Whether a lane is one of the version that is served now."""
+        record, lane_id = self.record, header.lane_id
+        if self.damage.text or record is None or lane_id >= len(record.lane_digests):
+            return False
+        own = record.version, record.lane_digests[lane_id]
+        return own == (header.version, header.digest)
+
+    # -- what is published -------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """Phase of the current round, in words."""
+        if self.damage.text:
+            return "damaged"
+        if self._fragment.fragment_id in self._hooks.room.waiting:
+            return WAITING_FOR_DISK
+        return "ended" if self.rounds.is_over else str(self.rounds.phase)
+
+    def state(self, *, wants_initial: bool, has_lists: bool = True) -> wire.FragmentState:
+        """Return what islands and the coordinator see of this fragment, or all but lists of it."""
+        state = wire.FragmentState(
+            fragment_id=self._fragment.fragment_id,
+            version=self.rounds.version,
+            attempt=self.rounds.attempt,
+            is_open=self.rounds.is_open,
+            wants_initial=wants_initial,
+            is_damaged=bool(self.damage.text),
+        )
+        if self.rounds.is_open:
+            state.takes_flush = self.rounds.takes_flush
+            state.members.extend(self.rounds.members if has_lists else ())
+        if self.record is not None and self._is_readable(self.record.version):
+            state.version, state.is_founded = self.record.version, True
+            state.digest = self.record.digest
+            if has_lists:
+                state.lane_digests.extend(self.record.lane_digests)
+                state.contributors.extend(c.island for c in self.record.contributors)
+            state.payload_codec = self.record.payload_codec
+            state.sent_at_inner_step = self.record.sent_at_inner_step
+            state.is_flush = self.record.is_flush
+            state.merged_tokens = self.record.merged_tokens
+            state.asks_trial = asks_trial(self.record.guard)
+        return state
+
+    async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
+        """Return lanes of a published version, and the reply that goes before them."""
+        return await fetch_lanes(header, self.record, self._store, self._hooks.workers.reads)
+
+    def fetched(self, header: wire.FetchHeader, num_bytes: int) -> None:
+        """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
+        self._hooks.meter.sent(header.fragment_id, header.grant.island, num_bytes)
+        if header.version == self.rounds.version:
+            self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
+
+    def insist_on_whole(self) -> None:
+        """Have whoever calls call again until the fragment is served.
+
+        Raises:
+            NotYet: If it is damaged.
+        """
+        if self.damage.text:
+            raise NotYet(self.damage.text)
+
+    def insist_on_readable(self, version: int) -> None:
+        """Have whoever calls for a version call again until it can be read.
+
+        Raises:
+            NotYet: If the fragment is damaged, and this version may be what it has lost.
+        """
+        if not self._is_readable(version):
+            raise NotYet(self.damage.text)
+
+    def _is_readable(self, version: int) -> bool:
+        return not self.damage.text or version <= self.damage.readable

@@ -1,0 +1,1 @@
+"""The native trainer: one inner step of an island."""

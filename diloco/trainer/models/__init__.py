@@ -1,0 +1,1 @@
+"""Model families: the built-in decoder and the models of transformers."""

@@ -1,0 +1,78 @@
+"""Grouped-query attention, and the place where what spreads positions over ranks puts its own.
+
+Shape legend: B sequences, S positions, D width, N query heads, K key/value heads, E values of a
+head.
+
+Source: GQA (arXiv 2305.13245); norms of queries and keys: arXiv 2302.05442, as Qwen3 has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diloco.trainer.models.rope import apply_rope
+
+#: (queries [B, S, N, E], keys [B, S, K, E], values [B, S, K, E']) -> [B, S, N, E'].
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(q_BSNE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
+    """Attend from every position to itself and to those before it, with scale 1 / sqrt(E)."""
+    out_BNSE = F.scaled_dot_product_attention(
+        q_BSNE.transpose(1, 2),
+        k_BSKE.transpose(1, 2),
+        v_BSKE.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=True,
+    )
+    return out_BNSE.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; the number of heads here follows from the weights.
+
+    Attributes:
+        attend: Computes attention out of queries, keys and values; replaced by what spreads
+            positions over ranks.
+    """
+
+    attend: Attend
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float | None,
+    ) -> None:
+        """Create the four projections, and the norms of queries and keys unless eps is None."""
+        super().__init__()
+        self.head_dim = head_dim
+        self.attend = causal_attention
+        self.q = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.k = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.o = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend from every position to itself and to those before it."""
+        # A rank of a tensor-parallel island sees only its own heads, hence the -1.
+        q_BSNE = self.q(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.k(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKE = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSNE, k_BSKE = self.q_norm(q_BSNE), self.k_norm(k_BSKE)
+        out_BSNE = self.attend(apply_rope(q_BSNE, cos, sin), apply_rope(k_BSKE, cos, sin), v_BSKE)
+        out_BSD: Tensor = self.o(out_BSNE.flatten(2))
+        return out_BSD

@@ -1,0 +1,1 @@
+"""Inner optimizers and their learning rate."""

@@ -1,0 +1,1 @@
+"""Versions of a fragment: made, recorded, kept, pinned, made again."""

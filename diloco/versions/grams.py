@@ -1,0 +1,79 @@
+"""Inner products of the contributions to a round, by unit: what coefficients are made of.
+
+The syncer multiplies what it has spooled, a replay what a record holds, lane by lane and in the
+same order, so that on one machine both come to the same bits.
+
+Source: Decoupled DiLoCo (arXiv 2604.21428), radial-directional averaging; PROTOCOL.md, "Order and
+arithmetic".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.outer.aggregate import inner_products
+from diloco.outer.combination import Gram
+from diloco.outer.fragments import Fragment
+from diloco.outer.units import Unit
+from diloco.transport.contracts import Buffer
+from diloco.versions.publication import decoder_of
+
+
+def grams_of(
+    payloads_of: Callable[[int], Iterable[Buffer]],
+    num_contributions: int,
+    fragment: Fragment,
+    units: Sequence[Unit],
+    uplink_codec: str,
+    *,
+    is_radial: bool,
+    across: Callable[..., Iterable[Any]] = map,
+) -> list[Gram]:
+    """Multiply the contributions to a fragment with one another, by unit, in float64.
+
+    Args:
+        payloads_of: Lane id -> encoded contributions to that lane, sorted by island, asked for one
+            by one.
+        num_contributions: How many there are.
+        fragment: Of the run's plan.
+        units: Of the fragment.
+        uplink_codec: In which they are encoded.
+        is_radial: Whether products of different contributions count; else they stay zero, and a
+            lane holds one contribution at a time.
+        across: Applies a function to lane ids, in order: `map`, or that of an executor.
+
+    Raises:
+        CodecError: If a payload is malformed.
+    """
+
+    def of_lane(lane_id: int) -> tuple[slice, Tensor]:
+        indices, places = units_in(fragment, units, lane_id)
+        deltas = map(decoder_of(uplink_codec, fragment, lane_id), payloads_of(lane_id))
+        if is_radial:
+            return indices, inner_products(list(deltas), places)
+        squares = [inner_products([delta], places)[:, 0, 0] for delta in deltas]
+        return indices, torch.diag_embed(torch.stack(squares, dim=1))
+
+    grams = torch.zeros(len(units), num_contributions, num_contributions, dtype=torch.float64)
+    # Added in the order of lanes, whichever was ready first.
+    for indices, found in across(of_lane, range(len(fragment.lanes))):
+        grams[indices] += found
+    matrices: list[Gram] = grams.tolist()
+    return matrices
+
+
+def units_in(fragment: Fragment, units: Sequence[Unit], lane_id: int) -> tuple[slice, list[slice]]:
+    """Return which units a lane has a part in, and where in the lane these are."""
+    lane = fragment.lanes[lane_id]
+    borders = itertools.pairwise((0, *(unit.end for unit in units)))
+    places = {
+        index: slice(max(start, lane.start) - lane.start, min(end, lane.end) - lane.start)
+        for index, (start, end) in enumerate(borders)
+        if start < lane.end and end > lane.start
+    }
+    return slice(min(places), max(places) + 1), list(places.values())

@@ -1,0 +1,372 @@
+"""Files of a fragment's versions as bytes: their names, their layout, and what proves them whole.
+
+    fragment-0003/v000000000012.record    magic | header length | header digest | header | sections
+    fragment-0003/v000000000012.log       the same of versions 13, 14, ... without state (`log`)
+    fragment-0003/v000000000007.header    of a version that was forgotten before it was indexed:
+                                          blake3 of the next line | header
+
+A version exists if and only if its record is valid. Tensors are bytes here and torch is not
+imported, so that a coordinator can verify a checkpoint and index what a syncer could not report.
+
+Source: PROTOCOL.md, "Commit point" and "Records and logs".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import struct
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import blake3
+
+from diloco import durable
+from diloco.outer.fragments import Fragment
+from diloco.transport.contracts import Buffer
+
+#: Float32 vectors of every lane, each a section NAME/LANE.
+STATE_SECTIONS = ("theta", "published", "momentum")
+#: Before the island and the lane of what a version was made of.
+CONTRIBUTION = "contribution/"
+#: One more, after these, where the outer optimizer is Adam.
+SECOND_MOMENT = "second_moment"
+#: Section of what the merge's guard knows, where it knows anything.
+GUARD = "guard"
+
+MAGIC = b"DILOREC2"
+#: Near the end of every header, whose keys are sorted.
+HEADER_END = b'"sections": ['
+#: Key of `RecordDraft._starts` that no section has.
+_END = ""
+_PREFIX = struct.Struct("<8sQ32s")
+_FLOAT32_BYTES = 4
+#: Errors of a disk; others, such as a lack of descriptors, say nothing of what it holds.
+_UNREADABLE = (errno.EIO, errno.EISDIR, errno.EUCLEAN)
+_DIGEST_BYTES = 32
+
+
+class RecordInvalid(Exception):
+    """A record file is missing, torn, damaged or of another plan; the version does not exist."""
+
+
+def state_sections(names: Container[str]) -> tuple[str, ...]:
+    """Vectors of a lane in a record that has sections of these names."""
+    return (*STATE_SECTIONS, *([SECOND_MOMENT] if f"{SECOND_MOMENT}/0" in names else []))
+
+
+def fragment_directory(directory: Path, fragment_id: int) -> Path:
+    """Where the records of one fragment are, in a store or in a pin."""
+    return directory / f"fragment-{fragment_id:04d}"
+
+
+def record_path(directory: Path, version: int) -> Path:
+    """File of one version in a fragment's directory."""
+    return directory / f"v{version:012d}.record"
+
+
+def header_path(directory: Path, version: int) -> Path:
+    """File that outlives the record of one version until its header is indexed."""
+    return directory / f"v{version:012d}.header"
+
+
+def version_of(path: Path) -> int:
+    """Version that a file of `record_path` or `header_path` is about."""
+    return int(path.stem[1:])
+
+
+def versions_in(directory: Path) -> list[int]:
+    """Versions that have a record file, valid or not, ascending."""
+    return sorted(version_of(path) for path in directory.glob("v*.record"))
+
+
+class RecordDraft:
+    """A record on its way: sections in any order and from any thread, then its name.
+
+    Where each section lies is known from the start, so that the first lanes of a version are
+    written while later ones are computed. Until `commit` has returned there is no such version.
+    """
+
+    def __init__(
+        self, path: Path, header: Mapping[str, Any], sections: Iterable[tuple[str, int]]
+    ) -> None:
+        """Begin the temporary file, and take the room that it needs.
+
+        Args:
+            path: Of the record.
+            header: JSON values as long as those that `commit` will get: digests may still be
+                others.
+            sections: Name and bytes of each, in the order in which they lie in the file.
+
+        Raises:
+            DiskFull: If there is no room; nothing was written.
+        """
+        self._path = path
+        self._table: dict[str, dict[str, Any]] = {
+            name: {"name": name, "bytes": size, "digest": bytes(_DIGEST_BYTES).hex()}
+            for name, size in sections
+        }
+        self._header_bytes = len(self._encode(header))
+        sizes = (entry["bytes"] for entry in self._table.values())
+        starts = itertools.accumulate(sizes, initial=_PREFIX.size + self._header_bytes)
+        self._starts: dict[str, int] = dict(zip([*self._table, _END], starts, strict=True))
+        self._missing = set(self._table)
+        self._file, self._start = self._open()
+        self._is_open = True
+        try:
+            durable.reserve(self._file, self._start, self.num_bytes)
+        except OSError:
+            self.abandon()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it has on the disk."""
+        return self._starts[_END]
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names of the sections that were not written yet."""
+        return frozenset(self._missing)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it holds the state of its version, or only what that was made from."""
+        return f"{STATE_SECTIONS[0]}/0" in self._table
+
+    def write(self, name: str, data: Buffer, digest: bytes | None = None) -> None:
+        """Write one section; `digest` is its blake3 where that is known.
+
+        Raises:
+            OSError: If the disk does not take it.
+        """
+        entry, view = self._table[name], memoryview(data).cast("B")
+        assert len(view) == entry["bytes"], f"{name} has {len(view)} bytes, not {entry['bytes']}"
+        entry["digest"] = (digest or blake3.blake3(data).digest()).hex()
+        self._write_at(self._starts[name], view)
+        self._missing.discard(name)
+
+    def read(self, name: str) -> bytes:
+        """Read back a section that was written, durable or not.
+
+        Raises:
+            OSError: If the disk does not give it back as it was.
+        """
+        entry = self._table[name]
+        body = os.pread(self._file, entry["bytes"], self._start + self._starts[name])
+        if blake3.blake3(body).hexdigest() != entry["digest"]:
+            raise OSError(f"{self._path} is not what was written into it: check that disk")
+        return body
+
+    def commit(self, header: Mapping[str, Any]) -> None:
+        """Make the record durable; every section was written."""
+        assert self._is_open, "a draft is committed twice"
+        assert not self._missing, f"{self._path} without {sorted(self._missing)}"
+        encoded = self._encode(header)
+        assert len(encoded) == self._header_bytes, f"{self._path}: the header changed its size"
+        prefix = _PREFIX.pack(MAGIC, len(encoded), blake3.blake3(encoded).digest())
+        self._write_at(0, memoryview(prefix + encoded))
+        durable.sync(self._file)
+        self._give_name()
+        self._close()
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it was committed: there is no such version."""
+        if self._is_open:
+            self._remove()
+            self._close()
+
+    # -- where it is written: a file of its own, which gets its name last ------------------------
+
+    def _open(self) -> tuple[int, int]:
+        """Open the file; returns its descriptor and where in it the record begins."""
+        return durable.create(self._temporary), 0
+
+    def _give_name(self) -> None:
+        durable.rename(self._temporary, self._path)
+        durable.sync_directory(self._path.parent)
+
+    def _remove(self) -> None:
+        durable.unlink(self._temporary)
+
+    @property
+    def _temporary(self) -> Path:
+        return self._path.with_name(self._path.name + ".tmp")
+
+    def _close(self) -> None:
+        self._is_open = False
+        durable.close(self._file)
+
+    def _encode(self, header: Mapping[str, Any]) -> bytes:
+        table = list(self._table.values())
+        return json.dumps({**header, "sections": table}, sort_keys=True).encode()
+
+    def _write_at(self, start: int, view: memoryview) -> None:
+        assert self._is_open, "a draft is written to after its end"
+        durable.write_at(self._file, self._start + start, view)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Where the bytes of one section lie in their file, and their blake3."""
+
+    start: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A record whose header was read and is sound: what it says, and where its sections lie.
+
+    `sections` may be torn or damaged: whoever reads one finds out.
+    """
+
+    path: Path
+    start: int
+    end: int
+    header: Mapping[str, Any]
+    sections: Mapping[str, Section]
+
+    def read(self, name: str) -> bytearray:
+        """Read and verify one section.
+
+        Raises:
+            RecordInvalid: If it is torn, damaged, or not there.
+        """
+        if (section := self.sections.get(name)) is None:
+            raise RecordInvalid(f"{self.path} has no section {name}")
+        with _opened(self.path) as file:
+            left = os.fstat(file.fileno()).st_size - section.start
+            body = bytearray(max(0, min(section.num_bytes, left)))
+            file.seek(section.start)
+            file.readinto(body)  # type: ignore[attr-defined]  # of every buffered reader
+        if len(body) < section.num_bytes or blake3.blake3(body).hexdigest() != section.digest:
+            raise RecordInvalid(f"{self.path} is torn or damaged in section {name}")
+        return body
+
+    def verify(self) -> None:
+        """Read and verify every section, one in memory at a time.
+
+        Raises:
+            RecordInvalid: If one is torn or damaged.
+        """
+        for name in self.sections:
+            self.read(name)
+
+    def insist_on(self, version: int, fragment: Fragment) -> None:
+        """Insist that it is that version of that fragment, as planned.
+
+        Raises:
+            RecordInvalid: If it is not.
+        """
+        found = self.header["version"], self.header["fragment_id"]
+        if found != (version, fragment.fragment_id):
+            raise RecordInvalid(f"{self.path} is version {found[0]} of fragment {found[1]}")
+        if len(self.header["lane_digests"]) != len(fragment.lanes):
+            raise RecordInvalid(f"{self.path} holds another number of lanes than the plan")
+        for name in state_sections(self.sections):
+            for lane in fragment.lanes:
+                section = self.sections.get(f"{name}/{lane.lane_id}")
+                if section is not None and section.num_bytes != _FLOAT32_BYTES * lane.numel:
+                    raise RecordInvalid(
+                        f"{self.path} holds {section.num_bytes // _FLOAT32_BYTES} values in "
+                        f"{name}, plan has {lane.numel}"
+                    )
+
+
+def locate(path: Path, start: int = 0) -> StoredRecord:
+    """Read the header of a record that begins at an offset of a file.
+
+    Raises:
+        RecordInvalid: If the file is missing or the header is torn or damaged.
+    """
+    with _opened(path) as file:
+        file.seek(start)
+        prefix = file.read(_PREFIX.size)
+        if len(prefix) < _PREFIX.size:
+            raise RecordInvalid(f"{path} is torn: {len(prefix)} bytes")
+        magic, header_bytes, digest = _PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise RecordInvalid(
+                f"{path} is no record of this version: it begins with {magic!r}, not {MAGIC!r}"
+            )
+        encoded = file.read(min(header_bytes, os.fstat(file.fileno()).st_size))
+    if blake3.blake3(encoded).digest() != digest:
+        raise RecordInvalid(f"{path} has a damaged header")
+    header = json.loads(encoded)
+    sections, at = {}, start + _PREFIX.size + header_bytes
+    for entry in header.pop("sections"):
+        sections[entry["name"]] = Section(at, entry["bytes"], entry["digest"])
+        at += entry["bytes"]
+    return StoredRecord(path, start, at, header, sections)
+
+
+def unpack(
+    path: Path, version: int, fragment: Fragment, *, with_contributions: bool = True
+) -> tuple[Mapping[str, Any], dict[str, bytearray]]:
+    """Read a record file and verify every byte that is read; its size is that which it announces.
+
+    Without contributions memory and time do not grow with the number of islands.
+
+    Returns:
+        Its header (JSON values) and its sections by name.
+
+    Raises:
+        RecordInvalid: If it is missing, torn, damaged, or of another version or plan.
+    """
+    stored = locate(path)
+    _insist_on_end(stored)
+    stored.insist_on(version, fragment)
+    names = (n for n in stored.sections if with_contributions or not n.startswith(CONTRIBUTION))
+    return stored.header, {name: stored.read(name) for name in names}
+
+
+def verify(path: Path, version: int, fragment: Fragment) -> Mapping[str, Any]:
+    """Verify every byte of a record file, a section in memory at a time; returns its header.
+
+    Raises:
+        RecordInvalid: As `unpack`.
+    """
+    stored = locate(path)
+    stored.verify()
+    _insist_on_end(stored)
+    stored.insist_on(version, fragment)
+    return stored.header
+
+
+def insist_on_whole(path: Path) -> None:
+    """Insist on a sound header and the size that it announces; the sections are not read.
+
+    Raises:
+        RecordInvalid: If the file is missing, torn, or its header is damaged.
+    """
+    _insist_on_end(locate(path))
+
+
+def _insist_on_end(stored: StoredRecord) -> None:
+    try:
+        size = stored.path.stat().st_size
+    except FileNotFoundError as error:  # a syncer forgot it meanwhile
+        raise RecordInvalid(f"{stored.path} does not exist") from error
+    if size != stored.end:
+        raise RecordInvalid(f"{stored.path} has {size} bytes, its header announces {stored.end}")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to be read; what the disk does not give back is damaged, not this process."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise RecordInvalid(f"{path} does not exist") from error
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise RecordInvalid(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,457 @@
+"""Durable truth of one fragment: which versions there are, written before publication.
+
+Every `snapshot_rounds`-th version is a *record*: theta, published and momentum (12 bytes a
+parameter), the published payload, and the accepted encoded contributions, so that each retained
+version can be recomputed from the one before. Those between are *frames* of a log, records
+without the state: it is recomputed from the record before them (`rebuild`). With a record every
+round, the `snapshot` policy, there are no frames. The files are those of `record` and `log`, and
+an expiry's (`expiries`).
+
+A version exists if and only if its record, or its frame and all that leads to it, is valid. Files
+are old or new after a crash (`diloco.durable`). Nothing here decides a round.
+
+Source: PROTOCOL.md, "Durability".
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco import durable
+from diloco.compression.base import to_bytes
+from diloco.outer.fragments import Fragment
+from diloco.protocol.rounds.terms import PastRound, RecordExpiry
+from diloco.versions.expiries import standing_of, write_expiry
+from diloco.versions.log import (
+    FrameDraft,
+    cut_last_frame,
+    damaged_path,
+    frames_in,
+    frames_of,
+    headers_in,
+    locate_version,
+    remove_torn_tail,
+    segment_after,
+    segment_path,
+    segments_in,
+    set_damaged_aside,
+)
+from diloco.versions.pins import pin_directory
+from diloco.versions.rebuild import made_again
+from diloco.versions.record import (
+    GUARD,
+    RecordDraft,
+    RecordInvalid,
+    StoredRecord,
+    fragment_directory,
+    insist_on_whole,
+    record_path,
+    version_of,
+    versions_in,
+)
+from diloco.versions.retention import Retention
+from diloco.versions.stored import StoredVersions
+from diloco.versions.version import VersionRecord, sections_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a store held when it was opened: the newest valid version and the next attempt.
+
+    `expired_in_a_row` to `expired_unix_s` are those of `expiries.Standing`.
+    `headers` are those of all versions that may not have been reported yet, oldest first.
+    """
+
+    record: VersionRecord
+    attempt: int
+    expired_in_a_row: int
+    broken_in_a_row: int
+    rejected_in_a_row: int
+    missing: tuple[str, ...]
+    refused_at: Mapping[str, tuple[int, str]]
+    expired_unix_s: float | None
+    past: Mapping[int, PastRound]
+    headers: tuple[Mapping[str, Any], ...]
+
+
+class FragmentStore(StoredVersions):
+    """Versions of one fragment in one directory; the caller holds the store's lock.
+
+    `written_bytes` counts what was made durable since the store was made, headers included.
+    `lost` is the newest version that `recover` found something of, and could not read, later than
+    what it returned; -1: there is none such. `is_in_doubt`: whether the version after that, whose
+    frame is torn or damaged and set aside, may have been published.
+
+    One thread at a time writes versions; another may pin some meanwhile. What removes files waits
+    for a pin under way, and a pin for that.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        fragment: Fragment,
+        retained_versions: int,
+        *,
+        is_indexed: Callable[[int], bool] = lambda version: True,
+        snapshot_rounds: int = 1,
+        keeps_all: bool = False,
+        num_threads: int = 1,
+    ) -> None:
+        """Assign only.
+
+        Args:
+            directory: The store, or a pin of it; the fragment has a directory in it.
+            fragment: Of the run's plan.
+            retained_versions: Predecessors of the newest version that are kept.
+            is_indexed: Whether the coordinator has the header of a version; the header of one
+                that is forgotten earlier is kept in a file of its own until it has.
+            snapshot_rounds: Versions from one record to the next; 1: every version is one. Says
+                what is written; whatever is there is read.
+            keeps_all: Whether what versions were made of is moved to `log.KEPT` instead of
+                forgotten; version 0 then stays, for whoever recomputes them all, as do those
+                that were repaired.
+            num_threads: Lanes recomputed at once.
+        """
+        super().__init__(directory, fragment, num_threads=num_threads)
+        self.retained_versions = retained_versions
+        self._snapshot_rounds = snapshot_rounds
+        self._retention = Retention(self._directory, is_indexed=is_indexed, keeps_all=keeps_all)
+        self.written_bytes = 0
+        self.lost = -1
+        self.is_in_doubt = False
+        self._told: set[str] = set()
+        self._removing = threading.RLock()  # `recover` commits
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def recover(self) -> Recovered | None:
+        """Find the newest valid version; None when there is none.
+
+        A damaged one is made again where its contributions are whole; the last frame of a log is
+        set aside where they are not. Read and verified is what is served: state and payloads of
+        the newest version, and for a frame what leads to it from the record before. What is not
+        read then (older versions, contributions of records) is verified by whoever needs it, and
+        once by `RoundRunner.verify_store` while the syncer serves.
+
+        Raises:
+            DiskFull: If there is no room for that.
+        """
+        with self._removing:
+            return self._recovered()
+
+    def _recovered(self) -> Recovered | None:
+        durable.make_directory_durably(self._directory)
+        for leftover in self._directory.glob("*.tmp"):
+            durable.unlink(leftover)
+        for start in segments_in(self._directory):
+            remove_torn_tail(segment_path(self._directory, start))
+        # A writer killed between rename and fsync leaves names that a power loss would take back.
+        durable.sync_directory(self._directory)
+        newest = self._newest_restored()
+        reached = -1 if newest is None else newest.version
+        last = max(self.versions(), default=-1)
+        # Only the last frame may be one that no fsync has reached: nothing was written after it.
+        if last > reached and not damaged_path(self._directory, last + 1).exists():
+            set_damaged_aside(self._directory, last)
+        self.lost = self._lost_after(reached)
+        self.is_in_doubt = damaged_path(self._directory, reached + 1).exists()
+        if newest is None:
+            return None
+        standing = standing_of(self._directory, reached)
+        # Also of what was lost: by its header it can be taken back from an island.
+        known = max(reached, self.lost)
+        headers = [h for h in headers_in(self._directory) if h["version"] <= known]
+        return Recovered(newest, *standing, self._past(newest), tuple(headers))
+
+    def _newest_restored(self) -> VersionRecord | None:
+        """Read the newest version that can be, or be made again; None: there is none.
+
+        One that was made again may lead to newer ones, so that these are looked at once more.
+        """
+        made: set[int] = set()
+        while True:
+            for version in self.versions(newest_first=True):
+                try:
+                    return self.load(version, with_contributions=False)
+                except RecordInvalid as damage:
+                    if version not in made and self._is_made_again(version, damage):
+                        made.add(version)
+                        break
+            else:
+                return None
+
+    def _is_made_again(self, version: int, damage: RecordInvalid) -> bool:
+        try:
+            self.make_again(version)
+        except RecordInvalid:
+            self._tell_skipped(version, damage)
+            return False
+        logger.error("version %d made again from the one before it: %s", version, damage)
+        return True
+
+    def _tell_skipped(self, version: int, problem: RecordInvalid) -> None:
+        """Say it once, however often a full disk has the same be read again."""
+        if str(problem) not in self._told:
+            self._told.add(str(problem))
+            logger.warning("version %d skipped, %s", version, problem)
+
+    def _past(self, newest: VersionRecord) -> dict[int, PastRound]:
+        """Give the outcomes of the rounds of retained versions, by base version.
+
+        Their headers say them, each under a digest of its own: no section is read.
+        """
+        past: dict[int, PastRound] = {}
+        oldest = max(1, newest.version - self.retained_versions)
+        for version in (v for v in self.versions() if oldest <= v <= newest.version):
+            header: Mapping[str, Any] = newest.header()
+            if version < newest.version:
+                try:
+                    stored = locate_version(self._directory, version)
+                    stored.insist_on(version, self.fragment)
+                except RecordInvalid as error:
+                    self._tell_skipped(version, error)
+                    continue
+                header = stored.header
+            past[version - 1] = PastRound(
+                header["attempt"],
+                frozenset((c["island"], c["incarnation"]) for c in header["contributors"]),
+                header["refused"],
+                header.get("merge", {}).get("rejected", {}),
+            )
+        return past
+
+    def make_again(self, version: int) -> VersionRecord:
+        """Write a version anew, out of the one before it and its own contributions.
+
+        Raises:
+            DiskFull: If there is no room for it; what was there is.
+            RecordInvalid: If one of these is damaged too, or they do not come to its digests.
+        """
+        stored = locate_version(self._directory, version)
+        record = made_again(stored, version, self.load, self.fragment)
+        self.commit(record)
+        return record
+
+    def _lost_after(self, newest: int) -> int:
+        """Name the newest version after this one of which there is something; -1: none.
+
+        No killed writer and no power loss leaves that: a record has its name when all of it is
+        durable. (What they may leave at the end of a log was cut off, or set aside.)
+        """
+        if (lost := max(self.versions(), default=-1)) > newest:
+            return lost
+        if segments := segments_in(self._directory):
+            path = segment_path(self._directory, segments[-1])
+            frames = list(frames_of(path))
+            is_end = segments[-1] + len(frames) == newest
+            if is_end and path.stat().st_size > (frames[-1].end if frames else 0):
+                return newest + 1  # at least: a damaged frame hides those behind it
+        return -1
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def draft(
+        self,
+        record: VersionRecord,
+        payload_bytes: Sequence[int],
+        contribution_bytes: Mapping[str, Sequence[int]],
+    ) -> RecordDraft:
+        """Begin to write a version whose lanes are still to be computed.
+
+        Args:
+            record: The version; payloads and contributions do not count, of lanes only which
+                vectors they have, of the guard only how many bytes it has, and digests may be
+                others than those that it will have. Without
+                rules it cannot be computed from the version before, and is written whole.
+            payload_bytes: Of each lane's published payload; empty for version 0.
+            contribution_bytes: Island -> bytes of each lane, as accepted.
+
+        Raises:
+            DiskFull: If there is no room for it; nothing was written.
+        """
+        if not record.rules or (segment := self._segment_of(record.version)) is None:
+            return self._whole_draft(record, payload_bytes, contribution_bytes)
+        sections = _made_of(payload_bytes, contribution_bytes, len(record.guard))
+        return FrameDraft(segment, record.header(), sections)
+
+    def _whole_draft(
+        self,
+        record: VersionRecord,
+        payload_bytes: Sequence[int],
+        contribution_bytes: Mapping[str, Sequence[int]],
+    ) -> RecordDraft:
+        state = [
+            (f"{name}/{lane.lane_id}", 4 * lane.numel)
+            for name in record.lanes[0].vectors
+            for lane in self.fragment.lanes
+        ]
+        path = record_path(self._directory, record.version)
+        sections = state + _made_of(payload_bytes, contribution_bytes, len(record.guard))
+        return RecordDraft(path, record.header(), sections)
+
+    def _segment_of(self, version: int) -> Path | None:
+        """Where the frame of a version goes; None: it is to be a record.
+
+        Counted from where the segment begins: no record that a pin has made of a frame puts off
+        the next one, so that a segment is never longer than from one snapshot to the next.
+        """
+        segment = segment_after(self._directory, version - 1)
+        if segment is None or version - version_of(segment) >= self._snapshot_rounds:
+            return None
+        return segment
+
+    def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
+        """Write a version durably, then forget what is no longer retained.
+
+        Args:
+            record: The version.
+            draft: Holds some of its sections already, and is the caller's to abandon if this
+                fails; None: nothing was written yet.
+
+        Raises:
+            DiskFull: If there is no room; there is no such version, and it may be tried again.
+            OSError: If the disk fails.
+        """
+        if draft is None:
+            self._write_whole(record)
+        else:
+            self._fill(draft, record)
+        self._forget_before(record.version - self.retained_versions)
+
+    def _forget_before(self, oldest: int) -> None:
+        with self._removing:
+            self._retention.forget_before(oldest)
+
+    def _write_whole(self, record: VersionRecord) -> None:
+        sizes = {i: [len(lane) for lane in c] for i, c in record.contributions.items()}
+        payload_bytes = [len(payload) for payload in record.payloads]
+        draft = self._whole_draft(record, payload_bytes, sizes)
+        try:
+            self._fill(draft, record)
+        except OSError:
+            draft.abandon()
+            raise
+
+    def _write_snapshot(self, frame: StoredRecord) -> None:
+        """Make a record of a frame, a lane in memory at a time."""
+        version, lanes = frame.header["version"], self.fragment.lanes
+        (first,) = self.rebuilt(version, [0])
+        state = [(f"{name}/{i.lane_id}", 4 * i.numel) for name in first.vectors for i in lanes]
+        made_of = [(name, section.num_bytes) for name, section in frame.sections.items()]
+        path = record_path(self._directory, version)
+        draft = RecordDraft(path, frame.header, state + made_of)
+        try:
+            for lane in lanes:
+                (values,) = self.rebuilt(version, [lane.lane_id])
+                for name, vector in values.vectors.items():
+                    draft.write(f"{name}/{lane.lane_id}", to_bytes(vector.view(torch.uint8)))
+            for name, _ in made_of:
+                draft.write(name, frame.read(name))
+            draft.commit(frame.header)
+        except (OSError, RecordInvalid):
+            draft.abandon()
+            raise
+        self.written_bytes += draft.num_bytes
+
+    def _fill(self, draft: RecordDraft, record: VersionRecord) -> None:
+        """Write what a draft lacks, and make it durable."""
+        missing = draft.missing
+        for name, data in sections_of(record):
+            if name in missing:
+                draft.write(name, data)
+        draft.commit(record.header())
+        self.written_bytes += draft.num_bytes
+
+    def take_back(self, version: int) -> None:
+        """Have the newest version, of which nobody has heard, never existed."""
+        durable.unlink(record_path(self._directory, version))
+        cut_last_frame(self._directory, version)
+        durable.sync_directory(self._directory)
+
+    def adopt(self, staged: FragmentStore, version: int) -> None:
+        """Take a version over that another store, on the same disk, has written durably."""
+        own = record_path(self._directory, version)
+        durable.rename(record_path(staged._directory, version), own)
+        durable.sync_directory(self._directory)
+        durable.sync_directory(staged._directory)
+        self._forget_before(version - self.retained_versions)
+
+    def forget_all_but(self, version: int) -> None:
+        """Forget every record but the one of this version."""
+        for other in versions_in(self._directory):
+            if other != version:
+                self._retention.forget(other)
+
+    def record_expiry(self, expiry: RecordExpiry, expired_unix_s: float | None = None) -> None:
+        """Write durably that an attempt expired, so that a restart opens the one after it.
+
+        `expired_unix_s` is when it did, by the wall clock.
+        """
+        write_expiry(self._directory, expiry, expired_unix_s)
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, step: int, version: int) -> None:
+        """Keep a version for the run checkpoint of an inner step; durable when this returns.
+
+        A record is linked, not copied, and not read: it was whole when it was written or
+        recovered, and whoever resumes verifies it. Of a frame a record is made. Repeating it
+        changes nothing.
+
+        Raises:
+            DiskFull: If there is no room for it.
+            PinRefused: If another version is pinned for this step, or there is no such version.
+        """
+        with self._removing:
+            self._pin(step, version)
+
+    def _pin(self, step: int, version: int) -> None:
+        directory = fragment_directory(
+            pin_directory(self.store_dir, step), self.fragment.fragment_id
+        )
+        if other := [pinned for pinned in versions_in(directory) if pinned != version]:
+            raise PinRefused(
+                f"fragment {self.fragment.fragment_id}: the checkpoint of inner step {step} holds "
+                f"version {other[0]}, not {version}: another island had merged that one there"
+            )
+        own, pinned = record_path(self._directory, version), record_path(directory, version)
+        if not pinned.exists():
+            try:
+                if not own.exists() and (frame := frames_in(self._directory).get(version)):
+                    self._write_snapshot(frame)
+                insist_on_whole(own)
+            except RecordInvalid as error:
+                raise PinRefused(f"version {version} is not here to be kept: {error}") from error
+            durable.make_directory(directory)
+            durable.link(own, pinned)
+        for made in (directory, *directory.parents[:3]):  # up to the store, however it was left
+            durable.sync_directory(made)
+
+
+class PinRefused(Exception):
+    """A version cannot be kept for a run checkpoint; says why."""
+
+
+def _made_of(
+    payload_bytes: Sequence[int],
+    contribution_bytes: Mapping[str, Sequence[int]],
+    guard_bytes: int,
+) -> list[tuple[str, int]]:
+    """Name the sections of a version beside its state, with their bytes."""
+    payloads = [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
+    contributions = [
+        (f"contribution/{island}/{i}", size)
+        for island, sizes in sorted(contribution_bytes.items())
+        for i, size in enumerate(sizes)
+    ]
+    guard = [(GUARD, guard_bytes)] if guard_bytes else []
+    return payloads + guard + contributions

@@ -1,0 +1,1 @@
+"""A run of a run file under the virtual clock."""

@@ -1,0 +1,1 @@
+"""Scenarios in figures: utilisation, bandwidth and wall-clock time."""

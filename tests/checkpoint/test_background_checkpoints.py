@@ -1,0 +1,181 @@
+"""Checkpoints that are written while training goes on: real ranks, disks that stand still."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from diloco.checkpoint import checkpoint_writer
+from diloco.checkpoint.checkpoint_writer import CheckpointWriter, RankPart
+from diloco.checkpoint.checkpoints import Checkpoint, valid_steps
+from diloco.checkpoint.save_thread import SaveThread
+from diloco.trainer.state import optimizer_step, training_tensors
+from tests.checkpoint.small_checkpoint import ISLAND, Trained, make_optimizer
+from tests.distributed import run_ranks
+from tests.served_run import ServedRun
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def events(output: Path, kind: str) -> list[dict[str, Any]]:
+    path = output / "events-east-0.jsonl"
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    return [event for event in map(json.loads, whole.splitlines()) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "awaited-at-the-end"])
+def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    directory, output = tmp_path / "state" / "checkpoints", tmp_path / "out"
+    settings = ["checkpoint.every_inner_steps=20", "checkpoint.keep=4"]
+    with ServedRun(tmp_path, {"east": ""}, settings, inner_steps=56) as served:
+        arguments = ["40", str(tmp_path / "go-on"), "--config", str(served.run_file)]
+        arguments += ["--island", "east", "--coordinator", served.address, "--output", str(output)]
+        rank = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.slow_disk_rank", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
+        )
+        try:
+            # The disk stands still from step 40 on: the last inner step is made all the same.
+            wait_until(lambda: len(events(output, "inner_step")) == 56)
+            # Sixteen steps may be over before the first byte is written behind them.
+            torn = "east/step-000000000040/parts-0001/rank-*.tmp"
+            wait_until(lambda: [path for path in directory.glob(torn) if path.stat().st_size])
+            assert rank.poll() is None, "the end of the run waits for the checkpoint"
+            if is_killed:
+                rank.send_signal(signal.SIGKILL)
+            else:
+                (tmp_path / "go-on").touch()
+            code = rank.wait(60)
+        finally:
+            rank.kill()
+
+    assert code == (-signal.SIGKILL if is_killed else 0)
+    assert valid_steps(directory, "east") == ([20] if is_killed else [20, 40])
+    written = events(output, "checkpoint_written")
+    assert [event["inner_step"] for event in written] == ([20] if is_killed else [20, 40])
+    if not is_killed:
+        assert written[1]["blocked_s"] < written[1]["seconds"]
+        assert list(served.reports["east"].checkpoint_steps) == [20, 40]
+
+
+def sharded() -> Trained:
+    trained = Trained(seed=1, num_steps=0)
+    fully_shard(trained.model, mesh=init_device_mesh("cpu", (2,)))
+    trained.optimizer = make_optimizer(trained.model)
+    trained.step()
+    return trained
+
+
+def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
+    """Take, then train on while rank 1's disk stands still; then let that disk be full."""
+    trained, thread = sharded(), SaveThread()
+    writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=dist.group.WORLD)
+    go_on, failures = threading.Event(), []
+    real = checkpoint_writer.write_durably
+
+    def stand_still(path: Path, pieces: Any, **options: Any) -> None:
+        assert go_on.wait(60)
+        real(path, pieces, **options)
+
+    def be_full(path: Path, pieces: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def begin(step: int) -> None:
+        age = optimizer_step(trained.optimizer)
+        part: RankPart = writer.take(
+            training_tensors(trained.model, trained.optimizer), {"meta": torch.tensor([step])}
+        )
+
+        def save(group: dist.ProcessGroup | None) -> None:
+            try:
+                writer.save(step, part, about={"optimizer_step": age}, cut=0, group=group)
+            except OSError as error:
+                failures.append(str(error))
+
+        thread.start(save)
+
+    is_slow = island_rank == 1
+    with mock.patch.object(checkpoint_writer, "write_durably", stand_still if is_slow else real):
+        begin(1)
+        expected = trained.model[0].weight
+        assert isinstance(expected, DTensor)
+        seen: dict[str, Any] = {"taken": expected.full_tensor().flatten().tolist()}
+        for _ in range(3):  # collectives of training, beside those of the thread
+            trained.step()
+        seen["while"] = valid_steps(directory, ISLAND)
+        dist.barrier()
+        go_on.set()
+        thread.settle()
+    seen["after"] = valid_steps(directory, ISLAND)
+    with mock.patch.object(checkpoint_writer, "write_durably", be_full if is_slow else real):
+        begin(4)
+        thread.settle()
+    seen["failures"] = failures
+    seen["left"] = valid_steps(directory, ISLAND)
+
+    def fail(group: dist.ProcessGroup | None) -> None:
+        raise RuntimeError("not a disk")
+
+    thread.start(fail)
+    wait_until(lambda: not thread.is_busy)
+    try:
+        thread.check()
+    except RuntimeError as error:
+        seen["raised"] = str(error)
+    return seen
+
+
+def wait_for_a_slow_disk(island_rank: int, directory: Path) -> list[int]:
+    """Save what is waited for, with a collective timeout of a second, rank 1's disk taking two."""
+    trained, thread = sharded(), SaveThread()
+    short = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=short)
+    part = writer.take(training_tensors(trained.model, trained.optimizer), {"meta": torch.ones(1)})
+    real = checkpoint_writer.write_durably
+
+    def slow(path: Path, pieces: Any, **options: Any) -> None:
+        time.sleep(2.0 * island_rank)
+        real(path, pieces, **options)
+
+    with mock.patch.object(checkpoint_writer, "write_durably", slow):
+        about = {"optimizer_step": 1}
+        thread.run(lambda group: writer.save(1, part, about=about, cut=0, group=group))
+    return valid_steps(directory, ISLAND)
+
+
+def test_a_stop_waits_for_the_disk_of_a_rank_beyond_the_collective_timeout(tmp_path: Path) -> None:
+    assert run_ranks(wait_for_a_slow_disk, 2, tmp_path) == [[1], [1]]
+
+
+def test_two_ranks_write_what_they_took_and_share_a_full_disk_behind_the_training() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        for seen in run_ranks(save_behind_two_ranks, 2, directory):
+            assert seen["while"] == [], "rank 1 has written nothing yet"
+            assert seen["after"] == seen["left"] == [1]
+            (failure,) = seen["failures"]
+            assert "rank 1: " in failure and "No space left" in failure
+            assert seen["raised"] == "not a disk", "what ends the thread ends the training"
+
+        read = Checkpoint.open(directory, ISLAND, 1).read("model", "0.weight")
+        assert read.flatten().tolist() == seen["taken"], "as it was when it was taken"

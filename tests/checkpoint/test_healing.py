@@ -1,0 +1,425 @@
+"""An inner optimizer given from a checkpoint's files over a real syncer, at any layout of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from diloco.checkpoint.checkpoints import Checkpoint, step_directory
+from diloco.checkpoint.donor import Donor
+from diloco.checkpoint.healing import Healing, unpacked
+from diloco.errors import DilocoError, PayloadRefused
+from diloco.io_thread import IoThread
+from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.heal import HealTalk, NotHealed
+from diloco.island.groups import make_groups
+from diloco.outer.fragments import Plan
+from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import Grant, HealAnswer, ReportReply
+from diloco.syncer.syncer import Syncer
+from diloco.syncer.worker import Workers
+from diloco.trainer.state import MOMENTS, moments, optimizer_step
+from diloco.transport.grpc.client import GrpcTransport
+from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.retry import RetryPolicy
+from diloco.versions.store import FragmentStore
+from tests.checkpoint.small_checkpoint import ISLAND, Trained, make_optimizer
+from tests.distributed import run_ranks
+from tests.virtual_run import InlineWorker, MemoryIncarnations, Setting, grant
+
+pytestmark = pytest.mark.timeout(120)
+
+CUT, INNER_STEP, AGE = 7, 40, 3
+
+
+@pytest.fixture(autouse=True)
+def islands_end() -> Iterator[None]:
+    yield
+    while Island.made:
+        Island.made.pop().close()
+
+
+class Ways:
+    """One way to one syncer, for all fragments."""
+
+    failure: DilocoError | None = None
+
+    def __init__(self, address: str, of: Grant) -> None:
+        self.transport = GrpcTransport(address)
+        self._calls = SyncerCalls(
+            self.transport,
+            self.transport,
+            of,
+            rpc_deadline_s=10.0,
+            policy=RetryPolicy(max_wait_s=0.2, budget_s=20.0),
+            rng=random.Random(1),
+        )
+
+    def calls_of(self, fragment_id: int) -> SyncerCalls:
+        return self._calls
+
+
+@contextlib.contextmanager
+def served(directory: Path, plan: Plan) -> Iterator[str]:
+    """A syncer behind gRPC in a thread of this process; gives its address."""
+    thread = IoThread()
+
+    async def start() -> tuple[Syncer, GrpcServer]:
+        setting = Setting({"w": [0.0]}, lambda *_: None, directory, 8, islands=(ISLAND, "west"))
+        syncer = Syncer(
+            plan,
+            setting.rules(),
+            [FragmentStore(directory, fragment, 4) for fragment in plan.fragments],
+            syncer_epoch=1,
+            incarnations=MemoryIncarnations(),
+            is_granted=lambda grant: True,
+            workers=Workers.all_by(InlineWorker()),
+            on_record=lambda header: None,
+            on_change=lambda: None,
+        )
+        await syncer.start()
+        server = GrpcServer("127.0.0.1:0", syncer.handlers)
+        await server.start()
+        return syncer, server
+
+    thread.start()
+    syncer, server = thread.run(start())
+    try:
+        yield server.address
+    finally:
+        thread.run(server.stop(0.0))
+        thread.run(syncer.stop())
+        thread.stop()
+
+
+class Island:
+    """The network of one rank, and what its leader is told; no coordinator."""
+
+    made: ClassVar[list[Island]] = []
+
+    def __init__(self, address: str, name: str, give: Callable[[int], Any] | None = None) -> None:
+        self.io = IoThread()
+        self.io.start()
+        self.grant = grant(name)
+
+        async def connect() -> Ways:
+            return Ways(address, self.grant)
+
+        self.ways = self.io.run(connect())
+
+        async def nothing(number: int) -> None:
+            raise AssertionError
+
+        self.talk = HealTalk(give or nothing)
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.io.run(self.ways.transport.close())
+        self.io.stop()
+
+    def donor(self, directory: Path, plan: Plan) -> Donor:
+        return Donor(directory, self.grant, plan, self.ways)
+
+    def told(self, donor: str = "", refusal: str = "", checkpoint: int = CUT) -> None:
+        """Hear an answer to the wish, as often as one would be reported."""
+
+        def hear() -> None:
+            answer = HealAnswer(donor=donor, checkpoint=checkpoint, refusal=refusal)
+            self.talk.hear(ReportReply(heal=answer))
+
+        self.io.post(hear)
+
+    def healing(self, plan: Plan, at_most_s: float) -> Healing:
+        groups = make_groups(None, patience_s=30.0)
+        return Healing(self.io, self.ways, self.grant, plan, self.talk, groups, at_most_s=at_most_s)
+
+
+def heal(
+    island: Island,
+    trained: Trained,
+    at_most_s: float = 20.0,
+    *answers: tuple[float | threading.Event, dict[str, Any]],
+) -> Any:
+    """Wish; each of the answers comes after some seconds, or when something has happened."""
+
+    def answer() -> None:
+        for after, said in answers or ((0.2, {"donor": ISLAND}),):
+            if isinstance(after, threading.Event):
+                assert after.wait(40.0)
+            else:
+                time.sleep(after)
+            island.told(**said)
+
+    telling = threading.Thread(target=answer)
+    telling.start()
+    try:
+        return island.healing(trained.plan(), at_most_s).take_(trained.model, trained.optimizer)
+    finally:
+        telling.join()
+
+
+def of_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint.open(directory, ISLAND, CUT)
+    names = [spec.name for spec in checkpoint.plan.tensors]
+    return {
+        f"{moment} {name}": checkpoint.read(moment, name) for moment in MOMENTS for name in names
+    }
+
+
+def of_optimizer(trained: Trained) -> dict[str, torch.Tensor]:
+    return {
+        f"{moment} {name}": values.full_tensor() if isinstance(values, DTensor) else values
+        for moment, tensors in moments(trained.model, trained.optimizer).items()
+        for name, values in tensors.items()
+    }
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(values.any() for values in one.values()), "else nothing is compared"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Checkpoints of the island `ISLAND`, of which there is one, of a cut."""
+    trained = Trained(num_steps=AGE)
+    trained.write(tmp_path / "checkpoints", INNER_STEP, CUT)
+    return with_versions(tmp_path / "checkpoints")
+
+
+def with_versions(directory: Path, cut: int = CUT) -> Path:
+    path = step_directory(directory, ISLAND, cut, is_cut=True) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "versions": [5, 6]}))
+    return directory
+
+
+def test_moments_arrive_bit_for_bit_as_the_donors_checkpoint_has_them(
+    tmp_path: Path, source: Path
+) -> None:
+    plan = Trained().plan()
+    with served(tmp_path / "store", plan) as address:
+        east, west = Island(address, ISLAND), Island(address, "west")
+        east.io.run(east.donor(source, plan).give(CUT))
+        joiner = Trained(seed=2, num_steps=0)
+
+        taken = heal(west, joiner)
+
+    assert (taken.donor, taken.checkpoint, taken.inner_step) == (ISLAND, CUT, INNER_STEP)
+    assert taken.versions == (5, 6)
+    assert_equal(of_optimizer(joiner), of_checkpoint(source))
+    assert optimizer_step(joiner.optimizer) == AGE
+    joiner.step()
+    assert optimizer_step(joiner.optimizer) == AGE + 1
+
+
+def take_as_a_rank(island_rank: int, address: str, second: str = "") -> dict[str, list[float]]:
+    """Take what `ISLAND` gives; or the `second`, named when the leader has missed a lane of it."""
+    trained = Trained(seed=2, num_steps=0)
+    fully_shard(trained.model, mesh=init_device_mesh("cpu", (2,)))
+    trained.optimizer = make_optimizer(trained.model)
+    island = Island(address, "west")
+    if island_rank == 0:
+        answers: list[Any] = [(0.1, {"donor": ISLAND})]
+        if second:
+            answers.append((a_lane_was_missed(island), {"donor": second}))
+        heal(island, trained, 90.0, *answers)
+    else:
+        island.healing(trained.plan(), 90.0).take_(trained.model, trained.optimizer)
+    island.io.stop()
+    assert optimizer_step(trained.optimizer) == AGE
+    return {name: values.flatten().tolist() for name, values in of_optimizer(trained).items()}
+
+
+def a_lane_was_missed(island: Island) -> threading.Event:
+    calls = island.ways.calls_of(0)
+    get, is_missed = calls.get, threading.Event()
+
+    async def watched(donor: str, checkpoint: int, lane: Any, *, max_reply_bytes: int) -> Any:
+        reply, payload = await get(donor, checkpoint, lane, max_reply_bytes=max_reply_bytes)
+        if lane is not None and reply.status != wire.FETCH_STATUS_OK:
+            is_missed.set()
+        return reply, payload
+
+    calls.get = watched  # type: ignore[method-assign]
+    return is_missed
+
+
+def test_an_island_of_another_layout_takes_the_same(tmp_path: Path, source: Path) -> None:
+    plan = Trained().plan()
+    with served(tmp_path / "store", plan) as address:
+        east = Island(address, ISLAND)
+        east.io.run(east.donor(source, plan).give(CUT))
+
+        for taken in run_ranks(take_as_a_rank, 2, address):
+            of_rank = {name: torch.tensor(values) for name, values in taken.items()}
+            expected = {n: values.flatten() for n, values in of_checkpoint(source).items()}
+            assert_equal(of_rank, expected)
+
+
+def test_a_donor_that_dies_in_the_middle_leaves_the_joiner_with_a_new_optimizer(
+    tmp_path: Path, source: Path
+) -> None:
+    plan = Trained().plan()
+    with served(tmp_path / "store", plan) as address:
+        east, west = Island(address, ISLAND), Island(address, "west")
+        give_some(east, source, plan, num_lanes=2)
+        joiner = Trained(seed=2, num_steps=0)
+
+        with pytest.raises(NotHealed, match="east: it is away"):
+            heal(
+                west, joiner, 60.0,
+                (0.1, {"donor": ISLAND}), (0.4, {"refusal": "east: it is away"}),
+            )  # fmt: skip
+        assert not joiner.optimizer.state
+
+        # The same donor, started again, gives the rest of it only.
+        calls = east.ways.calls_of(0)
+        before = calls.bytes_up
+        east.io.run(east.donor(source, plan).give(CUT))
+        whole = sum(8 * lane.numel for fragment in plan.fragments for lane in fragment.lanes)
+        assert calls.bytes_up - before < whole
+        heal(west, joiner)
+    assert_equal(of_optimizer(joiner), of_checkpoint(source))
+
+
+def give_some(island: Island, source: Path, plan: Plan, num_lanes: int) -> None:
+    """Give the manifest and so many lanes, then no more."""
+    calls = island.ways.calls_of(0)
+    put, are_put, num_begun, num_put = calls.put, asyncio.Event(), 0, 0
+
+    async def put_some(checkpoint: int, lane: Any, payload: Any) -> Any:
+        nonlocal num_begun, num_put
+        num_begun += lane is not None
+        if num_begun > num_lanes:
+            await asyncio.Event().wait()
+        ack = await put(checkpoint, lane, payload)
+        num_put += lane is not None
+        if num_put == num_lanes:
+            are_put.set()
+        return ack
+
+    async def until_dead() -> None:
+        giving = asyncio.ensure_future(island.donor(source, plan).give(CUT))
+        await asyncio.wait_for(are_put.wait(), 20.0)
+        giving.cancel()
+
+    calls.put = put_some  # type: ignore[method-assign]
+    try:
+        island.io.run(until_dead())
+    finally:
+        calls.put = put  # type: ignore[method-assign]
+
+
+def test_another_donor_that_is_named_meanwhile_is_taken_from(tmp_path: Path, source: Path) -> None:
+    plan = Trained().plan()
+    with served(tmp_path / "store", plan) as address:
+        east = Island(address, ISLAND)
+        north = Island(address, "west")  # gives under its name
+        give_some(east, source, plan, num_lanes=1)
+        (source / "west").symlink_to(source / ISLAND)
+        north.io.run(north.donor(source, plan).give(CUT))
+
+        for taken in run_ranks(take_as_a_rank, 2, address, "west"):
+            of_rank = {name: torch.tensor(values) for name, values in taken.items()}
+            expected = {n: values.flatten() for n, values in of_checkpoint(source).items()}
+            assert_equal(of_rank, expected)
+
+
+def test_a_donor_that_is_asked_for_another_checkpoint_is_taken_from(
+    tmp_path: Path, source: Path
+) -> None:
+    trained = Trained(num_steps=AGE + 1)
+    trained.write(source, INNER_STEP + 1, CUT + 1)
+    with_versions(source, CUT + 1)
+    plan = trained.plan()
+    with served(tmp_path / "store", plan) as address:
+        east, west = Island(address, ISLAND), Island(address, "west")
+        give_some(east, source, plan, num_lanes=1)
+        east.io.run(east.donor(source, plan).give(CUT + 1))
+        joiner = Trained(seed=2, num_steps=0)
+
+        second = {"donor": ISLAND, "checkpoint": CUT + 1}
+        answers = (0.1, {"donor": ISLAND}), (a_lane_was_missed(west), second)
+        taken = heal(west, joiner, 10.0, *answers)
+    assert taken.checkpoint == CUT + 1
+    assert_equal(of_optimizer(joiner), of_optimizer(trained))
+
+
+def test_nobody_is_waited_for_beyond_the_bound(tmp_path: Path, source: Path) -> None:
+    plan = Trained().plan()
+    with served(tmp_path / "store", plan) as address:
+        east, west = Island(address, ISLAND), Island(address, "west")
+        joiner = Trained(seed=2, num_steps=0)
+        with pytest.raises(NotHealed, match="no donor was named"):
+            heal(west, joiner, 0.3, (0.0, {}))
+        with pytest.raises(NotHealed, match="east has not begun to give it"):
+            heal(west, joiner, 0.5, (0.1, {"donor": ISLAND}))
+        give_some(east, source, plan, num_lanes=1)
+        with pytest.raises(NotHealed, match=r"lanes of east did not come"):
+            heal(west, joiner, 0.5)
+        assert not joiner.optimizer.state
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_plan_is_not_given(
+    tmp_path: Path, source: Path
+) -> None:
+    plan = Trained().plan()
+    with served(tmp_path / "store", plan) as address:
+        east = Island(address, ISLAND)
+
+        def declined(number: int, own: Plan) -> str:
+            talk = HealTalk(Donor(source, east.grant, own, east.ways).give)
+
+            async def hear() -> None:
+                talk.hear(ReportReply(donate=number))
+                assert talk._giving is not None
+                await asyncio.wait([talk._giving], timeout=20.0)
+
+            east.io.run(hear())
+            word = talk.say()
+            assert word.declined == number
+            return word.reason
+
+        other = Plan.from_json(plan.to_json().replace("0.weight", "0.other"))
+        assert "of another plan" in declined(CUT, other)
+        (file,) = step_directory(source, ISLAND, CUT, is_cut=True).glob("*/rank*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        assert "is damaged" in declined(CUT, plan)
+        assert "cannot load its checkpoint" in declined(CUT + 1, plan)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({"exp_avg": torch.zeros(4)}, "not of 4 values"),
+        ({"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(5)}, "not of 4 values"),
+        ({"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4).half()}, "not of 4 values"),
+        ({"exp_avg": torch.full((4,), torch.nan), "exp_avg_sq": torch.zeros(4)}, "not finite"),
+        ({"exp_avg": torch.zeros(4), "exp_avg_sq": -torch.ones(4)}, "negative"),
+        (None, "no safetensors"),
+    ],
+)
+def test_a_lane_that_is_no_moments_is_refused(
+    tensors: dict[str, torch.Tensor] | None, why: str
+) -> None:
+    payload = b"\x80\x04pickle" if tensors is None else safetensors.torch.save(tensors)
+
+    with pytest.raises(PayloadRefused, match=why):
+        unpacked(payload, 4)

@@ -1,0 +1,99 @@
+"""What `diloco chaos` does to a rank's training: only where it is said, once, and it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.chaos.plan import Kind
+from diloco.durable import write_json
+from diloco.faults import spoiler as module
+from diloco.faults.chaos import VARIABLE, fired, is_heeded, spoilt_name, spoilt_path
+from diloco.faults.spoiler import Spoiler, spoiler_of
+
+WHO = spoilt_name("east")
+
+
+class Trainer(SimpleNamespace):
+    """A model of one matrix and its optimizer; a step subtracts a hundredth."""
+
+    def __init__(self) -> None:
+        model = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        model.weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        super().__init__(model=model, optimizer=optimizer)
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.model.weight.detach()
+
+    def step(self, spoiler: Spoiler) -> None:
+        made: Any = self
+        spoiler.before(made)
+        with torch.no_grad():
+            self.model.weight -= 0.01
+        spoiler.after(made)
+
+
+@pytest.fixture
+def spoiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spoiler:
+    monkeypatch.setattr(module, "_READ_S", 0.0)
+    found = spoiler_of({VARIABLE: str(tmp_path)}, "east", island_rank=0, num_ranks=1)
+    assert found is not None
+    return found
+
+
+def test_without_chaos_nothing_is_spoilt() -> None:
+    assert spoiler_of({}, "east", island_rank=0, num_ranks=1) is None
+
+
+@pytest.mark.parametrize("what", ["model", "exp_avg", "exp_avg_sq"])
+def test_one_bit_flips_once(tmp_path: Path, spoiler: Spoiler, what: str) -> None:
+    trainer = Trainer()
+    assert is_heeded(tmp_path, WHO)
+    entry = {"number": 5, "what": what, "bit": 30, "seed": 7}
+    write_json(spoilt_path(tmp_path), {WHO: entry})
+    state = trainer.optimizer.state[trainer.model.weight]
+    of = {"model": trainer.values} | {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    before = of[what].clone()
+
+    for _ in range(3):
+        trainer.step(spoiler)
+
+    moved = 0.03 if what == "model" else 0.0
+    (odd,) = (~torch.isclose(of[what].flatten(), before.flatten() - moved)).nonzero()
+    assert odd == 7
+    assert fired(tmp_path, WHO) == {Kind.FLIP_BIT.value: 1}
+
+
+@pytest.mark.parametrize(("how", "expected"), [("scale", 0.0), ("signs", 1.01)])
+def test_updates_are_poisoned_as_long_as_it_is_said(
+    tmp_path: Path, spoiler: Spoiler, how: str, expected: float
+) -> None:
+    trainer = Trainer()
+    write_json(spoilt_path(tmp_path), {WHO: {"how": how, "seed": 1}})
+
+    trainer.step(spoiler)
+    write_json(spoilt_path(tmp_path), {})
+    trainer.step(spoiler)
+
+    assert torch.allclose(trainer.values, torch.tensor(expected - 0.01), atol=1e-5)
+    assert fired(tmp_path, WHO) == {Kind.POISON.value: 1}
+
+
+def test_tokens_come_in_another_order(tmp_path: Path, spoiler: Spoiler) -> None:
+    tokens = torch.arange(200).view(2, 100)
+    text = spoiler.around(SimpleNamespace(batch=lambda inner_step: tokens))
+    assert text.batch(0) is tokens
+
+    write_json(spoilt_path(tmp_path), {WHO: {"how": "labels", "seed": 1}})
+    Trainer().step(spoiler)
+
+    assert not torch.equal(text.batch(1), tokens)
+    assert torch.equal(text.batch(1).flatten().sort().values, tokens.flatten())

@@ -1,0 +1,65 @@
+"""A syncer's memory: foreseen from the plan, bounds merges at once, refused where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.errors import ConfigError
+from diloco.forecast.syncer_memory import SyncerMemory, insist_on_syncer_memory, syncer_memory
+from diloco.outer.fragments import TensorSpec, make_plan
+
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
+GIB = 1 << 30
+MEMORY = SyncerMemory(lasting_bytes=100 * GIB, merge_bytes=10 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "available", "expected"),
+    [
+        (96, None, 24),
+        (96, 1000 * GIB, 24),
+        (96, 145 * GIB, 4),
+        (2, 1000 * GIB, 1),
+        (96, 105 * GIB, 1),
+        (96, 50 * GIB, 1),
+    ],
+    ids=["not known", "cores", "memory", "few cores", "one", "less than it takes"],
+)
+def test_merges_at_once_are_bounded_by_cores_and_by_memory(
+    num_threads: int, available: int | None, expected: int
+) -> None:
+    assert MEMORY.merges_at_once(num_threads, available) == expected
+
+
+def test_a_syncer_takes_its_state_what_arrives_and_one_merge() -> None:
+    codecs = ["outer.uplink_codec=int4", "outer.downlink_codec=float32"]
+    config = load_config(DEMO, [*codecs, "coordinator.spool_memory=1GiB"])
+    plan = make_plan([TensorSpec("u", (1 << 28,)), TensorSpec("w", (1 << 26,))], num_fragments=2)
+    small, large = sorted(plan.fragments, key=lambda fragment: fragment.numel)
+
+    own = syncer_memory(config, plan.fragments)
+
+    assert own.merge_bytes == 8 * large.numel == syncer_memory(config, [large]).merge_bytes
+    # State, payloads, lanes; what two islands send is less than the spool holds.
+    coded = 2 * (0.5 + 2 / 64) * (large.numel + small.numel)
+    assert own.lasting_bytes == pytest.approx(
+        (12 + 4) * (large.numel + small.numel) + 12 * large.numel + 2 * coded, rel=0.02
+    )
+    spooled = load_config(DEMO, [*codecs, "coordinator.spool_memory=64MiB"])
+    assert own.lasting_bytes - syncer_memory(spooled, plan.fragments).lasting_bytes > GIB // 8
+
+
+def test_a_run_whose_syncer_does_not_fit_is_refused_with_what_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config(DEMO, [])
+    plan = make_plan([TensorSpec("w", (1 << 28,))], num_fragments=2)
+    monkeypatch.setattr("diloco.checkpoint.host_memory.available_bytes", lambda: 8 * GIB)
+
+    insist_on_syncer_memory(config, plan)
+    monkeypatch.setattr("diloco.checkpoint.host_memory.available_bytes", lambda: 4 * GIB)
+    with pytest.raises(ConfigError, match=r"spool_memory = .* 4 GiB are available; .*host"):
+        insist_on_syncer_memory(config, plan)

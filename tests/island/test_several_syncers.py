@@ -1,0 +1,287 @@
+"""Fragments spread over several syncers, on a virtual clock: whose loss stalls what."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.errors import CoordinatorUnavailable
+from diloco.island.exchange.exchange import SyncerWay
+from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.contracts import Transport
+from diloco.transport.errors import ConnectError
+from tests.several_syncers import Several, killing
+from tests.virtual_run import Setting, VirtualIsland, VirtualRun
+
+DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0}
+STEPS = 24
+
+
+def descend(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
+    for parameter in parameters.values():
+        parameter.sub_(DESCENT[island])
+
+
+@pytest.fixture
+def scheduled(tmp_path: Path) -> Setting:
+    return Setting(
+        {name: [16.0] * numel for name, numel in zip("uvwx", (2, 300, 40, 700), strict=True)},
+        descend,
+        tmp_path,
+        inner_steps=STEPS,
+        islands=tuple(DESCENT),
+        num_fragments=4,
+        inner_steps_per_round=8,
+        overlap_steps=2,
+        flush=True,
+    )
+
+
+@pytest.fixture
+def on_arrival(scheduled: Setting) -> Setting:
+    """K = 1, so that nobody waits for anybody; the flush is due after `STEPS` of each."""
+    setting = replace(scheduled, min_members=1, quorum=1, total_tokens=STEPS * len(DESCENT))
+    return replace(setting, timing=setting.measured())
+
+
+def published_at(run: Several) -> dict[int, list[float]]:
+    """Times at which versions of the kept syncer's fragments came, before anything was flushed."""
+    times: dict[int, list[float]] = {p: [] for p in run.kept.own}
+    for at, header in run.came:
+        if not header["is_flush"]:
+            times[header["fragment_id"]].append(at)
+    return times
+
+
+def values(islands: dict[str, VirtualIsland]) -> dict[str, list[list[float]]]:
+    return {
+        name: [tensor.tolist() for tensor in island.parameters.values()]
+        for name, island in islands.items()
+    }
+
+
+def test_a_scheduled_run_waits_for_the_lost_syncer_alone_and_comes_to_the_same_bits(
+    scheduled: Setting,
+) -> None:
+    alone = run_virtual(VirtualRun(replace(scheduled, directory=scheduled.directory / "one")).run())
+    run = Several(scheduled)
+
+    islands = run_virtual(run.run(killing(every_s=3.0)))
+
+    assert run.parts[1].epoch > 3
+    assert values(islands) == values(alone)
+    assert len({i.session.digests for i in (*islands.values(), *alone.values())}) == 1
+    waited = {
+        event["fragment_id"]
+        for island in islands.values()
+        for event in island.kinds("fragment_merged")
+        if event["blocked_s"] > 1.0 and not event["is_flush"]
+    }
+    assert waited and waited <= set(run.parts[1].own)
+
+
+def test_on_arrival_the_loss_of_a_syncer_holds_up_its_own_fragments_alone(
+    on_arrival: Setting,
+) -> None:
+    calm, run = (
+        Several(replace(on_arrival, directory=on_arrival.directory / name))
+        for name in ("calm", "killed")
+    )
+    run_virtual(calm.run())
+
+    islands = run_virtual(run.run(killing(every_s=12.0)))
+
+    assert run.parts[1].epoch > 2
+    assert published_at(calm) and published_at(run) == published_at(calm), "as if nothing had died"
+    assert all(island.session.blocked_s == 0.0 for island in islands.values())
+    assert len({island.session.digests for island in islands.values()}) == 1
+    for part in run.parts:
+        for p in part.own:
+            headers = {r["version"]: r for r in part.records if r["fragment_id"] == p}
+            merged = sum(c["weight_tokens"] for h in headers.values() for c in h["contributors"])
+            assert merged >= on_arrival.total_tokens
+
+
+def test_an_island_returns_though_the_fragments_of_one_syncer_have_not_moved(
+    scheduled: Setting,
+) -> None:
+    async def scenario() -> None:
+        run = Several(scheduled)
+        await run.start()
+        islands = {name: run.island(name) for name in scheduled.islands}
+        await asyncio.gather(*(island.start() for island in islands.values()))
+        phases = scheduled.schedule()
+        first = min(step for step in range(1, STEPS) if phases.due(step))
+        await asyncio.gather(*(island.train(first + 2) for island in islands.values()))
+        moved = {p.name: max(r["version"] for r in p.records) for p in run.parts}
+        assert sorted(moved.values()) == [0, 1], "one of them only"
+        await islands["a"].drop()
+
+        back = run.island("a", incarnation=2)
+        with torch.no_grad():
+            for parameter in back.parameters.values():
+                parameter.add_(1.0)  # of its own, as after a crash: no reason to refuse it
+        await back.start(last_inner_step=first + 2)
+
+        assert back.session.digests == islands["b"].session.digests
+        for island in (back, islands["b"], islands["c"]):
+            await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())
+
+
+def test_a_resumed_run_with_two_syncers_goes_on_as_if_it_had_not_been_stopped(
+    scheduled: Setting,
+) -> None:
+    step = 12
+    whole = run_virtual(Several(replace(scheduled, directory=scheduled.directory / "w")).run())
+
+    async def scenario() -> dict[str, VirtualIsland]:
+        run = Several(scheduled)
+        await run.start()
+        islands = {name: run.island(name) for name in scheduled.islands}
+        await asyncio.gather(*(island.start() for island in islands.values()))
+        await asyncio.gather(*(island.train(step) for island in islands.values()))
+        taken = await asyncio.gather(*(island.checkpoint() for island in islands.values()))
+        kept = dict(zip(islands, taken, strict=True))
+        await asyncio.gather(*(island.train(6) for island in islands.values()))
+        for island in islands.values():
+            await island.drop()
+        await run.resume(step)
+        run.setting = replace(scheduled, start_step=step)
+        islands = {name: run.island(name) for name in scheduled.islands}
+        await asyncio.gather(*(islands[name].resume(kept[name]) for name in islands))
+        await asyncio.gather(*(island.go_on() for island in islands.values()))
+        for island in islands.values():
+            await island.exchange.stop()
+        await run.kill()
+        return islands
+
+    assert values(run_virtual(scenario())) == values(whole)
+
+
+PATIENCE_S = 8.0
+
+
+def test_islands_stay_while_one_syncer_is_away_for_longer_than_their_patience(
+    on_arrival: Setting,
+) -> None:
+    setting = replace(on_arrival, unreachable_s=PATIENCE_S)
+
+    async def scenario() -> None:
+        run = Several(setting)
+        await run.start()
+        islands = [run.island(name) for name in setting.islands]
+        training = [asyncio.create_task(island.run()) for island in islands]
+        await asyncio.sleep(8.0)
+        await run.parts[1].kill_syncer()
+        before = len(run.kept.records)
+        await asyncio.sleep(3 * PATIENCE_S)
+
+        assert [island.exchange.failure for island in islands] == [None] * 3
+        assert len(run.kept.records) > before, "the others' fragments are published on"
+        await run.parts[1].start_syncer()
+        await asyncio.gather(*training)
+        assert len({island.session.digests for island in islands}) == 1
+        for island in islands:
+            await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("is_coordinator_there", [False, True])
+def test_islands_end_once_neither_a_syncer_nor_the_coordinator_answers(
+    on_arrival: Setting, is_coordinator_there: bool
+) -> None:
+    async def scenario() -> None:
+        run = Several(replace(on_arrival, unreachable_s=PATIENCE_S))
+        await run.start()
+        island = run.island("a")
+        training = asyncio.create_task(island.run())
+        await asyncio.sleep(8.0)
+        await run.parts[1].kill_syncer()
+        await asyncio.sleep(2 * PATIENCE_S)
+        await run.kept.kill_syncer()
+        for _ in range(3 * int(PATIENCE_S) if is_coordinator_there else 0):
+            island.exchange.coordinator_answered()
+            await asyncio.sleep(1.0)
+        assert island.exchange.failure is None
+        loop = asyncio.get_running_loop()
+        alone_at = loop.time()
+
+        with pytest.raises(CoordinatorUnavailable, match=r"the syncer at syncer-\d gave no answer"):
+            await training
+        assert PATIENCE_S - 2 < loop.time() - alone_at < PATIENCE_S + 2
+        await island.exchange.stop()
+
+    run_virtual(scenario())
+
+
+class Cut:
+    """A way on which nothing arrives."""
+
+    peer = "cut"
+
+    async def call(self, method: str, *_: object, **__: object) -> None:
+        raise ConnectError("nobody listens", peer=self.peer, method=method)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_start_that_never_reaches_a_syncer_ends_though_others_answer(
+    on_arrival: Setting,
+) -> None:
+    async def scenario() -> None:
+        setting = replace(on_arrival, unreachable_s=PATIENCE_S)
+        run = Several(setting)
+        await run.start()
+        cut: Transport = Cut()  # type: ignore[assignment]
+        first, other = run.parts
+        kept = SyncerWay(
+            first.own, run.network.connect(first.name), run.network.connect(first.name)
+        )
+        ways = [kept, SyncerWay(other.own, cut, cut)]
+        unused = run.network.connect("nobody")
+        island = VirtualIsland("a", setting, unused, unused, ways=ways)
+        training = asyncio.create_task(island.run())
+        for _ in range(int(PATIENCE_S) + 4):
+            island.exchange.coordinator_answered()
+            await asyncio.sleep(1.0)
+
+        with pytest.raises(CoordinatorUnavailable, match="the syncer at cut gave no answer"):
+            await asyncio.wait_for(training, 1.0)
+        await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())
+
+
+def test_a_way_for_data_that_is_cut_alone_ends_the_island_though_others_answer(
+    on_arrival: Setting,
+) -> None:
+    async def scenario() -> None:
+        setting = replace(on_arrival, unreachable_s=PATIENCE_S)
+        run = Several(setting)
+        await run.start()
+        data: list[Transport] = [run.network.connect("syncer-0"), Cut()]  # type: ignore[list-item]
+        ways = [
+            SyncerWay(p.own, run.network.connect(p.name), each)
+            for p, each in zip(run.parts, data, strict=True)
+        ]
+        unused = run.network.connect("nobody")
+        island = VirtualIsland("a", setting, unused, unused, ways=ways)
+
+        with pytest.raises(CoordinatorUnavailable, match="the syncer at cut gave no answer"):
+            await island.run()
+        await island.exchange.stop()
+        await run.kill()
+
+    run_virtual(scenario())

@@ -1,0 +1,171 @@
+"""When an island's own losses, steps and refusals say that it must not send what it trained."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from diloco.outer.pseudo_gradient import farthest
+from diloco.protocol.island.ledger import FragmentLedger, Settled, Verdict
+from diloco.protocol.island.soundness import Mend, OwnLosses, Reach, Returns, StepBound, Trials
+
+
+def trained(num_steps: int = 100, loss: float = 2.5, spread: float = 0.1) -> OwnLosses:
+    losses, rng = OwnLosses(), random.Random(0)
+    for _ in range(num_steps):
+        losses.note(loss + rng.uniform(-spread, spread))
+    return losses
+
+
+def test_a_loss_that_stays_far_off_forbids_sends_until_the_published_values_are_taken() -> None:
+    losses = trained()
+
+    for _ in range(2):
+        losses.note(5.545)
+        assert not losses.reason, "one odd batch is none"
+    losses.note(5.545)
+
+    assert losses.wants_return and "the loss of this island is 5.545, beyond" in losses.reason
+    losses.returned()
+    losses.note(2.5)
+    assert not (losses.reason or losses.wants_return or losses.is_astray)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_counts_at_once_however_few_are_known(loss: float) -> None:
+    losses = OwnLosses()
+
+    losses.note(loss)
+
+    assert losses.wants_return and losses.reason
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param([5.5 - 0.03 * step for step in range(100)], id="from-scratch"),
+        pytest.param([*[2.5] * 50, 3.1, 3.6, 3.5, 3.2, 2.9, *[2.6] * 20], id="a-spike"),
+        pytest.param([*[2.5] * 50, 9.0, 2.5, 9.0, 9.0, 2.5], id="odd-batches"),
+        pytest.param([*[2.0] * 80, *[2.0 + 0.004 * s for s in range(100)]], id="restarted-rate"),
+        pytest.param([8.0, 4.0, 3.0, *[2.0] * 30], id="warm-start"),
+    ],
+)
+def test_what_happens_in_training_forbids_nothing(told: list[float]) -> None:
+    losses = OwnLosses()
+
+    for loss in told:
+        losses.note(loss)
+        assert not (losses.reason or losses.wants_return)
+
+
+def test_where_the_published_values_are_no_better_it_declines_and_does_not_return_again() -> None:
+    losses = trained()
+    for _ in range(3):
+        losses.note(7.0)
+    losses.returned()
+
+    for _ in range(20):
+        losses.note(7.0)
+        assert losses.is_astray and losses.reason and not losses.wants_return
+    for _ in range(3):
+        losses.note(2.5)
+
+    assert losses.wants_return, "what it did meanwhile is not to be sent"
+    losses.returned()
+    losses.note(2.5)
+    assert not (losses.reason or losses.is_astray)
+
+
+def test_losses_that_nobody_can_better_are_taken_for_granted() -> None:
+    losses = trained()
+    for _ in range(3):
+        losses.note(7.0)
+    losses.returned()
+    losses.note(7.0)
+
+    losses.accept()
+    for _ in range(40):
+        losses.note(7.0)
+
+    assert not (losses.reason or losses.wants_return or losses.is_astray)
+
+
+def test_returns_mend_then_renew_then_give_up_and_are_forgotten() -> None:
+    returns = Returns(24, num_fragments=2)
+
+    assert returns.mend(100, is_new=False) is Mend.MOMENTS
+    assert returns.mend(110, is_new=False) is Mend.ALL
+    assert returns.is_recent(206) and not returns.is_recent(207)
+    assert returns.mend(120, is_new=False) is None
+
+    assert returns.mend(900, is_new=False) is Mend.MOMENTS
+    returns.included(0)
+    assert returns.mend(910, is_new=False) is Mend.ALL, "one fragment of two proves nothing"
+    returns.included(0)
+    returns.included(1)
+    assert returns.mend(920, is_new=False) is Mend.MOMENTS
+    assert returns.mend(2000, is_new=True) is Mend.ALL
+
+
+def test_values_are_beyond_reach_by_what_the_steps_since_the_merge_allow() -> None:
+    reach = Reach()
+    for _ in range(10):
+        reach = reach.after(StepBound(0.01, 0.001))
+    anchor = torch.tensor([1.0, -100.0, 0.0])
+
+    assert reach.limits == pytest.approx((0.2, 0.02))
+    assert not farthest(torch.tensor([0.2, 2.1, -0.19]), anchor, reach.limits)
+    found = farthest(torch.tensor([0.1, 0.1, -0.3]), anchor, reach.limits)
+    assert found.startswith("value 2 is -0.3 from its anchor 0")
+    assert not farthest(torch.tensor([9e9, 0.0, 0.0]), anchor, Reach(math.inf).limits)
+    # A flipped anchor allows no more than weight decay of it would.
+    assert farthest(torch.tensor([4.8e35]), torch.tensor([4.8e35]), reach.limits)
+
+
+def test_a_merge_that_keeps_local_values_keeps_a_share_of_their_reach() -> None:
+    reach = Reach(0.4, 0.02)
+
+    assert reach.mixed(0.0, 5.0) == Reach()
+    assert reach.mixed(0.5, 0.2) == Reach(pytest.approx(0.3), pytest.approx(0.01))
+
+
+def test_work_that_was_given_up_counts_only_where_it_was_included() -> None:
+    def returned_after_send() -> FragmentLedger:
+        ledger = FragmentLedger(0, 0)
+        for _ in range(4):
+            ledger.count(10)
+        ledger.send(4, is_flush=False)
+        ledger.count(10)
+        assert ledger.drop_work() == Settled(1, 10)
+        ledger.count(10)
+        return ledger
+
+    included, declined, expired = (returned_after_send() for _ in range(3))
+
+    assert included.settle(Verdict.INCLUDED, attempt=0, local_mix=0.0).dropped_tokens == 0
+    assert declined.settle(Verdict.DECLINED, attempt=0, local_mix=0.0).dropped_tokens == 40
+    assert expired.settle(Verdict.EXPIRED, attempt=1, local_mix=0.0).dropped_tokens == 40
+    assert {(x.tokens, x.steps) for x in (included, declined, expired)} == {(10, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        pytest.param([-0.9, -0.3, 0.02, -0.1, -0.04, -0.2, 0.01], [], id="sound"),
+        pytest.param([0.3, -0.3, -0.1], [0], id="a-rise"),
+        pytest.param([-0.02, 0.02, 0.01, -0.01, -0.01, 0.0, -0.01, 0.02], [2, 3, 4], id="noise"),
+        pytest.param([math.nan], [0], id="not-finite"),
+    ],
+)
+def test_what_raises_the_held_out_loss_or_leaves_it_to_chance_is_not_sent(
+    changes: list[float], refused: list[int]
+) -> None:
+    trials = Trials()
+
+    worse = [trials.is_worse(2.5, 2.5 * (1 + percent / 100)) for percent in changes]
+
+    assert [index for index, is_worse in enumerate(worse) if is_worse] == refused
+    assert not trials.is_worse(math.nan, math.nan), "what is published is not this island's fault"

@@ -1,0 +1,155 @@
+"""Slots of the text at a real coordinator, over a loopback network and restarts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.protocol.run.claims import Claims
+from diloco.transport.errors import FrameError, TransportError
+from tests.coordinator_desk import Desk, tell
+from tests.run_files import write_run
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Config:
+    path = write_run(tmp_path / "run", {"east": "", "west": ""})
+    return load_config(path, ["outer.preset=decoupled"])
+
+
+def word(revision: int, **slots: tuple[int, int, bool]) -> str:
+    """A report's positions: slotN = (grant, draws, whether it is the final one)."""
+    return json.dumps(
+        {
+            "revision": revision,
+            "slots": {
+                name.removeprefix("slot"): {
+                    "grant": grant,
+                    "is_final": is_final,
+                    "position": {"drawn": {"web": drawn}, "cursor": {"at": drawn}},
+                }
+                for name, (grant, drawn, is_final) in slots.items()
+            },
+        }
+    )
+
+
+def slots(claims_json: str) -> dict[str, int]:
+    """Slot -> draws at which the island goes on."""
+    said = json.loads(claims_json)
+    return {slot: sum(claim["position"]["drawn"].values()) for slot, claim in said["slots"].items()}
+
+
+def test_positions_outlive_the_coordinator_and_go_to_the_heir_and_back(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = await desk.join("east"), await desk.join("west")
+        assert (slots(east.claims_json), slots(west.claims_json)) == ({"0": 0}, {"1": 0})
+        await desk.report(east.grant, position_json=word(0, slot0=(0, 70, False)))
+        reply = await desk.report(west.grant, position_json=word(0, slot1=(0, 50, False)))
+        assert reply.claims_json == "", "nothing is news"
+
+        await desk.restart()
+        await desk.leave(east.grant)
+        reply = await desk.report(west.grant, position_json=word(0))
+
+        assert slots(reply.claims_json) == {"0": 70, "1": 50}
+        revision = json.loads(reply.claims_json)["revision"]
+        said = word(revision, slot0=(revision, 90, False), slot1=(0, 95, False))
+        assert not (await desk.report(west.grant, position_json=said)).claims_json
+        again = await desk.join("east", "b")
+        assert slots(again.claims_json) == {}, "one is asked back first"
+        asked = json.loads((await desk.report(west.grant, position_json=said)).claims_json)
+        ((number, owed),) = asked["owed"].items()
+        final = {f"slot{number}": (owed["grant"], 99, True)}
+        await desk.report(west.grant, position_json=word(asked["revision"], **final))
+        reply = await desk.report(again.grant, position_json=word(0))
+        assert slots(reply.claims_json) == {number: 99}
+
+    tell(tmp_path, story, config=elastic)
+
+
+def of_size(num_characters: int) -> str:
+    said = json.loads(word(0, slot0=(0, 1, False)))
+    said["slots"]["0"]["position"]["cursor"] = {"at": "x" * num_characters}
+    return json.dumps(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[]", "{", word(0, slot2=(0, 1, False)), of_size(300_000),
+        word(0, slot0=(0, 2**40, False)),  # heirs would go on from there, and be refused in turn
+    ],
+    ids=lambda said: said[-40:],
+)  # fmt: skip
+def test_what_no_island_says_is_refused_and_counted(
+    said: str, tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        east = (await desk.join("east")).grant
+        with pytest.raises((FrameError, TransportError), match="positions"):
+            await desk.report(east, position_json=said)
+        counts = {(r.island, r.cause): r.count for r in desk.coordinator.status().refusals}
+        assert counts == {("east", "frame"): 1}
+        assert not (await desk.report(east, position_json=word(0))).stop
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_the_status_has_room_for_all_islands_whatever_their_positions(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(desk: Desk) -> None:
+        for island in ("east", "west"):
+            grant = (await desk.join(island)).grant
+            await desk.report(grant, inner_step=3, position_json=of_size(200_000))
+
+        status = desk.coordinator.status()
+
+        assert [i.last_report.inner_step for i in status.islands] == [3, 3]
+        assert status.ByteSize() < 1000
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_report_that_is_handled_late_takes_nothing_back(tmp_path: Path, elastic: Config) -> None:
+    async def story(desk: Desk) -> None:
+        east, west = [(await desk.join(name)).grant for name in ("east", "west")]
+        for drawn in (200, 100):
+            await desk.report(
+                east, inner_step=drawn, position_json=word(0, slot0=(0, drawn, False))
+            )
+        await desk.leave(east, exit_code=40)  # it has died
+
+        heard = await desk.report(west, position_json=word(0, slot1=(0, 7, False)))
+        assert slots(heard.claims_json)["0"] == 200
+        again = await desk.join("east", "b")
+        assert again.last_inner_step == 200
+        await desk.report(again.grant, inner_step=150)
+        assert (await desk.join("east", "c")).last_inner_step == 150, "a later start counts"
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_islands_of_a_scheduled_run_hear_of_no_slots(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        east: Any = await desk.join("east")
+        assert east.claims_json == ""
+        assert (await desk.report(east.grant, position_json="?")).claims_json == ""
+
+    tell(tmp_path, story)
+
+
+def test_text_that_was_divided_otherwise_is_refused_with_both_numbers() -> None:
+    entries = Claims(3, ["a"]).shared_out(["b"])
+
+    with pytest.raises(ConfigError, match=r"run.max_islands: 4 here, .* for 3 islands for ever"):
+        Claims(4, ["a"]).apply(entries)

@@ -1,0 +1,79 @@
+"""Every layout of the table against one rank: values, losses, lanes and collectives."""
+
+import numpy as np
+import pytest
+
+from diloco.bench.training.layout_case import INNER_STEPS
+from diloco.bench.training.layouts import CASES, case_of, names
+from diloco.bench.training.parity_inner import LARGEST_DIFFERENCES
+from tests.trainer.trained_layouts import alone, run_rows
+
+# Float32 sums in another order: 1.8e-5 of a parameter was seen, because AdamW divides a gradient by
+# its own size, noise included. In bfloat16 a parameter moves by at most lr = 2e-3 in each of 5
+# steps, whatever its gradient, so two runs are at most twice that apart, 2e-2.
+PARAMETER_TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+NORM_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}  # relative
+
+
+@pytest.mark.timeout(250)  # the first of each number of ranks trains all rows of it
+@pytest.mark.parametrize("name", [*names(2), *names(4), *names(2, "transformers")])
+def test_layout_agrees_with_one_rank(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", names(2, "compiler"))
+def test_compiled_layout_agrees_with_one_rank(name):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", [*names(4, "transformers"), *names(8)])
+def test_large_layout_agrees_with_one_rank(name):
+    check(name)
+
+
+def check(name):
+    case = case_of(name)
+    expected = alone(case)
+    everybody = [result[name] for result in run_rows(case.num_ranks, case.loads)]
+    first = everybody[0]
+    precision = case.compute.precision
+    loss_tolerance = LARGEST_DIFFERENCES[precision]
+
+    assert first["initial"] == expected["initial"], "the canonical vectors start as the same bits"
+    for ours, reference in zip(first["metrics"], expected["metrics"], strict=True):
+        assert ours.loss == pytest.approx(reference.loss, abs=loss_tolerance)
+        assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=NORM_TOLERANCES[precision])
+        assert ours.learning_rate == reference.learning_rate
+        assert ours.num_tokens == reference.num_tokens
+        # Which experts are chosen may differ by roundings; how many are, may not.
+        counted = {router: sum(load) for router, load in ours.expert_loads.items()}
+        assert counted == {router: sum(load) for router, load in reference.expert_loads.items()}
+    assert first["evaluations"] == pytest.approx(expected["evaluations"], abs=loss_tolerance)
+    assert first["trained"].keys() == expected["trained"].keys()
+    for parameter, value in expected["trained"].items():
+        difference = np.abs(first["trained"][parameter] - value).max()
+        assert difference <= PARAMETER_TOLERANCES[precision], parameter
+    for result in everybody:
+        assert result["dtypes"] == {"torch.float32"}, "also where they are used in bfloat16"
+        assert result["halved"], "what is written through lanes is what all copies hold"
+        assert result["evaluations"] == first["evaluations"]
+        for ours, theirs in zip(result["metrics"], first["metrics"], strict=True):
+            assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
+        for parameter, value in first["trained"].items():
+            np.testing.assert_array_equal(result["trained"][parameter], value)
+        if case.collectives is not None:
+            assert result["collectives"] == case.collectives
+
+
+def test_the_compared_runs_learn_clip_and_see_what_is_written():
+    for case in CASES:
+        expected = alone(case)
+        metrics, (_, before, after) = expected["metrics"], expected["evaluations"]
+
+        assert metrics[INNER_STEPS - 1].loss < metrics[0].loss - 0.3
+        assert max(m.grad_norm for m in metrics) > 0.5
+        assert abs(before - after) > 0.01

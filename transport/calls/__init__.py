@@ -1,0 +1,1 @@
+"""What clients and servers of every kind do alike with a call."""

@@ -1,0 +1,1 @@
+"""Calls over libp2p, through the daemon that hivemind installs."""

@@ -1,0 +1,1 @@
+"""Who is on the other end: certificates, TLS, tokens, strangers."""

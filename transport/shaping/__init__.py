@@ -1,0 +1,1 @@
+"""Links as they are or should be: rates, delays, faults, turns."""
