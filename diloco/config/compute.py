@@ -24,7 +24,7 @@ _SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 
 
 @dataclass(frozen=True, slots=True)
-class EightBits:
+class Float8:
     """What matrix products in 8 bits ask for.
 
     Attributes:
@@ -41,10 +41,10 @@ class EightBits:
 
 
 #: By precision; the scales of MXFP8 are those of 32 values.
-EIGHT_BITS: Mapping[str, EightBits] = {
-    "float8-tensorwise": EightBits((8, 9), "Ada and Hopper", 16, "bfloat16"),
-    "float8-rowwise": EightBits((8, 9), "Ada and Hopper", 16, "bfloat16"),
-    "mxfp8": EightBits((10, 0), "Blackwell", 32, "float8-rowwise"),
+FLOAT8: Mapping[str, Float8] = {
+    "float8-tensorwise": Float8((8, 9), "Ada and Hopper", 16, "bfloat16"),
+    "float8-rowwise": Float8((8, 9), "Ada and Hopper", 16, "bfloat16"),
+    "mxfp8": Float8((10, 0), "Blackwell", 32, "float8-rowwise"),
 }
 
 
@@ -57,7 +57,7 @@ class Compute:
             product and no attention; or all of a block but its input.
         compile_backend: Of `torch.compile`, for every block; empty: blocks run as they are written.
         precision: Of activations, and of parameters where they are used; parameters themselves,
-            gradients between ranks and optimizer are float32. In 8 bits (`EIGHT_BITS`) the matrix
+            gradients between ranks and optimizer are float32. In 8 bits (`FLOAT8`) the matrix
             products of blocks are computed, and all else in bfloat16.
     """
 
@@ -93,7 +93,7 @@ def compute_problems(
             True,
             'with mesh.tp above 1 is not for model.family = "hf"; set it to false',
         )
-    if is_transformers and compute.precision in EIGHT_BITS:
+    if is_transformers and compute.precision in FLOAT8:
         problem = 'is not for model.family = "hf"; set it to "bfloat16"'
         yield "precision", compute.precision, problem
     if kind != "none" and mesh.pp > 1 and mesh.schedule in _SPLIT_BACKWARD:
@@ -124,7 +124,7 @@ def compute_problems(
         ):
             if not is_there:
                 yield "mesh.async_tp", True, f"goes with {key} only: set that, or this to false"
-    if compute.precision in EIGHT_BITS:
+    if compute.precision in FLOAT8:
         for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
             if size > 1:
                 yield (
@@ -145,7 +145,7 @@ def eight_bit_problems(
         tokens: Of a micro-batch on one rank.
         dim: Width of the model's residual stream; 0: unknown.
     """
-    if (needed := EIGHT_BITS.get(precision)) is None:
+    if (needed := FLOAT8.get(precision)) is None:
         return
     if device == "cpu":
         yield (

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.config.compute import EIGHT_BITS, Compute, Precision
+from diloco.config.compute import FLOAT8, Compute, Precision
 from diloco.config.mesh import MeshConfig
 from diloco.launch.rank.device import backend_of, capability_problem, rank_device
 from diloco.launch.rank.job import Job, meet
@@ -20,10 +20,10 @@ pytestmark = [
 INNER_STEPS = 4
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", *EIGHT_BITS])
+@pytest.mark.parametrize("precision", ["bfloat16", *FLOAT8])
 def test_rounded_inner_steps_stay_close_to_float32(precision: Precision) -> None:
     device = rank_device("cuda", Job(0, 1, ""), island="east")
-    if precision in EIGHT_BITS:
+    if precision in FLOAT8:
         has = torch.cuda.get_device_capability(device)
         if problem := capability_problem(precision, torch.cuda.get_device_name(device), has):
             pytest.skip(problem)
@@ -39,7 +39,7 @@ def test_rounded_inner_steps_stay_close_to_float32(precision: Precision) -> None
 
     assert dtypes == {torch.float32}
     # As on the processor: bfloat16 to 1e-2, 8 bits to 0.03 of that.
-    bar = 0.04 if precision in EIGHT_BITS else 0.01
+    bar = 0.04 if precision in FLOAT8 else 0.01
     assert losses == pytest.approx(
         [expected.inner_step(step).loss for step in range(INNER_STEPS)], abs=bar
     )

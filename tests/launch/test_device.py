@@ -56,7 +56,7 @@ def test_what_a_device_lacks_is_said_with_what_it_can_do(precision, capability, 
     assert re.search(words, problem)
 
 
-def test_eight_bits_on_a_processor_are_refused_by_name() -> None:
+def test_float8_on_a_processor_is_refused_by_name() -> None:
     insist_on_precision("bfloat16", torch.device("cpu"), island="east")
 
     message = (

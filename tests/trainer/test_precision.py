@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config.compute import EIGHT_BITS, Compute
+from diloco.config.compute import FLOAT8, Compute
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
-from diloco.trainer.models.eight_bits import multiply_in_eight_bits
+from diloco.trainer.models.float8 import multiply_in_float8
 from diloco.trainer.parallel.mesh import make_mesh
 from tests.distributed import run_ranks
 from tests.trainer.small_island import CPU, make_trainer, whole_parameters
@@ -51,17 +51,17 @@ def test_one_rank_computes_in_bfloat16_what_two_compute():
         np.testing.assert_array_equal(value, other[2][name], name)
 
 
-def _train_in_eight_bits(rank):
+def _train_in_float8(rank):
     return {
         precision: _train(rank, MeshConfig(), 2, Compute(precision=precision))
-        for precision in EIGHT_BITS
+        for precision in FLOAT8
     }
 
 
-def test_eight_bits_train_close_to_bfloat16_and_keep_float32_parameters():
+def test_float8_trains_close_to_bfloat16_and_keeps_float32_parameters():
     (expected,) = run_ranks(_train, 1, MeshConfig(), 2)
 
-    (trained,) = run_ranks(_train_in_eight_bits, 1)
+    (trained,) = run_ranks(_train_in_float8, 1)
 
     for precision, (losses, evaluation, parameters, dtypes) in trained.items():
         assert dtypes == {"torch.float32"}, precision
@@ -85,7 +85,7 @@ def test_eight_bits_train_close_to_bfloat16_and_keep_float32_parameters():
     ],
     ids=["rowwise", "tensorwise", "selective", "mxfp8-full", "compiled"],
 )
-def test_two_ranks_compute_in_eight_bits_what_one_does(compute):
+def test_two_ranks_compute_in_float8_what_one_does(compute):
     """To the last bit, where eager: scales are of rows, or of what a rank has whole."""
     ((losses, _, trained, _),) = run_ranks(_train, 1, MeshConfig(), 2, compute, timeout_s=90)
     (other, *_) = run_ranks(_train, 2, MeshConfig(dp_shard=2), 1, compute, timeout_s=90)
@@ -103,9 +103,9 @@ def test_layers_of_odd_widths_stay_and_a_model_of_them_is_refused():
     odd, mixed = block(24), block(24, 48, 96)
     weight = mixed["to-48"].weight
 
-    assert multiply_in_eight_bits([mixed], "float8-rowwise", CPU) == ("to-48", "to-96")
+    assert multiply_in_float8([mixed], "float8-rowwise", CPU) == ("to-48", "to-96")
     assert type(mixed["to-24"]) is nn.Linear and type(mixed["to-48"]) is not nn.Linear
     assert mixed["to-48"].weight is weight
-    assert multiply_in_eight_bits([block(48, 96)], "mxfp8", CPU) == ("to-96",)
+    assert multiply_in_float8([block(48, 96)], "mxfp8", CPU) == ("to-96",)
     with pytest.raises(ConfigError, match="widths that are multiples of 16; set it to"):
-        multiply_in_eight_bits([odd], "float8-tensorwise", CPU)
+        multiply_in_float8([odd], "float8-tensorwise", CPU)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from diloco.config.compute import EIGHT_BITS, Precision
+from diloco.config.compute import FLOAT8, Precision
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.launch.rank.job import Job
@@ -58,7 +58,7 @@ def insist_on_precision(precision: Precision, device: torch.device, *, island: s
     Raises:
         ConfigError: Saying what the device has, and the nearest setting that it can do.
     """
-    if precision not in EIGHT_BITS:
+    if precision not in FLOAT8:
         return
     name, capability = "the CPU", (0, 0)
     if device.type == "cuda":
@@ -110,15 +110,15 @@ def capability_problem(precision: Precision, name: str, capability: tuple[int, i
     """Say why a device cannot multiply in 8 bits, and what it can do; empty: it can.
 
     Args:
-        precision: A key of `EIGHT_BITS`.
+        precision: A key of `FLOAT8`.
         name: Of the device.
         capability: Compute capability of CUDA; (0, 0): there is none.
     """
-    needed = EIGHT_BITS[precision]
+    needed = FLOAT8[precision]
     if capability >= needed.capability:
         return ""
     has = f"has {capability[0]}.{capability[1]}" if capability > (0, 0) else "has none"
-    other = EIGHT_BITS.get(needed.nearest)
+    other = FLOAT8.get(needed.nearest)
     nearest = "bfloat16" if other and capability < other.capability else needed.nearest
     return (
         f"needs compute capability {needed.capability[0]}.{needed.capability[1]} "

@@ -137,7 +137,7 @@ class Block(nn.Module):
 
     Attributes:
         recompute: Calls what it is given so that the backward computes it again; None: everything
-            is kept. From `recomputation`.
+            is kept. From `activation_checkpointing`.
     """
 
     def __init__(self, shape: LlamaShape, layer: int) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from diloco.config.compute import EIGHT_BITS, PLAIN, Compute, compute_problems
+from diloco.config.compute import FLOAT8, PLAIN, Compute, compute_problems
 from diloco.config.mesh import (
     MeshConfig,
     heads_problem,
@@ -32,11 +32,11 @@ from diloco.config.mesh import (
     transformers_problems,
 )
 from diloco.errors import ConfigError
-from diloco.trainer.models.eight_bits import multiply_in_eight_bits
+from diloco.trainer.models.activation_checkpointing import Recompute, recompute_of
 from diloco.trainer.models.experts import Experts
 from diloco.trainer.models.families import Model
+from diloco.trainer.models.float8 import multiply_in_float8
 from diloco.trainer.models.model import Block, Llama
-from diloco.trainer.models.recomputation import Recompute, recompute_of
 from diloco.trainer.models.transformers_model import TransformersModel
 from diloco.trainer.models.transformers_parallel import apply_transformers_tp
 from diloco.trainer.parallel.context import ContextAttention
@@ -144,13 +144,13 @@ def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: 
 def _apply_compute(model: Model, compute: Compute, mesh: IslandMesh) -> None:
     """Let blocks multiply in 8 bits, compute again what they do not keep, and compile them.
 
-    Compiled is each block by itself with its recomputation, so that the compiler plans both. Blocks
-    are alike and share one compiled graph; names of parameters do not change.
+    Each block is compiled by itself with its activation checkpointing, so that the compiler plans
+    both. Blocks are alike and share one compiled graph; names of parameters do not change.
     """
     if compute.is_cast and isinstance(model, Llama):
         model.residual_dtype = torch.bfloat16
-    if compute.precision in EIGHT_BITS:
-        multiply_in_eight_bits(model.blocks, compute.precision, mesh.device)
+    if compute.precision in FLOAT8:
+        multiply_in_float8(model.blocks, compute.precision, mesh.device)
     for block in model.blocks:
         if compute.activation_checkpointing != "none":
             recompute = recompute_of(block, compute.activation_checkpointing)

@@ -7,7 +7,7 @@
 Scales are made anew from what is multiplied, of all three products of a linear layer: forward, and
 both of its backward. Parameters are the same tensors as before: gathered and cast to bfloat16 by
 FSDP2, cast to 8 bits where they are used. Left in bfloat16 are embedding, norms, head, routers and
-routed experts, and layers with a width that is no multiple of `EightBits.unit`.
+routed experts, and layers with a width that is no multiple of `Float8.unit`.
 
 Source: FP8 formats (arXiv 2209.05433); OCP microscaling formats (MX) 1.0; torchao.
 """
@@ -21,20 +21,20 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from diloco.config.compute import EIGHT_BITS, Precision
+from diloco.config.compute import FLOAT8, Precision
 from diloco.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-def multiply_in_eight_bits(
+def multiply_in_float8(
     blocks: Iterable[nn.Module], precision: Precision, device: torch.device
 ) -> tuple[str, ...]:
     """Replace the linear layers of blocks by ones that multiply in 8 bits, in place.
 
     Args:
         blocks: On the meta device; their parameters stay.
-        precision: A key of `EIGHT_BITS`.
+        precision: A key of `FLOAT8`.
         device: Where they will compute; on a CPU 8 bits are emulated, for tests: slow, and rounded
             alike.
 
@@ -44,7 +44,7 @@ def multiply_in_eight_bits(
     Raises:
         ConfigError: If none has the widths that it takes.
     """
-    unit, is_emulated = EIGHT_BITS[precision].unit, device.type == "cpu"
+    unit, is_emulated = FLOAT8[precision].unit, device.type == "cpu"
     changed, left = set[str](), set[str]()
     for block in blocks:
         for name, layer in list(block.named_modules()):
