@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from diloco.config.schema import Config
 from diloco.coordinator.board import Board
 from diloco.coordinator.grants import is_valid
-from diloco.coordinator.island_desk import IslandDesk
+from diloco.coordinator.island_service import IslandService
 from diloco.coordinator.journal import Journal, RoundRow, Told
-from diloco.coordinator.operator_desk import Operations, OperatorDesk
+from diloco.coordinator.operator_service import Operations, OperatorService
 from diloco.coordinator.reported_alarms import ReportedAlarms
-from diloco.coordinator.syncer_desk import SyncerDesk
+from diloco.coordinator.syncer_service import SyncerService
 from diloco.coordinator.tape import told_of
 from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
@@ -86,7 +86,7 @@ class Coordinator:
         self.alarms = ReportedAlarms(record=self._record, unix_clock=unix_clock)
         self.board = Board(membership, journal, self._leases, terms, self.alarms)
         self._cut_patience = CutPatience(membership, keep=self._keep)
-        self._island_desk = IslandDesk(
+        self._island_service = IslandService(
             membership,
             self.board,
             self._leases,
@@ -96,7 +96,7 @@ class Coordinator:
             keep=self._keep,
             end_if_over=self._end_if_over,
         )
-        self._syncer_desk = SyncerDesk(
+        self._syncer_service = SyncerService(
             membership,
             self.board,
             insist=self._insist_on_syncer,
@@ -105,7 +105,7 @@ class Coordinator:
             keep=self._keep,
             on_lost=self.lose,
         )
-        self._operator_desk = OperatorDesk(
+        self._operator_service = OperatorService(
             membership,
             operations,
             unix_clock=unix_clock,
@@ -125,9 +125,9 @@ class Coordinator:
             "control.status": self._status,
             "control.standing": self._standing,
             "control.clock": self._clock,
-            **self._island_desk.handlers,
-            **self._syncer_desk.handlers,
-            **self._operator_desk.handlers,
+            **self._island_service.handlers,
+            **self._syncer_service.handlers,
+            **self._operator_service.handlers,
         }
 
     def fail(self, reason: str, exit_code: int) -> None:
@@ -321,7 +321,7 @@ class Coordinator:
 
     def _index(self, row: RoundRow) -> None:
         """Index a durable record, and with it how far the islands have come."""
-        entries = self._membership.positions(self._island_desk.inner_steps)
+        entries = self._membership.positions(self._island_service.inner_steps)
         for _ in range(self._journal.write(entries, [row])):
             self.refused("", Cause.CONFLICT)
         self._membership.apply(entries)

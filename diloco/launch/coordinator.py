@@ -43,7 +43,7 @@ from diloco.coordinator.board import Board
 from diloco.coordinator.daemon import RETURN_S, Coordinator
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
-from diloco.coordinator.operator_desk import Operations
+from diloco.coordinator.operator_service import Operations
 from diloco.coordinator.tape import told_of
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import AggregationError, ConfigError

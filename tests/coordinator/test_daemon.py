@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from diloco.coordinator.grants import sign
-from diloco.coordinator.island_desk import ISLAND_STATES
+from diloco.coordinator.island_service import ISLAND_STATES
 from diloco.island.registration import IslandState
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError, HandlerFailed
 from diloco.transport.identity import Identity
-from tests.coordinator_desk import SECRET, UNREACHABLE_S, Desk, Story, joined, tell
+from tests.coordinator_in_memory import (
+    SECRET,
+    UNREACHABLE_S,
+    CoordinatorInMemory,
+    Story,
+    joined,
+    tell,
+)
 from tests.transport.pki import EAST
 
 Play = Callable[[Story], None]
@@ -31,93 +38,93 @@ def play(tmp_path: Path) -> Play:
 
 
 def test_islands_are_held_then_told_where_to_stop_and_the_run_ends_as_stopped(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        assert not (await desk.report(east, inner_step=3)).hold
-        assert desk.state() == "running"
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        assert not (await coord.report(east, inner_step=3)).hold
+        assert coord.state() == "running"
 
-        assert desk.coordinator.request_stop()
-        assert desk.state() == "stopping"
-        reply = await desk.report(east, inner_step=4)
+        assert coord.coordinator.request_stop()
+        assert coord.state() == "stopping"
+        reply = await coord.report(east, inner_step=4)
         assert (reply.hold, reply.has_stop_step, reply.stop) == (True, False, False)
-        assert not (await desk.report(east, has_hold=True, hold_step=12)).has_stop_step
-        await desk.restart()  # whoever holds must not be forgotten
-        assert desk.state() == "stopping"
-        assert (await desk.report(west, has_hold=True, hold_step=6)).stop_step == 12
-        reply = await desk.report(east, inner_step=12)
+        assert not (await coord.report(east, has_hold=True, hold_step=12)).has_stop_step
+        await coord.restart()  # whoever holds must not be forgotten
+        assert coord.state() == "stopping"
+        assert (await coord.report(west, has_hold=True, hold_step=6)).stop_step == 12
+        reply = await coord.report(east, inner_step=12)
         assert (reply.hold, reply.has_stop_step, reply.stop_step) == (True, True, 12)
-        await desk.report(east, inner_step=12, checkpoint_steps=[12])
-        reply = await desk.report(west, inner_step=12, checkpoint_steps=[12])
+        await coord.report(east, inner_step=12, checkpoint_steps=[12])
+        reply = await coord.report(west, inner_step=12, checkpoint_steps=[12])
         assert list(reply.checkpoint_steps) == [12], "all may leave"
 
-        await desk.leave(east, is_stopped=True)
-        assert not desk.coordinator.ended.is_set()
-        await desk.leave(west, is_stopped=True)
+        await coord.leave(east, is_stopped=True)
+        assert not coord.coordinator.ended.is_set()
+        await coord.leave(west, is_stopped=True)
 
-        assert desk.coordinator.ended.is_set()
-        assert desk.state() == "stopped"
-        assert list(desk.coordinator.status().checkpoint_steps) == [12]
+        assert coord.coordinator.ended.is_set()
+        assert coord.state() == "stopped"
+        assert list(coord.coordinator.status().checkpoint_steps) == [12]
 
     play(story)
 
 
 def test_there_is_nobody_to_ask_before_every_island_has_joined(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.join("east")
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.join("east")
 
-        assert not desk.coordinator.request_stop()
-        assert desk.state() == "waiting for islands"
+        assert not coord.coordinator.request_stop()
+        assert coord.state() == "waiting for islands"
 
     play(story)
 
 
 def test_a_stop_may_be_asked_for_again_while_it_goes_on(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        (east, _) = await joined(desk)
-        desk.coordinator.request_stop()
-        await desk.report(east, has_hold=True, hold_step=12)
+    async def story(coord: CoordinatorInMemory) -> None:
+        (east, _) = await joined(coord)
+        coord.coordinator.request_stop()
+        await coord.report(east, has_hold=True, hold_step=12)
 
-        assert desk.coordinator.request_stop()
-        assert desk.membership.promises == {"east": 12}
+        assert coord.coordinator.request_stop()
+        assert coord.membership.promises == {"east": 12}
 
     play(story)
 
 
-async def stopping_at_12(desk: Desk) -> list[control.Grant]:
-    grants = await joined(desk)
-    desk.coordinator.request_stop()
+async def stopping_at_12(coord: CoordinatorInMemory) -> list[control.Grant]:
+    grants = await joined(coord)
+    coord.coordinator.request_stop()
     for grant in grants:
-        await desk.report(grant, has_hold=True, hold_step=12)
+        await coord.report(grant, has_hold=True, hold_step=12)
     return grants
 
 
 def test_the_stop_moves_for_an_island_that_returns_beyond_it(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await stopping_at_12(desk)
-        await desk.report(east, inner_step=12, checkpoint_steps=[12])
-        west = (await desk.join("west", "b")).grant
-        await desk.restart()
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await stopping_at_12(coord)
+        await coord.report(east, inner_step=12, checkpoint_steps=[12])
+        west = (await coord.join("west", "b")).grant
+        await coord.restart()
 
-        asked = await desk.report(east, inner_step=12, checkpoint_steps=[12])
+        asked = await coord.report(east, inner_step=12, checkpoint_steps=[12])
         assert (asked.hold, asked.has_stop_step) == (True, False)
-        assert (await desk.report(west, has_hold=True, hold_step=18)).stop_step == 18
-        assert (await desk.report(east, inner_step=12)).stop_step == 18
+        assert (await coord.report(west, has_hold=True, hold_step=18)).stop_step == 18
+        assert (await coord.report(east, inner_step=12)).stop_step == 18
 
     play(story)
 
 
 def test_an_island_that_starts_after_the_stop_is_told_that_it_has_left(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        grants = await stopping_at_12(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = await stopping_at_12(coord)
         for grant in grants:
-            await desk.report(grant, inner_step=12, checkpoint_steps=[12])
-        await desk.leave(grants[0], is_stopped=True)
+            await coord.report(grant, inner_step=12, checkpoint_steps=[12])
+        await coord.leave(grants[0], is_stopped=True)
 
-        refused = await desk.join("west", "b")
+        refused = await coord.join("west", "b")
 
         assert refused.status == control.JOIN_STATUS_RUN_STOPPED
-        assert desk.coordinator.ended.is_set()
-        assert desk.state() == "stopped"
+        assert coord.coordinator.ended.is_set()
+        assert coord.state() == "stopped"
 
     play(story)
 
@@ -126,14 +133,14 @@ def test_an_island_that_starts_after_the_stop_is_told_that_it_has_left(play: Pla
 def test_a_stop_that_an_island_stays_away_from_fails_and_is_taken_back(
     play: Play, is_restarted: bool
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await stopping_at_12(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await stopping_at_12(coord)
         if is_restarted:
-            await desk.restart()
-        watching = asyncio.create_task(desk.coordinator.watch())
-        while not desk.coordinator.ended.is_set():
+            await coord.restart()
+        watching = asyncio.create_task(coord.coordinator.watch())
+        while not coord.coordinator.ended.is_set():
             await asyncio.sleep(1.0)
-            told = await desk.report(east, inner_step=12, checkpoint_steps=[12])
+            told = await coord.report(east, inner_step=12, checkpoint_steps=[12])
         watching.cancel()
 
         assert UNREACHABLE_S <= asyncio.get_running_loop().time() <= UNREACHABLE_S + 3.0
@@ -142,42 +149,42 @@ def test_a_stop_that_an_island_stays_away_from_fails_and_is_taken_back(
         assert "has not reported for 60 s" in told.reason
         assert "The stop is taken back; nothing published is lost, the run goes on" in told.reason
         assert "diloco coordinator RUN.toml; then every island that has ended" in told.reason
-        await desk.restart()
-        assert desk.state() == "running"
-        told = await desk.report(east, inner_step=12)
+        await coord.restart()
+        assert coord.state() == "running"
+        told = await coord.report(east, inner_step=12)
         assert not (told.stop or told.hold)
 
     play(story)
 
 
 def test_a_complete_stop_does_not_wait_for_a_last_word_for_ever(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        grants = await stopping_at_12(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = await stopping_at_12(coord)
         for grant in grants:
-            await desk.report(grant, inner_step=12, checkpoint_steps=[12])
-        await desk.leave(grants[0], is_stopped=True)
-        watching = asyncio.create_task(desk.coordinator.watch())
-        await desk.coordinator.ended.wait()
+            await coord.report(grant, inner_step=12, checkpoint_steps=[12])
+        await coord.leave(grants[0], is_stopped=True)
+        watching = asyncio.create_task(coord.coordinator.watch())
+        await coord.coordinator.ended.wait()
         watching.cancel()
 
-        assert desk.state() == "stopped"
-        await desk.restart()
-        assert desk.state() == "stopped"
+        assert coord.state() == "stopped"
+        await coord.restart()
+        assert coord.state() == "stopped"
 
     play(story)
 
 
 def test_islands_that_report_are_waited_for(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        grants = await stopping_at_12(desk)
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = await stopping_at_12(coord)
+        watching = asyncio.create_task(coord.coordinator.watch())
         for _ in range(20):
             await asyncio.sleep(UNREACHABLE_S / 2)
             for grant in grants:
-                await desk.report(grant, inner_step=6)
+                await coord.report(grant, inner_step=6)
         watching.cancel()
 
-        assert desk.state() == "stopping"
+        assert coord.state() == "stopping"
 
     play(story)
 
@@ -188,19 +195,19 @@ def test_islands_that_report_are_waited_for(play: Play) -> None:
 def test_a_checkpoint_that_all_keep_is_told_to_syncer_islands_and_operator_also_after_a_restart(
     play: Play,
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        await desk.report(east, inner_step=25, checkpoint_steps=[10, 20])
-        assert await desk.round_report() == []
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.report(east, inner_step=25, checkpoint_steps=[10, 20])
+        assert await coord.round_report() == []
 
-        reply = await desk.report(west, inner_step=21, checkpoint_steps=[20])
+        reply = await coord.report(west, inner_step=21, checkpoint_steps=[20])
         assert list(reply.checkpoint_steps) == [20]
-        assert await desk.round_report() == [20]
-        await desk.restart()
+        assert await coord.round_report() == [20]
+        await coord.restart()
 
-        assert await desk.round_report() == [20]
-        assert list((await desk.report(east)).checkpoint_steps) == [20]
-        assert list(desk.coordinator.status().checkpoint_steps) == [20]
+        assert await coord.round_report() == [20]
+        assert list((await coord.report(east)).checkpoint_steps) == [20]
+        assert list(coord.coordinator.status().checkpoint_steps) == [20]
 
     play(story)
 
@@ -209,20 +216,20 @@ def test_a_checkpoint_that_all_keep_is_told_to_syncer_islands_and_operator_also_
 
 
 def test_a_new_start_is_welcome_and_hears_how_far_the_one_before_had_come(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        (east, _) = await joined(desk)
-        assert (await desk.join("east")).last_inner_step == 0
-        await desk.report(east, inner_step=41)
+    async def story(coord: CoordinatorInMemory) -> None:
+        (east, _) = await joined(coord)
+        assert (await coord.join("east")).last_inner_step == 0
+        await coord.report(east, inner_step=41)
 
-        again = await desk.join("east", "b")
-        waiting = await desk.report(again.grant)
-        third = await desk.join("east", "c")
+        again = await coord.join("east", "b")
+        waiting = await coord.report(again.grant)
+        third = await coord.join("east", "c")
 
         assert (again.status, again.grant.incarnation) == (control.JOIN_STATUS_ACCEPTED, 2)
         assert (again.is_resumed, again.last_inner_step) == (False, 41)
         assert not waiting.stop
         assert third.last_inner_step == 41, "the second start had not begun to train"
-        fenced = await desk.report(east, inner_step=42)
+        fenced = await coord.report(east, inner_step=42)
         assert (fenced.stop, fenced.exit_code) == (True, 41)
         assert "newer start of island 'east' has joined" in fenced.reason
         assert "see whether two were started" in fenced.reason
@@ -231,10 +238,10 @@ def test_a_new_start_is_welcome_and_hears_how_far_the_one_before_had_come(play: 
 
 
 def test_a_start_at_another_step_is_refused_with_both(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.join("east", start_step=300)
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.join("east", start_step=300)
 
-        refused = await desk.join("west")
+        refused = await coord.join("west")
 
         assert refused.status == control.JOIN_STATUS_FINGERPRINT_MISMATCH
         assert "inner step 0 (there), the run started at 300 (here)" in refused.message
@@ -243,35 +250,35 @@ def test_a_start_at_another_step_is_refused_with_both(play: Play) -> None:
 
 
 def test_what_is_published_is_known_though_the_syncer_has_not_yet_reported(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await joined(desk)
-        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 0})
-        assert not desk.coordinator.status().has_published, "initial parameters are no round's"
-        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
+    async def story(coord: CoordinatorInMemory) -> None:
+        await joined(coord)
+        await coord.round_report(record={"timeline": 0, "fragment_id": 0, "version": 0})
+        assert not coord.coordinator.status().has_published, "initial parameters are no round's"
+        await coord.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
 
-        await desk.restart()
+        await coord.restart()
 
-        status = desk.coordinator.status()
+        status = coord.coordinator.status()
         assert (status.has_published, list(status.fragments)) == (True, [])
 
     play(story)
 
 
 def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        before = await desk.standing("east")
+    async def story(coord: CoordinatorInMemory) -> None:
+        before = await coord.standing("east")
         assert (before.run, before.state, before.island.incarnation) == (
             "demo", "waiting for islands", 0,
         )  # fmt: skip
-        east = (await desk.join("east", start_step=7)).grant
-        west = (await desk.join("west", start_step=7)).grant
-        await desk.report(east, inner_step=9, state="training")
-        await desk.report(west, inner_step=8, state="waiting")
-        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
+        east = (await coord.join("east", start_step=7)).grant
+        west = (await coord.join("west", start_step=7)).grant
+        await coord.report(east, inner_step=9, state="training")
+        await coord.report(west, inner_step=8, state="waiting")
+        await coord.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
 
-        told = await desk.standing("east")
+        told = await coord.standing("east")
 
-        whole = desk.coordinator.status()
+        whole = coord.coordinator.status()
         (own,) = [island for island in whole.islands if island.island == "east"]
         assert own.last_report.inner_step == 9
         assert told == control.StandingReply(
@@ -283,7 +290,7 @@ def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
             island=own,
             syncer_addresses=[""],  # it has told none
         )
-        assert not (await desk.standing("south")).HasField("island")
+        assert not (await coord.standing("south")).HasField("island")
 
     play(story)
 
@@ -302,16 +309,16 @@ def test_how_an_island_stands_is_told_to_known_callers_and_on_this_machine(
         async def read_payload(self) -> bytes:
             return b""
 
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        await desk.report(east, inner_step=9, state="training")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        await coord.report(east, inner_step=9, state="training")
 
-        answer = await desk.coordinator.handlers["control.standing"](Call())
+        answer = await coord.coordinator.handlers["control.standing"](Call())
 
         told = control.StandingReply.FromString(answer.header)
         assert (told.run, told.state, told.inner_steps) == ("demo", "running", 100)
         assert told.HasField("island") == (caller is not None)
-        assert (await desk.standing("east")).HasField("island")  # a call on its own machine
+        assert (await coord.standing("east")).HasField("island")  # a call on its own machine
 
     play(story)
 
@@ -320,43 +327,43 @@ def test_how_an_island_stands_is_told_to_known_callers_and_on_this_machine(
 
 
 def test_starts_restore_the_checkpoint_until_the_new_timeline_has_published(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await joined(desk)
-        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 5})
-        await desk.restart(resume_step=20)
-        assert desk.state() == "waiting for islands"
+    async def story(coord: CoordinatorInMemory) -> None:
+        await joined(coord)
+        await coord.round_report(record={"timeline": 0, "fragment_id": 0, "version": 5})
+        await coord.restart(resume_step=20)
+        assert coord.state() == "waiting for islands"
 
-        east, west = [await desk.join(island, "b") for island in ("east", "west")]
+        east, west = [await coord.join(island, "b") for island in ("east", "west")]
         for reply in (east, west):
             assert (reply.is_resumed, reply.resume_step, reply.grant.timeline) == (True, 20, 1)
-        again = await desk.join("east", "c")
+        again = await coord.join("east", "c")
         assert (again.is_resumed, again.grant.incarnation) == (True, 3)
 
-        await desk.round_report(1, {"timeline": 0, "fragment_id": 0, "version": 4})
-        assert (await desk.join("east", "d")).is_resumed, "that is the pinned version"
-        await desk.round_report(1, {"timeline": 1, "fragment_id": 0, "version": 5})
-        returned = await desk.join("east", "e")
+        await coord.round_report(1, {"timeline": 0, "fragment_id": 0, "version": 4})
+        assert (await coord.join("east", "d")).is_resumed, "that is the pinned version"
+        await coord.round_report(1, {"timeline": 1, "fragment_id": 0, "version": 5})
+        returned = await coord.join("east", "e")
         assert (returned.is_resumed, returned.resume_step) == (False, 0)
-        await desk.restart()
-        assert not (await desk.join("east", "f")).is_resumed
+        await coord.restart()
+        assert not (await coord.join("east", "f")).is_resumed
 
     play(story)
 
 
 def test_whoever_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        await desk.restart(resume_step=20)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        await coord.restart(resume_step=20)
 
-        reply = await desk.report(east, inner_step=50, checkpoint_steps=[50])
-        await desk.leave(east)
+        reply = await coord.report(east, inner_step=50, checkpoint_steps=[50])
+        await coord.leave(east)
 
         assert (reply.stop, reply.exit_code) == (True, 41)
         assert "resumed from inner step 20 (timeline 1)" in reply.reason
         assert "start island 'east' again" in reply.reason
-        assert desk.membership.members["east"].exit_code is None
+        assert coord.membership.members["east"].exit_code is None
         with pytest.raises(HandlerFailed, match="timeline"):
-            await desk.round_report(0)
+            await coord.round_report(0)
 
     play(story)
 
@@ -365,28 +372,28 @@ def test_whoever_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(p
 
 
 def test_what_ended_the_run_is_remembered_by_the_next_coordinator(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        await desk.round_report(fatal_reason="quorum lost", fatal_exit_code=50)
-        assert desk.coordinator.ended.is_set()
-        await desk.restart()
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        await coord.round_report(fatal_reason="quorum lost", fatal_exit_code=50)
+        assert coord.coordinator.ended.is_set()
+        await coord.restart()
 
-        reply = await desk.report(east)
+        reply = await coord.report(east)
 
         assert (reply.stop, reply.exit_code, reply.reason) == (True, 50, "quorum lost")
-        assert desk.state() == "failed"
+        assert coord.state() == "failed"
 
     play(story)
 
 
 def test_a_syncer_that_cannot_start_ends_this_coordinator_only(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        desk.coordinator.fail("the port is taken", 2)
-        assert (await desk.report(east)).stop
-        await desk.restart()
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        coord.coordinator.fail("the port is taken", 2)
+        assert (await coord.report(east)).stop
+        await coord.restart()
 
-        assert not (await desk.report(east)).stop
+        assert not (await coord.report(east)).stop
 
     play(story)
 
@@ -397,29 +404,29 @@ def test_a_syncer_that_cannot_start_ends_this_coordinator_only(play: Play) -> No
 def test_an_island_that_joins_again_and_again_does_not_fill_the_journal(
     play: Play, tmp_path: Path
 ) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         sizes = []
         for n in range(600):
-            await desk.join("east", f"{n:064x}")
+            await coord.join("east", f"{n:064x}")
             sizes.append(sum(f.stat().st_size for f in tmp_path.glob("journal.sqlite*")))
         # The write-ahead log is folded back at 1000 pages; what a thousand starts cost is that.
         assert max(sizes) < 8 << 20
-        connection = desk.journal._require()
+        connection = coord.journal._require()
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         assert (tmp_path / "journal.sqlite").stat().st_size < 200_000
         with pytest.raises(FrameError, match="start id of 65 characters"):
-            await desk.join("east", "x" * 65)
+            await coord.join("east", "x" * 65)
 
     play(story)
 
 
 @pytest.mark.parametrize("state", ["\x1b[2J", "training\n", "x" * 5000])
 def test_an_operators_terminal_is_shown_no_state_but_ours(state: str, play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
         with pytest.raises(FrameError, match="a report's state is"):
-            await desk.report(east, state=state)
-        assert (await desk.report(east, state="training")).stop is False
+            await coord.report(east, state=state)
+        assert (await coord.report(east, state="training")).stop is False
 
     play(story)
 
@@ -429,17 +436,17 @@ def test_the_states_of_islands_are_those_that_a_coordinator_knows() -> None:
 
 
 def test_a_version_that_is_reported_as_two_things_is_counted(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.join("east")
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.join("east")
         grant = control.Grant(run="demo", roles=[control.ROLE_SYNCER])
         for digest in ("one", "one", "other"):
             header = {"timeline": 0, "fragment_id": 0, "version": 3, "digest": digest}
             request = control.RoundReport(grant=sign(grant, SECRET), record_json=json.dumps(header))
-            await desk.call("round_report", request)
+            await coord.call("round_report", request)
 
-        (counted,) = desk.coordinator.status().refusals
+        (counted,) = coord.coordinator.status().refusals
         assert (counted.service, counted.cause, counted.count) == ("coordinator", "conflict", 1)
-        assert [json.loads(header)["digest"] for header in desk.journal.tape()] == ["one"]
+        assert [json.loads(header)["digest"] for header in coord.journal.tape()] == ["one"]
 
     play(story)
 
@@ -450,11 +457,11 @@ def test_a_version_that_is_reported_as_two_things_is_counted(play: Play) -> None
      '{"timeline": 0, "fragment_id": 9223372036854775808, "version": 0}'],
 )  # fmt: skip
 def test_a_record_that_is_none_is_refused_by_name(record: str, play: Play) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         grant = control.Grant(run="demo", roles=[control.ROLE_SYNCER])
         request = control.RoundReport(grant=sign(grant, SECRET), record_json=record)
         with pytest.raises(FrameError, match="a report's record is"):
-            await desk.call("round_report", request)
-        assert desk.journal.tape() == []
+            await coord.call("round_report", request)
+        assert coord.journal.tape() == []
 
     play(story)

@@ -12,7 +12,7 @@ from diloco.config.load import load_config
 from diloco.coordinator.daemon import RETURN_S
 from diloco.durable import DiskFull
 from diloco.protos.control_pb2 import FragmentStatus
-from tests.coordinator_desk import Desk, tell
+from tests.coordinator_in_memory import CoordinatorInMemory, tell
 from tests.run_files import write_run
 
 
@@ -21,20 +21,20 @@ def test_an_island_that_starts_again_at_the_end_still_hears_of_it(tmp_path: Path
         write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
     )
 
-    async def story(desk: Desk) -> None:
-        east, west = await desk.join("east"), await desk.join("west")
-        watching = asyncio.create_task(desk.coordinator.watch())
-        await desk.leave(west.grant, exit_code=1)  # it dies, and its supervisor starts it again
-        await desk.leave(east.grant)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await coord.join("east"), await coord.join("west")
+        watching = asyncio.create_task(coord.coordinator.watch())
+        await coord.leave(west.grant, exit_code=1)  # it dies, and its supervisor starts it again
+        await coord.leave(east.grant)
         await asyncio.sleep(RETURN_S / 2)
-        assert not desk.coordinator.ended.is_set()
+        assert not coord.coordinator.ended.is_set()
 
-        again = await desk.join("west", "b")
+        again = await coord.join("west", "b")
         await asyncio.sleep(RETURN_S)
-        assert not desk.coordinator.ended.is_set(), "it is at work"
-        await desk.leave(again.grant)
+        assert not coord.coordinator.ended.is_set(), "it is at work"
+        await coord.leave(again.grant)
 
-        assert desk.coordinator.ended.is_set()
+        assert coord.coordinator.ended.is_set()
         watching.cancel()
 
     tell(tmp_path, story, config=config)
@@ -45,18 +45,18 @@ def test_an_island_that_stays_away_does_not_keep_a_run_from_its_end(tmp_path: Pa
         write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
     )
 
-    async def story(desk: Desk) -> None:
-        east, _ = await desk.join("east"), await desk.join("west")
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await coord.join("east"), await coord.join("west")
+        watching = asyncio.create_task(coord.coordinator.watch())
         for _ in range(int(config.lease_s) + 2):  # its lease ends, the other's does not
             await asyncio.sleep(1.0)
-            await desk.report(east.grant)
-        await desk.leave(east.grant)
-        assert not desk.coordinator.ended.is_set()
+            await coord.report(east.grant)
+        await coord.leave(east.grant)
+        assert not coord.coordinator.ended.is_set()
 
         await asyncio.sleep(RETURN_S)
 
-        assert desk.coordinator.ended.is_set()
+        assert coord.coordinator.ended.is_set()
         watching.cancel()
 
     tell(tmp_path, story, config=config)
@@ -69,21 +69,21 @@ def test_an_island_that_says_that_it_has_finished_does_not_end_the_run_of_others
         write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
     )
 
-    async def story(desk: Desk) -> None:
-        liar, _ = await desk.join("east"), await desk.join("west")
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        liar, _ = await coord.join("east"), await coord.join("west")
+        watching = asyncio.create_task(coord.coordinator.watch())
         for p, merged in enumerate((config.total_tokens, 1)):
             status = FragmentStatus(fragment_id=p, version=3, merged_tokens=merged)
-            desk.coordinator.fragment_stands(status)
-        await desk.leave(liar.grant)
+            coord.coordinator.fragment_stands(status)
+        await coord.leave(liar.grant)
         await asyncio.sleep(config.lease_s + RETURN_S + 2)  # the other cannot be reached for long
 
-        assert not desk.coordinator.ended.is_set()
+        assert not coord.coordinator.ended.is_set()
         for p in range(2):
             status = FragmentStatus(fragment_id=p, merged_tokens=config.total_tokens)
-            desk.coordinator.fragment_stands(status)
+            coord.coordinator.fragment_stands(status)
         await asyncio.sleep(2)
-        assert desk.coordinator.ended.is_set()
+        assert coord.coordinator.ended.is_set()
         watching.cancel()
 
     tell(tmp_path, story, config=config)
@@ -99,20 +99,20 @@ def test_a_full_disk_does_not_end_the_watch_and_what_it_found_is_written_later(
     def full(*_: object, **__: object) -> None:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
-    async def story(desk: Desk) -> None:
-        east, _ = await desk.join("east"), await desk.join("west")
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await coord.join("east"), await coord.join("west")
+        watching = asyncio.create_task(coord.coordinator.watch())
         with monkeypatch.context() as patch:
-            patch.setattr(desk.journal, "write", full)
+            patch.setattr(coord.journal, "write", full)
             for _ in range(int(config.lease_s) + 5):  # west's lease ends
                 await asyncio.sleep(1.0)
-                await desk.report(east.grant)
+                await coord.report(east.grant)
             assert not watching.done()
-            assert desk.membership.live == ("east", "west"), "it cannot be written down"
+            assert coord.membership.live == ("east", "west"), "it cannot be written down"
 
         await asyncio.sleep(2.0)
 
-        assert desk.membership.live == ("east",)
+        assert coord.membership.live == ("east",)
         watching.cancel()
 
     tell(tmp_path, story, config=config)

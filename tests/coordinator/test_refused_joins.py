@@ -20,7 +20,7 @@ from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
 from diloco.transport.security.tokens import TokenTable, make_token
 from tests.coordinator.test_daemon import Play, play
-from tests.coordinator_desk import IDENTITY, PLAN, SECRET, Desk, joined, tell
+from tests.coordinator_in_memory import IDENTITY, PLAN, SECRET, CoordinatorInMemory, joined, tell
 from tests.protocol.test_membership import OTHER_PLAN
 from tests.run_files import write_run
 from tests.transport.test_tokens import EAST, write_table
@@ -34,14 +34,14 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def refusals(desk: Desk) -> dict[tuple[str, str, str], int]:
-    status = desk.coordinator.status()
+def refusals(coord: CoordinatorInMemory) -> dict[tuple[str, str, str], int]:
+    status = coord.coordinator.status()
     return {(r.service, r.island, r.cause): r.count for r in status.refusals}
 
 
-async def ask(desk: Desk, **changes: Any) -> control.JoinReply:
+async def ask(coord: CoordinatorInMemory, **changes: Any) -> control.JoinReply:
     request = control.JoinRequest(**{**FIELDS, **changes})
-    return control.JoinReply.FromString(await desk.call("join", request))
+    return control.JoinReply.FromString(await coord.call("join", request))
 
 
 class KnownCall:
@@ -101,16 +101,16 @@ class KnownCall:
 def test_a_join_is_refused_by_field_and_both_values(
     play: Play, changes: dict[str, Any], island: str, cause: str, words: list[str]
 ) -> None:
-    async def story(desk: Desk) -> None:
-        accepted = await ask(desk, island="west")
+    async def story(coord: CoordinatorInMemory) -> None:
+        accepted = await ask(coord, island="west")
         assert accepted.status == control.JOIN_STATUS_ACCEPTED
 
-        answer = await desk.coordinator.handlers["control.join"](KnownCall(**changes))
+        answer = await coord.coordinator.handlers["control.join"](KnownCall(**changes))
 
         reply = control.JoinReply.FromString(answer.header)
         assert reply.status != control.JOIN_STATUS_ACCEPTED
         assert [word for word in words if word not in reply.message] == []
-        assert refusals(desk) == {("coordinator", island, cause): 1}
+        assert refusals(coord) == {("coordinator", island, cause): 1}
 
     play(story)
 
@@ -120,16 +120,16 @@ def test_a_batch_far_beyond_the_others_is_refused_and_one_that_is_only_unequal_i
 ) -> None:
     path = write_run(tmp_path / "run", {"east": "", "west": ""})
 
-    async def story(desk: Desk) -> None:
-        assert desk.config is not None
-        most = max(each.tokens_per_inner_step for each in desk.config.islands.values()) * 16
-        refused = await desk.join("east", tokens_per_inner_step=most + 1)
+    async def story(coord: CoordinatorInMemory) -> None:
+        assert coord.config is not None
+        most = max(each.tokens_per_inner_step for each in coord.config.islands.values()) * 16
+        refused = await coord.join("east", tokens_per_inner_step=most + 1)
 
-        accepted = await desk.join("east", tokens_per_inner_step=most)
+        accepted = await coord.join("east", tokens_per_inner_step=most)
 
         assert refused.status == control.JOIN_STATUS_BATCH_TOO_LARGE
         assert f"islands.east.tokens_per_inner_step: {most + 1} there; at most" in refused.message
-        assert refusals(desk) == {("coordinator", "", "weight"): 1}
+        assert refusals(coord) == {("coordinator", "", "weight"): 1}
         assert accepted.grant.tokens_per_inner_step == most
 
     tell(tmp_path, story, config=load_config(path))
@@ -139,12 +139,12 @@ def test_a_full_run_and_a_kicked_island_are_refused_and_counted(tmp_path: Path) 
     path = write_run(tmp_path / "run", {"east": "", "west": ""})
     settings = ["outer.preset=decoupled", "run.open=true", "run.max_islands=2"]
 
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         for name in ("east", "west"):
-            await ask(desk, island=name)
-        await desk.operate("kick", island="east", reason="its numbers are odd")
+            await ask(coord, island=name)
+        await coord.operate("kick", island="east", reason="its numbers are odd")
 
-        full, kicked, odd = [await ask(desk, island=name) for name in ("north", "east", "../x")]
+        full, kicked, odd = [await ask(coord, island=name) for name in ("north", "east", "../x")]
 
         assert full.status == control.JOIN_STATUS_RUN_FULL
         assert "run.max_islands: 2 here, island 'north' there would be number 3" in full.message
@@ -152,7 +152,7 @@ def test_a_full_run_and_a_kicked_island_are_refused_and_counted(tmp_path: Path) 
         assert "its numbers are odd" in kicked.message
         assert odd.status == control.JOIN_STATUS_UNKNOWN_ISLAND
         assert "'../x'" in odd.message
-        assert refusals(desk) == {
+        assert refusals(coord) == {
             ("coordinator", "", "full"): 1,
             ("coordinator", "", "kicked"): 1,
             ("coordinator", "", "island"): 1,
@@ -162,13 +162,13 @@ def test_a_full_run_and_a_kicked_island_are_refused_and_counted(tmp_path: Path) 
 
 
 def test_a_stranger_fills_nobodys_count_of_refusals(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await ask(desk, island="west")
+    async def story(coord: CoordinatorInMemory) -> None:
+        await ask(coord, island="west")
 
-        reply = await ask(desk, plan_json=OTHER_PLAN)
+        reply = await ask(coord, plan_json=OTHER_PLAN)
 
         assert reply.status != control.JOIN_STATUS_ACCEPTED
-        assert refusals(desk) == {("coordinator", "", "plan"): 1}
+        assert refusals(coord) == {("coordinator", "", "plan"): 1}
 
     play(story)
 
@@ -176,10 +176,10 @@ def test_a_stranger_fills_nobodys_count_of_refusals(play: Play) -> None:
 def test_a_wrong_token_is_refused_by_that_name_and_no_token_is_said(tmp_path: Path) -> None:
     async def run() -> None:
         right, wrong = make_token(), make_token()
-        desk = Desk(tmp_path)
-        await desk.start()
+        coord = CoordinatorInMemory(tmp_path)
+        await coord.start()
         table = TokenTable(write_table(tmp_path, {EAST: right}))
-        server = GrpcServer("127.0.0.1:0", desk.coordinator.handlers, tokens=table)
+        server = GrpcServer("127.0.0.1:0", coord.coordinator.handlers, tokens=table)
         await server.start()
         transport = GrpcTransport(server.address, token=wrong)
         try:
@@ -190,7 +190,7 @@ def test_a_wrong_token_is_refused_by_that_name_and_no_token_is_said(tmp_path: Pa
         finally:
             await transport.close()
             await server.stop(0)
-            await desk.close()
+            await coord.close()
 
     asyncio.run(run())
 
@@ -200,8 +200,8 @@ def test_a_refusal_of_a_megabyte_of_text_is_short(play: Play, field: str) -> Non
     much = {f"{n:06d}": 0 for n in range(80_000)}
     text = json.dumps(much) if field == "identity_json" else "x" * (MAX_HEADER_BYTES - 9000)
 
-    async def story(desk: Desk) -> None:
-        reply = await ask(desk, **{field: text[: MAX_HEADER_BYTES - 9000]})
+    async def story(coord: CoordinatorInMemory) -> None:
+        reply = await ask(coord, **{field: text[: MAX_HEADER_BYTES - 9000]})
 
         assert reply.status != control.JOIN_STATUS_ACCEPTED
         assert len(reply.message) < 20_000
@@ -213,18 +213,18 @@ def test_a_refusal_of_a_megabyte_of_text_is_short(play: Play, field: str) -> Non
 
 
 def test_what_a_report_says_is_shown_cut_and_counted_if_refused(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        await desk.report(east, inner_step=1, message="\x01" * 180_000)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        await coord.report(east, inner_step=1, message="\x01" * 180_000)
         with pytest.raises(FrameError, match="checkpoints; 1000 are allowed"):
-            await desk.report(east, checkpoint_steps=range(100_000))
-        await joined(desk, "b")
-        assert (await desk.report(east)).stop
+            await coord.report(east, checkpoint_steps=range(100_000))
+        await joined(coord, "b")
+        assert (await coord.report(east)).stop
 
-        status = desk.coordinator.status()
+        status = coord.coordinator.status()
 
         assert len(status.islands[0].last_report.message) == 1000
-        assert refusals(desk) == {
+        assert refusals(coord) == {
             ("coordinator", "east", "frame"): 1,
             ("coordinator", "east", "incarnation"): 1,
         }
@@ -247,20 +247,20 @@ def test_what_a_run_file_lets_an_island_keep_a_coordinator_lets_it_report(
     # Besides what a removal leaves: the last good one, that of a stop, that of the last resume.
     count = config.checkpoint.keep + config.num_unsure_checkpoints + 3
 
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
 
-        reply = await desk.report(east, inner_step=count, checkpoint_steps=range(count))
+        reply = await coord.report(east, inner_step=count, checkpoint_steps=range(count))
 
         assert not reply.stop
-        assert refusals(desk) == {}
+        assert refusals(coord) == {}
 
     play(story)
 
 
 def test_what_a_syncer_reports_is_cut_to_what_can_be_true(play: Play) -> None:
-    async def story(desk: Desk) -> None:
-        await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        await joined(coord)
         fragment = control.FragmentStatus(
             fragment_id=0, version=3, phase="x" * 5000, digest="0" * 5000,
             contributors=["east"] * 5000 + ["nobody"],
@@ -270,32 +270,32 @@ def test_what_a_syncer_reports_is_cut_to_what_can_be_true(play: Play) -> None:
             for island in ("east", "nobody")
             for cause in ("size", "x" * 5000)
         ]
-        await desk.round_report(fragments=[fragment], refusals=counts)
+        await coord.round_report(fragments=[fragment], refusals=counts)
         refusal = r"a report of fragment 7; syncer 0 has \[0, 1\], 2 in all"
         with pytest.raises(FrameError, match=refusal):
-            await desk.round_report(fragments=[control.FragmentStatus(fragment_id=7)])
+            await coord.round_report(fragments=[control.FragmentStatus(fragment_id=7)])
 
-        status = desk.coordinator.status()
+        status = coord.coordinator.status()
 
         assert status.ByteSize() < 3000
         assert list(status.fragments[0].contributors) == ["east"]
-        assert refusals(desk) == {("syncer", "east", "size"): 4}
-        await desk.round_report(fatal_reason="y" * 500_000, fatal_exit_code=50)
-        assert len(desk.coordinator.status().message) == 16_000
+        assert refusals(coord) == {("syncer", "east", "size"): 4}
+        await coord.round_report(fatal_reason="y" * 500_000, fatal_exit_code=50)
+        assert len(coord.coordinator.status().message) == 16_000
 
     play(story)
 
 
 def test_a_syncer_of_another_timeline_is_refused_and_counted(play: Play) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         forged = control.Grant(run="demo", roles=[control.ROLE_ISLAND])
         hello = control.SyncerHelloRequest(grant=sign(forged, SECRET))
         with pytest.raises(Exception, match="the syncer's grant is not valid"):
-            await desk.call("syncer_hello", hello)
+            await coord.call("syncer_hello", hello)
         with pytest.raises(Exception, match="the syncer's grant is not valid"):
-            await desk.round_report(timeline=9)
+            await coord.round_report(timeline=9)
 
-        assert refusals(desk) == {
+        assert refusals(coord) == {
             ("coordinator", "", "grant"): 1,
             ("coordinator", "", "timeline"): 1,
         }

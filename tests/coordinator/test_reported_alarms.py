@@ -13,31 +13,31 @@ from diloco.peer_texts import MOST_REASON
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protos.control_pb2 import Alarm, AlarmStatus
 from diloco.telemetry.prometheus import coordinator_metrics
-from tests.coordinator_desk import Desk, joined, tell
+from tests.coordinator_in_memory import CoordinatorInMemory, joined, tell
 
 DECLINES = Alarm(kind="island_declines", island="west", fragment_id=-1, text="NaN", count=3)
 REFUSED = Alarm(kind="contribution_refused", island="west", fragment_id=1, text="norm 3e9")
 
 
-def shown(desk: Desk) -> list[AlarmStatus]:
-    return list(desk.coordinator.status().alarms)
+def shown(coord: CoordinatorInMemory) -> list[AlarmStatus]:
+    return list(coord.coordinator.status().alarms)
 
 
-def recorded(desk: Desk) -> list[tuple[str, str]]:
-    desk.coordinator.alarms.write()  # as the next look of the watch does
-    entries = [e.content for e in desk.journal.happenings() if e.kind == "alarm"]
+def recorded(coord: CoordinatorInMemory) -> list[tuple[str, str]]:
+    coord.coordinator.alarms.write()  # as the next look of the watch does
+    entries = [e.content for e in coord.journal.happenings() if e.kind == "alarm"]
     return [(content["reporter"], content["kind"]) for content in entries]
 
 
 def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await joined(coord)
         for _ in range(3):
-            await desk.report(west, alarms=[DECLINES])
-            await desk.round_report(alarms=[REFUSED])
+            await coord.report(west, alarms=[DECLINES])
+            await coord.round_report(alarms=[REFUSED])
             await asyncio.sleep(5.0)
 
-        status = desk.coordinator.status()
+        status = coord.coordinator.status()
 
         assert alarm_lines(status) == [
             "alarm: contribution_refused, island west, fragment 1: norm 3e9 (syncer 0, 3 times, "
@@ -45,7 +45,10 @@ def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Pa
             "alarm: island_declines, island west: NaN (west, 3 times, first 15.0 s ago, it holds)",
         ]
         assert run_text(status).splitlines()[1:] == alarm_lines(status)
-        assert recorded(desk) == [("west", "island_declines"), ("syncer 0", "contribution_refused")]
+        assert recorded(coord) == [
+            ("west", "island_declines"),
+            ("syncer 0", "contribution_refused"),
+        ]
         assert not status.islands[1].last_report.alarms
 
     tell(tmp_path, story)
@@ -65,71 +68,71 @@ def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Pa
 def test_of_two_opposed_islands_that_whose_own_loss_rises_is_named(
     tmp_path: Path, about: dict[str, str], named: set[str]
 ) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.round_report(alarms=[Alarm(kind="islands_opposed", fragment_id=0, text="-0.6")])
-        for grant in await joined(desk):
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.round_report(alarms=[Alarm(kind="islands_opposed", fragment_id=0, text="-0.6")])
+        for grant in await joined(coord):
             rising, _, count = about[grant.island].partition(" ")
             loss = Alarm(kind="loss_rises", island=rising, text="loss 3", count=int(count or 3))
             loss.fragment_id = -1
-            await desk.report(grant, alarms=[loss] if rising else [])
+            await coord.report(grant, alarms=[loss] if rising else [])
 
-        desk.coordinator._raise_alarms()
+        coord.coordinator._raise_alarms()
 
-        assert {a.alarm.island for a in shown(desk) if a.reporter == "coordinator"} == named
+        assert {a.alarm.island for a in shown(coord) if a.reporter == "coordinator"} == named
 
     tell(tmp_path, story, names=tuple(about))
 
 
 def test_what_is_not_reported_any_more_is_shown_for_an_hour(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await joined(desk)
-        await desk.report(west, alarms=[DECLINES])
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await joined(coord)
+        await coord.report(west, alarms=[DECLINES])
         await asyncio.sleep(HOLDS_S + 1)
 
-        (over,) = shown(desk)
+        (over,) = shown(coord)
         assert not over.holds
-        assert run_text(desk.coordinator.status()).count("\n") == 0
-        metrics = {m.name: m.samples for m in coordinator_metrics(desk.coordinator.status())}
+        assert run_text(coord.coordinator.status()).count("\n") == 0
+        metrics = {m.name: m.samples for m in coordinator_metrics(coord.coordinator.status())}
         (gauge,), (counter,) = metrics["diloco_run_alarm"], metrics["diloco_run_alarms"]
         assert (gauge.value, counter.value, counter.labels["alarm"]) == (0, 3, "island_declines")
-        await desk.report(west, alarms=[DECLINES])
-        assert shown(desk)[0].holds
-        assert not recorded(desk)[1:], "less than a minute later it is the same entry"
+        await coord.report(west, alarms=[DECLINES])
+        assert shown(coord)[0].holds
+        assert not recorded(coord)[1:], "less than a minute later it is the same entry"
         await asyncio.sleep(SHOWN_S + 1)
-        assert not shown(desk)
+        assert not shown(coord)
 
     tell(tmp_path, story)
 
 
 def test_what_is_over_keeps_no_new_alarm_out(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await joined(coord)
         over = [Alarm(kind="contribution_refused", fragment_id=p) for p in range(MOST_OF_ISLAND)]
-        await desk.report(west, alarms=over)
+        await coord.report(west, alarms=over)
         await asyncio.sleep(HOLDS_S + 1)
 
-        await desk.report(west, alarms=[DECLINES])
+        await coord.report(west, alarms=[DECLINES])
 
-        assert [each.alarm.kind for each in shown(desk) if each.holds] == ["island_declines"]
-        assert recorded(desk)[-1] == ("west", "island_declines")
-        assert len(shown(desk)) == MOST_OF_ISLAND
+        assert [each.alarm.kind for each in shown(coord) if each.holds] == ["island_declines"]
+        assert recorded(coord)[-1] == ("west", "island_declines")
+        assert len(shown(coord)) == MOST_OF_ISLAND
 
     tell(tmp_path, story)
 
 
 def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await joined(coord)
         odd = [Alarm(kind="x" * 9000), Alarm(kind="loss_rises", island="stranger")]
         text = "\N{SNOWMAN}" * 200
         many = [Alarm(kind="loss_rises", fragment_id=p, text=text) for p in range(500)]
-        await desk.report(west, alarms=odd)
+        await coord.report(west, alarms=odd)
         for n in range(0, 500, MOST_OF_ISLAND):
-            await desk.report(west, alarms=many[n:])
+            await coord.report(west, alarms=many[n:])
 
-        alarms = shown(desk)
+        alarms = shown(coord)
 
-        assert len(alarms) == len(recorded(desk)) == MOST_OF_ISLAND
+        assert len(alarms) == len(recorded(coord)) == MOST_OF_ISLAND
         assert all(len(each.alarm.text) <= MOST_REASON for each in alarms)
         assert {each.alarm.kind for each in alarms} <= set(map(str, AlarmKind))
 
@@ -139,23 +142,23 @@ def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
 def test_alarms_of_all_islands_at_once_are_one_durable_write(tmp_path: Path) -> None:
     names = tuple(f"island-{n:02d}" for n in range(50))
 
-    async def story(desk: Desk) -> None:
-        grants, writes = await joined(desk), list[str]()
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants, writes = await joined(coord), list[str]()
         for grant in grants:
-            await desk.report(grant)
-        watching = asyncio.create_task(desk.coordinator.watch())
+            await coord.report(grant)
+        watching = asyncio.create_task(coord.coordinator.watch())
         await asyncio.sleep(0)
-        desk.journal._require().set_trace_callback(
+        coord.journal._require().set_trace_callback(
             lambda statement: writes.append(statement) if statement == "COMMIT" else None
         )
         for grant in grants:
             declines = Alarm(kind="island_declines", island=grant.island, fragment_id=-1)
-            await desk.report(grant, alarms=[declines])
+            await coord.report(grant, alarms=[declines])
         assert not writes
         await asyncio.sleep(2.0)
 
         assert len(writes) == 1
-        assert len([e for e in desk.journal.happenings() if e.kind == "alarm"]) == len(names)
+        assert len([e for e in coord.journal.happenings() if e.kind == "alarm"]) == len(names)
         watching.cancel()
 
     tell(tmp_path, story, names=names)

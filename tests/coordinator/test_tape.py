@@ -12,24 +12,24 @@ from diloco.coordinator.journal import Journal, Told
 from diloco.coordinator.tape import told_of
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError
-from tests.coordinator_desk import Desk, joined, tell
+from tests.coordinator_in_memory import CoordinatorInMemory, joined, tell
 
 RECORD = {"timeline": 0, "fragment_id": 0, "version": 0}
 
 
 def test_joins_expiries_and_records_are_told_in_order_and_once(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        await desk.round_report(record=RECORD)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        await coord.round_report(record=RECORD)
         expiry = control.Expiry(version=3, attempt=1, missing=["west", "x"], reason="deadline")
-        await desk.round_report(expiry=expiry)
-        await desk.restart()
-        await desk.round_report(expiry=expiry)
+        await coord.round_report(expiry=expiry)
+        await coord.restart()
+        await coord.round_report(expiry=expiry)
         with pytest.raises(FrameError, match="a report of fragment 7"):
-            await desk.round_report(expiry=control.Expiry(fragment_id=7))
-        await desk.leave(east)
+            await coord.round_report(expiry=control.Expiry(fragment_id=7))
+        await coord.leave(east)
 
-        tape = desk.journal.happenings()
+        tape = coord.journal.happenings()
 
         assert [(e.after_round, e.kind, e.key) for e in tape] == [
             (0, "members", "1"),
@@ -46,8 +46,8 @@ def test_joins_expiries_and_records_are_told_in_order_and_once(tmp_path: Path) -
 
 
 def test_what_an_operator_does_and_a_resume_are_told(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        membership = desk.membership
+    async def story(coord: CoordinatorInMemory) -> None:
+        membership = coord.membership
         entries = (
             *membership.settings.changed("outer.optimizer.lr", 0.5),
             *membership.settings.operated({"command": "set", "message": "done"}),

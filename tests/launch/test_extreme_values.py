@@ -30,7 +30,7 @@ from diloco.config.load import load_config
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.operator_desk import Operations
+from diloco.coordinator.operator_service import Operations
 from diloco.errors import DilocoError
 from diloco.protocol.rounds.donation import LaneGiven, Manifest
 from diloco.protocol.rounds.messages import key_message

@@ -16,7 +16,7 @@ from diloco.protocol.run.cut_patience import MOST_WRITING
 from diloco.protocol.run.cuts import Cuts, Part
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import TransportError
-from tests.coordinator_desk import Desk, tell
+from tests.coordinator_in_memory import CoordinatorInMemory, tell
 from tests.run_files import write_run
 
 NAMES = ("east", "west")
@@ -56,51 +56,51 @@ def merged(tokens: int) -> list[control.FragmentStatus]:
     ]
 
 
-async def syncer_merged(desk: Desk, tokens: int, **fields: Any) -> None:
+async def syncer_merged(coord: CoordinatorInMemory, tokens: int, **fields: Any) -> None:
     """Have the syncer report what is merged by now, and the cut named that is due."""
-    await desk.round_report(desk.membership.timeline, fragments=merged(tokens), **fields)
-    desk.coordinator._cut_when_due()
+    await coord.round_report(coord.membership.timeline, fragments=merged(tokens), **fields)
+    coord.coordinator._cut_when_due()
 
 
-async def asked(desk: Desk, grant: control.Grant, tokens: int) -> int:
+async def asked(coord: CoordinatorInMemory, grant: control.Grant, tokens: int) -> int:
     """Give the cut that an island is asked for once so many tokens are merged."""
-    await syncer_merged(desk, tokens)
-    return (await desk.report(grant)).cut
+    await syncer_merged(coord, tokens)
+    return (await coord.report(grant)).cut
 
 
-async def told_to_syncer(desk: Desk, **fields: Any) -> control.RoundReportReply:
-    await desk.round_report(desk.membership.timeline, fragments=merged(600), **fields)
-    return await desk.told_to_syncer()
+async def told_to_syncer(coord: CoordinatorInMemory, **fields: Any) -> control.RoundReportReply:
+    await coord.round_report(coord.membership.timeline, fragments=merged(600), **fields)
+    return await coord.told_to_syncer()
 
 
-async def stop(desk: Desk) -> None:
-    assert (await desk.operate("stop", checkpoint="true")).is_done
+async def stop(coord: CoordinatorInMemory) -> None:
+    assert (await coord.operate("stop", checkpoint="true")).is_done
 
 
 def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: Config) -> None:
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
-        assert (await desk.report(grants[0])).cut == 0
-        await stop(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
+        assert (await coord.report(grants[0])).cut == 0
+        await stop(coord)
         for grant in grants:
-            told = await desk.report(grant)
+            told = await coord.report(grant)
             assert (told.cut, told.is_last_cut, told.hold, told.drain) == (1, True, False, False)
-        assert "already" in (await desk.operate("stop", checkpoint="true")).message
+        assert "already" in (await coord.operate("stop", checkpoint="true")).message
 
-        told = await desk.report(grants[0], cut=part_of(1, 3, 5))
+        told = await coord.report(grants[0], cut=part_of(1, 3, 5))
         assert told.cut == 0, "it has its part"
-        await desk.leave(grants[0], is_stopped=True)
-        assert (await told_to_syncer(desk)).cut == 0, "west has none yet"
-        await desk.restart()
-        await desk.report(grants[1], cut=part_of(1, 4, 2, at=3))
-        asked = await told_to_syncer(desk)
+        await coord.leave(grants[0], is_stopped=True)
+        assert (await told_to_syncer(coord)).cut == 0, "west has none yet"
+        await coord.restart()
+        await coord.report(grants[1], cut=part_of(1, 4, 2, at=3))
+        asked = await told_to_syncer(coord)
         assert (asked.cut, list(asked.cut_versions)) == (1, [4, 5])
-        assert (await desk.join("east", "b")).status == control.JOIN_STATUS_RUN_STOPPED
-        await told_to_syncer(desk, pinned_cut=1)
-        assert desk.membership.checkpoints == (1,)
-        assert not desk.coordinator.ended.is_set(), "west has not left"
-        await desk.leave(grants[1], is_stopped=True)
-        assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopped")
+        assert (await coord.join("east", "b")).status == control.JOIN_STATUS_RUN_STOPPED
+        await told_to_syncer(coord, pinned_cut=1)
+        assert coord.membership.checkpoints == (1,)
+        assert not coord.coordinator.ended.is_set(), "west has not left"
+        await coord.leave(grants[1], is_stopped=True)
+        assert (coord.coordinator.ended.is_set(), coord.state()) == (True, "stopped")
 
     tell(tmp_path, story, config=elastic)
 
@@ -108,20 +108,20 @@ def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: C
 def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = [(await desk.join(name)).grant for name in NAMES]
-        await desk.report(west, inner_step=30, position_json=told(slot1=17))
-        await stop(desk)
-        await desk.report(west, inner_step=30, position_json=told(slot1=60))
-        await desk.report(east, cut=part_of(1, 3, 5, slot0=40))
-        await desk.leave(west, exit_code=40)  # it has died
-        assert (await told_to_syncer(desk)).cut == 1
-        await told_to_syncer(desk, pinned_cut=1)
-        await desk.leave(east, is_stopped=True)
-        assert desk.membership.is_stopped
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = [(await coord.join(name)).grant for name in NAMES]
+        await coord.report(west, inner_step=30, position_json=told(slot1=17))
+        await stop(coord)
+        await coord.report(west, inner_step=30, position_json=told(slot1=60))
+        await coord.report(east, cut=part_of(1, 3, 5, slot0=40))
+        await coord.leave(west, exit_code=40)  # it has died
+        assert (await told_to_syncer(coord)).cut == 1
+        await told_to_syncer(coord, pinned_cut=1)
+        await coord.leave(east, is_stopped=True)
+        assert coord.membership.is_stopped
 
-        await desk.restart(resume_step=1)
-        with_part, without = await desk.join("east", "b"), await desk.join("west", "b")
+        await coord.restart(resume_step=1)
+        with_part, without = await coord.join("east", "b"), await coord.join("west", "b")
         assert (with_part.is_resumed, with_part.resume_step) == (True, 1)
         assert with_part.last_inner_step == 7, "where it stood at the cut"
         assert (without.is_resumed, without.last_inner_step) == (False, 30)
@@ -129,8 +129,8 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
         drawn = {slot: claim["position"]["drawn"] for of in claims for slot, claim in of.items()}
         assert drawn == {"0": {"web": 40}, "1": {"web": 17}}, "as was known at the naming"
 
-        assert (await desk.join("east", "b")).is_resumed, "the same start asks again"
-        again = await desk.join("east", "c")
+        assert (await coord.join("east", "b")).is_resumed, "the same start asks again"
+        again = await coord.join("east", "c")
         assert not again.is_resumed, "what its first start has contributed counts"
 
     tell(tmp_path, story, config=elastic)
@@ -139,36 +139,36 @@ def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
 def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
 
         async def taken(number: int, tokens: int) -> bool:
-            await syncer_merged(desk, tokens)
+            await syncer_merged(coord, tokens)
             for grant in grants:
-                if (await desk.report(grant)).cut != number:
+                if (await coord.report(grant)).cut != number:
                     return False
-                await desk.report(grant, cut=part_of(number, 1, 1))
-            await told_to_syncer(desk)
-            await told_to_syncer(desk, pinned_cut=number)
+                await coord.report(grant, cut=part_of(number, 1, 1))
+            await told_to_syncer(coord)
+            await told_to_syncer(coord, pinned_cut=number)
             return True
 
         assert await taken(1, 600)
-        await stop(desk)
+        await stop(coord)
         assert await taken(2, 600)
         for grant in grants:
-            await desk.leave(grant, is_stopped=True)
+            await coord.leave(grant, is_stopped=True)
 
-        await desk.restart(resume_step=2)
-        grants[:] = [(await desk.join(name, "b")).grant for name in NAMES]
+        await coord.restart(resume_step=2)
+        grants[:] = [(await coord.join(name, "b")).grant for name in NAMES]
         assert not await taken(3, 600), "nothing was merged since"
-        await desk.restart()
-        desk.coordinator._keep(desk.membership.cut())  # for a heal, before a syncer has reported
+        await coord.restart()
+        coord.coordinator._keep(coord.membership.cut())  # for a heal, before a syncer has reported
         assert await taken(3, 700)
         assert not await taken(4, 700)
         assert await taken(4, 1100)
 
-        await desk.restart(resume_step=2)
-        grants[:] = [(await desk.join(name, "c")).grant for name in NAMES]
+        await coord.restart(resume_step=2)
+        grants[:] = [(await coord.join(name, "c")).grant for name in NAMES]
         assert await taken(5, 1000), "what was cut in an abandoned timeline is cut again"
 
     tell(tmp_path, story, config=elastic)
@@ -177,25 +177,25 @@ def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
 def test_a_resume_makes_no_cut_of_what_was_merged_while_the_last_one_was_taken(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
 
         async def newest_cut(tokens: int, **fields: Any) -> int:
-            await syncer_merged(desk, tokens, **fields)
-            cut = desk.membership.cuts.newest(desk.membership.timeline)
+            await syncer_merged(coord, tokens, **fields)
+            cut = coord.membership.cuts.newest(coord.membership.timeline)
             return 0 if cut is None else cut.number
 
         await newest_cut(480)
-        await stop(desk)
+        await stop(coord)
         for grant in grants:
-            await desk.report(grant, cut=part_of(1, 4, 4))
+            await coord.report(grant, cut=part_of(1, 4, 4))
         await newest_cut(520)  # rounds under way have come to their end
         await newest_cut(520, pinned_cut=1)
         for grant in grants:
-            await desk.leave(grant, is_stopped=True)
+            await coord.leave(grant, is_stopped=True)
 
-        await desk.restart(resume_step=1)
-        await desk.join("east", "b")
+        await coord.restart(resume_step=1)
+        await coord.join("east", "b")
         assert [await newest_cut(tokens) for tokens in (520, 999, 1000)] == [0, 0, 2]
 
     tell(tmp_path, story, config=elastic)
@@ -204,22 +204,22 @@ def test_a_resume_makes_no_cut_of_what_was_merged_while_the_last_one_was_taken(
 def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = [(await desk.join(name)).grant for name in NAMES]
-        await stop(desk)
-        desk.coordinator._keep(desk.membership.lapsed(["west"]))
-        await desk.report(east, cut=part_of(1, 3, 5))
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = [(await coord.join(name)).grant for name in NAMES]
+        await stop(coord)
+        coord.coordinator._keep(coord.membership.lapsed(["west"]))
+        await coord.report(east, cut=part_of(1, 3, 5))
 
-        thawed = await desk.report(west)
+        thawed = await coord.report(west)
 
         assert (thawed.drain, thawed.cut, thawed.stop) == (True, 0, False)
-        assert not (await desk.report(east)).drain, "it has its part, and leaves with that"
-        await told_to_syncer(desk)
-        await told_to_syncer(desk, pinned_cut=1)
-        await desk.leave(east, is_stopped=True)
-        assert not desk.coordinator.ended.is_set(), "west merges what is outstanding"
-        await desk.leave(west)
-        assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopped")
+        assert not (await coord.report(east)).drain, "it has its part, and leaves with that"
+        await told_to_syncer(coord)
+        await told_to_syncer(coord, pinned_cut=1)
+        await coord.leave(east, is_stopped=True)
+        assert not coord.coordinator.ended.is_set(), "west merges what is outstanding"
+        await coord.leave(west)
+        assert (coord.coordinator.ended.is_set(), coord.state()) == (True, "stopped")
 
     tell(tmp_path, story, config=elastic)
 
@@ -229,25 +229,25 @@ def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
 ) -> None:
     """The syncer has version 4 of both fragments; nobody waits for what cannot be."""
 
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
 
-        assert await asked(desk, grants[0], 500) == 1
-        await desk.report(grants[0], cut=part_of(1, 4, 4))
-        await desk.report(grants[1], cut=part_of(1, 4, 5))
-        assert list((await told_to_syncer(desk)).cut_versions) == [4, 5], "it may be on its way"
-        assert list((await told_to_syncer(desk)).cut_versions) == [4, 4]
-        assert list(desk.membership.cuts[1].parts) == ["east"]
-        await told_to_syncer(desk, pinned_cut=1)
-        assert desk.membership.checkpoints == (1,)
+        assert await asked(coord, grants[0], 500) == 1
+        await coord.report(grants[0], cut=part_of(1, 4, 4))
+        await coord.report(grants[1], cut=part_of(1, 4, 5))
+        assert list((await told_to_syncer(coord)).cut_versions) == [4, 5], "it may be on its way"
+        assert list((await told_to_syncer(coord)).cut_versions) == [4, 4]
+        assert list(coord.membership.cuts[1].parts) == ["east"]
+        await told_to_syncer(coord, pinned_cut=1)
+        assert coord.membership.checkpoints == (1,)
 
-        assert await asked(desk, grants[0], 1000) == 2
+        assert await asked(coord, grants[0], 1000) == 2
         for grant in grants:
-            await desk.report(grant, cut=part_of(2, 9, 4))
-        await told_to_syncer(desk)
-        await told_to_syncer(desk)
-        assert desk.membership.cuts[2].is_void
-        assert await asked(desk, grants[0], 1500) == 3
+            await coord.report(grant, cut=part_of(2, 9, 4))
+        await told_to_syncer(coord)
+        await told_to_syncer(coord)
+        assert coord.membership.cuts[2].is_void
+        assert await asked(coord, grants[0], 1500) == 3
 
     tell(tmp_path, story, config=elastic)
 
@@ -255,21 +255,21 @@ def test_a_part_that_holds_what_its_syncer_has_lost_does_not_count(
 def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
 
-        assert [await asked(desk, grants[0], tokens) for tokens in (499, 500, 1200)] == [0, 1, 1]
+        assert [await asked(coord, grants[0], tokens) for tokens in (499, 500, 1200)] == [0, 1, 1]
         for grant in grants:
-            told = await desk.report(grant, cut=part_of(1, 1, 1))
+            told = await coord.report(grant, cut=part_of(1, 1, 1))
             assert not told.is_last_cut
-        assert await asked(desk, grants[0], 1200) == 0, "the syncer's part is missing"
-        await told_to_syncer(desk, pinned_cut=1)
-        late = [await asked(desk, grants[0], tokens) for tokens in (1200, 1300)]
+        assert await asked(coord, grants[0], 1200) == 0, "the syncer's part is missing"
+        await told_to_syncer(coord, pinned_cut=1)
+        late = [await asked(coord, grants[0], tokens) for tokens in (1200, 1300)]
         assert late == [2, 2], "of 1000"
         for grant in grants:
-            await desk.report(grant, cut=part_of(2))  # no room on their disks
-        assert desk.membership.cuts[2].is_void and desk.membership.checkpoints == (1,)
-        assert [await asked(desk, grants[0], 1499), await asked(desk, grants[0], 1500)] == [0, 3]
+            await coord.report(grant, cut=part_of(2))  # no room on their disks
+        assert coord.membership.cuts[2].is_void and coord.membership.checkpoints == (1,)
+        assert [await asked(coord, grants[0], 1499), await asked(coord, grants[0], 1500)] == [0, 3]
 
     tell(tmp_path, story, config=elastic)
 
@@ -278,36 +278,36 @@ def test_a_cut_is_named_after_so_many_tokens_and_one_at_a_time(
 def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
     is_stop: bool, tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = [(await desk.join(name)).grant for name in NAMES]
-        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = [(await coord.join(name)).grant for name in NAMES]
+        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        watching = asyncio.create_task(coord.coordinator.watch())
 
         async def hear(seconds: int, *grants: control.Grant) -> None:
             for _ in range(seconds // 5):
                 await asyncio.sleep(5.0)
                 for grant in grants:
-                    await desk.report(grant)
+                    await coord.report(grant)
 
         await hear(100, east, west)
-        await desk.report(east, cut=part_of(1, 3, 5))
+        await coord.report(east, cut=part_of(1, 3, 5))
         if is_stop:
-            await desk.leave(east, is_stopped=True)
-        message = desk.coordinator.status().message
+            await coord.leave(east, is_stopped=True)
+        message = coord.coordinator.status().message
         assert message.endswith("waits for west"), message
         at_work = [west] if is_stop else [east, west]
         await hear(int(elastic.transport.unreachable_s) - 10, *at_work)
-        assert desk.membership.cuts[1].owing == ("west",)
+        assert coord.membership.cuts[1].owing == ("west",)
 
         await hear(20, *at_work)
 
-        assert desk.membership.cuts[1].is_taken
-        await told_to_syncer(desk)
-        await told_to_syncer(desk, pinned_cut=1)
+        assert coord.membership.cuts[1].is_taken
+        await told_to_syncer(coord)
+        await told_to_syncer(coord, pinned_cut=1)
         await asyncio.sleep(2.0)
-        assert desk.membership.checkpoints == (1,)
-        assert desk.coordinator.ended.is_set() == is_stop
-        assert (await desk.report(west)).drain == is_stop
+        assert coord.membership.checkpoints == (1,)
+        assert coord.coordinator.ended.is_set() == is_stop
+        assert (await coord.report(west)).drain == is_stop
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)
@@ -319,25 +319,25 @@ def test_who_writes_its_part_is_waited_for_however_long_that_takes(
 ) -> None:
     """West hangs, and the cut goes on without it, while east writes."""
 
-    async def story(desk: Desk) -> None:
-        east, west = [(await desk.join(name)).grant for name in NAMES]
-        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = [(await coord.join(name)).grant for name in NAMES]
+        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        watching = asyncio.create_task(coord.coordinator.watch())
         writing = control.CutPart(number=1, is_being_written=True)
         for _ in range(2 * int(elastic.transport.unreachable_s) // 5):
             await asyncio.sleep(5.0)
-            told = await desk.report(east, cut=writing)
+            told = await coord.report(east, cut=writing)
             assert (told.cut, told.is_last_cut, told.drain) == (1, is_stop, False)
-            await desk.report(west)
-        assert desk.membership.cuts[1].owing == ("east",)
-        message = desk.coordinator.status().message
+            await coord.report(west)
+        assert coord.membership.cuts[1].owing == ("east",)
+        message = coord.coordinator.status().message
         assert message.endswith("waits for east (writes its part)"), message
 
-        await desk.report(east, cut=part_of(1, 3, 5))
-        await told_to_syncer(desk)
-        await told_to_syncer(desk, pinned_cut=1)
-        assert desk.membership.checkpoints == (1,)
-        assert desk.coordinator.status().message.endswith("waits for east") == is_stop
+        await coord.report(east, cut=part_of(1, 3, 5))
+        await told_to_syncer(coord)
+        await told_to_syncer(coord, pinned_cut=1)
+        assert coord.membership.checkpoints == (1,)
+        assert coord.coordinator.status().message.endswith("waits for east") == is_stop
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)
@@ -347,18 +347,18 @@ def test_who_writes_its_part_is_waited_for_however_long_that_takes(
 def test_a_part_that_is_said_to_be_written_for_ever_holds_up_neither_checkpoints_nor_a_stop(
     is_stop: bool, tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = [(await desk.join(name)).grant for name in NAMES]
-        desk.coordinator._keep(desk.membership.cut(is_last=is_stop))
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = [(await coord.join(name)).grant for name in NAMES]
+        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        watching = asyncio.create_task(coord.coordinator.watch())
         writing = control.CutPart(number=1, is_being_written=True)
         for _ in range((MOST_WRITING + 2) * int(elastic.transport.unreachable_s) // 5):
             await asyncio.sleep(5.0)
-            await desk.report(east, cut=part_of(1, 3, 5))
-            await desk.report(west, cut=writing)
+            await coord.report(east, cut=part_of(1, 3, 5))
+            await coord.report(west, cut=writing)
 
-        assert desk.membership.cuts[1].is_taken
-        assert [*desk.membership.cuts[1].parts] == ["east"]
+        assert coord.membership.cuts[1].is_taken
+        assert [*coord.membership.cuts[1].parts] == ["east"]
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)
@@ -367,19 +367,19 @@ def test_a_part_that_is_said_to_be_written_for_ever_holds_up_neither_checkpoints
 def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resume(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east = (await desk.join("east")).grant
-        desk.coordinator._keep(desk.membership.cut())
-        west = (await desk.join("west")).grant
-        assert (await desk.report(west)).cut == 0
-        assert not (await desk.report(west, cut=part_of(1, 9, 9))).cut
-        await desk.report(east, cut=part_of(1, 3, 5))
-        assert [*desk.membership.cuts[1].parts] == ["east"]
-        await told_to_syncer(desk, pinned_cut=1)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east = (await coord.join("east")).grant
+        coord.coordinator._keep(coord.membership.cut())
+        west = (await coord.join("west")).grant
+        assert (await coord.report(west)).cut == 0
+        assert not (await coord.report(west, cut=part_of(1, 9, 9))).cut
+        await coord.report(east, cut=part_of(1, 3, 5))
+        assert [*coord.membership.cuts[1].parts] == ["east"]
+        await told_to_syncer(coord, pinned_cut=1)
 
-        await desk.restart(resume_step=1)
-        assert not (await desk.join("west", "b")).is_resumed
-        assert (await desk.join("east", "b")).is_resumed
+        await coord.restart(resume_step=1)
+        assert not (await coord.join("west", "b")).is_resumed
+        assert (await coord.join("east", "b")).is_resumed
 
     tell(tmp_path, story, config=elastic)
 
@@ -387,19 +387,19 @@ def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_r
 def test_a_taken_cut_is_asked_for_until_it_is_kept_whoever_starts_again(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grant = (await desk.join("east")).grant
-        desk.coordinator._keep(desk.membership.cut())
-        await desk.report(grant, cut=part_of(1, 3, 5))
+    async def story(coord: CoordinatorInMemory) -> None:
+        grant = (await coord.join("east")).grant
+        coord.coordinator._keep(coord.membership.cut())
+        await coord.report(grant, cut=part_of(1, 3, 5))
         for _ in range(2):  # what a syncer that started again has kept, it does not say
-            asked = await told_to_syncer(desk)
+            asked = await told_to_syncer(coord)
             assert (asked.cut, list(asked.cut_versions)) == (1, [3, 5])
-            await desk.restart()
-        assert not desk.membership.cuts[1].is_complete
-        await told_to_syncer(desk, pinned_cut=1)
-        await desk.restart()
-        assert desk.membership.checkpoints == (1,)
-        assert (await told_to_syncer(desk)).cut == 0
+            await coord.restart()
+        assert not coord.membership.cuts[1].is_complete
+        await told_to_syncer(coord, pinned_cut=1)
+        await coord.restart()
+        assert coord.membership.checkpoints == (1,)
+        assert (await told_to_syncer(coord)).cut == 0
 
     tell(tmp_path, story, config=elastic)
 
@@ -407,30 +407,32 @@ def test_a_taken_cut_is_asked_for_until_it_is_kept_whoever_starts_again(
 def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
     tmp_path: Path, elastic: Config
 ) -> None:
-    def remembered(desk: Desk) -> list[int]:
-        keys = [key.partition("/") for key in desk.journal.entries()]
+    def remembered(coord: CoordinatorInMemory) -> list[int]:
+        keys = [key.partition("/") for key in coord.journal.entries()]
         return sorted(int(number) for kind, _, number in keys if kind == "cut")
 
-    async def one(desk: Desk, grant: control.Grant, number: int, *, has_part: bool) -> None:
-        desk.coordinator._keep(desk.membership.cut())
+    async def one(
+        coord: CoordinatorInMemory, grant: control.Grant, number: int, *, has_part: bool
+    ) -> None:
+        coord.coordinator._keep(coord.membership.cut())
         part = part_of(number, 1, 1, slot0=number) if has_part else part_of(number)
-        await desk.report(grant, cut=part)
+        await coord.report(grant, cut=part)
         if has_part:
-            await told_to_syncer(desk, pinned_cut=number)
+            await told_to_syncer(coord, pinned_cut=number)
 
-    async def story(desk: Desk) -> None:
-        grant = (await desk.join("east")).grant
+    async def story(coord: CoordinatorInMemory) -> None:
+        grant = (await coord.join("east")).grant
         for number in range(1, 13):
-            await one(desk, grant, number, has_part=number in (3, 5))
-        assert desk.membership.checkpoints == (3, 5)
-        assert remembered(desk) == [3, 5, 9, 10, 11, 12]
+            await one(coord, grant, number, has_part=number in (3, 5))
+        assert coord.membership.checkpoints == (3, 5)
+        assert remembered(coord) == [3, 5, 9, 10, 11, 12]
 
-        await desk.restart(resume_step=3)
-        assert desk.membership.cuts[3].parts["east"].text["0"]["drawn"] == {"web": 3}
-        grant = (await desk.join("east", "b")).grant
+        await coord.restart(resume_step=3)
+        assert coord.membership.cuts[3].parts["east"].text["0"]["drawn"] == {"web": 3}
+        grant = (await coord.join("east", "b")).grant
         for number in range(13, 30):
-            await one(desk, grant, number, has_part=True)
-        assert remembered(desk) == [3, 26, 27, 28, 29], "an island of this timeline may yet need 3"
+            await one(coord, grant, number, has_part=True)
+        assert remembered(coord) == [3, 26, 27, 28, 29], "an island of this timeline may yet need 3"
 
     tell(tmp_path, story, config=elastic)
 
@@ -438,82 +440,82 @@ def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
 def test_a_cut_needs_the_word_of_the_syncers_of_all_fragments(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
 
         async def says(syncer_id: int, **fields: Any) -> None:
-            own = desk.membership.assignment.fragments[syncer_id]
+            own = coord.membership.assignment.fragments[syncer_id]
             fragments = [status for status in merged(600) if status.fragment_id in own]
-            await desk.round_report(syncer_id=syncer_id, fragments=fragments, **fields)
-            desk.coordinator._cut_when_due()
+            await coord.round_report(syncer_id=syncer_id, fragments=fragments, **fields)
+            coord.coordinator._cut_when_due()
 
         await says(1)
-        assert (await desk.report(grants[0])).cut == 0, "the other may have merged less"
+        assert (await coord.report(grants[0])).cut == 0, "the other may have merged less"
         await says(0)
         for grant in grants:
-            assert (await desk.report(grant)).cut == 1
-            await desk.report(grant, cut=part_of(1, 3, 5))
-        assert list((await desk.told_to_syncer()).cut_versions) == [3, 5]
+            assert (await coord.report(grant)).cut == 1
+            await coord.report(grant, cut=part_of(1, 3, 5))
+        assert list((await coord.told_to_syncer()).cut_versions) == [3, 5]
         await says(0, pinned_cut=1)
         await says(0, pinned_cut=1)
         await says(1)
-        assert desk.membership.checkpoints == (), "one of two keeps its fragment"
+        assert coord.membership.checkpoints == (), "one of two keeps its fragment"
 
-        await desk.restart()
+        await coord.restart()
         await says(1, pinned_cut=1)
-        assert desk.membership.checkpoints == (), "what was said to another start is said again"
+        assert coord.membership.checkpoints == (), "what was said to another start is said again"
         await says(0, pinned_cut=1)
-        assert desk.membership.checkpoints == (1,)
+        assert coord.membership.checkpoints == (1,)
 
     tell(tmp_path, story, config=elastic, num_syncers=2)
 
 
 def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic: Config) -> None:
-    async def story(desk: Desk) -> None:
-        (grant,) = [(await desk.join("east")).grant]
-        await stop(desk)
-        await desk.report(grant, cut=part_of(1))
-        await desk.leave(grant, exit_code=1)
-        desk.coordinator._end_if_over()
-        assert desk.coordinator.ended.is_set()
-        assert "came to nothing" in desk.membership.fatal_reason
+    async def story(coord: CoordinatorInMemory) -> None:
+        (grant,) = [(await coord.join("east")).grant]
+        await stop(coord)
+        await coord.report(grant, cut=part_of(1))
+        await coord.leave(grant, exit_code=1)
+        coord.coordinator._end_if_over()
+        assert coord.coordinator.ended.is_set()
+        assert "came to nothing" in coord.membership.fatal_reason
 
-        await desk.restart()  # with the command that it names
-        assert not desk.membership.is_stopping
-        assert (await desk.join("east", "b")).status == control.JOIN_STATUS_ACCEPTED
-        desk.coordinator._end_if_over()
-        assert not desk.coordinator.ended.is_set()
+        await coord.restart()  # with the command that it names
+        assert not coord.membership.is_stopping
+        assert (await coord.join("east", "b")).status == control.JOIN_STATUS_ACCEPTED
+        coord.coordinator._end_if_over()
+        assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=elastic)
 
 
-async def void_stop(desk: Desk) -> tuple[control.Grant, control.Grant]:
+async def void_stop(coord: CoordinatorInMemory) -> tuple[control.Grant, control.Grant]:
     """Stop: east leaves with its part, west stays; a syncer has lost what the parts hold."""
-    east, west = [(await desk.join(name)).grant for name in NAMES]
-    await stop(desk)
+    east, west = [(await coord.join(name)).grant for name in NAMES]
+    await stop(coord)
     for grant in (east, west):
-        await desk.report(grant, cut=part_of(1, 9, 9))
-    await desk.leave(east, is_stopped=True)
+        await coord.report(grant, cut=part_of(1, 9, 9))
+    await coord.leave(east, is_stopped=True)
     for _ in range(2):
-        await told_to_syncer(desk)
-    assert desk.membership.cuts[1].is_void
+        await told_to_syncer(coord)
+    assert coord.membership.cuts[1].is_void
     return east, west
 
 
 def test_a_stop_that_came_to_nothing_does_not_wait_for_an_island_that_hangs(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await void_stop(desk)
-        watching = asyncio.create_task(desk.coordinator.watch())
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await void_stop(coord)
+        watching = asyncio.create_task(coord.coordinator.watch())
         for _ in range(int(elastic.transport.unreachable_s) // 5 - 2):
             await asyncio.sleep(5.0)
-            await desk.report(west)
-            message = desk.coordinator.status().message
+            await coord.report(west)
+            message = coord.coordinator.status().message
             assert message == "the stop with a checkpoint waits for west"
         await asyncio.sleep(12.0)
-        assert desk.coordinator.ended.is_set()
-        assert "came to nothing" in desk.membership.fatal_reason
+        assert coord.coordinator.ended.is_set()
+        assert "came to nothing" in coord.membership.fatal_reason
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)
@@ -522,16 +524,16 @@ def test_a_stop_that_came_to_nothing_does_not_wait_for_an_island_that_hangs(
 def test_who_starts_again_after_a_stop_came_to_nothing_trains_on(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await void_stop(desk)
-        east = await desk.join("east", "b")
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await void_stop(coord)
+        east = await coord.join("east", "b")
         assert east.status == control.JOIN_STATUS_ACCEPTED
-        await desk.leave(west)
-        watching = asyncio.create_task(desk.coordinator.watch())
+        await coord.leave(west)
+        watching = asyncio.create_task(coord.coordinator.watch())
         for _ in range(int(elastic.transport.unreachable_s) // 5 + 4):
             await asyncio.sleep(5.0)
-            assert not (await desk.report(east.grant)).drain
-        assert not desk.coordinator.ended.is_set()
+            assert not (await coord.report(east.grant)).drain
+        assert not coord.coordinator.ended.is_set()
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)
@@ -540,13 +542,13 @@ def test_who_starts_again_after_a_stop_came_to_nothing_trains_on(
 def test_who_comes_to_the_end_of_the_run_first_is_not_stopped(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grants = [(await desk.join(name)).grant for name in NAMES]
-        await stop(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
+        await stop(coord)
         for grant in grants:
-            await desk.leave(grant)  # it was in its last flush
-        assert (desk.membership.is_finished, desk.membership.is_stopped) == (True, False)
-        assert desk.coordinator.ended.is_set()
+            await coord.leave(grant)  # it was in its last flush
+        assert (coord.membership.is_finished, coord.membership.is_stopped) == (True, False)
+        assert coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=elastic)
 
@@ -564,18 +566,18 @@ BAD: dict[str, Callable[[control.CutPart], None]] = {
 def test_a_part_that_no_island_says_is_refused_and_counted(
     what: str, tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        grant = (await desk.join("east")).grant
-        await stop(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        grant = (await coord.join("east")).grant
+        await stop(coord)
         part = part_of(1, 1, 1)
         BAD[what](part)
-        before = desk.journal.entries()
+        before = coord.journal.entries()
 
         with pytest.raises(TransportError):
-            await desk.report(grant, cut=part)
+            await coord.report(grant, cut=part)
 
-        assert desk.journal.entries() == before
-        (refused,) = desk.coordinator.status().refusals
+        assert coord.journal.entries() == before
+        (refused,) = coord.coordinator.status().refusals
         assert (refused.island, refused.count) == ("east", 1)
 
     tell(tmp_path, story, config=elastic)

@@ -20,7 +20,7 @@ from diloco.errors import ConfigError, RunHalted
 from diloco.protocol.run.operations import LIVE_KEYS
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError, TransportError
-from tests.coordinator_desk import TERMS, Desk, joined, tell
+from tests.coordinator_in_memory import TERMS, CoordinatorInMemory, joined, tell
 from tests.run_files import write_run
 
 ELASTIC = ("outer.preset=decoupled",)
@@ -36,21 +36,21 @@ def config_of(tmp_path: Path):
 
 
 @contextlib.asynccontextmanager
-async def watched(desk: Desk) -> AsyncIterator[None]:
-    watching = asyncio.create_task(desk.coordinator.watch())
+async def watched(coord: CoordinatorInMemory) -> AsyncIterator[None]:
+    watching = asyncio.create_task(coord.coordinator.watch())
     yield
     watching.cancel()
 
 
-async def report_for(desk: Desk, seconds: int, *grants: control.Grant) -> None:
+async def report_for(coord: CoordinatorInMemory, seconds: int, *grants: control.Grant) -> None:
     for _ in range(seconds):
         await asyncio.sleep(1.0)
         for grant in grants:
-            await desk.report(grant)
+            await coord.report(grant)
 
 
-def leases(desk: Desk) -> dict[str, str]:
-    return {island.island: island.lease for island in desk.coordinator.status().islands}
+def leases(coord: CoordinatorInMemory) -> dict[str, str]:
+    return {island.island: island.lease for island in coord.coordinator.status().islands}
 
 
 # -- leases ----------------------------------------------------------------------------------------
@@ -59,62 +59,62 @@ def leases(desk: Desk) -> dict[str, str]:
 def test_a_frozen_island_is_out_within_its_lease_and_back_at_its_next_report(
     tmp_path: Path, config_of
 ) -> None:
-    async def story(desk: Desk) -> None:
-        assert list((await desk.roster()).live) == []
-        east, west = await joined(desk)
-        async with watched(desk):
-            await report_for(desk, 5, east, west)
-            assert list((await desk.roster()).live) == ["east", "west"]
-            before = desk.coordinator.status().generation
+    async def story(coord: CoordinatorInMemory) -> None:
+        assert list((await coord.roster()).live) == []
+        east, west = await joined(coord)
+        async with watched(coord):
+            await report_for(coord, 5, east, west)
+            assert list((await coord.roster()).live) == ["east", "west"]
+            before = coord.coordinator.status().generation
 
-            await report_for(desk, 11, east)
+            await report_for(coord, 11, east)
 
-            assert list((await desk.roster()).live) == ["east"]
-            assert leases(desk) == {"east": "active", "west": "lapsed"}
-            assert desk.coordinator.status().generation == before + 1
-            reply = await desk.report(west)
+            assert list((await coord.roster()).live) == ["east"]
+            assert leases(coord) == {"east": "active", "west": "lapsed"}
+            assert coord.coordinator.status().generation == before + 1
+            reply = await coord.report(west)
             assert not reply.stop, "it is not fenced"
-            assert list((await desk.roster()).live) == ["east", "west"]
-            await report_for(desk, 3, east, west)
-            assert leases(desk) == {"east": "active", "west": "active"}
+            assert list((await coord.roster()).live) == ["east", "west"]
+            await report_for(coord, 3, east, west)
+            assert leases(coord) == {"east": "active", "west": "active"}
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_a_restarted_coordinator_gives_everybody_a_full_term(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        async with watched(desk):
-            await report_for(desk, 9, east)
-        await desk.restart()
-        async with watched(desk):
-            await report_for(desk, 8, east)
-            assert list((await desk.roster()).live) == ["east", "west"]
-            await report_for(desk, 3, east)
-            assert list((await desk.roster()).live) == ["east"]
-        await desk.restart()
-        assert list((await desk.roster()).live) == ["east"], "who holds a lease is remembered"
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        async with watched(coord):
+            await report_for(coord, 9, east)
+        await coord.restart()
+        async with watched(coord):
+            await report_for(coord, 8, east)
+            assert list((await coord.roster()).live) == ["east", "west"]
+            await report_for(coord, 3, east)
+            assert list((await coord.roster()).live) == ["east"]
+        await coord.restart()
+        assert list((await coord.roster()).live) == ["east"], "who holds a lease is remembered"
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_a_jump_of_the_wall_clock_changes_nothing(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        async with watched(desk):
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        async with watched(coord):
             for jump in (1e9, -1e9):
-                desk.coordinator._unix_clock = lambda jump=jump: jump
-                await report_for(desk, 5, east, west)
-                assert list((await desk.roster()).live) == ["east", "west"]
+                coord.coordinator._unix_clock = lambda jump=jump: jump
+                await report_for(coord, 5, east, west)
+                assert list((await coord.roster()).live) == ["east", "west"]
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_a_join_says_the_term_and_what_ends_the_run(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        reply = await desk.join("east")
+    async def story(coord: CoordinatorInMemory) -> None:
+        reply = await coord.join("east")
         assert (reply.lease_s, reply.total_tokens) == (TERM_S, 2 * 8 * 128)
-        assert desk.coordinator.status().total_tokens == 2 * 8 * 128
+        assert coord.coordinator.status().total_tokens == 2 * 8 * 128
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
@@ -122,21 +122,21 @@ def test_a_join_says_the_term_and_what_ends_the_run(tmp_path: Path, config_of) -
 def test_how_far_an_island_came_survives_a_coordinator_killed_with_it(
     tmp_path: Path, config_of
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        await desk.report(east, inner_step=41)
-        await desk.report(west, inner_step=40)
-        await desk.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
-        await desk.report(east, inner_step=43)
-        await desk.restart()
-        assert (await desk.join("east", "b")).last_inner_step == 41, "of the last record"
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.report(east, inner_step=41)
+        await coord.report(west, inner_step=40)
+        await coord.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
+        await coord.report(east, inner_step=43)
+        await coord.restart()
+        assert (await coord.join("east", "b")).last_inner_step == 41, "of the last record"
 
-        await desk.report(west, inner_step=50)
-        await desk.leave(west)
-        await desk.restart()
-        assert (await desk.join("west", "b")).last_inner_step == 50
-        await desk.restart(resume_step=0)
-        assert (await desk.join("west", "c")).last_inner_step == 0
+        await coord.report(west, inner_step=50)
+        await coord.leave(west)
+        await coord.restart()
+        assert (await coord.join("west", "b")).last_inner_step == 50
+        await coord.restart(resume_step=0)
+        assert (await coord.join("west", "c")).last_inner_step == 0
 
     tell(tmp_path, story)
 
@@ -145,68 +145,68 @@ def test_how_far_an_island_came_survives_a_coordinator_killed_with_it(
 
 
 def test_a_scheduled_run_stops_with_the_command_to_type(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        async with watched(desk):
-            await report_for(desk, 8, east)
-            assert not desk.coordinator.ended.is_set()
-            await report_for(desk, 4, east)
-            told = await desk.report(east)
-        assert desk.coordinator.ended.is_set()
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        async with watched(coord):
+            await report_for(coord, 8, east)
+            assert not coord.coordinator.ended.is_set()
+            await report_for(coord, 4, east)
+            told = await coord.report(east)
+        assert coord.coordinator.ended.is_set()
         assert (told.stop, told.exit_code) == (True, 50)
         assert "west was not heard of for 10 s (coordinator.lease)" in told.reason
         assert "outer.on_member_lost = stop" in told.reason
         assert "diloco coordinator RUN.toml; then every island that has ended" in told.reason
-        await desk.restart()
-        assert desk.state() == "running", "nothing is lost"
+        await coord.restart()
+        assert coord.state() == "running", "nothing is lost"
 
     tell(tmp_path, story, config=config_of("coordinator.lease=10s"))
 
 
 def test_nobody_is_lost_where_nobody_waits(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        await desk.restart()
-        async with watched(desk):
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.restart()
+        async with watched(coord):
             await asyncio.sleep(300)  # people come back from lunch
-            await desk.report(east)
-            await report_for(desk, 8, east)
-            await report_for(desk, 20, east, west)
-        assert not desk.coordinator.ended.is_set()
+            await coord.report(east)
+            await report_for(coord, 8, east)
+            await report_for(coord, 20, east, west)
+        assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=config_of("coordinator.lease=10s"))
 
 
 def test_a_scheduled_run_may_wait(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        async with watched(desk):
-            await report_for(desk, 60, east)
-            assert leases(desk) == {"east": "active", "west": "lapsed"}
-            assert await desk.roster() is None, "every round waits for it"
-            await desk.report(west)
-            assert leases(desk) == {"east": "active", "west": "active"}
-        assert not desk.coordinator.ended.is_set()
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        async with watched(coord):
+            await report_for(coord, 60, east)
+            assert leases(coord) == {"east": "active", "west": "lapsed"}
+            assert await coord.roster() is None, "every round waits for it"
+            await coord.report(west)
+            assert leases(coord) == {"east": "active", "west": "active"}
+        assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=config_of("coordinator.lease=10s", "outer.on_member_lost=wait"))
 
 
 def test_a_scheduled_run_may_shrink(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        async with watched(desk):
-            await report_for(desk, 12, east)
-        await desk.restart()
-        roster = await desk.roster()
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        async with watched(coord):
+            await report_for(coord, 12, east)
+        await coord.restart()
+        roster = await coord.roster()
         assert (list(roster.live), dict(roster.fenced)) == (["east"], {"west": 2})
-        told = await desk.report(west)
+        told = await coord.report(west)
         assert (told.stop, told.exit_code) == (True, 41)
         assert "not heard of for 10 s" in told.reason and "shrink" in told.reason
-        refused = await desk.join("west", "b")
+        refused = await coord.join("west", "b")
         assert refused.status == control.JOIN_STATUS_KICKED
         assert "diloco kick HOST:PORT west --undo" in refused.message
-        await desk.leave(east)
-        assert desk.state() == "finished"
+        await coord.leave(east)
+        assert coord.state() == "finished"
 
     tell(tmp_path, story, config=config_of("coordinator.lease=10s", "outer.on_member_lost=shrink"))
 
@@ -215,18 +215,20 @@ def test_a_scheduled_run_may_shrink(tmp_path: Path, config_of) -> None:
 
 
 def test_pause_and_unpause_reach_the_syncer_and_are_written_down(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        await joined(coord)
         for _ in range(2):
-            done = await desk.operate("pause")
+            done = await coord.operate("pause")
             assert done.is_done and "diloco unpause HOST:PORT" in done.message
-        await desk.restart()
-        assert (await desk.roster()).is_paused
-        assert (desk.state(), desk.coordinator.status().is_paused) == ("paused", True)
-        assert (await desk.operate("unpause")).is_done
-        assert not (await desk.roster()).is_paused
-        assert (await desk.operate("unpause")).message == "the run is not paused"
-        operations = [json.loads(v) for k, v in desk.journal.entries().items() if "operation/" in k]
+        await coord.restart()
+        assert (await coord.roster()).is_paused
+        assert (coord.state(), coord.coordinator.status().is_paused) == ("paused", True)
+        assert (await coord.operate("unpause")).is_done
+        assert not (await coord.roster()).is_paused
+        assert (await coord.operate("unpause")).message == "the run is not paused"
+        operations = [
+            json.loads(v) for k, v in coord.journal.entries().items() if "operation/" in k
+        ]
         assert [each["command"] for each in sorted(operations, key=lambda o: o["number"])] == [
             "pause", "unpause",
         ]  # fmt: skip
@@ -238,25 +240,25 @@ def test_pause_and_unpause_reach_the_syncer_and_are_written_down(tmp_path: Path,
 def test_a_backup_is_written_down_before_and_after(
     with_secret: str, tmp_path: Path, config_of
 ) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         before = []
 
         async def back_up(arguments: Mapping[str, str]) -> str:
-            before.extend(entry.content for entry in desk.journal.happenings())
+            before.extend(entry.content for entry in coord.journal.happenings())
             if arguments["directory"] == "/full":
                 raise ConfigError("no room")
             return "copied"
 
-        assert desk.operations is not None
-        desk.operations.backup = back_up
+        assert coord.operations is not None
+        coord.operations.backup = back_up
         extra = {"with_secret": with_secret} if with_secret else {}
-        assert (await desk.operate("backup", directory="/there", **extra)).is_done
-        assert not (await desk.operate("backup", directory="/full")).is_done
+        assert (await coord.operate("backup", directory="/there", **extra)).is_done
+        assert not (await coord.operate("backup", directory="/full")).is_done
 
         word = "with" if with_secret else "without"
         (begun,) = [each for each in before if each["arguments"]["directory"] == "/there"][:1]
         assert begun["message"] == f"copying to '/there', {word} the run secret"
-        told = [e.content for e in desk.journal.happenings() if e.kind == "operation"]
+        told = [e.content for e in coord.journal.happenings() if e.kind == "operation"]
         assert [each["message"] for each in told if "copying" not in each["message"]] == [
             "copied", "no room",
         ]  # fmt: skip
@@ -273,15 +275,15 @@ def test_a_backup_that_has_taken_the_last_room_is_answered(
     def full(*_: object, **__: object) -> None:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         async def back_up(arguments: Mapping[str, str]) -> str:
-            monkeypatch.setattr(desk.journal, "write", full)
+            monkeypatch.setattr(coord.journal, "write", full)
             return "copied"
 
-        assert desk.operations is not None
-        desk.operations.backup = back_up
+        assert coord.operations is not None
+        coord.operations.backup = back_up
 
-        reply = await desk.operate("backup", directory="/there")
+        reply = await coord.operate("backup", directory="/there")
 
         assert (reply.is_done, reply.message) == (True, "copied")
 
@@ -289,75 +291,75 @@ def test_a_backup_that_has_taken_the_last_room_is_answered(
 
 
 def test_a_drained_island_is_told_and_leaves_for_good(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        done = await desk.operate("drain", island="west")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        done = await coord.operate("drain", island="west")
         assert done.is_done and "leaves with exit code 0" in done.message
-        assert (await desk.report(west)).drain and not (await desk.report(east)).drain
-        assert list((await desk.roster()).live) == ["east"]
-        await desk.leave(west)
-        assert leases(desk) == {"east": "active", "west": "left"}
-        assert (await desk.operate("drain", island="west")).message == "west has left already"
-        assert not desk.coordinator.ended.is_set()
-        await desk.leave(east)
-        assert desk.state() == "finished"
+        assert (await coord.report(west)).drain and not (await coord.report(east)).drain
+        assert list((await coord.roster()).live) == ["east"]
+        await coord.leave(west)
+        assert leases(coord) == {"east": "active", "west": "left"}
+        assert (await coord.operate("drain", island="west")).message == "west has left already"
+        assert not coord.coordinator.ended.is_set()
+        await coord.leave(east)
+        assert coord.state() == "finished"
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_a_kick_counts_at_once(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        done = await desk.operate("kick", island="west", reason="sends nonsense")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        done = await coord.operate("kick", island="west", reason="sends nonsense")
         assert done.is_done and "incarnation 1" in done.message
-        assert dict((await desk.roster()).fenced) == {"west": 2}
-        told = await desk.report(west)
+        assert dict((await coord.roster()).fenced) == {"west": 2}
+        told = await coord.report(west)
         assert (told.stop, told.exit_code) == (True, 41)
         assert "kicked by an operator: sends nonsense" in told.reason
-        await desk.leave(west)
-        assert leases(desk)["west"] == "kicked"
-        assert (await desk.join("west", "b")).status == control.JOIN_STATUS_KICKED
-        assert (await desk.operate("kick", island="west", undo="true")).is_done
-        assert (await desk.join("west", "b")).grant.incarnation == 2
-        assert not (await desk.report(east)).stop
+        await coord.leave(west)
+        assert leases(coord)["west"] == "kicked"
+        assert (await coord.join("west", "b")).status == control.JOIN_STATUS_KICKED
+        assert (await coord.operate("kick", island="west", undo="true")).is_done
+        assert (await coord.join("west", "b")).grant.incarnation == 2
+        assert not (await coord.report(east)).stop
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_a_setting_counts_is_told_and_outlives_the_coordinator(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        done = await desk.operate("set", key="outer.optimizer.lr", value="0.25")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        done = await coord.operate("set", key="outer.optimizer.lr", value="0.25")
         assert done.is_done
         assert "outer.optimizer.lr = 0.25 (before: 0.7), revision 1" in done.message
-        told = await desk.told_to_syncer()
+        told = await coord.told_to_syncer()
         assert (told.policy_revision, json.loads(told.policy_json)) == (
             1, {"outer.optimizer.lr": 0.25},
         )  # fmt: skip
-        report = await desk.report(east)
+        report = await coord.report(east)
         assert (report.policy_revision, report.policy_json) == (1, told.policy_json)
-        again = await desk.operate("set", key="outer.optimizer.lr", value="0.25")
+        again = await coord.operate("set", key="outer.optimizer.lr", value="0.25")
         assert again.message == "outer.optimizer.lr = 0.25 already"
-        await desk.restart()
-        assert desk.in_force.outer.optimizer.lr == 0.25
-        policy = json.loads((await desk.join("west", "b")).policy_json)
+        await coord.restart()
+        assert coord.in_force.outer.optimizer.lr == 0.25
+        policy = json.loads((await coord.join("west", "b")).policy_json)
         assert policy["outer.optimizer.lr"] == 0.25
-        assert (await desk.operate("set", key="outer.late", value="carry")).is_done
-        assert (await desk.told_to_syncer()).policy_revision == 2
+        assert (await coord.operate("set", key="outer.late", value="carry")).is_done
+        assert (await coord.told_to_syncer()).policy_revision == 2
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        assert (await desk.operate("set", key="coordinator.lease", value="3s")).is_done
-        assert (await desk.operate("set", key="run.min_islands", value="2")).is_done
-        assert (await desk.roster()).min_islands == 2
-        async with watched(desk):
-            await report_for(desk, 5, east)
-        assert leases(desk)["west"] == "lapsed"
-        assert desk.state() == "waiting for islands"
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        assert (await coord.operate("set", key="coordinator.lease", value="3s")).is_done
+        assert (await coord.operate("set", key="run.min_islands", value="2")).is_done
+        assert (await coord.roster()).min_islands == 2
+        async with watched(coord):
+            await report_for(coord, 5, east)
+        assert leases(coord)["west"] == "lapsed"
+        assert coord.state() == "waiting for islands"
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
@@ -390,39 +392,39 @@ def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config
 def test_what_cannot_be_done_is_refused_with_the_way_and_changes_nothing(
     command: str, arguments: dict[str, str], words: list[str], tmp_path: Path, config_of
 ) -> None:
-    async def story(desk: Desk) -> None:
-        await desk.join("east")
-        before = desk.journal.entries()
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.join("east")
+        before = coord.journal.entries()
 
-        refused = await desk.operate(command, **arguments)
+        refused = await coord.operate(command, **arguments)
 
         assert not refused.is_done
         assert all(word in refused.message for word in words), refused.message
-        assert desk.journal.entries() == before
-        assert not desk.coordinator.ended.is_set()
+        assert coord.journal.entries() == before
+        assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_scheduled_runs_drain_nobody_and_stop_with_a_checkpoint(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        refused = await desk.operate("stop", checkpoint="true")
+    async def story(coord: CoordinatorInMemory) -> None:
+        refused = await coord.operate("stop", checkpoint="true")
         assert not refused.is_done and "not all have joined" in refused.message
-        east, _ = await joined(desk)
-        refused = await desk.operate("drain", island="west")
+        east, _ = await joined(coord)
+        refused = await coord.operate("drain", island="west")
         assert not refused.is_done and "diloco kick HOST:PORT west" in refused.message
-        assert (await desk.operate("kick", island="west")).is_done
-        refused = await desk.operate("kick", island="east")
+        assert (await coord.operate("kick", island="west")).is_done
+        refused = await coord.operate("kick", island="east")
         assert not refused.is_done and "the last island" in refused.message
-        assert (await desk.operate("kick", island="west", undo="true")).is_done
-        west = (await desk.join("west", "b")).grant
-        await desk.operate("pause")
-        done = await desk.operate("stop", checkpoint="true")
+        assert (await coord.operate("kick", island="west", undo="true")).is_done
+        west = (await coord.join("west", "b")).grant
+        await coord.operate("pause")
+        done = await coord.operate("stop", checkpoint="true")
         assert done.is_done and "the pause is over" in done.message
-        assert (await desk.report(east)).hold and (await desk.report(west)).hold
-        assert not (await desk.roster()).is_paused
-        assert not (await desk.operate("pause")).is_done
-        assert "already" in (await desk.operate("stop", checkpoint="true")).message
+        assert (await coord.report(east)).hold and (await coord.report(west)).hold
+        assert not (await coord.roster()).is_paused
+        assert not (await coord.operate("pause")).is_done
+        assert "already" in (await coord.operate("stop", checkpoint="true")).message
 
     tell(tmp_path, story, config=config_of())
 
@@ -431,43 +433,43 @@ def test_scheduled_runs_drain_nobody_and_stop_with_a_checkpoint(tmp_path: Path, 
 def test_a_stop_at_once_ends_everybody_and_nothing_is_over(
     overrides: tuple[str, ...], tmp_path: Path, config_of
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await joined(desk)
-        done = await desk.operate("stop")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        done = await coord.operate("stop")
         assert done.is_done and "goes on where it was: diloco coordinator RUN.toml" in done.message
-        assert (desk.coordinator.ended.is_set(), desk.state()) == (True, "stopping")
+        assert (coord.coordinator.ended.is_set(), coord.state()) == (True, "stopping")
         for grant in (east, west):
-            told = await desk.report(grant)
+            told = await coord.report(grant)
             assert (told.stop, told.exit_code) == (True, RunHalted.exit_code)
             assert "the operator has stopped the run" in told.reason
-            await desk.leave(grant, exit_code=told.exit_code)
-        assert not desk.membership.is_finished and not desk.membership.is_stopped
-        assert desk.membership.is_deserted
-        await desk.restart()
+            await coord.leave(grant, exit_code=told.exit_code)
+        assert not coord.membership.is_finished and not coord.membership.is_stopped
+        assert coord.membership.is_deserted
+        await coord.restart()
         for island in ("east", "west"):
-            reply = await desk.join(island, "b")
+            reply = await coord.join(island, "b")
             assert (reply.status, reply.grant.incarnation) == (control.JOIN_STATUS_ACCEPTED, 2)
-        assert desk.state() == "running"
+        assert coord.state() == "running"
 
     tell(tmp_path, story, config=config_of(*overrides))
 
 
 def test_all_reduce_runs_can_only_be_stopped(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        await joined(desk)
+    async def story(coord: CoordinatorInMemory) -> None:
+        await joined(coord)
         for command in ("pause", "unpause", "drain", "kick", "set"):
-            refused = await desk.operate(command)
+            refused = await coord.operate(command)
             assert not refused.is_done and "a syncer" in refused.message
-        assert (await desk.operate("stop", checkpoint="true")).is_done
+        assert (await coord.operate("stop", checkpoint="true")).is_done
 
     tell(tmp_path, story, config=config_of("outer.exchange=allreduce"))
 
 
 def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        await joined(desk)
-        before, roster = desk.membership.members.copy(), await desk.roster()
-        desk.journal._require().execute("PRAGMA query_only=ON")
+    async def story(coord: CoordinatorInMemory) -> None:
+        await joined(coord)
+        before, roster = coord.membership.members.copy(), await coord.roster()
+        coord.journal._require().execute("PRAGMA query_only=ON")
 
         commands = [
             ("pause", {}),
@@ -478,11 +480,11 @@ def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, c
         ]
         for command, arguments in commands:
             with pytest.raises((TransportError, sqlite3.Error)):
-                await desk.operate(command, **arguments)
+                await coord.operate(command, **arguments)
 
-        assert (desk.membership.members, await desk.roster()) == (before, roster)
-        assert desk.in_force.outer.optimizer.lr == 0.7
-        assert not desk.coordinator.ended.is_set()
+        assert (coord.membership.members, await coord.roster()) == (before, roster)
+        assert coord.in_force.outer.optimizer.lr == 0.7
+        assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
@@ -493,27 +495,27 @@ def test_a_stop_at_once_needs_no_room(
     def full(*_: object, **__: object) -> None:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
-    async def story(desk: Desk) -> None:
-        east, _ = await joined(desk)
-        monkeypatch.setattr(desk.journal, "write", full)
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        monkeypatch.setattr(coord.journal, "write", full)
         with pytest.raises(TransportError, match="No space left"):
-            await desk.operate("pause")
+            await coord.operate("pause")
 
-        assert (await desk.operate("stop")).is_done
+        assert (await coord.operate("stop")).is_done
 
-        assert desk.coordinator.ended.is_set()
-        assert (await desk.report(east)).stop
+        assert coord.coordinator.ended.is_set()
+        assert (await coord.report(east)).stop
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_commands_are_bounded_and_need_a_run_that_takes_them(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         with pytest.raises(FrameError, match="4096 are allowed"):
-            await desk.operate("kick", island="x" * 5000)
+            await coord.operate("kick", island="x" * 5000)
 
-    async def bare(desk: Desk) -> None:
-        assert not (await desk.operate("pause")).is_done
+    async def bare(coord: CoordinatorInMemory) -> None:
+        assert not (await coord.operate("pause")).is_done
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
     tell(tmp_path, bare, terms=TERMS)
@@ -529,43 +531,43 @@ def test_every_live_key_is_a_policy_of_the_schema(config_of) -> None:
 def test_who_is_revoked_is_out_at_once_and_stays_refused_after_a_restart(
     tmp_path: Path, config_of
 ) -> None:
-    async def story(desk: Desk) -> None:
-        _, west = await joined(desk)
-        is_revoked = desk.coordinator._membership.settings.is_revoked
+    async def story(coord: CoordinatorInMemory) -> None:
+        _, west = await joined(coord)
+        is_revoked = coord.coordinator._membership.settings.is_revoked
         for identity, serials, problem in [
             ("island/../x", "7", "write coordinator, syncer, operator or island/NAME"),
             ("island/west", "x", "invalid literal"),
             ("island/west", "", "invalid literal"),
         ]:
-            reply = await desk.operate("revoke", identity=identity, serials=serials)
+            reply = await coord.operate("revoke", identity=identity, serials=serials)
             assert not reply.is_done
             assert problem in reply.message
 
         earlier = {"identity": "island/west", "serials": "a", "earlier": "true"}
-        assert "its newest one is not" in (await desk.operate("revoke", **earlier)).message
-        assert not (await desk.report(west)).stop
+        assert "its newest one is not" in (await coord.operate("revoke", **earlier)).message
+        assert not (await coord.report(west)).stop
         assert (is_revoked(10), is_revoked(255)) == (True, False)
 
-        reply = await desk.operate("revoke", identity="island/west", serials="a,ff")
+        reply = await coord.operate("revoke", identity="island/west", serials="a,ff")
         assert reply.is_done
         assert "2 certificates of island/west are refused" in reply.message
         assert "west is out" in reply.message
-        assert (await desk.report(west)).stop
-        assert (await desk.operate("revoke", identity="operator", serials="c")).is_done
-        await desk.restart()
-        is_revoked = desk.coordinator._membership.settings.is_revoked
+        assert (await coord.report(west)).stop
+        assert (await coord.operate("revoke", identity="operator", serials="c")).is_done
+        await coord.restart()
+        is_revoked = coord.coordinator._membership.settings.is_revoked
         assert all(map(is_revoked, (10, 255, 12)))
-        assert leases(desk)["west"] == "kicked"
+        assert leases(coord)["west"] == "kicked"
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_certificates_that_end_soon_are_an_alarm(tmp_path: Path, config_of) -> None:
-    async def story(desk: Desk) -> None:
-        desk.coordinator._certificate_problem = lambda: "the CA of this run expires in 3.0 days"
-        async with watched(desk):
+    async def story(coord: CoordinatorInMemory) -> None:
+        coord.coordinator._certificate_problem = lambda: "the CA of this run expires in 3.0 days"
+        async with watched(coord):
             await asyncio.sleep(2.0)
-        alarms = desk.coordinator.status().alarms
+        alarms = coord.coordinator.status().alarms
         assert [each.alarm.kind for each in alarms] == ["certificate"]
 
     tell(tmp_path, story, config=config_of(*ELASTIC))

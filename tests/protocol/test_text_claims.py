@@ -13,7 +13,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.protocol.run.claims import Claims
 from diloco.transport.errors import FrameError, TransportError
-from tests.coordinator_desk import Desk, tell
+from tests.coordinator_in_memory import CoordinatorInMemory, tell
 from tests.run_files import write_run
 
 
@@ -49,28 +49,28 @@ def slots(claims_json: str) -> dict[str, int]:
 def test_positions_outlive_the_coordinator_and_go_to_the_heir_and_back(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = await desk.join("east"), await desk.join("west")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await coord.join("east"), await coord.join("west")
         assert (slots(east.claims_json), slots(west.claims_json)) == ({"0": 0}, {"1": 0})
-        await desk.report(east.grant, position_json=word(0, slot0=(0, 70, False)))
-        reply = await desk.report(west.grant, position_json=word(0, slot1=(0, 50, False)))
+        await coord.report(east.grant, position_json=word(0, slot0=(0, 70, False)))
+        reply = await coord.report(west.grant, position_json=word(0, slot1=(0, 50, False)))
         assert reply.claims_json == "", "nothing is news"
 
-        await desk.restart()
-        await desk.leave(east.grant)
-        reply = await desk.report(west.grant, position_json=word(0))
+        await coord.restart()
+        await coord.leave(east.grant)
+        reply = await coord.report(west.grant, position_json=word(0))
 
         assert slots(reply.claims_json) == {"0": 70, "1": 50}
         revision = json.loads(reply.claims_json)["revision"]
         said = word(revision, slot0=(revision, 90, False), slot1=(0, 95, False))
-        assert not (await desk.report(west.grant, position_json=said)).claims_json
-        again = await desk.join("east", "b")
+        assert not (await coord.report(west.grant, position_json=said)).claims_json
+        again = await coord.join("east", "b")
         assert slots(again.claims_json) == {}, "one is asked back first"
-        asked = json.loads((await desk.report(west.grant, position_json=said)).claims_json)
+        asked = json.loads((await coord.report(west.grant, position_json=said)).claims_json)
         ((number, owed),) = asked["owed"].items()
         final = {f"slot{number}": (owed["grant"], 99, True)}
-        await desk.report(west.grant, position_json=word(asked["revision"], **final))
-        reply = await desk.report(again.grant, position_json=word(0))
+        await coord.report(west.grant, position_json=word(asked["revision"], **final))
+        reply = await coord.report(again.grant, position_json=word(0))
         assert slots(reply.claims_json) == {number: 99}
 
     tell(tmp_path, story, config=elastic)
@@ -93,13 +93,13 @@ def of_size(num_characters: int) -> str:
 def test_what_no_island_says_is_refused_and_counted(
     said: str, tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
-        east = (await desk.join("east")).grant
+    async def story(coord: CoordinatorInMemory) -> None:
+        east = (await coord.join("east")).grant
         with pytest.raises((FrameError, TransportError), match="positions"):
-            await desk.report(east, position_json=said)
-        counts = {(r.island, r.cause): r.count for r in desk.coordinator.status().refusals}
+            await coord.report(east, position_json=said)
+        counts = {(r.island, r.cause): r.count for r in coord.coordinator.status().refusals}
         assert counts == {("east", "frame"): 1}
-        assert not (await desk.report(east, position_json=word(0))).stop
+        assert not (await coord.report(east, position_json=word(0))).stop
 
     tell(tmp_path, story, config=elastic)
 
@@ -107,12 +107,12 @@ def test_what_no_island_says_is_refused_and_counted(
 def test_the_status_has_room_for_all_islands_whatever_their_positions(
     tmp_path: Path, elastic: Config
 ) -> None:
-    async def story(desk: Desk) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
         for island in ("east", "west"):
-            grant = (await desk.join(island)).grant
-            await desk.report(grant, inner_step=3, position_json=of_size(200_000))
+            grant = (await coord.join(island)).grant
+            await coord.report(grant, inner_step=3, position_json=of_size(200_000))
 
-        status = desk.coordinator.status()
+        status = coord.coordinator.status()
 
         assert [i.last_report.inner_step for i in status.islands] == [3, 3]
         assert status.ByteSize() < 1000
@@ -121,29 +121,29 @@ def test_the_status_has_room_for_all_islands_whatever_their_positions(
 
 
 def test_a_report_that_is_handled_late_takes_nothing_back(tmp_path: Path, elastic: Config) -> None:
-    async def story(desk: Desk) -> None:
-        east, west = [(await desk.join(name)).grant for name in ("east", "west")]
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = [(await coord.join(name)).grant for name in ("east", "west")]
         for drawn in (200, 100):
-            await desk.report(
+            await coord.report(
                 east, inner_step=drawn, position_json=word(0, slot0=(0, drawn, False))
             )
-        await desk.leave(east, exit_code=40)  # it has died
+        await coord.leave(east, exit_code=40)  # it has died
 
-        heard = await desk.report(west, position_json=word(0, slot1=(0, 7, False)))
+        heard = await coord.report(west, position_json=word(0, slot1=(0, 7, False)))
         assert slots(heard.claims_json)["0"] == 200
-        again = await desk.join("east", "b")
+        again = await coord.join("east", "b")
         assert again.last_inner_step == 200
-        await desk.report(again.grant, inner_step=150)
-        assert (await desk.join("east", "c")).last_inner_step == 150, "a later start counts"
+        await coord.report(again.grant, inner_step=150)
+        assert (await coord.join("east", "c")).last_inner_step == 150, "a later start counts"
 
     tell(tmp_path, story, config=elastic)
 
 
 def test_islands_of_a_scheduled_run_hear_of_no_slots(tmp_path: Path) -> None:
-    async def story(desk: Desk) -> None:
-        east: Any = await desk.join("east")
+    async def story(coord: CoordinatorInMemory) -> None:
+        east: Any = await coord.join("east")
         assert east.claims_json == ""
-        assert (await desk.report(east.grant, position_json="?")).claims_json == ""
+        assert (await coord.report(east.grant, position_json="?")).claims_json == ""
 
     tell(tmp_path, story)
 

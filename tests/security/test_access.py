@@ -12,9 +12,9 @@ from google.protobuf.message import Message
 from diloco.baseline import exchange
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.decider import Decider
-from diloco.coordinator.island_desk import IslandDesk
-from diloco.coordinator.operator_desk import OperatorDesk
-from diloco.coordinator.syncer_desk import SyncerDesk
+from diloco.coordinator.island_service import IslandService
+from diloco.coordinator.operator_service import OperatorService
+from diloco.coordinator.syncer_service import SyncerService
 from diloco.island.peer.peer import Peer
 from diloco.protos.control_pb2 import Grant
 from diloco.security.access import RULES, guarded
@@ -63,13 +63,17 @@ def ask(method: str, caller: Identity | None, header: bytes, *, is_local: bool =
     return asyncio.run(guarded({method: reached})[method](call)).header
 
 
-DESKS = {"_island_desk": IslandDesk, "_syncer_desk": SyncerDesk, "_operator_desk": OperatorDesk}
+SERVICES = {
+    "_island_service": IslandService,
+    "_syncer_service": SyncerService,
+    "_operator_service": OperatorService,
+}
 
 
 def test_every_method_of_every_service_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = (Coordinator, Decider, Syncer, Peer)
     services: list[Any] = [object.__new__(kind) for kind in kinds]
-    for name, kind in DESKS.items():
+    for name, kind in SERVICES.items():
         setattr(services[0], name, object.__new__(kind))
     services[2]._polls = object.__new__(Polls)
 

@@ -39,7 +39,7 @@ from diloco.coordinator import decider as decider_module
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.operator_desk import Operations
+from diloco.coordinator.operator_service import Operations
 from diloco.errors import ConfigError, DilocoError
 from diloco.island.peer import peer as peer_module
 from diloco.outer.fragments import TensorSpec, make_plan

@@ -15,7 +15,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.operator_desk import Operations
+from diloco.coordinator.operator_service import Operations
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.assignment import Assignment
 from diloco.protocol.run.claims import Claims
@@ -32,7 +32,7 @@ UNREACHABLE_S = 60.0
 TERMS = Terms(json.dumps({"run.inner_steps": 100}), UNREACHABLE_S)
 
 
-class Desk:
+class CoordinatorInMemory:
     """A coordinator that can be killed, and whoever calls it.
 
     With a `config` it takes an operator's commands, and its terms are read from that.
@@ -163,22 +163,22 @@ class Desk:
         return self.coordinator.status().state
 
 
-Story = Callable[[Desk], Coroutine[Any, Any, None]]
+Story = Callable[[CoordinatorInMemory], Coroutine[Any, Any, None]]
 
 
 def tell(directory: Path, story: Story, **changes: Any) -> None:
     """Run a story with a coordinator of two islands."""
 
     async def told() -> None:
-        desk = Desk(directory, **changes)
-        await desk.start()
+        coord = CoordinatorInMemory(directory, **changes)
+        await coord.start()
         try:
-            await story(desk)
+            await story(coord)
         finally:
-            await desk.close()
+            await coord.close()
 
     run_virtual(told())
 
 
-async def joined(desk: Desk, start_id: str = "a") -> list[control.Grant]:
-    return [(await desk.join(island, start_id)).grant for island in desk.names]
+async def joined(coord: CoordinatorInMemory, start_id: str = "a") -> list[control.Grant]:
+    return [(await coord.join(island, start_id)).grant for island in coord.names]

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _MOST_HEADERS = MAX_HEADER_BYTES // 8
 
 
-class SyncerDesk:
+class SyncerService:
     """Answers the syncers of one run."""
 
     def __init__(

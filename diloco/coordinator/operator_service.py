@@ -41,7 +41,7 @@ class Operations:
     backup: Callable[[Mapping[str, str]], Awaitable[str]]
 
 
-class OperatorDesk:
+class OperatorService:
     """Answers the operators of one run."""
 
     def __init__(

@@ -79,7 +79,7 @@ _STATUS = {
 }
 
 
-class IslandDesk:
+class IslandService:
     """Answers the islands of one run."""
 
     def __init__(
