@@ -1,6 +1,6 @@
 """Errors of the product and the exit codes they end a process with.
 
-    DilocoError                     .island_id, .round, .story
+    DilocoError                     .island_id, .round, .history
       RunStopped                    0    joined a run whose graceful stop is complete
       ConfigError                   2    the user's configuration, flag or file
       PlanMismatch                  10   join refused: another plan
@@ -30,13 +30,13 @@ class DilocoError(Exception):
     exit_code = 1
 
     def __init__(
-        self, message: str, *, island_id: str = "", round: str = "", story: Sequence[str] = ()
+        self, message: str, *, island_id: str = "", round: str = "", history: Sequence[str] = ()
     ) -> None:
         """Keep the island, the round and the last events of that round, where known."""
         super().__init__(message)
         self.island_id = island_id
         self.round = round
-        self.story = tuple(story)
+        self.history = tuple(history)
 
 
 class RunStopped(DilocoError):

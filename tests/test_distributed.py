@@ -39,7 +39,7 @@ def test_every_rank_runs_in_one_group_and_results_come_back_by_rank() -> None:
     ],
     ids=lambda value: value if value in ("raises", "dies", "hangs") else "",
 )
-def test_a_failing_rank_ends_the_call_with_its_story(
+def test_a_failing_rank_ends_the_call_with_its_history(
     mode: str, timeout_s: float, words: str
 ) -> None:
     with pytest.raises(RankFailed, match=f"(?s){words}"):

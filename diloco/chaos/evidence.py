@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.chaos.fault_log import read_fault_log
 from diloco.chaos.judge import Evidence, Newest, Recomputed
-from diloco.chaos.plan import Timed
-from diloco.chaos.runner import TRUTH, Ended
-from diloco.chaos.truth import read_story
+from diloco.chaos.plan import TimedFault
+from diloco.chaos.runner import FAULT_LOG, Ended
 from diloco.checkpoint.stores import read_plan, state_by_fragment
 from diloco.compression.lanes import lane_codec
 from diloco.coordinator.journal import Journal
@@ -28,11 +28,11 @@ from diloco.versions.stored import StoredVersions
 logger = logging.getLogger(__name__)
 
 
-def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
+def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
     """Read everything; nothing serves the store any more."""
     config = ended.config
     state = StateDir(Path(config.coordinator.state_dir))
-    lines = _json_lines(state.root / TRUTH)
+    lines = _json_lines(state.root / FAULT_LOG)
     stores, newest, recomputed, contribution_bytes = [], {}, [], {}
     if (plan := read_plan(state)) is not None:
         for p, own in sorted(state_by_fragment(state, plan).items()):
@@ -50,7 +50,7 @@ def gather(ended: Ended, faults: Sequence[Timed]) -> Evidence:
                 if is_made or each.version == record.version:  # others: forgotten, damaged
                     recomputed.append(Recomputed(p, each.version, each.detail))
     return Evidence(
-        story=read_story([*lines], faults),
+        history=read_fault_log([*lines], faults),
         events={
             island: [
                 event

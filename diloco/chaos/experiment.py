@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.chaos.evidence import gather
-from diloco.chaos.plan import SYNCER, Kind, Plan
+from diloco.chaos.plan import SYNCER, ChaosPlan, Kind
 from diloco.chaos.report import ChaosReport, report_on
 from diloco.chaos.runner import configured, drive, faults_of
 from diloco.launch.process.ending import Request
@@ -20,7 +20,7 @@ _SYNCER_MODULES = "import diloco.launch.syncer, diloco.syncer.syncer"
 
 
 def run_plan(
-    plan: Plan, directory: Path, request: Request, on_progress: Progress = lambda *_: None
+    plan: ChaosPlan, directory: Path, request: Request, on_progress: Progress = lambda *_: None
 ) -> ChaosReport:
     """Make and judge a plan's run below `directory`, which is left as it then is.
 

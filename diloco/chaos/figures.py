@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from diloco.chaos.fault_log import FaultHistory, RunHistory
 from diloco.chaos.judge import STARTING_AGAIN, Evidence, accounts_of, island_back_s, tape_of
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Event, starts_of
-from diloco.chaos.truth import FaultStory, Story
 from diloco.report.lives import effective, has_ended
 
 
@@ -67,7 +67,7 @@ def island_figures(
     return tuple(figures)
 
 
-def next_publication_s(fault: FaultStory, story: Story) -> float | None:
+def next_publication_s(fault: FaultHistory, history: RunHistory) -> float | None:
     """Seconds from a fault's begin, and the time that it lasts, until all fragments have moved.
 
     Fragments that publish nothing more at all do not count; None: none does, or it never began.
@@ -76,7 +76,7 @@ def next_publication_s(fault: FaultStory, story: Story) -> float | None:
         return None
     since_s = fault.began_s + fault.lasted_s
     first: dict[int, float] = {}
-    for at_s, fragment, _ in story.published:
+    for at_s, fragment, _ in history.published:
         if at_s > since_s:
             first.setdefault(fragment, at_s - since_s)
     return max(first.values(), default=None)
@@ -88,14 +88,14 @@ def _is_published_loss(event: Event) -> bool:
 
 def _downtimes(evidence: Evidence, island: str) -> Iterator[tuple[float, float]]:
     """Spans of unix time in which faults kept an island from training."""
-    for story in evidence.story.faults:
-        if story.fault.island != island or not story.fired or story.began_unix_s is None:
+    for history in evidence.history.faults:
+        if history.fault.island != island or not history.fired or history.began_unix_s is None:
             continue
-        began = story.began_unix_s
-        if story.fault.kind is Kind.FREEZE:
-            yield began, began + story.fault.lasts_s
-        elif story.fault.kind in STARTING_AGAIN:
-            back_s = island_back_s(story, evidence.events[island])
+        began = history.began_unix_s
+        if history.fault.kind is Kind.FREEZE:
+            yield began, began + history.fault.lasts_s
+        elif history.fault.kind in STARTING_AGAIN:
+            back_s = island_back_s(history, evidence.events[island])
             if back_s is not None:
                 yield began, began + back_s
 

@@ -2,7 +2,7 @@
 
 Pure: evidence in, findings out. Nobody's own word on what he holds is taken for more
 than that: what islands told (events), what the syncer made durable (tape, newest records) and what
-was done to them (truth log) are held against each other.
+was done to them (fault log) are held against each other.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.chaos.fault_log import FaultHistory, RunHistory
 from diloco.chaos.plan import COORDINATOR, ENDING, SPOILING, Kind
-from diloco.chaos.tokens import Account, Event, Send, Tape, account, sends_of, starts_of
-from diloco.chaos.truth import FaultStory, Story
+from diloco.chaos.tokens import Event, Send, Tape, TokenAccount, account, sends_of, starts_of
 
 #: Violations shown of one invariant.
 _SHOWN = 3
@@ -49,7 +49,7 @@ class Evidence:
     """What is judged.
 
     Args:
-        story: The truth log.
+        history: The fault log.
         events: Island -> what all its ranks wrote, whole lines, in the order of the files.
         headers: Of the tape and of the store, in any order; equal ones may be there twice.
         newest: Fragment -> its newest record.
@@ -64,7 +64,7 @@ class Evidence:
         most_steps: Inner steps that one contribution counts; 0: any number.
     """
 
-    story: Story
+    history: RunHistory
     events: Mapping[str, Sequence[dict[str, Any]]]
     headers: Sequence[Mapping[str, Any]]
     newest: Mapping[int, Newest]
@@ -162,7 +162,7 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
     )
 
 
-def island_back_s(fault: FaultStory, events: Sequence[Event]) -> float | None:
+def island_back_s(fault: FaultHistory, events: Sequence[Event]) -> float | None:
     """Seconds from an island's kill until its next start has made an inner step; None: never."""
     if fault.began_unix_s is None:
         return None
@@ -193,9 +193,9 @@ def tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
 
 def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
     corrupted = {
-        story.fault.island
-        for story in evidence.story.faults
-        if story.fault.kind is Kind.CORRUPT and story.fired
+        history.fault.island
+        for history in evidence.history.faults
+        if history.fault.kind is Kind.CORRUPT and history.fired
     }
     newest = tuple(evidence.newest[p].digest for p in sorted(evidence.newest))
     last_with: dict[tuple[int, str], int] = {}  # fragment, digest -> newest version that has it
@@ -294,15 +294,15 @@ def _exit_problems(evidence: Evidence) -> Iterator[str]:
     for island, code in evidence.exit_codes.items():
         if code != 0 and not _was_away(evidence, island):
             yield f"{island} ended with exit code {code}"
-        killed = [story for story in evidence.story.faults if _starts_again(story, island)]
+        killed = [history for history in evidence.history.faults if _starts_again(history, island)]
         num_starts = len(starts_of(evidence.events[island]))
-        is_spoilt = any(story.fault.island == island for story in _spoilt(evidence))
+        is_spoilt = any(history.fault.island == island for history in _spoilt(evidence))
         if num_starts > 1 + len(killed) and not is_spoilt:  # else it may have given up on itself
             yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
 
 
-def _fired(evidence: Evidence, *kinds: Kind) -> list[FaultStory]:
-    return [f for f in evidence.story.faults if f.fired and f.fault.kind in kinds]
+def _fired(evidence: Evidence, *kinds: Kind) -> list[FaultHistory]:
+    return [f for f in evidence.history.faults if f.fired and f.fault.kind in kinds]
 
 
 def _storm_problems(evidence: Evidence) -> Iterator[str]:
@@ -313,7 +313,7 @@ def _storm_problems(evidence: Evidence) -> Iterator[str]:
             and other.fault.kind in ENDING
             and other.fault.target in (storm.fault.target, COORDINATOR)
             and began_s <= other.began_s <= ended_s
-            for other in evidence.story.faults
+            for other in evidence.history.faults
         )
         if not (storm.is_same or is_explained):
             yield f"{storm.fault.target} ended under a storm: {storm.note}"
@@ -325,7 +325,7 @@ def _thin_line_problems(evidence: Evidence) -> Iterator[str]:
         island, (began, ended) = line.fault.island, line.unix_span_s
         who, events = f"{island} on its thin line", evidence.events[island]
         within = [e for e in events if "incarnation" in e and began <= e["unix_s"] <= ended]
-        is_met = any(line.meets(other) for other in evidence.story.faults)
+        is_met = any(line.meets(other) for other in evidence.history.faults)
         if len({event["incarnation"] for event in within}) > 1 and not is_met:
             yield f"{who} ended and started again"
         if any(event["kind"] == "round_expired" for event in within) and not is_met:
@@ -340,7 +340,7 @@ def _thin_line_problems(evidence: Evidence) -> Iterator[str]:
             yield f"{who} moved {moved:,} bytes for {sent:,} of contributions"
 
 
-def _thin_line_text(evidence: Evidence, line: FaultStory) -> str:
+def _thin_line_text(evidence: Evidence, line: FaultHistory) -> str:
     island, (began, ended) = line.fault.island, line.unix_span_s
     sends = [s for s in _sends_of(evidence, island) if began <= s.event["unix_s"] <= ended]
     moved, sent = _moved_around(evidence, line)
@@ -350,12 +350,12 @@ def _thin_line_text(evidence: Evidence, line: FaultStory) -> str:
     )
 
 
-def _versions_within(evidence: Evidence, line: FaultStory) -> int:
+def _versions_within(evidence: Evidence, line: FaultHistory) -> int:
     began_s, ended_s = line.span_s
-    return sum(began_s <= at_s <= ended_s for at_s, *_ in evidence.story.published)
+    return sum(began_s <= at_s <= ended_s for at_s, *_ in evidence.history.published)
 
 
-def _moved_around(evidence: Evidence, line: FaultStory) -> tuple[int, int]:
+def _moved_around(evidence: Evidence, line: FaultHistory) -> tuple[int, int]:
     """Bytes up between two notes of them around a fault, and what was sent between these weighs.
 
     Nothing where no start of the island wrote both.
@@ -378,19 +378,19 @@ def _moved_around(evidence: Evidence, line: FaultStory) -> tuple[int, int]:
 
 def _blame_problems(evidence: Evidence) -> Iterator[str]:
     """Islands that found themselves unsound, and to which nothing was done."""
-    spoilt = {story.fault.island for story in _spoilt(evidence)}
+    spoilt = {history.fault.island for history in _spoilt(evidence)}
     for island in evidence.events.keys() - spoilt:
         for event in _blaming(evidence, island):
             yield f"{island} after inner step {event['inner_step']}: {event['reason']}"
 
 
 def _blame_text(evidence: Evidence) -> str:
-    spoilt = sorted({story.fault.island for story in _spoilt(evidence)})
+    spoilt = sorted({history.fault.island for history in _spoilt(evidence)})
     told = (f"{name} returned {len(_blaming(evidence, name))} times" for name in spoilt)
     return ", ".join(told) or "nobody was spoilt, nobody returned"
 
 
-def _spoilt(evidence: Evidence) -> list[FaultStory]:
+def _spoilt(evidence: Evidence) -> list[FaultHistory]:
     return _fired(evidence, *SPOILING)
 
 
@@ -405,19 +405,19 @@ def _was_away(evidence: Evidence, island: str) -> bool:
     Where nobody waits for anybody the coordinator does not wait for it for ever, and whoever
     started it ends it (`LocalRun`): it has no exit code of its own.
     """
-    kills = [story for story in evidence.story.faults if _starts_again(story, island)]
+    kills = [history for history in evidence.history.faults if _starts_again(history, island)]
     if not (evidence.is_on_arrival and kills) or evidence.problem:
         return False
     is_back = island_back_s(kills[-1], evidence.events[island]) is not None
     return evidence.exit_codes[island] is None and not is_back
 
 
-def _starts_again(story: FaultStory, island: str) -> bool:
-    fault = story.fault
-    return fault.island == island and story.fired and fault.kind in STARTING_AGAIN
+def _starts_again(history: FaultHistory, island: str) -> bool:
+    fault = history.fault
+    return fault.island == island and history.fired and fault.kind in STARTING_AGAIN
 
 
-def accounts_of(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], Account]:
+def accounts_of(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], TokenAccount]:
     """Recount every fragment of every island, by their names."""
     return {
         (island, p): account(
@@ -470,7 +470,7 @@ def _verdicts_text(sends: Iterable[Send]) -> str:
     return ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
 
 
-def _tokens_text(accounts: Mapping[tuple[str, int], Account]) -> str:
+def _tokens_text(accounts: Mapping[tuple[str, int], TokenAccount]) -> str:
     whole = {name: sum(getattr(a, name) for a in accounts.values()) for name in _TOKENS}
     return ", ".join(f"{number:,} {name}" for name, number in whole.items())
 

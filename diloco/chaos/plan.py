@@ -224,7 +224,7 @@ class PlanConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedFault:
     """A fault of one run; durations in seconds, bandwidth in bits per second."""
 
     number: int
@@ -259,7 +259,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChaosPlan:
     """A loaded file."""
 
     path: Path
@@ -271,18 +271,18 @@ class Plan:
         return self.path.parent / self.config.run
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path) -> ChaosPlan:
     """Read a file.
 
     Raises:
         ConfigError: If it cannot be used.
     """
-    return Plan(path, load_section(path, PlanConfig))
+    return ChaosPlan(path, load_section(path, PlanConfig))
 
 
 def expand(
     plan: PlanConfig, islands: Mapping[str, int], syncers: Sequence[str] = (SYNCER,)
-) -> tuple[Timed, ...]:
+) -> tuple[TimedFault, ...]:
     """Give the faults of a run in the order of their times.
 
     Link faults of one island follow each other: one that would begin before another's end begins
@@ -309,7 +309,7 @@ def expand(
         timed.append((at_s, lasts_s, kind, fault))
     timed.sort(key=lambda each: each[0])
     return tuple(
-        Timed(
+        TimedFault(
             number=number,
             kind=kind,
             target=fault.target,

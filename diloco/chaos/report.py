@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco.chaos.fault_log import FaultHistory
 from diloco.chaos.figures import IslandFigures, island_figures, next_publication_s
 from diloco.chaos.judge import Evidence, Finding, island_back_s, judge
 from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
-from diloco.chaos.truth import FaultStory
 from diloco.report.rows import Column, Requirement, machine
 from diloco.transport.units import parse_duration
 
@@ -51,7 +51,7 @@ class ChaosReport:
     """
 
     findings: Sequence[Finding]
-    faults: Sequence[FaultStory]
+    faults: Sequence[FaultHistory]
     islands: Sequence[IslandFigures]
     requirements: Sequence[Requirement]
     rows: Sequence[Mapping[str, Any]]
@@ -74,7 +74,7 @@ class ChaosReport:
             "machine": machine(),
             "findings": [asdict(finding) for finding in self.findings],
             "required": [requirement.as_dict() for requirement in self.requirements],
-            "faults": [_fault_dict(story) for story in self.faults],
+            "faults": [_fault_dict(history) for history in self.faults],
             "islands": [asdict(island) for island in self.islands],
             "import_s": self.import_s,
             "wall_s": self.wall_s,
@@ -103,19 +103,19 @@ def report_on(
         requirements.append(_loss_requirement(islands, without, bars))
     return ChaosReport(
         findings=judge(evidence),
-        faults=evidence.story.faults,
+        faults=evidence.history.faults,
         islands=islands,
         requirements=requirements,
         rows=[*_rows(evidence)],
         import_s=import_s,
-        wall_s=evidence.story.over_s or 0.0,
+        wall_s=evidence.history.over_s or 0.0,
     )
 
 
 def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Iterator[Requirement]:
-    faults = evidence.story.faults
+    faults = evidence.history.faults
     # What waited for its target until the run was over says nothing of the run.
-    num_unfired = sum(story.had_chance and not story.fired for story in faults)
+    num_unfired = sum(history.had_chance and not history.fired for history in faults)
     yield Requirement("faults that did not take effect", num_unfired, 0, "faults")
     limits = {
         COORDINATOR: parse_duration(bars.coordinator_back),
@@ -131,42 +131,43 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
             if s.fault.role == role
             and s.fault.kind is Kind.KILL
             and s.began_s is not None
-            and has_had_time(s, allowed, evidence.story.over_s)
+            and has_had_time(s, allowed, evidence.history.over_s)
         ]
-        alone = [story for story in kills if is_alone(story, faults)]
-        backs = [_own_back_s(story) for story in alone]
+        alone = [history for history in kills if is_alone(history, faults)]
+        backs = [_own_back_s(history) for history in alone]
         worst = max(backs, key=lambda back: (math.isnan(back), back), default=math.nan)
         beyond = f", of which {import_s:.2f} s are its imports" if role == SYNCER else ""
         what = f"{role} back after {len(alone)} kills that met no other fault, of {len(kills)}"
         yield Requirement(f"{what}{beyond}", worst, allowed, "s")
     if limit_s := parse_duration(bars.published_again):
-        waits = [next_publication_s(story, evidence.story) for story in faults]
+        waits = [next_publication_s(history, evidence.history) for history in faults]
         worst = max((wait for wait in waits if wait is not None), default=float("nan"))
         yield Requirement("next version of every fragment after a fault", worst, limit_s, "s")
 
 
-def is_alone(story: FaultStory, faults: Sequence[FaultStory]) -> bool:
+def is_alone(history: FaultHistory, faults: Sequence[FaultHistory]) -> bool:
     """Whether nothing else happened between a kill and the next process serving.
 
     A kill on the way back starts the time anew, and a coordinator that is away starts no syncer.
     """
-    if story.back_s is None:
+    if history.back_s is None:
         return not any(
-            other.fault.target == story.fault.target and (other.began_s or 0.0) > story.span_s[0]
+            other.fault.target == history.fault.target
+            and (other.began_s or 0.0) > history.span_s[0]
             for other in faults
         )
-    return not any(story.meets(other) for other in faults)
+    return not any(history.meets(other) for other in faults)
 
 
-def has_had_time(story: FaultStory, allowed_s: float, over_s: float | None) -> bool:
+def has_had_time(history: FaultHistory, allowed_s: float, over_s: float | None) -> bool:
     """Whether what was killed is back, or the run went on for as long as that may take."""
     end_s = math.inf if over_s is None else over_s
-    return story.back_s is not None or story.span_s[1] + allowed_s <= end_s
+    return history.back_s is not None or history.span_s[1] + allowed_s <= end_s
 
 
-def _own_back_s(story: FaultStory) -> float:
+def _own_back_s(history: FaultHistory) -> float:
     """Time to be back, what it was kept away for left out; NaN: never."""
-    return float("nan") if story.back_s is None else story.back_s - story.fault.lasts_s
+    return float("nan") if history.back_s is None else history.back_s - history.fault.lasts_s
 
 
 def _loss_requirement(
@@ -184,18 +185,18 @@ def _mean_loss(islands: Sequence[IslandFigures]) -> float:
 
 def _rows(evidence: Evidence) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind and target."""
-    groups: dict[tuple[str, str], list[FaultStory]] = {}
-    for story in evidence.story.faults:
-        groups.setdefault((story.fault.kind, story.fault.target), []).append(story)
-    for (kind, target), stories in sorted(groups.items()):
-        backs = [back for story in stories if (back := _back_s(story, evidence)) is not None]
-        waits = [next_publication_s(story, evidence.story) for story in stories]
+    groups: dict[tuple[str, str], list[FaultHistory]] = {}
+    for history in evidence.history.faults:
+        groups.setdefault((history.fault.kind, history.fault.target), []).append(history)
+    for (kind, target), histories in sorted(groups.items()):
+        backs = [back for history in histories if (back := _back_s(history, evidence)) is not None]
+        waits = [next_publication_s(history, evidence.history) for history in histories]
         known = [wait for wait in waits if wait is not None]
         yield {
             "kind": kind,
             "target": target,
-            "planned": len(stories),
-            "fired": sum(story.fired for story in stories),
+            "planned": len(histories),
+            "fired": sum(history.fired for history in histories),
             "back_median_s": _median(backs),
             "back_max_s": max(backs, default=None),
             "next_median_s": _median(known),
@@ -203,16 +204,16 @@ def _rows(evidence: Evidence) -> Iterator[dict[str, Any]]:
         }
 
 
-def _back_s(story: FaultStory, evidence: Evidence) -> float | None:
-    island = story.fault.island
-    if island and story.fault.kind in (Kind.KILL, Kind.RESTART):
-        return island_back_s(story, evidence.events[island])
-    return story.back_s
+def _back_s(history: FaultHistory, evidence: Evidence) -> float | None:
+    island = history.fault.island
+    if island and history.fault.kind in (Kind.KILL, Kind.RESTART):
+        return island_back_s(history, evidence.events[island])
+    return history.back_s
 
 
 def _median(values: Sequence[float]) -> float | None:
     return sorted(values)[len(values) // 2] if values else None
 
 
-def _fault_dict(story: FaultStory) -> dict[str, Any]:
-    return {**asdict(story), "fault": {**asdict(story.fault), "kind": story.fault.kind.value}}
+def _fault_dict(history: FaultHistory) -> dict[str, Any]:
+    return {**asdict(history), "fault": {**asdict(history.fault), "kind": history.fault.kind.value}}

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.chaos.performers import Performance, perform
-from diloco.chaos.plan import ENDING, Kind, Plan, Timed, expand
-from diloco.chaos.truth import TruthLog
-from diloco.chaos.world import World
+from diloco.chaos.environment import ChaosEnvironment
+from diloco.chaos.fault_log import FaultLog
+from diloco.chaos.injectors import Injector, injector_of
+from diloco.chaos.plan import ENDING, ChaosPlan, Kind, TimedFault, expand
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
@@ -32,7 +32,7 @@ _LOOK_S = 0.05
 _PATIENCE_S = 30.0
 #: The length of a run over the time in which faults come to it, at least.
 _AFTERWARDS = 1.1
-TRUTH = "truth.jsonl"
+FAULT_LOG = "faults.jsonl"
 _CERTIFICATE_DAYS = 30
 #: Told how many faults are over, of how many; of a run without, tokens.
 Progress = Callable[[int, int], None]
@@ -53,7 +53,7 @@ class Ended:
     problem: str = ""
 
 
-def configured(plan: Plan, directory: Path) -> Config:
+def configured(plan: ChaosPlan, directory: Path) -> Config:
     """Load the run of a plan, to be made below `directory`.
 
     Raises:
@@ -71,7 +71,7 @@ def configured(plan: Plan, directory: Path) -> Config:
     return config
 
 
-def faults_of(plan: Plan, config: Config) -> tuple[Timed, ...]:
+def faults_of(plan: ChaosPlan, config: Config) -> tuple[TimedFault, ...]:
     """Give the faults of a plan for its run."""
     chosen = config.coordinator
     syncers = StateDir(Path(chosen.state_dir)).of_syncers(chosen.num_syncers)
@@ -83,15 +83,15 @@ def faults_of(plan: Plan, config: Config) -> tuple[Timed, ...]:
 
 
 def drive(
-    plan: Plan,
+    plan: ChaosPlan,
     config: Config,
-    faults: Sequence[Timed],
+    faults: Sequence[TimedFault],
     request: Request,
     on_progress: Progress,
 ) -> Ended:
     """Make the run, with its faults, to its end or to the plan's limit.
 
-    Leaves `truth.jsonl` beside what the run itself leaves in `coordinator.state_dir`.
+    Leaves `faults.jsonl` beside what the run itself leaves in `coordinator.state_dir`.
 
     Raises:
         Interrupted: If a signal asked for the end.
@@ -109,16 +109,16 @@ def drive(
     }
     run = LocalRun(config, request, environment=environment, look_s=_LOOK_S)
     problem = ""
-    with TruthLog(directory / TRUTH, time.monotonic, time.time) as truth, run:
+    with FaultLog(directory / FAULT_LOG, time.monotonic, time.time) as log, run:
         duration_s = parse_duration(plan.config.duration)
-        director = Director(World(run, chaos_dir), truth, faults, on_progress, duration_s)
+        director = Director(ChaosEnvironment(run, chaos_dir), log, faults, on_progress, duration_s)
         director.limit_s = parse_duration(plan.config.limit)
         try:
             run.start()
             code = run.wait(director.look)
             if code != 0:
                 problem = f"an island ended with exit code {code}"
-            truth.write("over")
+            log.write("over")
             director.finish()
             run.wait_for_coordinator()
         except _GivenUp as error:
@@ -145,17 +145,17 @@ class _GivenUp(Exception):
 class _Awaited:
     """A coordinator or syncer that a fault has ended, until another one serves."""
 
-    fault: Timed
+    fault: TimedFault
     pid: int
     since_s: float
 
 
 class Director:
-    """Does faults when their times have come, and sees what follows; pure but for its world.
+    """Does faults when their times have come, and sees what follows; pure but for its environment.
 
     Args:
-        world: The run.
-        truth: Where all is noted.
+        environment: The run.
+        log: Where all is noted.
         faults: In the order of their times.
         on_progress: Told of them.
         duration_s: In which they come. A run that would end before the last of them is not
@@ -164,19 +164,19 @@ class Director:
 
     def __init__(
         self,
-        world: World,
-        truth: TruthLog,
-        faults: Sequence[Timed],
+        environment: ChaosEnvironment,
+        log: FaultLog,
+        faults: Sequence[TimedFault],
         on_progress: Progress,
         duration_s: float,
     ) -> None:
         """Assign only."""
-        self._world = world
-        self._truth = truth
+        self._environment = environment
+        self._log = log
         self._on_progress = on_progress
         self._to_come = list(faults)
         self._num_faults = len(faults)
-        self._under_way: list[tuple[float, Performance]] = []
+        self._under_way: list[tuple[float, Injector]] = []
         self._awaited: list[_Awaited] = []
         self._newest: dict[int, int] = {}
         self._began_s: float | None = None
@@ -190,7 +190,7 @@ class Director:
         Raises:
             _GivenUp: Beyond the limit.
         """
-        now_s = self._truth.now_s
+        now_s = self._log.now_s
         if now_s > self.limit_s:
             raise _GivenUp(
                 f"the run still went on after {self.limit_s:g} s, the plan's limit: give it more, "
@@ -201,9 +201,9 @@ class Director:
         if self._began_s is None:
             if not self._is_training():
                 return
-            self._began_s = self._truth.write("training")
+            self._began_s = self._log.write("training")
         self._end(now_s)
-        trained, total = self._world.trained_tokens, self._world.run.config.total_tokens
+        trained, total = self._environment.trained_tokens, self._environment.run.config.total_tokens
         self._begin(max(now_s - self._began_s, self._length_s * trained / total))
         if self._num_faults:
             num_over = self._num_faults - len(self._to_come) - len(self._under_way)
@@ -213,31 +213,31 @@ class Director:
 
     def finish(self) -> None:
         """Undo what is still under way once the run is over, and see what it came to."""
-        for _, performance in self._under_way:
+        for _, injector in self._under_way:
             until = time.monotonic() + _PATIENCE_S
-            while not self._try_end(performance) and time.monotonic() < until:
+            while not self._try_end(injector) and time.monotonic() < until:
                 time.sleep(_LOOK_S)
         self._see_versions()
         self._see_who_is_back()
 
     def _begin(self, plan_s: float) -> None:
         for fault in [each for each in self._to_come if each.at_s <= plan_s]:
-            performance = perform(self._world, fault)
+            injector = injector_of(self._environment, fault)
             taken = [other.place for _, other in self._under_way if other.place is not None]
-            if performance.place in taken:  # they would undo each other: one after the other
+            if injector.place in taken:  # they would undo each other: one after the other
                 continue
-            pid = self._world.pid(fault.target) if fault.role else None
-            at_s = self._truth.now_s
-            if performance.begin():
-                self._truth.write(
+            pid = self._environment.pid(fault.target) if fault.role else None
+            at_s = self._log.now_s
+            if injector.begin():
+                self._log.write(
                     "begun",
                     number=fault.number,
                     kind=fault.kind,
                     target=fault.target,
-                    note=performance.note,
+                    note=injector.note,
                 )
                 self._to_come.remove(fault)
-                self._under_way.append((at_s + fault.lasts_s, performance))
+                self._under_way.append((at_s + fault.lasts_s, injector))
                 if pid is not None and fault.kind in ENDING:
                     # What was killed again on its way back is awaited from this kill on.
                     others = [a for a in self._awaited if a.fault.target != fault.target]
@@ -245,32 +245,30 @@ class Director:
 
     def _end(self, now_s: float) -> None:
         self._under_way = [
-            (end_s, performance)
-            for end_s, performance in self._under_way
-            if now_s < end_s
-            or self._keeps(performance, now_s - end_s)
-            or not self._try_end(performance)
+            (end_s, injector)
+            for end_s, injector in self._under_way
+            if now_s < end_s or self._keeps(injector, now_s - end_s) or not self._try_end(injector)
         ]
 
     @staticmethod
-    def _keeps(performance: Performance, beyond_s: float) -> bool:
+    def _keeps(injector: Injector, beyond_s: float) -> bool:
         """Let a fault go on that has met nobody: else it would not have taken effect."""
-        if not performance.is_awaiting:
+        if not injector.is_awaiting:
             return False
-        performance.kept_s = beyond_s
+        injector.kept_s = beyond_s
         return True
 
-    def _try_end(self, performance: Performance) -> bool:
-        if not performance.end():
+    def _try_end(self, injector: Injector) -> bool:
+        if not injector.end():
             return False
-        self._truth.write(
+        self._log.write(
             "ended",
-            number=performance.fault.number,
-            fired=performance.fired,
-            note=performance.note,
-            is_same=performance.is_same,
-            had_chance=performance.had_chance,
-            kept_s=round(performance.kept_s, 3),
+            number=injector.fault.number,
+            fired=injector.fired,
+            note=injector.note,
+            is_same=injector.is_same,
+            had_chance=injector.had_chance,
+            kept_s=round(injector.kept_s, 3),
         )
         return True
 
@@ -281,17 +279,17 @@ class Director:
         """
         for awaited in tuple(self._awaited):
             target = awaited.fault.target
-            if self._world.serving_pid(target) not in (None, awaited.pid):
-                seconds = self._truth.now_s - awaited.since_s
-                self._truth.write("back", number=awaited.fault.number, seconds=round(seconds, 3))
+            if self._environment.serving_pid(target) not in (None, awaited.pid):
+                seconds = self._log.now_s - awaited.since_s
+                self._log.write("back", number=awaited.fault.number, seconds=round(seconds, 3))
                 self._awaited.remove(awaited)
 
     def _see_versions(self) -> None:
-        for fragment, versions in self._world.versions().items():
+        for fragment, versions in self._environment.versions().items():
             for version in versions:
                 if version > self._newest.get(fragment, -1):
                     self._newest[fragment] = version
-                    self._truth.write("published", fragment=fragment, version=version)
+                    self._log.write("published", fragment=fragment, version=version)
 
     def _is_training(self) -> bool:
-        return all(map(self._world.inner_step, self._world.run.islands))
+        return all(map(self._environment.inner_step, self._environment.run.islands))

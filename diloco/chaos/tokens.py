@@ -47,7 +47,7 @@ class Send:
 
 
 @dataclass(slots=True)
-class Account:
+class TokenAccount:
     """Tokens of one island for one fragment, over all its starts."""
 
     trained: int = 0
@@ -105,7 +105,7 @@ def account(
     local_mix: float,
     carries: bool,
     most_steps: int = 0,
-) -> Account:
+) -> TokenAccount:
     """Recount one fragment of one island.
 
     Args:
@@ -118,7 +118,7 @@ def account(
         most_steps: Inner steps that one contribution counts; what was trained beyond them waits for
             the next one. 0: any number.
     """
-    total = Account()
+    total = TokenAccount()
     for incarnation, start in starts_of(events).items():
         counted = _counted(tape, fragment_id, island, incarnation)
         total.included += sum(counted.values())
@@ -141,7 +141,7 @@ def account(
 
 
 def _recount(
-    total: Account,
+    total: TokenAccount,
     start: Sequence[Event],
     fragment_id: int,
     counted: Mapping[tuple[int, int], int],

@@ -246,7 +246,7 @@ class Decider:
         outcome = rounds.outcome(lanes[0].key, grant.island, grant.incarnation)
         if outcome is not None:
             reply.outcome.CopyFrom(outcome_message(outcome))
-        reply.status, reply.message = SUBMIT_STATUS[admission], rounds.story_of(lanes[0])
+        reply.status, reply.message = SUBMIT_STATUS[admission], rounds.history_of(lanes[0])
         return Reply.of(reply)
 
     def _digests_problem(self, standing: Standing, digests: Sequence[bytes]) -> str:

@@ -337,7 +337,7 @@ class Syncer:
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
-            reply.message = service.rounds.story_of(lane)
+            reply.message = service.rounds.history_of(lane)
             outcome = service.rounds.outcome(lane.key, lane.island, lane.incarnation)
             if outcome is not None:
                 reply.outcome.CopyFrom(outcome_message(outcome))

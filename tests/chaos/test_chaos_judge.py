@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco.chaos.fault_log import FaultHistory, RunHistory, read_fault_log
 from diloco.chaos.figures import island_figures, next_publication_s
 from diloco.chaos.judge import (
     Evidence,
@@ -19,13 +20,12 @@ from diloco.chaos.judge import (
     judge,
     tape_of,
 )
-from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, Timed
+from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, TimedFault
 from diloco.chaos.report import is_alone, report_on
-from diloco.chaos.truth import FaultStory, Story, read_story
 
 TOKENS = 10
 ISLANDS = ("east", "west")
-KILL = Timed(0, Kind.KILL, "west", 3.0, 0.0, 0.0, 1.0, 0.1, 0.0, 0)
+KILL = TimedFault(0, Kind.KILL, "west", 3.0, 0.0, 0.0, 1.0, 0.1, 0.0, 0)
 NUM_VERSIONS = 4
 H = 2
 
@@ -126,9 +126,11 @@ class Run:
         return [event for event in self.events[island] if event["kind"] == kind]
 
     def evidence(self, **values: Any) -> Evidence:
-        story = Story([FaultStory(KILL, began_s=3.0, began_unix_s=1004.5, ended_s=3.0, fired=True)])
+        history = RunHistory(
+            [FaultHistory(KILL, began_s=3.0, began_unix_s=1004.5, ended_s=3.0, fired=True)]
+        )
         return Evidence(
-            story=story,
+            history=history,
             events=self.events,
             headers=[*self.headers, *copy.deepcopy(self.headers[-2:])],  # tape and store overlap
             newest={0: Newest(NUM_VERSIONS, digest(NUM_VERSIONS))},
@@ -159,12 +161,12 @@ def test_a_process_that_ends_under_a_storm_was_ended_by_it(
 ) -> None:
     evidence = Run.good().evidence()
     storm = replace(KILL, kind=Kind.CONNECT_STORM, target="syncer", lasts_s=4.0)
-    evidence.story.faults.append(
-        FaultStory(storm, began_s=10.0, ended_s=14.0, fired=True, is_same=is_same)
+    evidence.history.faults.append(
+        FaultHistory(storm, began_s=10.0, ended_s=14.0, fired=True, is_same=is_same)
     )
     if killed:
         kill = replace(KILL, target=killed)
-        evidence.story.faults.append(FaultStory(kill, began_s=12.0, ended_s=12.0))
+        evidence.history.faults.append(FaultHistory(kill, began_s=12.0, ended_s=12.0))
 
     expected = ["strangers end no process"] if is_broken else []
     assert broken(evidence) == expected
@@ -196,12 +198,14 @@ def test_a_thin_line_costs_time_alone(problem: str, is_excused: bool, is_met: bo
             merged["outcome"] = "not_included"
     evidence = run.evidence(contribution_bytes={0: 100})
     thin = replace(KILL, kind=Kind.THIN_LINE, target="east", lasts_s=2.0)
-    line = FaultStory(thin, began_s=100.0, began_unix_s=1003.0, ended_s=104.0, fired=True)
-    evidence.story.faults.append(line)
-    evidence.story.published = [] if "version" in problem else [(101.0, 0, 2)]
+    line = FaultHistory(thin, began_s=100.0, began_unix_s=1003.0, ended_s=104.0, fired=True)
+    evidence.history.faults.append(line)
+    evidence.history.published = [] if "version" in problem else [(101.0, 0, 2)]
     if is_met:
         freeze = replace(KILL, kind=Kind.FREEZE, target="syncer", lasts_s=1.0)
-        evidence.story.faults.append(FaultStory(freeze, began_s=101.0, ended_s=102.0, fired=True))
+        evidence.history.faults.append(
+            FaultHistory(freeze, began_s=101.0, ended_s=102.0, fired=True)
+        )
 
     (finding,) = (f for f in judge(evidence) if f.invariant == "a thin line costs time alone")
 
@@ -233,11 +237,11 @@ def test_who_returns_to_what_is_published_was_spoilt_or_is_blamed_wrongly(kind: 
     sent["weight_tokens"] = TOKENS
     run.headers[2]["contributors"][0]["weight_tokens"] = TOKENS
     evidence = run.evidence()
-    spoilt = FaultStory(replace(KILL, kind=kind, target="east"), fired=True)
+    spoilt = FaultHistory(replace(KILL, kind=kind, target="east"), fired=True)
 
     assert broken(evidence) == ["nobody is blamed for what he did not do"]
-    story = Story([*evidence.story.faults, spoilt])
-    assert broken(replace(evidence, story=story)) == []
+    history = RunHistory([*evidence.history.faults, spoilt])
+    assert broken(replace(evidence, history=history)) == []
     (account,) = (
         a
         for (name, _), a in accounts_of(evidence, tape_of(evidence.headers)[0]).items()
@@ -383,8 +387,8 @@ def test_only_the_islands_whose_links_were_corrupted_are_excused() -> None:
     def corrupted(island: str, *, fired: bool) -> Evidence:
         fault = replace(KILL, kind=Kind.CORRUPT, target=island)
         evidence = run.evidence()
-        faults = [*evidence.story.faults, FaultStory(fault, began_s=1.0, fired=fired)]
-        return replace(evidence, story=Story(faults))
+        faults = [*evidence.history.faults, FaultHistory(fault, began_s=1.0, fired=fired)]
+        return replace(evidence, history=RunHistory(faults))
 
     assert broken(corrupted("east", fired=True)) == []
     assert broken(corrupted("east", fired=False)) == [DIGESTS]
@@ -396,9 +400,9 @@ def test_a_newest_version_that_was_torn_has_to_be_taken_back_and_is_the_same_ver
     run.headers.append({**run.headers[3], "repaired": "east"})
     evidence = run.evidence()
     fault = replace(KILL, kind=Kind.TORN_NEWEST, target="syncer")
-    story = Story([*evidence.story.faults, FaultStory(fault, began_s=1.0, fired=True)])
-    assert broken(replace(evidence, story=story)) == ["every version is published exactly once"]
-    assert broken(replace(evidence, story=story, repaired=[(0, 3)])) == []
+    history = RunHistory([*evidence.history.faults, FaultHistory(fault, began_s=1.0, fired=True)])
+    assert broken(replace(evidence, history=history)) == ["every version is published exactly once"]
+    assert broken(replace(evidence, history=history, repaired=[(0, 3)])) == []
 
 
 def test_an_island_that_was_starting_again_when_the_run_ended_did_not_end_unasked() -> None:
@@ -480,27 +484,27 @@ def test_figures_are_of_what_was_done() -> None:
         {"what": "over", "t": 9.0, "unix_s": 1009.5},
     ]
 
-    story = read_story(lines, [KILL])
+    history = read_fault_log(lines, [KILL])
 
-    fault = story.faults[0]
+    fault = history.faults[0]
     assert (fault.began_s, fault.fired, fault.back_s, fault.note) == (4.0, True, 2.0, "process 1")
-    assert next_publication_s(fault, story) == 3.0
-    assert (story.training_s, story.over_s, story.num_fired) == (1.0, 9.0, 1)
+    assert next_publication_s(fault, history) == 3.0
+    assert (history.training_s, history.over_s, history.num_fired) == (1.0, 9.0, 1)
     # Its first step after the kill is that of inner step 5: 1007 in unix time.
     assert island_back_s(fault, Run.good().events["west"]) == 2.5
-    assert next_publication_s(FaultStory(KILL), story) is None
+    assert next_publication_s(FaultHistory(KILL), history) is None
 
 
 def test_a_kill_that_meets_another_fault_is_not_alone() -> None:
-    def kill(began_s: float, back_s: float | None) -> FaultStory:
-        return FaultStory(KILL, began_s=began_s, fired=True, back_s=back_s)
+    def kill(began_s: float, back_s: float | None) -> FaultHistory:
+        return FaultHistory(KILL, began_s=began_s, fired=True, back_s=back_s)
 
     faults = [
         kill(1.0, 2.0), kill(2.0, 1.5), kill(4.0, 1.0), kill(7.0, None), kill(8.0, 1.0),
-        FaultStory(KILL), kill(11.0, None),
+        FaultHistory(KILL), kill(11.0, None),
     ]  # fmt: skip
 
-    assert [is_alone(story, faults) for story in faults if story.began_s is not None] == [
+    assert [is_alone(history, faults) for history in faults if history.began_s is not None] == [
         False, False, True, False, True, True,
     ]  # fmt: skip
 
@@ -515,10 +519,10 @@ def test_a_coordinator_that_never_came_back_misses_its_bar(
 ) -> None:
     coordinator = replace(KILL, target=COORDINATOR)
     kills = [
-        FaultStory(coordinator, began_s=began_s, fired=True, back_s=back_s)
+        FaultHistory(coordinator, began_s=began_s, fired=True, back_s=back_s)
         for began_s, back_s in ((1.0, 0.5), (5.0, 0.6), (9.0, None))
     ]
-    evidence = replace(Run.good().evidence(), story=Story(kills, over_s=over_s))
+    evidence = replace(Run.good().evidence(), history=RunHistory(kills, over_s=over_s))
 
     report = report_on(evidence, JudgeConfig(coordinator_back="2s"), import_s=0.0, undisturbed=None)
 

@@ -17,12 +17,12 @@ from typing import cast
 
 import pytest
 
-from diloco.chaos import performers, storm
-from diloco.chaos.performers import Performance, perform
-from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Timed
+from diloco.chaos import injectors, storm
+from diloco.chaos.environment import ChaosEnvironment, is_frozen, ranks_of
+from diloco.chaos.fault_log import FaultLog, read_fault_log
+from diloco.chaos.injectors import Injector, injector_of
+from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, TimedFault
 from diloco.chaos.runner import Director
-from diloco.chaos.truth import TruthLog, read_story
-from diloco.chaos.world import World, is_frozen, ranks_of
 from diloco.config.load import load_config
 from diloco.durable import read_json
 from diloco.errors import ConfigError
@@ -77,19 +77,21 @@ class Scene:
         config = load_config(write_run(root, {"east": ""}, num_fragments=num_syncers), options)
         run = LocalRun(config, look_s=0.01)
         run.state.create(num_syncers)
-        self.world = World(run, root / "chaos")
-        self.world.chaos_dir.mkdir()
+        self.environment = ChaosEnvironment(run, root / "chaos")
+        self.environment.chaos_dir.mkdir()
         self.fragment = fragment_directory(run.state.of_syncers(num_syncers)[0].store, 0)
         self.fragment.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def store(self, *, snapshot_rounds: int) -> FragmentStore:
-        store = FragmentStore(self.world.state.store, FRAGMENT, 2, snapshot_rounds=snapshot_rounds)
+        store = FragmentStore(
+            self.environment.state.store, FRAGMENT, 2, snapshot_rounds=snapshot_rounds
+        )
         store.recover()
         return store
 
     def hold(self, target: str, script: str = SLEEPS) -> subprocess.Popen[bytes]:
-        state, syncer = self.world.state, self.world.syncers.get(target)
+        state, syncer = self.environment.state, self.environment.syncers.get(target)
         lock = acquire(syncer.store_lock if syncer else state.coordinator_lock)
         process = subprocess.Popen(
             [sys.executable, "-S", "-c", script, str(self.fragment)], pass_fds=(lock,)
@@ -104,12 +106,14 @@ class Scene:
     def island(self, script: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(["sh", "-c", script])
         self.processes.append(process)
-        self.world.run.islands["east"] = process
+        self.environment.run.islands["east"] = process
         return process
 
-    def perform(self, kind: Kind, target: str, **values: float) -> Performance:
-        fault = Timed(0, kind, target, 0.0, values.pop("lasts_s", 0.0), 0.01, 1e6, 1.0, 3600.0, 77)
-        return perform(self.world, fault)
+    def injector_of(self, kind: Kind, target: str, **values: float) -> Injector:
+        fault = TimedFault(
+            0, kind, target, 0.0, values.pop("lasts_s", 0.0), 0.01, 1e6, 1.0, 3600.0, 77
+        )
+        return injector_of(self.environment, fault)
 
     def close(self) -> None:
         for process in self.processes:
@@ -125,7 +129,7 @@ def scene(
 ) -> Iterator[Scene]:
     """Of one syncer, or of as many as the parameter says."""
     monkeypatch.setattr(chaos, "_READ_S", READ_S)
-    monkeypatch.setattr(performers, "_TOLD_S", 6 * READ_S)
+    monkeypatch.setattr(injectors, "_TOLD_S", 6 * READ_S)
     scene = Scene(tmp_path, getattr(request, "param", 1))
     yield scene
     scene.close()
@@ -136,14 +140,14 @@ def scene(
 )
 def test_a_syncer_is_ended(scene: Scene, kind: Kind, number: int) -> None:
     process = scene.hold(SYNCER)
-    performance = scene.perform(kind, SYNCER)
+    injector = scene.injector_of(kind, SYNCER)
 
-    assert performance.begin()
+    assert injector.begin()
 
-    assert performance.fired
+    assert injector.fired
     assert process.wait(30.0) == -number
-    assert performance.end()
-    assert not performance.begin(), "there is none now"
+    assert injector.end()
+    assert not injector.begin(), "there is none now"
 
 
 @pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
@@ -153,32 +157,36 @@ def test_strangers_storm_a_process_and_it_is_known_whether_it_lives(
     monkeypatch.setattr(storm, "_TIMEOUT_S", 0.2)
     process = scene.hold(target)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-        path = scene.world.state.coordinator if target == COORDINATOR else scene.world.state.syncer
+        path = (
+            scene.environment.state.coordinator
+            if target == COORDINATOR
+            else scene.environment.state.syncer
+        )
         Endpoint(f"127.0.0.1:{listening.getsockname()[1]}", process.pid).write(path)
-        performance = scene.perform(Kind.CONNECT_STORM, target)
+        injector = scene.injector_of(Kind.CONNECT_STORM, target)
 
-        assert performance.begin()
+        assert injector.begin()
         listening.accept()[0].close()
         if target == SYNCER:
             process.kill()
             process.wait()
-        assert performance.end()
+        assert injector.end()
 
-    assert performance.fired
-    assert performance.is_same == (target == COORDINATOR)
-    assert "whole handshakes" in performance.note
+    assert injector.fired
+    assert injector.is_same == (target == COORDINATOR)
+    assert "whole handshakes" in injector.note
 
 
 @pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
 def test_a_process_is_frozen_and_goes_on(scene: Scene, target: str) -> None:
     process = scene.hold(target)
-    performance = scene.perform(Kind.FREEZE, target, lasts_s=1.0)
+    injector = scene.injector_of(Kind.FREEZE, target, lasts_s=1.0)
 
-    assert performance.begin()
+    assert injector.begin()
     wait_until(lambda: is_frozen(process.pid))
-    assert performance.end()
+    assert injector.end()
 
-    assert performance.fired
+    assert injector.fired
     assert not is_frozen(process.pid)
 
 
@@ -188,15 +196,15 @@ def test_an_island_is_ended_and_started_again(
 ) -> None:
     process = scene.island("exec sleep 60")
     monkeypatch.setattr(LocalRun, "_start_island", lambda run, island: scene.island("sleep 60"))
-    performance = scene.perform(kind, "east")
+    injector = scene.injector_of(kind, "east")
 
-    assert performance.begin()
-    assert scene.world.pid("east") is None
-    wait_until(performance.end)
+    assert injector.begin()
+    assert scene.environment.pid("east") is None
+    wait_until(injector.end)
 
-    assert performance.fired
+    assert injector.fired
     assert process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
-    assert scene.world.pid("east") == scene.processes[-1].pid != process.pid
+    assert scene.environment.pid("east") == scene.processes[-1].pid != process.pid
 
 
 def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
@@ -204,11 +212,11 @@ def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
     wait_until(lambda: len(ranks_of(supervisor.pid)) == 2)
     ranks = ranks_of(supervisor.pid)
 
-    freeze = scene.perform(Kind.FREEZE, "east", lasts_s=1.0)
+    freeze = scene.injector_of(Kind.FREEZE, "east", lasts_s=1.0)
     assert freeze.begin()
     wait_until(lambda: all(map(is_frozen, [supervisor.pid, *ranks.values()])))
     assert freeze.end()
-    kill = scene.perform(Kind.KILL, "east/1")
+    kill = scene.injector_of(Kind.KILL, "east/1")
     assert kill.begin()
 
     assert (freeze.fired, kill.fired) == (True, True)
@@ -218,10 +226,10 @@ def test_a_rank_is_killed_and_its_island_frozen(scene: Scene) -> None:
 
 def test_what_is_killed_while_it_is_frozen_was_frozen(scene: Scene) -> None:
     scene.island("exec sleep 60")
-    freeze = scene.perform(Kind.FREEZE, "east", lasts_s=1.0)
+    freeze = scene.injector_of(Kind.FREEZE, "east", lasts_s=1.0)
 
     assert freeze.begin()
-    assert scene.perform(Kind.KILL, "east").begin()
+    assert scene.injector_of(Kind.KILL, "east").begin()
     assert freeze.end()
 
     assert freeze.fired
@@ -232,14 +240,14 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     store = scene.store(snapshot_rounds=1)
     newest = commit(store, 2)[-1]
     before = record_path(scene.fragment, 0).read_bytes()
-    performance = scene.perform(Kind.TRUNCATE, SYNCER)
+    injector = scene.injector_of(Kind.TRUNCATE, SYNCER)
 
-    assert performance.begin()
+    assert injector.begin()
 
-    assert performance.fired
+    assert injector.fired
     assert process.wait(30.0) == -signal.SIGKILL
     assert scene.fragment.joinpath("v000000000003.record.tmp").stat().st_size == 77
-    assert scene.world.versions() == {0: [1, 2]}
+    assert scene.environment.versions() == {0: [1, 2]}
     left = record_path(scene.fragment, 0).read_bytes()
     assert 0 < len(left) < len(before) and before.startswith(left)
     with pytest.raises(RecordInvalid, match=r"torn or damaged|damaged header"):
@@ -251,22 +259,22 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
 def test_of_several_syncers_the_one_that_is_named_is_met(scene: Scene) -> None:
     kept, met = (scene.hold(name) for name in ("syncer-0", "syncer-1"))
     directories = []
-    for syncer in scene.world.syncers.values():
+    for syncer in scene.environment.syncers.values():
         store = FragmentStore(syncer.store, FRAGMENT, 2)
         store.recover()
         commit(store, 2)
         directories.append(fragment_directory(syncer.store, 0))
     before = sorted(directories[0].iterdir())
-    performance = scene.perform(Kind.TRUNCATE, "syncer-1")
+    injector = scene.injector_of(Kind.TRUNCATE, "syncer-1")
 
-    assert performance.begin()
+    assert injector.begin()
 
-    assert performance.fired
+    assert injector.fired
     assert met.wait(30.0) == -signal.SIGKILL
-    assert scene.world.serving_pid("syncer-0") == kept.pid and kept.poll() is None
+    assert scene.environment.serving_pid("syncer-0") == kept.pid and kept.poll() is None
     assert sorted(directories[0].iterdir()) == before
     assert directories[1].joinpath("v000000000003.record.tmp").stat().st_size == 77
-    assert scene.world.fragments() == directories
+    assert scene.environment.fragments() == directories
 
 
 def test_a_frame_that_was_being_written_is_torn(scene: Scene) -> None:
@@ -275,14 +283,14 @@ def test_a_frame_that_was_being_written_is_torn(scene: Scene) -> None:
     newest = commit(store, 6)[-1]
     segment = segment_path(scene.fragment, 4)
     whole = segment.read_bytes()
-    performance = scene.perform(Kind.TRUNCATE, SYNCER)
+    injector = scene.injector_of(Kind.TRUNCATE, SYNCER)
 
-    assert performance.begin()
+    assert injector.begin()
 
-    assert performance.fired
+    assert injector.fired
     assert segment.read_bytes()[: len(whole)] == whole
     assert segment.stat().st_size == len(whole) + 77
-    assert scene.world.versions() == {0: [4, 5, 6]}
+    assert scene.environment.versions() == {0: [4, 5, 6]}
     assert_same(store.recover().record, newest, is_recovered=True)
 
 
@@ -294,11 +302,11 @@ def test_a_bit_of_an_old_record_rots_and_the_newest_is_spared(
     store = scene.store(snapshot_rounds=snapshot_rounds)
     newest = commit(store, oldest + snapshot_rounds)[-1]
     before = record_path(scene.fragment, oldest).read_bytes()
-    performance = scene.perform(Kind.FLIP, SYNCER)
+    injector = scene.injector_of(Kind.FLIP, SYNCER)
 
-    assert performance.begin()
+    assert injector.begin()
 
-    assert performance.fired
+    assert injector.fired
     rotten = record_path(scene.fragment, oldest).read_bytes()
     assert sum((a ^ b).bit_count() for a, b in zip(before, rotten, strict=True)) == 1
     assert_same(store.recover().record, newest, is_recovered=True)
@@ -308,13 +316,13 @@ def test_the_newest_record_is_torn_once_islands_hold_it(scene: Scene) -> None:
     process = scene.hold(SYNCER)
     store = scene.store(snapshot_rounds=1)
     commit(store, 2)
-    performance = scene.perform(Kind.TORN_NEWEST, SYNCER)
+    injector = scene.injector_of(Kind.TORN_NEWEST, SYNCER)
     newest = record_path(scene.fragment, 2)
     whole = newest.read_bytes()
     before = time.time()
     supervisor = scene.island("RANK=0 sleep 60 & wait")
     wait_until(lambda: ranks_of(supervisor.pid))
-    path = scene.world.run.config.telemetry_dir / "events-east-0.jsonl"
+    path = scene.environment.run.config.telemetry_dir / "events-east-0.jsonl"
     path.parent.mkdir(parents=True)
 
     def merged(version: int, unix_s: float) -> None:
@@ -322,16 +330,16 @@ def test_the_newest_record_is_torn_once_islands_hold_it(scene: Scene) -> None:
         path.write_text(json.dumps(event) + "\n")
 
     merged(1, time.time() + 1.0)
-    assert not performance.begin(), "nobody holds it yet"
+    assert not injector.begin(), "nobody holds it yet"
     merged(2, before - 1.0)
-    assert not performance.begin(), "who held it has ended"
+    assert not injector.begin(), "who held it has ended"
     assert process.poll() is None
 
     merged(2, time.time() + 1.0)
-    assert performance.begin()
+    assert injector.begin()
     os.kill(ranks_of(supervisor.pid)[0], signal.SIGKILL)
 
-    assert performance.fired
+    assert injector.fired
     left = newest.read_bytes()
     assert 0 < len(left) < len(whole) and whole.startswith(left)
     recovered = store.recover()
@@ -342,9 +350,9 @@ def test_the_newest_record_is_torn_once_islands_hold_it(scene: Scene) -> None:
 def test_the_only_record_is_not_damaged_and_its_syncer_lives(scene: Scene) -> None:
     process = scene.hold(SYNCER)
     commit(scene.store(snapshot_rounds=4), 2)
-    performance = scene.perform(Kind.FLIP, SYNCER)
+    injector = scene.injector_of(Kind.FLIP, SYNCER)
 
-    assert not performance.begin()
+    assert not injector.begin()
 
     assert process.poll() is None
 
@@ -353,13 +361,13 @@ def test_a_full_disk_takes_no_record_and_then_does_again(scene: Scene) -> None:
     commit(scene.store(snapshot_rounds=1), 0)
     scene.hold(SYNCER, WRITES)
     wait_until(lambda: versions_in(scene.fragment)[-1] > 0)
-    performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
+    injector = scene.injector_of(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
 
-    assert performance.begin()
+    assert injector.begin()
     wait_until((scene.fragment / "refused").exists)
-    assert performance.end()
+    assert injector.end()
 
-    assert performance.fired
+    assert injector.fired
     newest = versions_in(scene.fragment)[-1]
     wait_until(lambda: versions_in(scene.fragment)[-1] > newest + 2)
 
@@ -368,37 +376,37 @@ def test_a_syncer_that_has_just_ended_has_no_full_disk(scene: Scene) -> None:
     leaves_its_lock = "import os, time; os.fork() and os._exit(0); time.sleep(2)"
     scene.hold(SYNCER, leaves_its_lock).wait()
 
-    assert not scene.perform(Kind.DISK_FULL, SYNCER).begin()
+    assert not scene.injector_of(Kind.DISK_FULL, SYNCER).begin()
 
 
 def test_a_disk_that_takes_everything_is_not_full(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(performers.resource, "prlimit", lambda *_: (0, 0))
+    monkeypatch.setattr(injectors.resource, "prlimit", lambda *_: (0, 0))
     commit(scene.store(snapshot_rounds=1), 0)
     scene.hold(SYNCER, WRITES)
     wait_until(lambda: versions_in(scene.fragment)[-1] > 0)
-    performance = scene.perform(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
+    injector = scene.injector_of(Kind.DISK_FULL, SYNCER, lasts_s=0.2)
 
-    assert performance.begin()
+    assert injector.begin()
     before = versions_in(scene.fragment)[-1]
     wait_until(lambda: versions_in(scene.fragment)[-1] > before + 2)
-    assert performance.end()
+    assert injector.end()
 
-    assert not performance.fired
+    assert not injector.fired
 
 
 @pytest.mark.parametrize("target", [COORDINATOR, SYNCER])
 def test_a_wall_clock_jumps_and_comes_back(scene: Scene, target: str) -> None:
     scene.hold(target)
-    clock = wall_clock({VARIABLE: str(scene.world.chaos_dir)}, target)
-    performance = scene.perform(Kind.CLOCK, target)
+    clock = wall_clock({VARIABLE: str(scene.environment.chaos_dir)}, target)
+    injector = scene.injector_of(Kind.CLOCK, target)
 
-    wait_until(performance.begin)
+    wait_until(injector.begin)
     wait_until(lambda: clock() - time.time() > 3599.0)
-    wait_until(performance.end)
+    wait_until(injector.end)
 
-    assert performance.fired
+    assert injector.fired
     wait_until(lambda: abs(clock() - time.time()) < 1.0)
 
 
@@ -425,18 +433,18 @@ CALL_KINDS = [kind for kind in Kind if kind.is_of_a_link and kind is not Kind.TH
 @pytest.mark.parametrize("kind", CALL_KINDS)
 def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
     scene.island("exec sleep 60")
-    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    links = ChaoticLinks.of({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     assert links is not None
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
-    performance = scene.perform(kind, "east", lasts_s=0.5)
+    injector = scene.injector_of(kind, "east", lasts_s=0.5)
     if kind is Kind.REORDER:  # there must be calls that overtake those that are held
-        object.__setattr__(performance.fault, "share", 0.5)
+        object.__setattr__(injector.fault, "share", 0.5)
 
     async def call_until_it_ends() -> None:
         loop = asyncio.get_running_loop()
-        wait_until(performance.begin)
+        wait_until(injector.begin)
         began = loop.time()
-        while loop.time() - began < 10 * READ_S or not performance.end():
+        while loop.time() - began < 10 * READ_S or not injector.end():
             calls = (
                 transport.call("fragment.submit", b"", b"payload", deadline_s=20.0)
                 for _ in range(4)
@@ -447,25 +455,25 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
 
     asyncio.run(call_until_it_ends())
 
-    assert performance.fired, performance.note
-    assert links_path(scene.world.chaos_dir).read_text() == "{}"
+    assert injector.fired, injector.note
+    assert links_path(scene.environment.chaos_dir).read_text() == "{}"
 
 
 def test_a_thin_line_delays_and_damages_what_crosses_it_until_its_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(performers, "_DAMAGE_EVERY_BYTES", 1 << 10)
+    monkeypatch.setattr(injectors, "_DAMAGE_EVERY_BYTES", 1 << 10)
     scene.island("exec sleep 60")
     block = bytes(8 << 10)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        environment = {VARIABLE: str(scene.world.chaos_dir), LINES_VARIABLE: "east,west"}
+        environment = {VARIABLE: str(scene.environment.chaos_dir), LINES_VARIABLE: "east,west"}
         links = ChaoticLinks.of(environment, "east", address)
         assert links is not None and links.route(address) == links.route(address) != address
         links.around(cast(Transport, Echo()), carries_fragments=True)
         near = socket.create_connection(split_address(links.route(address)))
         far, _ = server.accept()
-    performance = scene.perform(Kind.THIN_LINE, "east", lasts_s=0.5)
+    injector = scene.injector_of(Kind.THIN_LINE, "east", lasts_s=0.5)
 
     def arrived() -> bytes:
         near.sendall(block)
@@ -473,55 +481,55 @@ def test_a_thin_line_delays_and_damages_what_crosses_it_until_its_end(
 
     with near, far:
         assert arrived() == block
-        wait_until(performance.begin)
+        wait_until(injector.begin)
         wait_until(lambda: arrived() != block)
-        wait_until(performance.end)
-        assert performance.fired
-        assert "flipped bits" in performance.note
+        wait_until(injector.end)
+        assert injector.fired
+        assert "flipped bits" in injector.note
         wait_until(lambda: arrived() == arrived() == block)
 
 
 def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Scene) -> None:
     scene.island("exec sleep 60")
-    chaos_dir = scene.world.chaos_dir
+    chaos_dir = scene.environment.chaos_dir
     died = subprocess.Popen(["true"])
     died.wait()
     (chaos_dir / f"fired.east.{died.pid}.json").write_text("{}")
-    performance = scene.perform(Kind.CUT, "east")
+    injector = scene.injector_of(Kind.CUT, "east")
 
-    assert not performance.begin(), "its supervisor is there, its rank is being started"
+    assert not injector.begin(), "its supervisor is there, its rank is being started"
     links = ChaoticLinks.of({VARIABLE: str(chaos_dir)}, "east", "127.0.0.1:1")
     assert links is not None
     links.around(cast(Transport, Echo()), carries_fragments=True)
-    wait_until(performance.begin)
+    wait_until(injector.begin)
 
 
 def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) -> None:
     first = scene.hold(SYNCER)
-    fault = Timed(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
-    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
-        director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
+    fault = TimedFault(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
+        director = Director(scene.environment, log, [fault], lambda done, all_of: None, 60.0)
         director._begin(0.0)
         first.wait()
         scene.hold(SYNCER)
 
         director.finish()
 
-    lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
+    lines = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     assert [line["what"] for line in lines] == ["begun", "ended", "back"]
 
 
 def test_a_run_does_not_outrun_its_faults(scene: Scene, tmp_path: Path) -> None:
     scene.hold(SYNCER)
-    config = scene.world.run.config
-    fault = Timed(0, Kind.KILL, SYNCER, 3000.0, 1000.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    config = scene.environment.run.config
+    fault = TimedFault(0, Kind.KILL, SYNCER, 3000.0, 1000.0, 0.01, 1e6, 1.0, 3600.0, 77)
     scene.island("exec sleep 60")
     config.telemetry_dir.mkdir(parents=True)
     with (
-        TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth,
+        FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log,
         (config.telemetry_dir / "events-east-0.jsonl").open("a") as events,
     ):
-        director = Director(scene.world, truth, [fault], lambda done, all_of: None, 4000.0)
+        director = Director(scene.environment, log, [fault], lambda done, all_of: None, 4000.0)
 
         for step in range(1, config.run.inner_steps + 1):
             events.write(json.dumps({"kind": "inner_step", "inner_step": step}) + "\n{")
@@ -535,15 +543,15 @@ def test_a_run_does_not_outrun_its_faults(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_a_run_without_faults_tells_its_tokens(scene: Scene, tmp_path: Path) -> None:
-    config = scene.world.run.config
+    config = scene.environment.run.config
     scene.island("exec sleep 60")
     config.telemetry_dir.mkdir(parents=True)
     told = []
     with (
-        TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth,
+        FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log,
         (config.telemetry_dir / "events-east-0.jsonl").open("a") as events,
     ):
-        director = Director(scene.world, truth, (), lambda *values: told.append(values), 60.0)
+        director = Director(scene.environment, log, (), lambda *values: told.append(values), 60.0)
         for step in (3, config.run.inner_steps + 1):  # where nobody waits it may be beyond
             events.write(json.dumps({"kind": "inner_step", "inner_step": step}) + "\n")
             events.flush()
@@ -554,23 +562,23 @@ def test_a_run_without_faults_tells_its_tokens(scene: Scene, tmp_path: Path) -> 
 
 def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
     scene.island("exec sleep 60")
-    path = links_path(scene.world.chaos_dir)
-    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    path = links_path(scene.environment.chaos_dir)
+    links = ChaoticLinks.of({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     assert links is not None
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     faults = [
-        Timed(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
+        TimedFault(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
         for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
     ]
     seen = []
-    wait_until(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
+    wait_until(lambda: chaos.is_heeded(scene.environment.chaos_dir, "east"))
 
-    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
-        director = Director(scene.world, truth, faults, lambda done, all_of: None, 60.0)
+    with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
+        director = Director(scene.environment, log, faults, lambda done, all_of: None, 60.0)
 
         def play() -> bool:
             asyncio.run(transport.call("fragment.submit", b"", b"", deadline_s=20.0))
-            director._end(truth.now_s + 100.0)
+            director._end(log.now_s + 100.0)
             director._begin(0.0)
             seen.append([*(read_json(path) or {}).get("east", {}).get("rates", {})])
             return not (director._to_come or director._under_way)
@@ -578,7 +586,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
         wait_until(play)
 
     assert all(len(rates) < 2 for rates in seen)
-    lines = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
+    lines = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
     order = [(line["what"], line["number"]) for line in lines]
     assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
 
@@ -588,22 +596,22 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
     scene: Scene, tmp_path: Path, end: str
 ) -> None:
     island = scene.island("exec sleep 60")
-    path = links_path(scene.world.chaos_dir)
-    links = ChaoticLinks.of({VARIABLE: str(scene.world.chaos_dir)}, "east", "127.0.0.1:1")
+    path = links_path(scene.environment.chaos_dir)
+    links = ChaoticLinks.of({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     assert links is not None
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
-    fault = Timed(0, Kind.DELAY, "east", 0.0, 1.0, 0.01, 1e6, 1.0, 3600.0, 77)
-    wait_until(lambda: chaos.is_heeded(scene.world.chaos_dir, "east"))
+    fault = TimedFault(0, Kind.DELAY, "east", 0.0, 1.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    wait_until(lambda: chaos.is_heeded(scene.environment.chaos_dir, "east"))
 
-    with TruthLog(tmp_path / "truth.jsonl", time.monotonic, time.time) as truth:
-        director = Director(scene.world, truth, [fault], lambda done, all_of: None, 60.0)
+    with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
+        director = Director(scene.environment, log, [fault], lambda done, all_of: None, 60.0)
         director._begin(0.0)
-        ((end_s, performance),) = director._under_way
+        ((end_s, injector),) = director._under_way
         director._end(end_s + 20.0)
         assert "east" in (read_json(path) or {}) and director._under_way
 
         if end == "met":  # by a call of the next second, when its rank has read the file
-            while performance.is_awaiting:
+            while injector.is_awaiting:
                 asyncio.run(transport.call("fragment.submit", b"", b"", deadline_s=20.0))
         elif end == "gone":
             island.kill()
@@ -615,11 +623,11 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
             assert "east" not in (read_json(path) or {})
             wait_until(lambda: director._end(end_s + 20.0) or not director._under_way)
 
-    *_, ended = map(json.loads, (tmp_path / "truth.jsonl").read_text().splitlines())
-    story = read_story([ended], [fault]).faults[0]
-    assert (ended["what"], story.fired) == ("ended", end == "met")
-    assert story.had_chance == (end != "gone")
-    assert story.lasted_s == pytest.approx(21.0)
+    *_, ended = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
+    history = read_fault_log([ended], [fault]).faults[0]
+    assert (ended["what"], history.fired) == ("ended", end == "met")
+    assert history.had_chance == (end != "gone")
+    assert history.lasted_s == pytest.approx(21.0)
 
 
 def test_faults_on_purpose_stay_on_this_machine(tmp_path: Path) -> None:

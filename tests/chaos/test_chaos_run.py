@@ -97,7 +97,7 @@ def test_a_run_that_is_given_up_breaks_and_is_kept(tmp_path: Path) -> None:
     assert "the run still went on after 20 s" in done.stdout
     kept = next(line for line in done.stdout.splitlines() if line.startswith("kept: "))
     directory = Path(kept.removeprefix("kept: "))
-    assert (directory / "run" / "truth.jsonl").exists()
+    assert (directory / "run" / "faults.jsonl").exists()
     shutil.rmtree(directory)
 
 

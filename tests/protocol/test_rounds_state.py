@@ -909,7 +909,7 @@ def test_flush_attempts_take_flushes_only_and_close_with_those_that_came() -> No
     ],
     ids=["committed", "expiry_recorded", "result_broken", "founded"],
 )
-def test_an_event_out_of_its_phase_is_an_error_with_the_story(
+def test_an_event_out_of_its_phase_is_an_error_with_the_history(
     event: Callable[[FragmentRounds], object],
 ) -> None:
     rounds = machine()

@@ -358,7 +358,7 @@ def _control_plane(setting: Setting, place: Path) -> list[Figure]:
         }
     )
     report = run_plan(Plan(place / "plan.toml", plan), place / "chaos", Request())
-    fired = sum(story.fired for story in report.faults)
+    fired = sum(history.fired for history in report.faults)
     return [
         Figure("kills that took effect", fired, "kills"),
         Figure("invariants that broke", len(report.broken), "invariants", 0.0),

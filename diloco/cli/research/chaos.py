@@ -83,9 +83,9 @@ def _show(report: ChaosReport, console: Console) -> None:
     from diloco.chaos.report import FAULT_COLUMNS, ISLAND_COLUMNS
     from diloco.cli.terminal.report_tables import print_rows
 
-    fired = sum(story.fired for story in report.faults)
+    fired = sum(history.fired for history in report.faults)
     title = f"faults: {len(report.faults)} planned, {fired} took effect in {report.wall_s:.0f} s"
-    if num_without := sum(not story.had_chance for story in report.faults):
+    if num_without := sum(not history.had_chance for history in report.faults):
         title += f", {num_without} never found their target"
     print_rows(console, FAULT_COLUMNS, report.rows, title)
     rows = [{c.key: getattr(island, c.key) for c in ISLAND_COLUMNS} for island in report.islands]

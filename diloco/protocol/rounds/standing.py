@@ -147,7 +147,7 @@ class Standing:
             step_tokens=lane.step_tokens,
         )
 
-    def story_of(self, lane: LaneArrival) -> str:
+    def history_of(self, lane: LaneArrival) -> str:
         """Say in words where a lane that was judged stands."""
         key = lane.key
         if (objection := self.objection(lane)) is not None:

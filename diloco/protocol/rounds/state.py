@@ -59,7 +59,7 @@ class FragmentRounds(Standing):
             raise ValueError(f"members must be sorted and distinct, got {rules.members}")
         super().__init__(fragment_id, timeline, rules)
         self.opened_at = self.closed_at = self._quorum_at = -math.inf
-        self.story: deque[str] = deque(maxlen=40)
+        self.history: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
         self._deadline_s = rules.deadline_s
@@ -421,7 +421,7 @@ class FragmentRounds(Standing):
         if self._is_beyond(self._expired_in_a_row):
             return self._lose(
                 key,
-                f"{self._expired_in_a_row} attempts in a row expired: {self.story[-1]}",
+                f"{self._expired_in_a_row} attempts in a row expired: {self.history[-1]}",
                 is_numeric=False,
             )
         return self._open_if_due(now)
@@ -576,26 +576,26 @@ class FragmentRounds(Standing):
     def _move(self, event: RoundEvent) -> None:
         """Go where the table says; a move that it does not list is a defect of this machine."""
         if (phase := after(self.phase, event)) is None:
-            raise InvalidTransition(event, self.phase, self.key, self.key, self.story)
+            raise InvalidTransition(event, self.phase, self.key, self.key, self.history)
         self.phase = phase
 
     def _require(self, phase: Phase, event: str, key: RoundKey | None = None) -> None:
         if self.phase is not phase or (key is not None and key != self.key):
-            raise InvalidTransition(event, self.phase, key or self.key, self.key, self.story)
+            raise InvalidTransition(event, self.phase, key or self.key, self.key, self.history)
 
     def _tell(self, now: float, what: str) -> None:
-        self.story.append(f"{now:.3f} {what}")
+        self.history.append(f"{now:.3f} {what}")
 
 
 class InvalidTransition(Exception):
-    """An event that cannot happen in this phase: an error of the caller, with the story so far."""
+    """An event came in a phase where it cannot happen: an error of the caller, with the history."""
 
     def __init__(
-        self, event: str, phase: Phase, key: RoundKey, current: RoundKey, story: Iterable[str]
+        self, event: str, phase: Phase, key: RoundKey, current: RoundKey, history: Iterable[str]
     ) -> None:
         """Carry the event, where the machine stood, and what led there."""
-        lines = "\n  ".join(story)
-        super().__init__(f"{event}({key}) in phase {phase} of {current}; story:\n  {lines}")
+        lines = "\n  ".join(history)
+        super().__init__(f"{event}({key}) in phase {phase} of {current}; history:\n  {lines}")
 
 
 def _bounded(past: PastRound) -> PastRound:

@@ -31,7 +31,7 @@ _TAIL_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class World:
+class ChaosEnvironment:
     """One run, and the directory through which its processes are reached from within.
 
     `away` are islands that were taken down.

@@ -1,6 +1,6 @@
 """How each kind of fault is done to the processes of a run, and how it is known to have fired.
 
-A performance is asked to `begin` again and again until its target is there, and to `end` until it
+A injector is asked to `begin` again and again until its target is there, and to `end` until it
 is over; both say whether they are done. It has `fired` when what it did is known to have met its
 target: the process is dead or stopped, a call was met, a publication was kept back.
 
@@ -20,9 +20,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
 
-from diloco.chaos.plan import COORDINATOR, Kind, Timed
+from diloco.chaos.environment import ChaosEnvironment, fragment_of, held_still, is_frozen, send
+from diloco.chaos.plan import COORDINATOR, Kind, TimedFault
 from diloco.chaos.storm import Storm
-from diloco.chaos.world import World, fragment_of, held_still, is_frozen, send
 from diloco.durable import read_json, write_json
 from diloco.faults.chaos import (
     FLIPPED,
@@ -53,7 +53,7 @@ _LOOK_S = 0.002
 _CERTIFICATE_DAYS = 30
 
 
-class Performance(ABC):
+class Injector(ABC):
     """One fault being done.
 
     Attributes:
@@ -67,9 +67,9 @@ class Performance(ABC):
 
     place: tuple[Path, str] | None = None
 
-    def __init__(self, world: World, fault: Timed) -> None:
+    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
         """Do nothing yet."""
-        self.world = world
+        self.environment = environment
         self.fault = fault
         self.fired = False
         self.note = ""
@@ -91,24 +91,24 @@ class Performance(ABC):
         """Undo it; false if that takes longer. Called from `fault.lasts_s` after its begin on."""
 
 
-class Kill(Performance):
+class Kill(Injector):
     """SIGKILL; coordinator and island are started again at the end, others by their supervisor."""
 
     number = signal.SIGKILL
 
     def begin(self) -> bool:
         """Send the signal."""
-        world, target = self.world, self.fault.target
-        pid = world.pid(target)
+        environment, target = self.environment, self.fault.target
+        pid = environment.pid(target)
         if pid is None:
             return False
         self.note = f"process {pid}"
-        if target in world.run.islands:
-            world.away.add(target)
-            world.run.take_down(target, self.number)
+        if target in environment.run.islands:
+            environment.away.add(target)
+            environment.run.take_down(target, self.number)
             self.fired = True
         elif target == COORDINATOR and self.fault.lasts_s:
-            world.run.take_down(target, self.number)
+            environment.run.take_down(target, self.number)
             self.fired = True
         else:
             self.fired = send(pid, self.number)
@@ -116,11 +116,11 @@ class Kill(Performance):
 
     def end(self) -> bool:
         """Bring back what nobody else does."""
-        world, target = self.world, self.fault.target
-        is_ours = target in world.away or (target == COORDINATOR and self.fault.lasts_s > 0)
-        if is_ours and not world.run.bring_back(target):
+        environment, target = self.environment, self.fault.target
+        is_ours = target in environment.away or (target == COORDINATOR and self.fault.lasts_s > 0)
+        if is_ours and not environment.run.bring_back(target):
             return False
-        world.away.discard(target)
+        environment.away.discard(target)
         return True
 
 
@@ -130,12 +130,12 @@ class Restart(Kill):
     number = signal.SIGTERM
 
 
-class Freeze(Performance):
+class Freeze(Injector):
     """SIGSTOP to all processes of the target, SIGCONT at the end."""
 
     def begin(self) -> bool:
         """Stop them."""
-        self._pids = self.world.pids(self.fault.target)
+        self._pids = self.environment.pids(self.fault.target)
         for pid in self._pids:
             send(pid, signal.SIGSTOP)
         until = time.monotonic() + _STOPPED_S
@@ -152,23 +152,23 @@ class Freeze(Performance):
         return True
 
 
-class _Damage(Performance):
+class _Damage(Injector):
     """Damage to the store of a syncer that was killed; its supervisor is held still meanwhile."""
 
     def begin(self) -> bool:
         """Kill the syncer and damage a file before there is another one."""
         target = self.fault.target
-        pid = self.world.serving_pid(target)
-        fragments = [each for each in self.world.fragments(target) if self.may(each)]
+        pid = self.environment.serving_pid(target)
+        fragments = [each for each in self.environment.fragments(target) if self.may(each)]
         if pid is None or not fragments:
             return False
         directory = fragments[self.fault.seed % len(fragments)]
-        with held_still(self.world.pid(COORDINATOR)):
+        with held_still(self.environment.pid(COORDINATOR)):
             send(pid, signal.SIGKILL)
             until = time.monotonic() + _DEAD_S
-            while self.world.pid(target) == pid and time.monotonic() < until:
+            while self.environment.pid(target) == pid and time.monotonic() < until:
                 time.sleep(_LOOK_S)
-            if self.world.pid(target) is None and self.may(directory):
+            if self.environment.pid(target) is None and self.may(directory):
                 self.damage(directory)
                 self.fired = True
         return True
@@ -253,7 +253,7 @@ class TornNewest(_Damage):
             insist_on_whole(path)
         except RecordInvalid:  # it is damaged already, and not repaired yet
             return False
-        return self.world.is_held(fragment_of(directory), versions[-1])
+        return self.environment.is_held(fragment_of(directory), versions[-1])
 
     def begin(self) -> bool:
         """Wait for another moment where a newer version came between."""
@@ -269,12 +269,12 @@ class TornNewest(_Damage):
         self.note = f"{path.name} of {directory.name} has {len(left)} of {len(body)} bytes"
 
 
-class DiskFull(Performance):
+class DiskFullInjector(Injector):
     """The syncer may write no byte to any file: every write ends with EFBIG, as on a full disk."""
 
     def begin(self) -> bool:
         """Set the limit."""
-        self._pid = self.world.serving_pid(self.fault.target)
+        self._pid = self.environment.serving_pid(self.fault.target)
         if self._pid is None or not _limit_files(self._pid, is_full=True):
             return False
         self._newest = self._written()
@@ -283,7 +283,7 @@ class DiskFull(Performance):
     def end(self) -> bool:
         """Lift it; it took effect if no record was written, or the syncer ended of it."""
         assert self._pid is not None
-        newest, is_same = self._written(), self.world.pid(self.fault.target) == self._pid
+        newest, is_same = self._written(), self.environment.pid(self.fault.target) == self._pid
         # One of a fragment was perhaps renamed just when the limit came.
         num_written = [newest[p] - before for p, before in self._newest.items() if p in newest]
         self.fired = not is_same or max(num_written, default=0) <= 1
@@ -294,16 +294,16 @@ class DiskFull(Performance):
 
     def _written(self) -> dict[int, int]:
         """Newest version of each of its fragments."""
-        return {p: v[-1] for p, v in self.world.versions(self.fault.target).items() if v}
+        return {p: v[-1] for p, v in self.environment.versions(self.fault.target).items() if v}
 
 
-class ConnectStorm(Performance):
+class ConnectStorm(Injector):
     """Strangers connect by the thousand, and the server's certificate changes under them."""
 
     def begin(self) -> bool:
         """Let them come, once it serves."""
-        target, config = self.fault.target, self.world.run.config
-        self._endpoint = endpoint = self.world.endpoint(target)
+        target, config = self.fault.target, self.environment.run.config
+        self._endpoint = endpoint = self.environment.endpoint(target)
         if endpoint is None:
             return False
         certs = Path(config.transport.certs) if config.transport.certs else None
@@ -321,7 +321,7 @@ class ConnectStorm(Performance):
         self._storm.end()
         self.fired = self._storm.num_connected > 0
         assert self._endpoint is not None
-        self.is_same = self.world.serving_pid(self.fault.target) == self._endpoint.pid
+        self.is_same = self.environment.serving_pid(self.fault.target) == self._endpoint.pid
         self.note = (
             f"{self._storm.num_connected} connections, {self._storm.num_handshakes} whole "
             f"handshakes, {'the same process serves' if self.is_same else 'the process ended'}"
@@ -338,7 +338,7 @@ def _limit_files(pid: int, *, is_full: bool) -> bool:
     return False
 
 
-class _FromWithin(Performance):
+class _FromWithin(Injector):
     """What a process does to itself, as a file says that it reads once a second."""
 
     place: tuple[Path, str]
@@ -358,10 +358,10 @@ class _FromWithin(Performance):
 
     def begin(self) -> bool:
         """Write the file, once somebody reads it."""
-        target, chaos_dir = self.fault.target, self.world.chaos_dir
-        if self.world.pid(target) is None or not is_heeded(chaos_dir, self.who):
+        target, chaos_dir = self.fault.target, self.environment.chaos_dir
+        if self.environment.pid(target) is None or not is_heeded(chaos_dir, self.who):
             return False
-        self._before = fired(self.world.chaos_dir, self.who)
+        self._before = fired(self.environment.chaos_dir, self.who)
         self._told_s = 0.0
         write_json(self.path, {**(read_json(self.path) or {}), self.who: self.value()})
         return True
@@ -374,12 +374,12 @@ class _FromWithin(Performance):
     def is_awaiting(self) -> bool:
         """Whether its target has been starting again, or silent, and is to come back."""
         met = self._met[self.counted]
-        return not (self._told_s or met or self.world.is_gone(self.fault.target))
+        return not (self._told_s or met or self.environment.is_gone(self.fault.target))
 
     @property
     def _met(self) -> Counter[str]:
         """How often it was met, as its target has told so far."""
-        return fired(self.world.chaos_dir, self.who) - self._before
+        return fired(self.environment.chaos_dir, self.who) - self._before
 
     def end(self) -> bool:
         """Take it back, and wait until it is known what it did."""
@@ -392,7 +392,7 @@ class _FromWithin(Performance):
             return False
         met = self._met
         self.fired, self.note = met[self.counted] > 0, f"{met[self.counted]} times"
-        self.had_chance = self.fired or not self.world.is_gone(self.fault.target)
+        self.had_chance = self.fired or not self.environment.is_gone(self.fault.target)
         if self.noted:
             self.note += f", {met[self.noted]} {self.noted}"
         return True
@@ -403,10 +403,10 @@ class Clock(_FromWithin):
 
     counted = "clock"
 
-    def __init__(self, world: World, fault: Timed) -> None:
+    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
         """Do nothing yet."""
-        super().__init__(world, fault)
-        self.place = clock_path(world.chaos_dir), fault.target
+        super().__init__(environment, fault)
+        self.place = clock_path(environment.chaos_dir), fault.target
 
     def value(self) -> object:
         """Seconds by which it is wrong."""
@@ -416,10 +416,10 @@ class Clock(_FromWithin):
 class Spoil(_FromWithin):
     """A bit of what an island trains flips, or its work is poisoned."""
 
-    def __init__(self, world: World, fault: Timed) -> None:
+    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
         """Do nothing yet."""
-        super().__init__(world, fault)
-        self.place = spoilt_path(world.chaos_dir), spoilt_name(fault.target)
+        super().__init__(environment, fault)
+        self.place = spoilt_path(environment.chaos_dir), spoilt_name(fault.target)
         self.counted = fault.kind.value
 
     def value(self) -> object:
@@ -430,13 +430,13 @@ class Spoil(_FromWithin):
         return {"number": fault.number, "what": fault.what, "bit": fault.bit, "seed": fault.seed}
 
 
-class Link(_FromWithin):
+class LinkInjector(_FromWithin):
     """Something happens to all links of an island."""
 
-    def __init__(self, world: World, fault: Timed) -> None:
+    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
         """Do nothing yet."""
-        super().__init__(world, fault)
-        self.place = links_path(world.chaos_dir), fault.target
+        super().__init__(environment, fault)
+        self.place = links_path(environment.chaos_dir), fault.target
         if fault.kind is Kind.THIN_LINE:
             self.counted, self.noted = SLOWED, FLIPPED
         else:
@@ -448,7 +448,7 @@ class Link(_FromWithin):
         if fault.kind in _GATES:
             return {"gate": _GATES[fault.kind]}
         if fault.kind is Kind.THIN_LINE:
-            rate_bps = fault.bandwidth_bps / self.world.run.config.islands[fault.target].ranks
+            rate_bps = fault.bandwidth_bps / self.environment.run.config.islands[fault.target].ranks
             return {"rate_bps": rate_bps, "damage_every_bytes": _DAMAGE_EVERY_BYTES}
         is_partial = fault.kind in (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER)
         return {
@@ -476,14 +476,14 @@ _RATES = {
     Kind.DUPLICATE: Fault.DUPLICATE,
     Kind.REORDER: Fault.REORDER,
 }
-_PERFORMANCES: dict[Kind, type[Performance]] = {
+_INJECTORS: dict[Kind, type[Injector]] = {
     Kind.KILL: Kill,
     Kind.RESTART: Restart,
     Kind.FREEZE: Freeze,
     Kind.TRUNCATE: Truncate,
     Kind.FLIP: Flip,
     Kind.TORN_NEWEST: TornNewest,
-    Kind.DISK_FULL: DiskFull,
+    Kind.DISK_FULL: DiskFullInjector,
     Kind.CLOCK: Clock,
     Kind.CONNECT_STORM: ConnectStorm,
     Kind.FLIP_BIT: Spoil,
@@ -491,6 +491,6 @@ _PERFORMANCES: dict[Kind, type[Performance]] = {
 }
 
 
-def perform(world: World, fault: Timed) -> Performance:
+def injector_of(environment: ChaosEnvironment, fault: TimedFault) -> Injector:
     """Prepare to do a fault."""
-    return _PERFORMANCES.get(fault.kind, Link)(world, fault)
+    return _INJECTORS.get(fault.kind, LinkInjector)(environment, fault)

@@ -1,7 +1,7 @@
-"""The truth log of a run under chaos: what was done when, whether it took effect, what was seen.
+"""The fault log of a run under chaos: what was done when, whether it took effect, what was seen.
 
-One JSON object a line, written by the runner alone, so that its clock is everybody's. `Story` is
-what is read back. Times are seconds since the run's processes were started; `unix_s` beside them
+One JSON object a line, written by the runner alone, so that its clock is everybody's. `RunHistory`
+is what is read back. Times are seconds since the run's processes were started; `unix_s` beside them
 joins them to events.
 
     begun   number, kind, target, note     a fault was done
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from diloco.chaos.plan import Timed
+from diloco.chaos.plan import TimedFault
 
 
-class TruthLog:
+class FaultLog:
     """Writes; a context manager."""
 
     def __init__(
@@ -38,7 +38,7 @@ class TruthLog:
         self._began = clock()
         self._file: TextIO | None = None
 
-    def __enter__(self) -> TruthLog:
+    def __enter__(self) -> FaultLog:
         """Open the file."""
         self._file = self._path.open("w", encoding="utf-8")
         return self
@@ -64,14 +64,14 @@ class TruthLog:
 
 
 @dataclass(slots=True)
-class FaultStory:
+class FaultHistory:
     """What became of one fault; None: it never came to that. Times in seconds.
 
     `back_s` is the time from its begin to the next process of its kind serving; `had_chance`: its
     target was there, and did not end before it was met.
     """
 
-    fault: Timed
+    fault: TimedFault
     began_s: float | None = None
     began_unix_s: float | None = None
     ended_s: float | None = None
@@ -93,7 +93,7 @@ class FaultStory:
         assert self.began_s is not None, "what never began has no span"
         return self.began_s, self.began_s + max(self.lasted_s, self.back_s or 0.0)
 
-    def meets(self, other: FaultStory) -> bool:
+    def meets(self, other: FaultHistory) -> bool:
         """Whether another one happened at the same time."""
         if other is self or other.began_s is None:
             return False
@@ -109,7 +109,7 @@ class FaultStory:
 
 
 @dataclass(slots=True)
-class Story:
+class RunHistory:
     """All that the log says.
 
     Attributes:
@@ -121,7 +121,7 @@ class Story:
         training_unix_s: The same of `training_s`.
     """
 
-    faults: list[FaultStory]
+    faults: list[FaultHistory]
     published: list[tuple[float, int, int]] = field(default_factory=list)
     training_s: float | None = None
     training_unix_s: float | None = None
@@ -131,31 +131,31 @@ class Story:
     @property
     def num_fired(self) -> int:
         """Faults that took effect."""
-        return sum(story.fired for story in self.faults)
+        return sum(history.fired for history in self.faults)
 
 
-def read_story(lines: Sequence[Mapping[str, Any]], faults: Sequence[Timed]) -> Story:
+def read_fault_log(lines: Sequence[Mapping[str, Any]], faults: Sequence[TimedFault]) -> RunHistory:
     """Read the log of a plan's faults back."""
-    story = Story([FaultStory(fault) for fault in faults])
+    history = RunHistory([FaultHistory(fault) for fault in faults])
     for line in lines:
         t = float(line["t"])
         match line["what"]:
             case "training":
-                story.training_s, story.training_unix_s = t, line["unix_s"]
+                history.training_s, history.training_unix_s = t, line["unix_s"]
             case "over":
-                story.over_s, story.over_unix_s = t, line["unix_s"]
+                history.over_s, history.over_unix_s = t, line["unix_s"]
             case "published":
-                story.published.append((t, line["fragment"], line["version"]))
+                history.published.append((t, line["fragment"], line["version"]))
             case "begun":
-                of = story.faults[line["number"]]
+                of = history.faults[line["number"]]
                 of.began_s, of.began_unix_s, of.note = t, line["unix_s"], line["note"]
                 of.had_chance = True
             case "ended":
-                of = story.faults[line["number"]]
+                of = history.faults[line["number"]]
                 of.ended_s, of.fired = t, line["fired"]
                 of.note = line["note"] or of.note
                 of.is_same, of.had_chance = line["is_same"], line["had_chance"]
                 of.kept_s = line["kept_s"]
             case "back":
-                story.faults[line["number"]].back_s = line["seconds"]
-    return story
+                history.faults[line["number"]].back_s = line["seconds"]
+    return history
