@@ -36,7 +36,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
     "diloco/baseline/time_model.py",
     "diloco/bench/loopback_run.py",
-    "diloco/bench/training/island_trainer.py",
     "diloco/compression",
     "diloco/data",
     "diloco/island",

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from diloco.bench.loopback_run import World, run_islands
-from diloco.bench.training.island_trainer import island_trainer, load_training, save_training
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.errors import DilocoError
@@ -34,6 +33,7 @@ from diloco.simulations.lab.prune import prune_
 from diloco.simulations.lab.timeline import Timeline
 from diloco.simulations.lab.world import Surroundings
 from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandRejoined
+from diloco.trainer.island_trainer import island_trainer, load_training, save_training
 from diloco.trainer.optimizers.optimizer import build_optimizer
 from diloco.trainer.parallel.mesh import make_mesh
 from diloco.trainer.state import load_moments_, moments, optimizer_step

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.baseline.site import Channel
-from diloco.bench.training.island_trainer import island_trainer, own_batches
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import DilocoError
@@ -28,6 +27,7 @@ from diloco.launch.process.ending import exit_at_once
 from diloco.launch.process.logs import log_to
 from diloco.launch.rank.device import backend_of, rank_device
 from diloco.launch.rank.job import Job
+from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.parallel.mesh import make_mesh
 
 logger = logging.getLogger(__name__)

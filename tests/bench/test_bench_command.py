@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 from diloco.bench.network import heartbeat, wan
 from diloco.bench.outer_loop import codec, guard, overhead, recovery, utilisation
 from diloco.bench.syncer import publish, syncer
-from diloco.bench.training import parity, parity_inner, plain
+from diloco.bench.training import parity, plain
 from diloco.cli.main import app
 from diloco.report.rows import Column, Report, Requirement
 
 COMMANDS = {
     "parity": (parity, "run_parity"),
-    "parity-inner": (parity_inner, "run_parity_inner"),
     "plain": (plain, "run_plain"),
     "overhead": (overhead, "run_overhead"),
     "utilisation": (utilisation, "run_utilisation"),

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from diloco.bench.training.layouts import MUON, case_of
 from diloco.checkpoint import checkpoint_writer, island_checkpoints
 from diloco.checkpoint.checkpoint_writer import CheckpointWriter
 from diloco.checkpoint.checkpoints import PLAN, Checkpoint, rank_file, step_directory, valid_steps
@@ -36,6 +35,7 @@ from diloco.trainer.state import (
 )
 from tests.checkpoint.small_checkpoint import ISLAND, Trained, make_optimizer
 from tests.distributed import run_ranks
+from tests.trainer.layouts import MUON, case_of
 from tests.trainer.small_island import CPU, one_rank
 
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from diloco.bench.outer_loop.codec import _COLUMNS as CODEC
 from diloco.bench.syncer.syncer import _COLUMNS as SYNCER
-from diloco.bench.training.parity_inner import _COLUMNS as PARITY_INNER
 from diloco.bench.training.plain import _COLUMNS as PLAIN
 from diloco.bench.training.race import _COLUMNS as RACE
 from diloco.cli.terminal.report_tables import print_rows
@@ -77,15 +76,6 @@ def test_a_column_without_any_figure_is_left_out_and_a_zero_is_one() -> None:
     ("columns", "texts", "tables"),
     [
         pytest.param(RACE, {"method": "diloco-float32"}, 1, id="race"),
-        pytest.param(
-            PARITY_INNER,
-            {
-                "layout": "compiled-bfloat16-zero-3-accumulated: dp_shard 2, 2 micro-batches",
-                "collectives_text": "10 all-gather, 5 reduce-scatter, 2 all-reduce",
-            },
-            1,
-            id="parity-inner",
-        ),
         pytest.param(PLAIN, {"model": "debug"}, 1, id="plain"),
         pytest.param(CODEC, {"codec": "top-k-32", "mode": "compiled"}, 2, id="codec"),
         pytest.param(SYNCER, {}, 2, id="syncer"),

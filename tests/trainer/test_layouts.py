@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from diloco.bench.training.layout_case import INNER_STEPS
-from diloco.bench.training.layouts import CASES, case_of, names
-from diloco.bench.training.parity_inner import LARGEST_DIFFERENCES
+from diloco.cli.terminal.report_tables import print_rows
+from diloco.report.rows import Column
+from tests.trainer.layout_case import INNER_STEPS
+from tests.trainer.layouts import CASES, LARGEST_DIFFERENCES, case_of, names
 from tests.trainer.trained_layouts import alone, run_rows
 
 # Float32 sums in another order: 1.8e-5 of a parameter was seen, because AdamW divides a gradient by
@@ -33,6 +35,15 @@ def test_compiled_layout_agrees_with_one_rank(name):
 @pytest.mark.parametrize("name", [*names(4, "transformers"), *names(8)])
 def test_large_layout_agrees_with_one_rank(name):
     check(name)
+
+
+TABLE = (
+    Column("layout", "layout"),
+    Column("ranks", "ranks", "d"),
+    Column("loss", "last loss, nats", ".4f"),
+    Column("difference", "differs by", ".1e"),
+    Column("collectives", "collectives a step"),
+)
 
 
 def check(name):
@@ -67,6 +78,49 @@ def check(name):
             np.testing.assert_array_equal(result["trained"][parameter], value)
         if case.collectives is not None:
             assert result["collectives"] == case.collectives
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # all rows, those of eight ranks too
+def test_the_table_of_layouts(capsys):
+    rows = []
+    for case in sorted(CASES, key=lambda case: case.num_ranks):
+        losses, evaluations = told(alone(case))
+        ranks = [result[case.name] for result in run_rows(case.num_ranks, case.loads)]
+        differences = [
+            abs(ours - theirs)
+            for rank in ranks
+            for mine, other in zip(told(rank), (losses, evaluations), strict=True)
+            for ours, theirs in zip(mine, other, strict=True)
+        ]
+        rows.append(
+            {
+                "layout": f"{case.name}: {case.mesh.shape_text}",
+                "ranks": case.num_ranks,
+                "precision": case.compute.precision,
+                "loss": told(ranks[0])[0][-1],
+                "difference": max(differences),
+                "collectives": ", ".join(
+                    f"{n} {name}" for name, n in sorted(ranks[0]["collectives"].items())
+                ),
+            }
+        )
+    with capsys.disabled():
+        print_rows(Console(width=200), TABLE, rows, "layouts against one rank")
+    for row in rows:
+        assert row["difference"] <= LARGEST_DIFFERENCES[row["precision"]], row["layout"]
+
+
+def told(result):
+    """Give the losses of inner steps, and those of evaluations."""
+    return [metrics.loss for metrics in result["metrics"]], result["evaluations"]
+
+
+def test_names_are_unique_and_a_run_file_may_say_every_row():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        island = case.config().island
+        assert (island.mesh, island.compute) == (case.mesh, case.compute)
 
 
 def test_the_compared_runs_learn_clip_and_see_what_is_written():

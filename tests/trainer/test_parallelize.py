@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from diloco.bench.training.parity_inner import LARGEST_DIFFERENCES
 from diloco.config.compute import Compute
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
@@ -13,6 +12,7 @@ from diloco.trainer.models.model import build_model
 from diloco.trainer.parallel import parallelize
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from tests.distributed import run_ranks
+from tests.trainer.layouts import LARGEST_DIFFERENCES
 from tests.trainer.small_island import (
     BATCH_SIZE,
     CPU,

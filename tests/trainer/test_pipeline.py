@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.bench.training.layout_case import MODEL, Case
-from diloco.bench.training.layouts import looped
 from diloco.checkpoint.checkpoint_writer import CheckpointWriter
 from diloco.checkpoint.checkpoints import Checkpoint
 from diloco.config.mesh import MeshConfig
@@ -27,6 +25,8 @@ from diloco.trainer.state import (
     training_tensors,
 )
 from tests.distributed import run_ranks
+from tests.trainer.layout_case import MODEL, Case
+from tests.trainer.layouts import looped
 from tests.trainer.small_island import CPU, one_rank, whole
 
 LOOPED = Case("looped", looped("interleaved-1f1b"), micro_batches=2)

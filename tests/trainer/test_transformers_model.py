@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.bench.training.layouts import HF_GPT2, HF_LLAMA, HF_QWEN3, HF_TIED
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.config.model import ModelConfig
@@ -28,6 +27,7 @@ from diloco.trainer.models.families import (
 )
 from diloco.trainer.models.model import LlamaShape
 from diloco.trainer.models.transformers_model import TransformersModel, TransformersShape
+from tests.trainer.layouts import HF_GPT2, HF_LLAMA, HF_QWEN3, HF_TIED
 
 MODELS = {"llama": HF_LLAMA, "tied": HF_TIED, "qwen3": HF_QWEN3, "gpt2": HF_GPT2}
 

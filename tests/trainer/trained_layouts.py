@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diloco.bench.collectives import Collectives
-from diloco.bench.training.layout_case import INNER_STEPS, Case, Loads
-from diloco.bench.training.layouts import case_of, names
 from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.outer.fragments import make_plan
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from diloco.trainer.trainer import InnerTrainer
 from tests.distributed import run_ranks
+from tests.trainer.collectives import Collectives
+from tests.trainer.layout_case import INNER_STEPS, Case, Loads
+from tests.trainer.layouts import case_of, names
 from tests.trainer.small_island import CPU, Array, one_rank, whole_parameters
 
 

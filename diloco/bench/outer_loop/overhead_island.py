@@ -15,9 +15,9 @@ import torch
 import diloco
 from diloco.bench.counted_process import count_one
 from diloco.bench.outer_loop.phases import PhaseClock
-from diloco.bench.training.island_trainer import island_trainer, own_batches
 from diloco.data.open import open_data
 from diloco.island.lanes.shards import canonical_parameters
+from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.trainer import InnerTrainer
 
 ISLAND = "bench"

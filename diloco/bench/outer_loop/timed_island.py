@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 import diloco
-from diloco.bench.training.island_trainer import island_trainer, own_batches
 from diloco.config.schema import Config
 from diloco.data.open import open_data
+from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.models.families import initialise_
 from diloco.trainer.models.model import LlamaShape, build_model
 from diloco.trainer.parallel.pipeline import parts_of

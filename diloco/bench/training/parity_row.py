@@ -17,12 +17,12 @@ from torch import Tensor
 
 from diloco.bench.counted_process import count_one
 from diloco.bench.loopback_run import run_islands
-from diloco.bench.training.island_trainer import island_trainer, load_training, save_training
 from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
 from diloco.island.lanes.shards import canonical_parameters
+from diloco.trainer.island_trainer import island_trainer, load_training, save_training
 from diloco.trainer.trainer import InnerMetrics
 
 #: Names of islands, by slot.

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from diloco.bench.counted_process import count_one
-from diloco.bench.training.island_trainer import island_trainer, own_batches
 from diloco.bench.training.plain_loop import PlainLlama, PlainLoop
 from diloco.config.schema import Config
 from diloco.data.open import open_data
+from diloco.trainer.island_trainer import island_trainer, own_batches
 
 #: Makes the inner step that follows so many, and returns its loss.
 Step = Callable[[int], float]

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.baseline.site import Channel
-from diloco.bench.training.island_trainer import island_trainer
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError
 from diloco.launch.process.ending import exit_at_once
 from diloco.launch.process.logs import log_to
+from diloco.trainer.island_trainer import island_trainer
 from diloco.trainer.parallel.mesh import make_mesh
 
 logger = logging.getLogger(__name__)

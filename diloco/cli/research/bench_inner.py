@@ -1,4 +1,4 @@
-"""`diloco bench` inside an island: does every layout train alike, and as fast as plain PyTorch?
+"""`diloco bench` inside an island: whether it trains as fast as plain PyTorch.
 
 What the outer loop takes of its devices, and the all-reduces of what islands are compared with.
 """
@@ -16,51 +16,9 @@ from diloco.cli.terminal.progress import progress_console
 
 def register(bench: typer.Typer) -> None:
     """Add the commands of this module to `diloco bench`."""
-    bench.command("parity-inner")(parity_inner)
     bench.command()(plain)
     bench.command()(memory)
     bench.command()(allreduce)
-
-
-def parity_inner(
-    ranks: Annotated[
-        str, typer.Option(metavar="N,...", help="Numbers of ranks, of those that rows have.")
-    ] = "2,4",
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Only these rows, with * and ?; repeatable."),
-    ] = None,
-    json_target: JsonTarget = "",
-    require: Require = False,
-) -> None:
-    """Train every supported layout of an island and compare it with one process.
-
-    A byte model of 0.2M parameters, 6 inner steps of 8 sequences of 32 bytes and two evaluations,
-    on real ranks over gloo: data parallel with and without shards, tensor, pipeline, context
-    parallel and their combinations, experts, latent attention, both optimizers, activation
-    checkpointing, compiled blocks and bfloat16. Some minutes on two CPUs; --ranks 2,4,8 some more.
-
-    Read "differs by": the largest difference of the loss of any inner step or evaluation, on any
-    rank, from what one process had in float32; up to 5e-6 nats float32 explains, which sums in
-    another order, and up to 1e-2 bfloat16, which rounds to 8 bits. "collectives a step": what rank
-    0 called in the last inner step; rows whose number is written down are judged by it, too.
-    """
-    from diloco.bench.training.parity_inner import chosen_cases, run_parity_inner
-    from diloco.cli.terminal.progress import counting
-    from diloco.errors import ConfigError
-    from diloco.launch.process.ending import Interrupted, heeding_signals
-
-    try:
-        numbers = [int(number) for number in ranks.split(",")]
-    except ValueError:
-        raise ConfigError(f"--ranks {ranks}: write numbers with commas between: 2,4") from None
-    cases = chosen_cases(numbers, rows or [])
-    try:
-        with heeding_signals() as request, counting(progress_console(json_target)) as show:
-            report = run_parity_inner(cases, on_progress=show, on_look=request.check)
-    except Interrupted as interrupted:
-        raise typer.Exit(interrupted.exit_code) from None
-    show_report(report, json_target, require=require)
 
 
 def plain(

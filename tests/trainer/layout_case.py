@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from diloco.bench.training.island_trainer import island_trainer, own_batches
 from diloco.config.compute import PLAIN, Compute
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
@@ -20,6 +19,7 @@ from diloco.config.model import ModelConfig
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
+from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.parallel.mesh import IslandMesh
 from diloco.trainer.trainer import InnerTrainer
 
