@@ -191,10 +191,10 @@ def all_logs(directory: Path) -> str:
     return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
 
-def journal_tape(state: StateDir) -> list[dict[str, Any]]:
+def indexed_headers(state: StateDir) -> list[dict[str, Any]]:
     """Return the headers of all rounds that the coordinator indexed, in order."""
     with open_journal(state.journal) as journal:
-        return [json.loads(header) for header in journal.tape()]
+        return [json.loads(header) for header in journal.headers()]
 
 
 def index(journal: Journal, headers: Iterable[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Gathers what a run under chaos left behind: events, tape, records, and what these recompute to.
+"""Gathers what a run under chaos left behind: events, audit log, records, and what they give.
 
 The one module here that opens tensors.
 """
@@ -60,7 +60,7 @@ def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
             ]
             for island in sorted(config.islands)
         },
-        headers=[*_tape(state), *_kept_headers(stores)],
+        headers=[*_indexed(state), *_kept_headers(stores)],
         newest=newest,
         repaired=_repaired(state),
         recomputed=recomputed,
@@ -74,26 +74,26 @@ def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
     )
 
 
-def _tape(state: StateDir) -> Iterator[dict[str, Any]]:
+def _indexed(state: StateDir) -> Iterator[dict[str, Any]]:
     if not state.journal.exists():
         return
     journal = Journal(state.journal)
     journal.open()
     try:
-        for header in journal.tape():
+        for header in journal.headers():
             yield json.loads(header)
     finally:
         journal.close()
 
 
 def _repaired(state: StateDir) -> tuple[tuple[int, int], ...]:
-    """Fragment and version of what was taken back from islands, as the tape has it."""
+    """Fragment and version of what was taken back from islands, as the audit log has it."""
     if not state.journal.exists():
         return ()
     journal = Journal(state.journal)
     journal.open()
     try:
-        told = [entry.content for entry in journal.happenings() if entry.kind == "repair"]
+        told = [entry.content for entry in journal.audit_rows() if entry.kind == "repair"]
     finally:
         journal.close()
     return tuple((each["fragment_id"], each["version"]) for each in told if "from_island" in each)

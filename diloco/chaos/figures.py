@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco.chaos.fault_log import FaultHistory, RunHistory
-from diloco.chaos.judge import STARTING_AGAIN, Evidence, accounts_of, island_back_s, tape_of
+from diloco.chaos.judge import (
+    STARTING_AGAIN,
+    Evidence,
+    accounts_of,
+    headers_by_version,
+    island_back_s,
+)
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Event, starts_of
 from diloco.report.lives import effective, has_ended
@@ -35,8 +41,8 @@ def island_figures(
     evidence: Evidence, undisturbed: Mapping[str, float] | None = None
 ) -> tuple[IslandFigures, ...]:
     """Compute how each island fared; `undisturbed` is their goodput in the run without faults."""
-    tape, _ = tape_of(evidence.headers)
-    accounts = accounts_of(evidence, tape)
+    headers, _ = headers_by_version(evidence.headers)
+    accounts = accounts_of(evidence, headers)
     downtimes = {island: [*_downtimes(evidence, island)] for island in evidence.events}
     figures = []
     for island, events in evidence.events.items():

@@ -1,8 +1,8 @@
 """Judges what a run under chaos left behind against the rules of a run.
 
 Pure: evidence in, findings out. Nobody's own word on what he holds is taken for more
-than that: what islands told (events), what the syncer made durable (tape, newest records) and what
-was done to them (fault log) are held against each other.
+than that: what islands told (events), what the syncer made durable (audit log, newest records) and
+what was done to them (fault log) are held against each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco.chaos.fault_log import FaultHistory, RunHistory
 from diloco.chaos.plan import COORDINATOR, ENDING, SPOILING, Kind
-from diloco.chaos.tokens import Event, Send, Tape, TokenAccount, account, sends_of, starts_of
+from diloco.chaos.tokens import Event, Headers, Send, TokenAccount, account, sends_of, starts_of
 
 #: Violations shown of one invariant.
 _SHOWN = 3
@@ -51,7 +51,7 @@ class Evidence:
     Args:
         history: The fault log.
         events: Island -> what all its ranks wrote, whole lines, in the order of the files.
-        headers: Of the tape and of the store, in any order; equal ones may be there twice.
+        headers: Of the audit log and of the store, in any order; equal ones may be there twice.
         newest: Fragment -> its newest record.
         repaired: Fragment and version of what was lost and taken back from islands.
         recomputed: Retained versions.
@@ -95,8 +95,8 @@ class Finding:
 
 def judge(evidence: Evidence) -> tuple[Finding, ...]:
     """Judge every invariant."""
-    tape, clashes = tape_of(evidence.headers)
-    accounts = accounts_of(evidence, tape)
+    headers, clashes = headers_by_version(evidence.headers)
+    accounts = accounts_of(evidence, headers)
     return (
         Finding(
             "the run comes to its end",
@@ -105,19 +105,19 @@ def judge(evidence: Evidence) -> tuple[Finding, ...]:
         ),
         _finding(
             "a version has one digest everywhere",
-            [*clashes, *_digest_problems(evidence, tape)],
-            f"{len(tape)} versions, {_num(evidence, 'fragment_merged')} merges, "
+            [*clashes, *_digest_problems(evidence, headers)],
+            f"{len(headers)} versions, {_num(evidence, 'fragment_merged')} merges, "
             f"{_num(evidence, 'fragment_staged')} versions hashed by who staged them, every "
             f"island's end",
         ),
         _finding(
             "every version is published exactly once",
-            [*_version_problems(evidence, tape)],
+            [*_version_problems(evidence, headers)],
             ", ".join(f"fragment {p}: 0 to {new.version}" for p, new in evidence.newest.items()),
         ),
         _finding(
             "every contribution has exactly one outcome",
-            [*_outcome_problems(evidence, tape)],
+            [*_outcome_problems(evidence, headers)],
             _verdicts_text(_sends(evidence)),
         ),
         _finding(
@@ -175,23 +175,23 @@ def island_back_s(fault: FaultHistory, events: Sequence[Event]) -> float | None:
 # -- invariants ----------------------------------------------------------------------------------
 
 
-def tape_of(headers: Sequence[Mapping[str, Any]]) -> tuple[Tape, list[str]]:
+def headers_by_version(headers: Sequence[Mapping[str, Any]]) -> tuple[Headers, list[str]]:
     """Give one header a version, and what two headers of a version differ in."""
-    tape: dict[tuple[int, int], Mapping[str, Any]] = {}
+    by_version: dict[tuple[int, int], Mapping[str, Any]] = {}
     clashes = []
     for each in headers:
         # One that was lost and taken back from an island is the same version.
         header = {name: value for name, value in each.items() if name != "repaired"}
         key = header["fragment_id"], header["version"]
-        if (other := tape.setdefault(key, header)) != header:
+        if (other := by_version.setdefault(key, header)) != header:
             clashes.append(
                 f"fragment {key[0]} version {key[1]} was made twice: digests {other['digest'][:16]}"
                 f" and {header['digest'][:16]}"
             )
-    return tape, clashes
+    return by_version, clashes
 
 
-def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
+def _digest_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
     corrupted = {
         history.fault.island
         for history in evidence.history.faults
@@ -199,26 +199,26 @@ def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
     }
     newest = tuple(evidence.newest[p].digest for p in sorted(evidence.newest))
     last_with: dict[tuple[int, str], int] = {}  # fragment, digest -> newest version that has it
-    for (p, version), header in tape.items():
+    for (p, version), header in headers.items():
         last_with[p, header["digest"]] = max(version, last_with.get((p, header["digest"]), -1))
     for island, events in evidence.events.items():
         for event in events:
             if event["kind"] == "fragment_merged" and event["digest"]:
                 p, version, digest = event["fragment_id"], event["version"], event["digest"]
-                made = tape.get((p, version), {}).get("digest", "no such version")
+                made = headers.get((p, version), {}).get("digest", "no such version")
                 # The syncer's newest word may be of a later version than what was merged.
                 is_later = evidence.is_on_arrival and last_with.get((p, digest), -1) > version
                 if digest != made and not is_later:
                     yield (
                         f"{island} merged fragment {p} version {version} as {digest[:16]}, the "
-                        f"tape has {made[:16]}"
+                        f"audit log has {made[:16]}"
                     )
             elif event["kind"] == "fragment_staged":
                 key = event["fragment_id"], event["version"]
-                if (made := tape.get(key, {}).get("digest", "none")) != event["digest"]:
+                if (made := headers.get(key, {}).get("digest", "none")) != event["digest"]:
                     yield (
                         f"{island} staged fragment {key[0]} version {key[1]} as "
-                        f"{event['digest'][:16]} by its own hash, the tape has {made[:16]}"
+                        f"{event['digest'][:16]} by its own hash, the audit log has {made[:16]}"
                     )
             elif event["kind"] == "island_ended" and tuple(event["digests"]) != newest:
                 yield (
@@ -232,11 +232,11 @@ def _digest_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
                 )
 
 
-def _version_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
+def _version_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
     for p, newest in evidence.newest.items():
-        versions = {version for fragment, version in tape if fragment == p}
+        versions = {version for fragment, version in headers if fragment == p}
         if missing := sorted(set(range(newest.version + 1)) - versions):
-            yield f"fragment {p}: versions {missing} of 0 to {newest.version} are not in the tape"
+            yield f"fragment {p}: versions {missing} of 0 to {newest.version} were not indexed"
         if beyond := sorted(version for version in versions if version > newest.version):
             yield f"fragment {p}: versions {beyond} were published and are lost"
     torn = _fired(evidence, Kind.TORN_NEWEST)
@@ -260,9 +260,9 @@ def _version_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
                     )
 
 
-def _outcome_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
+def _outcome_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
     claimed: Counter[tuple[int, int, str]] = Counter()
-    for (p, version), counting in tape.items():
+    for (p, version), counting in headers.items():
         for contributor in counting["contributors"]:
             claimed[p, version, contributor["island"]] += 1
     for (p, version, island), times in claimed.items():
@@ -270,7 +270,7 @@ def _outcome_problems(evidence: Evidence, tape: Tape) -> Iterator[str]:
             yield f"fragment {p} version {version} counts {island} {times} times"
     for send in _sends(evidence):
         event = send.event
-        header = tape.get((event["fragment_id"], event["version"] + 1))
+        header = headers.get((event["fragment_id"], event["version"] + 1))
         is_counted = header is not None and any(
             (c["island"], c["incarnation"]) == (event["island"], event["incarnation"])
             and header["attempt"] == event["attempt"]
@@ -417,14 +417,14 @@ def _starts_again(history: FaultHistory, island: str) -> bool:
     return fault.island == island and history.fired and fault.kind in STARTING_AGAIN
 
 
-def accounts_of(evidence: Evidence, tape: Tape) -> dict[tuple[str, int], TokenAccount]:
+def accounts_of(evidence: Evidence, headers: Headers) -> dict[tuple[str, int], TokenAccount]:
     """Recount every fragment of every island, by their names."""
     return {
         (island, p): account(
             island,
             p,
             events,
-            tape,
+            headers,
             local_mix=evidence.local_mix,
             carries=evidence.carries,
             most_steps=evidence.most_steps,

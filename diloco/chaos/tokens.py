@@ -1,4 +1,4 @@
-"""Where every token of an island went, recounted from its events and the run's tape.
+"""Where every token of an island went, recounted from its events and the run's audit log.
 
 For one fragment an island counts the tokens of its inner steps; a contribution carries them away,
 a late one or a crash loses them. Recounted here by the table of PROTOCOL.md, "A contribution",
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Event = Mapping[str, Any]  # JSON values, as a sink wrote them
-#: Header of version `version` of `fragment`, from the tape.
-Tape = Mapping[tuple[int, int], Mapping[str, Any]]
+#: Fragment and version -> header, as the coordinator indexed it.
+Headers = Mapping[tuple[int, int], Mapping[str, Any]]
 
 #: Order of what happens after one inner step: a return to published values, merges of earlier
 #: sends, sends, merges of these.
@@ -100,7 +100,7 @@ def account(
     island: str,
     fragment_id: int,
     events: Sequence[Event],
-    tape: Tape,
+    headers: Headers,
     *,
     local_mix: float,
     carries: bool,
@@ -112,7 +112,7 @@ def account(
         island: Its name.
         fragment_id: Which fragment.
         events: All events of the island.
-        tape: Of the run.
+        headers: Of the run.
         local_mix: alpha of the merges.
         carries: Whether what came too late is carried on (`outer.late`).
         most_steps: Inner steps that one contribution counts; what was trained beyond them waits for
@@ -120,7 +120,7 @@ def account(
     """
     total = TokenAccount()
     for incarnation, start in starts_of(events).items():
-        counted = _counted(tape, fragment_id, island, incarnation)
+        counted = _counted(headers, fragment_id, island, incarnation)
         total.included += sum(counted.values())
         _recount(
             total,
@@ -150,7 +150,7 @@ def _recount(
     carries: bool,
     most_steps: int,
 ) -> None:
-    """Follow the counter of one start; `counted` is what the tape counts of it, by key."""
+    """Follow the counter of one start; `counted` is what the audit log counts of it, by key."""
     tokens = outstanding = void = 0
     is_told = set()
     for what, event in _in_order(start, fragment_id):
@@ -179,7 +179,7 @@ def _recount(
         elif what in ("absent", "not_included") and not carries and local_mix == 0:
             total.dropped += tokens
             tokens = 0
-        elif what == "unknown":  # the tape knows
+        elif what == "unknown":  # the audit log knows
             tokens -= counted.get((event["version"], event["attempt"]), 0)
         if what not in ("step", "returned", "send"):
             outstanding = void = 0
@@ -236,12 +236,12 @@ def _in_order(start: Sequence[Event], fragment_id: int) -> Iterator[tuple[str, E
 
 
 def _counted(
-    tape: Tape, fragment_id: int, island: str, incarnation: int
+    headers: Headers, fragment_id: int, island: str, incarnation: int
 ) -> dict[tuple[int, int], int]:
-    """What the tape counts of one start: (base version, attempt) -> tokens."""
+    """What the audit log counts of one start: (base version, attempt) -> tokens."""
     return {
         (version - 1, header["attempt"]): c["weight_tokens"]
-        for (fragment, version), header in tape.items()
+        for (fragment, version), header in headers.items()
         if fragment == fragment_id
         for c in header["contributors"]
         if (c["island"], c["incarnation"]) == (island, incarnation)

@@ -19,7 +19,7 @@ from typing import Any
 from diloco.checkpoint.checkpoints import found_directory, read_manifest, written_steps
 from diloco.checkpoint.stores import known_plan
 from diloco.config.schema import Config
-from diloco.coordinator.journal import Journal, Told
+from diloco.coordinator.journal import AuditEntry, Journal
 from diloco.coordinator.round_journal import SavedRound, round_entry
 from diloco.durable import read_json, rename
 from diloco.errors import ConfigError, PlanMismatch
@@ -114,7 +114,7 @@ def rebuild_journal(
     journal = Journal(state.journal)
     journal.open()
     try:
-        told = Told("repair", f"journal at {unix_s:.0f}", json.dumps({"what": said}))
+        told = AuditEntry("repair", f"journal at {unix_s:.0f}", json.dumps({"what": said}))
         saved = [round_entry(remains.timeline, each) for each in decided]
         journal.write((*entries_of(remains), *saved), rounds, [told])
     finally:

@@ -15,14 +15,14 @@ import math
 from collections.abc import Callable, Sequence
 
 from diloco.config.schema import Config
-from diloco.coordinator.board import Board
+from diloco.coordinator.audit_log import audit_entries_of
 from diloco.coordinator.grants import is_valid
 from diloco.coordinator.island_service import IslandService
-from diloco.coordinator.journal import Journal, RoundRow, Told
+from diloco.coordinator.journal import AuditEntry, Journal, RoundRow
 from diloco.coordinator.operator_service import Operations, OperatorService
 from diloco.coordinator.reported_alarms import ReportedAlarms
+from diloco.coordinator.run_status import RunStatus
 from diloco.coordinator.syncer_service import SyncerService
-from diloco.coordinator.tape import told_of
 from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
 from diloco.loop_clock import loop_now
@@ -56,7 +56,8 @@ RETURN_S = 30.0
 class Coordinator:
     """One run's control plane. `handlers` go to a server; `ended` is set when the run is over.
 
-    `board` shows how the run stands; `is_halting` says that everybody is to end, with nothing lost.
+    `run_status` shows how the run stands; `is_halting` says that everybody is to end, with nothing
+    lost.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class Coordinator:
         #: Checkpoint -> loop time from which on it was complete.
         self._complete_since = dict.fromkeys(membership.checkpoints, -math.inf)
         self.alarms = ReportedAlarms(record=self._record, unix_clock=unix_clock)
-        self.board = Board(membership, journal, self._leases, terms, self.alarms)
+        self.run_status = RunStatus(membership, journal, self._leases, terms, self.alarms)
         self._cut_patience = CutPatience(membership, keep=self._keep)
         self._island_service = IslandService(
             membership,
-            self.board,
+            self.run_status,
             self._leases,
             self._cut_patience,
             secret=secret,
@@ -98,7 +99,7 @@ class Coordinator:
         )
         self._syncer_service = SyncerService(
             membership,
-            self.board,
+            self.run_status,
             insist=self._insist_on_syncer,
             index=self._index,
             tell=lambda told: self._journal.write((), told=[told]),
@@ -115,7 +116,7 @@ class Coordinator:
             end_if_over=self._end_if_over,
         )
         membership.rules = terms.rules
-        membership.merged_tokens = lambda: self.board.merged_tokens
+        membership.merged_tokens = lambda: self.run_status.merged_tokens
         self.ended = asyncio.Event()
 
     @property
@@ -147,25 +148,25 @@ class Coordinator:
     def halt(self) -> None:
         """End everything, with nothing lost: every island is told at its next report."""
         logger.info("halting")
-        self.board.is_halting = True
+        self.run_status.is_halting = True
         self.ended.set()
 
     @property
     def is_halting(self) -> bool:
         """Whether everybody is to end, with nothing lost."""
-        return self.board.is_halting
+        return self.run_status.is_halting
 
     def refused(self, island: str, cause: Cause) -> None:
         """Count a refusal; `island` is empty where nobody has proved whose call it was."""
-        self.board.refused(island, cause)
+        self.run_status.refused(island, cause)
 
     def fragment_stands(self, status: FragmentStatus) -> None:
         """Take note of how a fragment stands, for people."""
-        self.board.fragment_stands(status)
+        self.run_status.fragment_stands(status)
 
     def status(self) -> StatusReply:
         """Everything an operator sees."""
-        return self.board.status()
+        return self.run_status.status()
 
     def is_island(self, grant: Grant) -> bool:
         """Whether a grant is valid, and of the newest start of its island in this timeline."""
@@ -189,7 +190,7 @@ class Coordinator:
         self._leases.restarted(self._membership.members, loop_now())
         while True:
             self._leases.looked(loop_now())
-            await asyncio.sleep(min(_WATCH_S, COUNTED_SHARE * self.board.terms.lease_s))
+            await asyncio.sleep(min(_WATCH_S, COUNTED_SHARE * self.run_status.terms.lease_s))
             self._leases.looked(loop_now())
             with contextlib.suppress(DiskFull):  # the journal has said so
                 self._look()
@@ -203,12 +204,12 @@ class Coordinator:
         self._end_leases()
         self._keep(self._membership.follow_ups())
         self._cut_when_due()
-        self._cut_patience.look(loop_now(), self.board.terms.unreachable_s)
+        self._cut_patience.look(loop_now(), self.run_status.terms.unreachable_s)
         self._return_if_decided()
         self._raise_alarms()
         self.alarms.write()
         self._end_if_over()
-        too_long = self.board.terms.unreachable_s
+        too_long = self.run_status.terms.unreachable_s
         silent = [
             i for i in self._membership.members if self._leases.silent_s(i, loop_now()) > too_long
         ]
@@ -221,7 +222,7 @@ class Coordinator:
             return
         pending = membership.candidates.pending
         assert pending is not None
-        if entries := membership.lost_by_returns(self.board.terms.judging):
+        if entries := membership.lost_by_returns(self.run_status.terms.judging):
             self._keep(entries)
         else:
             self._keep(membership.candidates.accuse(self._accused(pending.to)))
@@ -236,7 +237,7 @@ class Coordinator:
         """
         membership = self._membership
         live, accused = set(membership.live), set[str]()
-        if self.board.instead_of_syncer:
+        if self.run_status.instead_of_syncer:
             return accused
         since = self._complete_since.get(to, -math.inf)
         now_accused = self.alarms.accused(loop_now(), since)
@@ -272,9 +273,9 @@ class Coordinator:
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
         membership = self._membership
-        if not membership.live or membership.merged_tokens() >= self.board.terms.total_tokens:
+        if not membership.live or membership.merged_tokens() >= self.run_status.terms.total_tokens:
             return
-        if membership.is_cut_due(self.board.terms.cut_tokens):
+        if membership.is_cut_due(self.run_status.terms.cut_tokens):
             self._keep(membership.cut())
 
     def _end_leases(self) -> None:
@@ -283,7 +284,7 @@ class Coordinator:
         silent = self._leases.expired(membership.holders, loop_now())
         if not silent or membership.promises is not None:  # a stop has its own patience
             return
-        away = f"not heard of for {self.board.terms.lease_s:g} s (coordinator.lease)"
+        away = f"not heard of for {self.run_status.terms.lease_s:g} s (coordinator.lease)"
         policy = "wait" if membership.rules.is_elastic else membership.rules.on_member_lost
         if policy != "wait" and silent == membership.holders:
             return  # nobody waits for anybody
@@ -315,7 +316,8 @@ class Coordinator:
         awaited = "; ".join(f"island {island!r} owes {what}" for island, what in lacks.items())
         self.fail(
             f"the graceful stop cannot end: {awaited}, and has not reported for "
-            f"{self.board.terms.unreachable_s:g} s (transport.unreachable). The stop is taken back",
+            f"{self.run_status.terms.unreachable_s:g} s (transport.unreachable). "
+            f"The stop is taken back",
             QuorumLost.exit_code,
         )
 
@@ -335,28 +337,28 @@ class Coordinator:
 
     async def _standing(self, call: IncomingCall) -> Reply:
         island = StandingRequest.FromString(call.header).island
-        reply = self.board.standing()
+        reply = self.run_status.standing()
         # A stranger on a trusted network could name any island: that is `control.status`.
         is_proved = call.caller is not None or call.is_local
         if is_proved and island in self._membership.members:
-            reply.island.CopyFrom(self.board.island_status(island))
+            reply.island.CopyFrom(self.run_status.island_status(island))
         return Reply.of(reply)
 
-    def _record(self, told: Sequence[Told]) -> None:
+    def _record(self, told: Sequence[AuditEntry]) -> None:
         """Write into the audit log, where there is room; nothing depends on it."""
         with contextlib.suppress(DiskFull):  # the journal has said so
             self._journal.write((), told=told)
 
     def _obey(self, config: Config) -> None:
         """Go by another configuration from now on."""
-        self.board.terms = terms = terms_of(config)
+        self.run_status.terms = terms = terms_of(config)
         self._membership.rules = terms.rules
         self._leases.term_s = terms.lease_s
 
     def _keep(self, entries: Entries) -> None:
         """Make what membership decided durable, then true, and what follows from it."""
         while entries:
-            self._journal.write(entries, told=told_of(entries))
+            self._journal.write(entries, told=audit_entries_of(entries))
             self._membership.apply(entries)
             self._complete_since = {
                 number: self._complete_since.get(number, loop_now())
@@ -375,7 +377,7 @@ class Coordinator:
             self.fail(
                 "the graceful stop came to nothing: no island could write its part of a last cut, "
                 "or a syncer has lost what the parts hold (the coordinator's log says which)"
-                + (f": {damage}" if (damage := self.board.damage) else ""),
+                + (f": {damage}" if (damage := self.run_status.damage) else ""),
                 QuorumLost.exit_code,
             )
 

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 
 from diloco.config.fields import MOST_CHECKPOINTS
-from diloco.coordinator.board import Board
 from diloco.coordinator.grants import sign
+from diloco.coordinator.run_status import RunStatus
 from diloco.errors import CoordinatorUnavailable, Fenced, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
 from diloco.peer_texts import bounded_text
@@ -85,7 +85,7 @@ class IslandService:
     def __init__(
         self,
         membership: Membership,
-        board: Board,
+        run_status: RunStatus,
         leases: Leases,
         cut_patience: CutPatience,
         *,
@@ -98,7 +98,7 @@ class IslandService:
 
         Args:
             membership: Of the run.
-            board: Shows what is told, and has the terms that islands obey.
+            run_status: Shows what is told, and has the terms that islands obey.
             leases: That are renewed by every word.
             cut_patience: Hears what is told of cuts.
             secret: That grants are signed with.
@@ -107,7 +107,7 @@ class IslandService:
             end_if_over: Ends the run where what was told has ended it.
         """
         self._membership = membership
-        self._board = board
+        self._run_status = run_status
         self._leases = leases
         self._cut_patience = cut_patience
         self._secret = secret
@@ -141,10 +141,10 @@ class IslandService:
                 f"you speak protocol version {request.protocol_version}, this coordinator "
                 f"{PROTOCOL_VERSION}: install the same version of diloco everywhere"
             )
-            self._board.refused("", Cause.PROTOCOL_VERSION)
+            self._run_status.refused("", Cause.PROTOCOL_VERSION)
             return Reply.of(JoinReply(status=JOIN_STATUS_VERSION_MISMATCH, message=message))
         if len(request.start_id) > _MAX_START_ID:
-            self._board.refused("", Cause.FRAME)
+            self._run_status.refused("", Cause.FRAME)
             raise FrameError(
                 f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
             )
@@ -172,12 +172,12 @@ class IslandService:
         assert joined.cause is not None
         # Without certificates and tokens anybody could fill another's count.
         is_known = call.caller is not None and island in self._membership.members
-        self._board.refused(island if is_known else "", joined.cause)
+        self._run_status.refused(island if is_known else "", joined.cause)
         self._end_if_over()
         return JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message))
 
     def _join_accepted(self, request: JoinRequest, incarnation: int) -> JoinReply:
-        membership, terms, island = self._membership, self._board.terms, request.island
+        membership, terms, island = self._membership, self._run_status.terms, request.island
         is_resumed = self._is_resumed(island, incarnation)
         grant = Grant(
             run=membership.run,
@@ -200,7 +200,7 @@ class IslandService:
         )
         if membership.claims is not None:
             reply.claims_json = membership.claims.of(island)
-        reply.syncers.extend(self._board.assignments())
+        reply.syncers.extend(self._run_status.assignments())
         return reply
 
     def _is_resumed(self, island: str, incarnation: int) -> bool:
@@ -210,7 +210,7 @@ class IslandService:
         """
         if self._membership.rules.is_elastic:
             return self._membership.is_restoring(island, incarnation)
-        return self._membership.timeline > 0 and not self._board.has_published
+        return self._membership.timeline > 0 and not self._run_status.has_published
 
     def _last_inner_step(self, island: str) -> int:
         """Where the start of an island before this one was; what is durable may be a round older.
@@ -224,14 +224,14 @@ class IslandService:
     async def _report(self, call: IncomingCall) -> Reply:
         request = ReportRequest.FromString(call.header)
         if not self._is_granted(request.grant):
-            self._board.refused("", Cause.GRANT)
+            self._run_status.refused("", Cause.GRANT)
             code = CoordinatorUnavailable.exit_code
             return Reply.of(ReportReply(stop=True, reason="the grant is not valid", exit_code=code))
         grant, membership = request.grant, self._membership
         self._insist_on_bounds(request)
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
             cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
-            self._board.refused(grant.island, cause)
+            self._run_status.refused(grant.island, cause)
             reason, exit_code = self._fenced_text(grant), Fenced.exit_code
             if membership.has_returned_from(grant.island, grant.timeline):
                 exit_code = RunReturned.exit_code
@@ -252,13 +252,13 @@ class IslandService:
         """
         island = request.grant.island
         if request.state not in ISLAND_STATES:
-            self._board.refused(island, Cause.FRAME)
+            self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a report's state is {request.state[:40]!r}")
         if (count := len(request.checkpoint_steps)) > MOST_CHECKPOINTS:
-            self._board.refused(island, Cause.FRAME)
+            self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a report of {count} checkpoints; {MOST_CHECKPOINTS} are allowed")
         if (count := len(request.held_out)) > _MOST_HELD_OUT:
-            self._board.refused(island, Cause.FRAME)
+            self._run_status.refused(island, Cause.FRAME)
             raise FrameError(
                 f"held-out losses of {count} checkpoints; {_MOST_HELD_OUT} are allowed"
             )
@@ -267,14 +267,14 @@ class IslandService:
     def _take_word(self, request: ReportRequest) -> None:
         """Take note of where an island stands, what it keeps, and what it promises."""
         membership, island, inner_step = self._membership, request.grant.island, request.inner_step
-        self._board.island_says(island, request)
+        self._run_status.island_says(island, request)
         if inner_step:  # an older report may be handled later
             reached = request.grant.incarnation, inner_step
             self._reached[island] = max(self._reached.get(island, reached), reached)
         self._keep(membership.reported(island))
         self._keep(membership.keeps(island, request.checkpoint_steps, inner_step=inner_step))
         for each in request.held_out:
-            rules = self._board.terms.judging
+            rules = self._run_status.terms.judging
             self._keep(membership.voted(island, each.checkpoint, each.nats_per_byte, rules))
         if request.has_hold:
             self._keep(membership.promise(island, request.hold_step))
@@ -291,7 +291,7 @@ class IslandService:
         try:
             revision, said = claims.read_word(position_json)
         except ValueError as error:
-            self._board.refused(island, Cause.FRAME)
+            self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
         self._keep(claims.told(island, said))
         return claims.of(island) if claims.revision > revision else ""
@@ -312,7 +312,7 @@ class IslandService:
             if len(told.versions) not in (0, count):
                 raise ValueError(f"{len(told.versions)} versions; the plan has {count} fragments")
         except ValueError as error:
-            self._board.refused(island, Cause.FRAME)
+            self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a part of a cut: {bounded_text(str(error))}") from error
         part = Part(told.inner_step, tuple(told.versions), text) if told.versions else None
         if entries := membership.cuts.taken(membership.timeline, island, told.number, part):
@@ -339,7 +339,7 @@ class IslandService:
             policy_json=membership.settings.policy_json,
             drain=membership.standing(island) in (Lease.DRAINING, Lease.LEFT),
         )
-        if self._board.is_halting and not reply.stop:
+        if self._run_status.is_halting and not reply.stop:
             # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
             reply.stop, reply.exit_code = True, RunHalted.exit_code
             reply.reason = _HALTING
@@ -385,7 +385,7 @@ class IslandService:
             )
             self._end_if_over()
         else:
-            self._board.refused("", membership.cause_against(*start))
+            self._run_status.refused("", membership.cause_against(*start))
         return Reply.of(LeaveReply())
 
 

@@ -1,10 +1,10 @@
 """The coordinator's durable memory: one SQLite file.
 
 `entries` hold what membership must never forget, and under the all-reduce exchange how every
-fragment stands. The tape is `rounds`, an idempotent index of the records (their headers in the
-order they were reported or committed), and `tape`, what happened between them, once a key. Written
-before it is answered: a call that would need an entry
-while the disk is full changes nothing, and is answered that it may be repeated.
+fragment stands. The audit log is `rounds`, an idempotent index of the records (their headers in the
+order they were reported or committed), and `audit_log`, what happened between them. Both are
+written before anything is answered: a call that would need an entry while the disk is full changes
+nothing, and is answered that it may be repeated.
 
 Source: PROTOCOL.md, "Durable before answered" and "Audit log".
 """
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS rounds (
     header TEXT NOT NULL,
     UNIQUE (timeline, fragment_id, version)
 );
-CREATE TABLE IF NOT EXISTS tape (
+CREATE TABLE IF NOT EXISTS audit_log (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
     after_round INTEGER NOT NULL,
     kind TEXT NOT NULL,
@@ -48,12 +48,14 @@ CREATE TABLE IF NOT EXISTS tape (
 );
 """
 _TELL = (
-    "INSERT OR IGNORE INTO tape (after_round, kind, key, json) "
+    "INSERT OR IGNORE INTO audit_log (after_round, kind, key, json) "
     "VALUES ((SELECT COALESCE(MAX(sequence), 0) FROM rounds), ?, ?, ?)"
 )
 #: An island that starts again and again does not fill the journal.
 _MOST_TOLD = 100_000
-_FORGET = f"DELETE FROM tape WHERE sequence <= (SELECT MAX(sequence) FROM tape) - {_MOST_TOLD}"
+_FORGET = (
+    f"DELETE FROM audit_log WHERE sequence <= (SELECT MAX(sequence) FROM audit_log) - {_MOST_TOLD}"
+)
 #: How SQLite says that there is no room: for the file, by a limit, or for the index of its log.
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 _INDEX = "INSERT INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
@@ -61,7 +63,7 @@ _INDEX = "INSERT INTO rounds (timeline, fragment_id, version, header) VALUES (?,
 RoundRow: TypeAlias = tuple[int, int, int, str]
 
 
-class Told(NamedTuple):
+class AuditEntry(NamedTuple):
     """What happened between versions: its kind, what makes it one of its kind, and JSON of it."""
 
     kind: str
@@ -70,8 +72,8 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TapeEntry:
-    """Something on the tape beside the versions: so many of which had been indexed before it."""
+class AuditRow:
+    """One row of the audit log, and how many versions had been indexed before it."""
 
     after_round: int
     kind: str
@@ -116,14 +118,14 @@ class Journal:
         self,
         entries: Iterable[tuple[str, str]],
         rounds: Iterable[RoundRow] = (),
-        told: Iterable[Told] = (),
+        told: Iterable[AuditEntry] = (),
     ) -> int:
-        """Store key-value pairs, index `rounds`, and put on the tape what is `told`, all or none.
+        """Store entries, index `rounds`, and add `told` to the audit log, all or none.
 
         Later values replace earlier ones, and `null` is no entry any more; what is told again
         changes nothing; of what was told the newest 100,000 are kept. A version that is indexed
-        with another digest stays as it is: the other is on the tape as a `conflict`, and in the log
-        as an error.
+        with another digest stays as it is: the other is in the audit log as a `conflict`, and in
+        the log as an error.
 
         Returns:
             How many of `rounds` contradict what is indexed.
@@ -164,8 +166,8 @@ class Journal:
         """Return all key-value pairs."""
         return dict(self._require().execute("SELECT key, value FROM entries"))
 
-    def _index(self, row: RoundRow) -> Told | None:
-        """Index a durable record once; says for the tape if another was indexed in its place."""
+    def _index(self, row: RoundRow) -> AuditEntry | None:
+        """Index a durable record once; return an entry if another was indexed in its place."""
         timeline, fragment_id, version, header = row
         indexed = self.round_header(timeline, fragment_id, version)
         if indexed is None:
@@ -175,7 +177,7 @@ class Journal:
         if was == now:
             return None
         key = f"t{timeline}/f{fragment_id}/version {version}: {now}"
-        return Told("conflict", key, json.dumps({"indexed": was, "reported": now}))
+        return AuditEntry("conflict", key, json.dumps({"indexed": was, "reported": now}))
 
     def has_rounds(self, timeline: int) -> bool:
         """Whether a round of this timeline is indexed; version 0 is not the work of any."""
@@ -202,17 +204,17 @@ class Journal:
         )
         return [header for (header,) in rows]
 
-    def tape(self) -> list[str]:
+    def headers(self) -> list[str]:
         """Return the headers of all indexed records, in the order of their reports."""
         rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")
         return [header for (header,) in rows]
 
-    def happenings(self) -> list[TapeEntry]:
-        """Return what is on the tape beside the records, in the order in which it was told."""
+    def audit_rows(self) -> list[AuditRow]:
+        """Return what is in the audit log beside the records, in the order in which it was told."""
         rows = self._require().execute(
-            "SELECT after_round, kind, key, json FROM tape ORDER BY sequence"
+            "SELECT after_round, kind, key, json FROM audit_log ORDER BY sequence"
         )
-        return [TapeEntry(after, kind, key, json.loads(text)) for after, kind, key, text in rows]
+        return [AuditRow(after, kind, key, json.loads(text)) for after, kind, key, text in rows]
 
     @contextlib.contextmanager
     def _heeding_room(self) -> Iterator[None]:

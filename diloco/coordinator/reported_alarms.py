@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 
-from diloco.coordinator.journal import Told
+from diloco.coordinator.journal import AuditEntry
 from diloco.peer_texts import MOST_REASON, bounded_text
 from diloco.protocol.run.alarms import (
     MOST_ALARMS,
@@ -54,7 +54,7 @@ class ReportedAlarms:
     """
 
     def __init__(
-        self, *, record: Callable[[list[Told]], object], unix_clock: Callable[[], float]
+        self, *, record: Callable[[list[AuditEntry]], object], unix_clock: Callable[[], float]
     ) -> None:
         """Begin with none."""
         self._record = record
@@ -62,7 +62,7 @@ class ReportedAlarms:
         self._by_reporter: dict[str, Alarms] = {}
         # Reporter -> alarm -> when an entry was last made of it.
         self._noted: dict[str, dict[tuple[str, str, int], float]] = {}
-        self._unwritten: list[Told] = []
+        self._unwritten: list[AuditEntry] = []
 
     def reported(
         self,
@@ -144,7 +144,7 @@ class ReportedAlarms:
             "reporter": reporter, "unix_s": unix_s,
         }  # fmt: skip
         name = "/".join(map(str, (reporter, *key)))
-        self._unwritten.append(Told("alarm", f"{name}/{unix_s:.3f}", json.dumps(what)))
+        self._unwritten.append(AuditEntry("alarm", f"{name}/{unix_s:.3f}", json.dumps(what)))
 
     def write(self) -> None:
         """Write the entries that were made since the last call into the audit log."""

@@ -18,8 +18,8 @@ from typing import Any
 
 import blake3
 
+from diloco.coordinator.audit_log import expiry_entry
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.tape import told_expiry
 from diloco.errors import DilocoError
 from diloco.protocol.rounds.messages import DIGEST_BYTES
 from diloco.protocol.rounds.terms import PastRound, RoundKey
@@ -102,7 +102,7 @@ class RoundJournal:
         is_own = record["timeline"] == self._timeline
         rounds = [(self._timeline, p, record["version"], _text(record))] if is_own else []
         expired = RoundKey(self._timeline, p, record["version"], saved.attempt - 1)
-        told = [told_expiry(expired, saved.missing, saved.reason)] if saved.attempt else []
+        told = [expiry_entry(expired, saved.missing, saved.reason)] if saved.attempt else []
         try:
             self._journal.write([round_entry(self._timeline, saved)], rounds, told)
         except (sqlite3.Error, OSError) as error:

@@ -12,9 +12,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from diloco.coordinator.board import Board
-from diloco.coordinator.journal import RoundRow, Told
-from diloco.coordinator.tape import told_expiry, told_repair
+from diloco.coordinator.audit_log import expiry_entry, repair_entry
+from diloco.coordinator.journal import AuditEntry, RoundRow
+from diloco.coordinator.run_status import RunStatus
 from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protocol.run.admission import Entries
@@ -50,11 +50,11 @@ class SyncerService:
     def __init__(
         self,
         membership: Membership,
-        board: Board,
+        run_status: RunStatus,
         *,
         insist: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
-        tell: Callable[[Told], object],
+        tell: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
         on_lost: Callable[[str, int], None],
     ) -> None:
@@ -62,15 +62,15 @@ class SyncerService:
 
         Args:
             membership: Of the run.
-            board: Shows what is told.
+            run_status: Shows what is told.
             insist: Refuses whoever is not a syncer of this run and timeline.
             index: Makes it durable that there is a record.
-            tell: Puts on the tape what happened between records.
+            tell: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
         self._membership = membership
-        self._board = board
+        self._run_status = run_status
         self._insist = insist
         self._index = index
         self._tell = tell
@@ -93,8 +93,8 @@ class SyncerService:
             )
         fragment_ids = self._fragments_of(request.syncer_id)
         if request.address:
-            self._board.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
-        indexed = [self._board.indexed(fragment_id) for fragment_id in fragment_ids]
+            self._run_status.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
+        indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(
                 plan_json=self._membership.plan_json,
@@ -125,14 +125,14 @@ class SyncerService:
                 f"{len(known)} in all"
             )
         refused = _counted(report.refusals, membership.members)
-        self._board.syncer_says(report.syncer_id, report.syncer_epoch, refused, report.alarms)
+        self._run_status.syncer_says(report.syncer_id, report.syncer_epoch, refused, report.alarms)
         for fragment in report.fragments:
-            self._board.fragment_stands(self._bounded(fragment))
+            self._run_status.fragment_stands(self._bounded(fragment))
             lost = self._lost(fragment) if fragment.damage else None
             self._keep(membership.repairs.stands(fragment.fragment_id, lost))
         if row is not None:
             self._index(row)
-            if (told := told_repair(report.record_json)) is not None:
+            if (told := repair_entry(report.record_json)) is not None:
                 self._tell(told)
         if report.HasField("expiry"):
             self._tell(self._expired(report.expiry))
@@ -162,7 +162,7 @@ class SyncerService:
                     generation=roster.generation,
                     live=roster.live,
                     fenced=roster.fenced,
-                    is_paused=roster.is_paused or self._board.is_halting,
+                    is_paused=roster.is_paused or self._run_status.is_halting,
                     min_islands=roster.min_islands,
                 )
             )
@@ -177,7 +177,7 @@ class SyncerService:
         for p in sorted(repairs.damaged.keys() & known):
             named, header = repairs.asked.get(p, ""), ""
             if repairs.damaged[p].wants_header and num_characters < _MOST_HEADERS:
-                header = self._board.newest(p)
+                header = self._run_status.newest(p)
                 num_characters += len(header)
             if named or header:
                 yield Repair(fragment_id=p, island=named, record_json=header)
@@ -188,13 +188,13 @@ class SyncerService:
         holders = sorted(set(fragment.holders).intersection(islands))
         return LostVersion(fragment.lost_version, tuple(holders), fragment.wants_header)
 
-    def _expired(self, expiry: Expiry) -> Told:
+    def _expired(self, expiry: Expiry) -> AuditEntry:
         """Say of an attempt what can be true of it."""
         key = RoundKey(
             self._membership.timeline, expiry.fragment_id, expiry.version, expiry.attempt
         )
         missing = sorted(set(expiry.missing).intersection(self._membership.members))
-        return told_expiry(key, missing, bounded_text(expiry.reason))
+        return expiry_entry(key, missing, bounded_text(expiry.reason))
 
     def _note_pins(self, report: RoundReport) -> None:
         """Take note of the fragments whose versions are kept for a cut; with all it is complete."""

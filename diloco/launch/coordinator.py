@@ -39,12 +39,12 @@ from diloco.checkpoint.run_checkpoints import (
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
-from diloco.coordinator.board import Board
+from diloco.coordinator.audit_log import audit_entries_of
 from diloco.coordinator.daemon import RETURN_S, Coordinator
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.operator_service import Operations
-from diloco.coordinator.tape import told_of
+from diloco.coordinator.run_status import RunStatus
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import AggregationError, ConfigError
 from diloco.faults.chaos import wall_clock
@@ -137,7 +137,7 @@ async def run_coordinator(
                 if resume:
                     step = choose_checkpoint(config, state, membership, at_step, tell)
                     entries = membership.resumed(step)
-                    journal.write(entries, told=told_of(entries))
+                    journal.write(entries, told=audit_entries_of(entries))
                     membership.apply(entries)
                     tell(f"start every island: {commands_of_islands(config)}")
                 elif membership.is_stopped:
@@ -258,7 +258,7 @@ async def _return(
         )
     await having_room(
         "the return to a good checkpoint",
-        lambda: journal.write(entries, told=told_of(entries)),
+        lambda: journal.write(entries, told=audit_entries_of(entries)),
         given_up=signals.forced,
     )
 
@@ -296,7 +296,7 @@ async def _coordinate(
     ]
     if _is_over(membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
-        return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
+        return _tell_end(config, state, journal, membership, coordinator.run_status, signals, tell)
     if not _is_served(state, membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
     await having_room(
@@ -327,7 +327,7 @@ async def _coordinate(
     coordinator.alarms.write()  # of last reports
     if membership.is_returning and not signals.asked.is_set():
         return 0  # it goes on
-    return _tell_end(config, state, journal, membership, coordinator.board, signals, tell)
+    return _tell_end(config, state, journal, membership, coordinator.run_status, signals, tell)
 
 
 def _write_again(contents: Mapping[Path, bytes]) -> None:
@@ -443,7 +443,7 @@ def _build_decider(
     from diloco.coordinator.decided_rounds import DeciderRules
     from diloco.coordinator.decider import Decider
 
-    coordinator.board.instead_of_syncer = "none: the islands merge among themselves"
+    coordinator.run_status.instead_of_syncer = "none: the islands merge among themselves"
     return Decider(
         membership=membership,
         journal=journal,
@@ -479,13 +479,13 @@ async def _asked_to_stop(
             return
         if is_stopping or not (refusal := membership.repairs.against_stop):
             break
-        if not coordinator.board.is_stop_waiting:
-            coordinator.board.is_stop_waiting = True
+        if not coordinator.run_status.is_stop_waiting:
+            coordinator.run_status.is_stop_waiting = True
             tell(f"the stop waits: {refusal}; a second signal stops coordinator and syncer at once")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.forced.wait(), _LOOK_S)
             return
-    coordinator.board.is_stop_waiting = False
+    coordinator.run_status.is_stop_waiting = False
     if not is_stopping:
         if membership.rules.is_elastic:
             tell("stopping: every island is told to end; nothing published is lost")
@@ -562,7 +562,7 @@ def _tell_end(
     state: StateDir,
     journal: Journal,
     membership: Membership,
-    board: Board,
+    run_status: RunStatus,
     signals: Request,
     tell: Callable[[str], None],
 ) -> int:
@@ -576,7 +576,7 @@ def _tell_end(
         return membership.fatal_exit_code
     if membership.is_finished:
         said = f"the run {membership.run!r} has finished"
-        merged = board.merged_tokens  # 0 where nobody has told this start
+        merged = run_status.merged_tokens  # 0 where nobody has told this start
         if config.outer.is_on_arrival and merged:
             said += f": every fragment has merged {merged:,} tokens, planned were "
             said += f"{config.total_tokens:,}"

@@ -16,7 +16,7 @@ from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.checkpoint.stores import Part, known_plan, parts_of
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator.journal import Journal, Told
+from diloco.coordinator.journal import AuditEntry, Journal
 from diloco.coordinator.round_journal import SavedRound
 from diloco.durable import read_json, write_json
 from diloco.errors import ConfigError, QuorumLost
@@ -137,9 +137,9 @@ def _held(stores: Sequence[StateDir]) -> Iterator[None]:
 
 
 def _tell(state: StateDir, found: Sequence[Finding]) -> None:
-    """Put on the tape what was made again, where the coordinator's journal is here."""
+    """Put in the audit log what was made again, where the coordinator's journal is here."""
     told = [
-        Told(
+        AuditEntry(
             "repair",
             f"f{finding.fragment_id}/{finding.what}: {finding.detail}",
             json.dumps({"what": finding.what, "detail": finding.detail}),

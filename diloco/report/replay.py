@@ -1,4 +1,4 @@
-"""`diloco replay`: a run's versions made again from its tape and what its store keeps, offline.
+"""`diloco replay`: makes a run's versions again from its journal and its store, offline.
 
 Source: PROTOCOL.md, "Audit log".
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from diloco.checkpoint.stores import read_plan, state_by_fragment
 from diloco.config.load import load_config
-from diloco.coordinator.journal import Journal, TapeEntry
+from diloco.coordinator.journal import AuditRow, Journal
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_publication_rules
 from diloco.outer.fragments import Plan
@@ -23,13 +23,13 @@ from diloco.versions.replay import FragmentReplay, Replayed
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What making a run's versions again came to, and what else is on its tape, in order.
+    """What making a run's versions again came to, and what else is on its audit log, in order.
 
     `keeps_all`: the run keeps what every version is made of, so that none may be unknown.
     """
 
     versions: tuple[Replayed, ...]
-    tape: tuple[TapeEntry, ...]
+    audit_log: tuple[AuditRow, ...]
     keeps_all: bool
 
 
@@ -82,7 +82,7 @@ def _replayed(
     first: int,
     on_progress: Callable[[str, int, int], None],
 ) -> Replay:
-    headers, entries = _read_tape(state)
+    headers, entries = _read_journal(state)
     stored = state_by_fragment(state, plan)
     config = load_config(stored[0].resolved)
     replays = [
@@ -90,7 +90,7 @@ def _replayed(
             stored[p].store,
             plan,
             p,
-            tape=headers,
+            indexed=headers,
             timeline=read_timeline(stored[p].store_timeline).number,
             unnamed=build_publication_rules(config),
         )
@@ -106,13 +106,13 @@ def _replayed(
     return Replay(tuple(versions), entries, keeps_all)
 
 
-def _read_tape(state: StateDir) -> tuple[list[dict[str, object]], tuple[TapeEntry, ...]]:
+def _read_journal(state: StateDir) -> tuple[list[dict[str, object]], tuple[AuditRow, ...]]:
     """Read what the coordinator has indexed; nothing where its journal is on another machine."""
     if not state.journal.is_file():
         return [], ()
     journal = Journal(state.journal)
     journal.open()
     try:
-        return [json.loads(header) for header in journal.tape()], tuple(journal.happenings())
+        return [json.loads(header) for header in journal.headers()], tuple(journal.audit_rows())
     finally:
         journal.close()

@@ -112,7 +112,7 @@ class PrefetchWithoutRoom(Event):
 
 @dataclass(frozen=True, slots=True)
 class RoundExpiredSeen(Event):
-    """An attempt expired: nobody merges; from here only the tape reproduces the run."""
+    """An attempt expired: nobody merges; from here only the audit log reproduces the run."""
 
     kind: ClassVar[str] = "round_expired"
     inner_step: int

@@ -121,7 +121,7 @@ def headers_in(directory: Path) -> list[dict[str, Any]]:
         except FileNotFoundError:  # a syncer forgot it meanwhile
             continue
         except ValueError as error:
-            logger.error("a version that was forgotten will not be on the tape: %s", error)
+            logger.error("a version that was forgotten will not be in the audit log: %s", error)
     for version, frame in frames_in(directory).items():
         headers[version] = dict(frame.header)
     for version in versions_in(directory):

@@ -97,7 +97,7 @@ class FragmentReplay:
         plan: Plan,
         fragment_id: int,
         *,
-        tape: Sequence[Mapping[str, Any]] = (),
+        indexed: Sequence[Mapping[str, Any]] = (),
         timeline: int = 0,
         unnamed: PublicationRules | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class FragmentReplay:
             store_dir: The store.
             plan: Of the run.
             fragment_id: Of the fragment.
-            tape: Headers that the coordinator has indexed, of all fragments; none: those in the
+            indexed: Headers that the coordinator has indexed, of all fragments; none: those in the
                 store are all that is known.
             timeline: That the store is of.
             unnamed: Rules of versions whose records name none: those of an all-reduce, which are
@@ -130,13 +130,13 @@ class FragmentReplay:
                 self._records[version] = record
             except RecordInvalid as error:
                 self._unreadable[version] = str(error)
-        self._tape = {
+        self._indexed = {
             (header["timeline"], header["version"]): header
-            for header in tape
+            for header in indexed
             if header["fragment_id"] == fragment_id
         }
         self._stored_newest = max({*self._records, *self._frames}, default=-1)
-        told = (version for of, version in self._tape if of == timeline)
+        told = (version for of, version in self._indexed if of == timeline)
         self.newest = max(self._stored_newest, *told, -1)
         self._timelines = self._past(timeline)
 
@@ -148,7 +148,7 @@ class FragmentReplay:
             kept = self._kept.get(version)
             if own is not None:
                 timeline = own.header["timeline"]
-            elif told := [t for t, v in self._tape if v == version and t <= timeline]:
+            elif told := [t for t, v in self._indexed if v == version and t <= timeline]:
                 timeline = max(told)
             elif kept is not None:
                 timeline = min(timeline, kept.header["timeline"])
@@ -176,7 +176,7 @@ class FragmentReplay:
                 replayed, state = self._step(version, state, pool)
                 if version >= first:
                     yield replayed
-        for timeline, version in sorted(self._tape):
+        for timeline, version in sorted(self._indexed):
             if version >= first and self._timelines.get(version) != timeline:
                 detail = f"a resume left timeline {timeline} behind"
                 id_ = self._fragment.fragment_id
@@ -245,7 +245,7 @@ class FragmentReplay:
         if (problem := self._unreadable.get(version) or self._cut(version)) is not None:
             return self._replayed(version, Verdict.DAMAGED, problem)
         if version > self._stored_newest:
-            problem = "it was published, as the tape says, and nothing here leads to it"
+            problem = "it was published, as the audit log says, and nothing here leads to it"
             return self._replayed(version, Verdict.DAMAGED, problem)
         return self._replayed(version, Verdict.UNKNOWN, FORGOTTEN)
 
@@ -300,11 +300,11 @@ class FragmentReplay:
         return list(pool.map(make, range(len(before))))
 
     def _told_otherwise(self, stored: StoredRecord) -> Iterator[str]:
-        """Compare a header with the tape's, which leaves out what has no room in a message."""
+        """Compare a header with the audit log's, which leaves out what has no room in a message."""
         header = stored.header
-        told = self._tape.get((header["timeline"], header["version"]), {})
+        told = self._indexed.get((header["timeline"], header["version"]), {})
         if other := sorted(key for key, value in told.items() if header.get(key) != value):
-            yield f"the tape says otherwise of its {', '.join(other)}"
+            yield f"the audit log says otherwise of its {', '.join(other)}"
 
     def _differences(
         self, stored: StoredRecord, made: Sequence[LanePublication], pool: Executor

@@ -80,7 +80,7 @@ class VersionRecord:
         return max((c.sent_at_inner_step for c in self.contributors), default=0)
 
     def header(self) -> dict[str, Any]:
-        """What the journal and the tape keep: plain JSON values.
+        """What the journal and the audit log keep: plain JSON values.
 
         `merge` is there only where it was more than the mean of all, weighted by tokens;
         `merged_tokens` and `rules` where a syncer has merged anything; `closed_unix_s` where times

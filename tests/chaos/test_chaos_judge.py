@@ -16,9 +16,9 @@ from diloco.chaos.judge import (
     Newest,
     Recomputed,
     accounts_of,
+    headers_by_version,
     island_back_s,
     judge,
-    tape_of,
 )
 from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, TimedFault
 from diloco.chaos.report import is_alone, report_on
@@ -115,7 +115,7 @@ class Run:
         )
 
     def counts_again(self, island: str, version: int) -> None:
-        """Let the tape name an island that sent nothing for a version and merged it so."""
+        """Let the audit log name an island that sent nothing for a version and merged it so."""
         sent, merged = (
             self.of(island, f"fragment_{what}")[version - 1] for what in ("sent", "merged")
         )
@@ -132,7 +132,10 @@ class Run:
         return Evidence(
             history=history,
             events=self.events,
-            headers=[*self.headers, *copy.deepcopy(self.headers[-2:])],  # tape and store overlap
+            headers=[
+                *self.headers,
+                *copy.deepcopy(self.headers[-2:]),
+            ],  # audit log and store overlap
             newest={0: Newest(NUM_VERSIONS, digest(NUM_VERSIONS))},
             recomputed=[Recomputed(0, NUM_VERSIONS)],
             exit_codes=dict.fromkeys(ISLANDS, 0),
@@ -244,7 +247,7 @@ def test_who_returns_to_what_is_published_was_spoilt_or_is_blamed_wrongly(kind: 
     assert broken(replace(evidence, history=history)) == []
     (account,) = (
         a
-        for (name, _), a in accounts_of(evidence, tape_of(evidence.headers)[0]).items()
+        for (name, _), a in accounts_of(evidence, headers_by_version(evidence.headers)[0]).items()
         if name == "east"
     )
     assert account.dropped == TOKENS and not account.problems
@@ -307,7 +310,7 @@ EXITS = "no island ends unasked"
         pytest.param(
             lambda run: run.headers[2]["contributors"].pop(),
             [OUTCOMES, ACCOUNTS],
-            id="an-included-contribution-is-not-in-the-tape",
+            id="an-included-contribution-is-not-in-the-audit-log",
         ),
         pytest.param(
             lambda run: _set(run.of("east", "fragment_sent"), 1, declined="not finite"),
@@ -450,7 +453,7 @@ def test_an_island_on_arrival_may_merge_while_nothing_is_outstanding() -> None:
     assert island_figures(run.evidence(is_on_arrival=True))[0].dropped_tokens == H * TOKENS
 
 
-def test_a_contribution_that_only_the_tape_knows_is_not_lost() -> None:
+def test_a_contribution_that_only_the_audit_log_knows_is_not_lost() -> None:
     run = Run.good()
     # The leader was killed after its contribution had left, before its event was written; and one
     # whose outcome came too late.

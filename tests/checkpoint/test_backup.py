@@ -88,7 +88,7 @@ def test_a_copy_is_a_state_directory_with_what_is_durable(
         "timeline.json",
     ]
     with open_journal(copy.journal) as copied:
-        assert (copied.entries(), copied.tape()) == ({"plan": "{}"}, ["{}"])
+        assert (copied.entries(), copied.headers()) == ({"plan": "{}"}, ["{}"])
     assert copy.root.stat().st_mode & 0o777 == 0o700
     assert "the run secret is not in it (--with-secret)" in told
     assert "Not in it: the islands' checkpoints" in told

@@ -25,7 +25,7 @@ from diloco.report.repair import repair_run
 from diloco.state_dir import holder, stop_syncer
 from diloco.transport.errors import TransportError
 from diloco.versions.repair import Condition
-from tests.coordinator.test_coordinator_process import founded, poll, publish, report, tape
+from tests.coordinator.test_coordinator_process import founded, indexed, poll, publish, report
 from tests.coordinator_site import Site, eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -60,7 +60,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begun]:
         syncer, east, west = founded(site, coordinator)
         publish(syncer, [east, west], 0, 0, 1.0)
         digest = poll(syncer, east).fragments[0].digest.hex()
-        eventually(lambda: tape(site) == [(0, 0), (0, 1), (1, 0)], "the index of all versions")
+        eventually(lambda: indexed(site) == [(0, 0), (0, 1), (1, 0)], "the index of all versions")
         process.kill()
         process.wait()
         stop_syncer(site.state)

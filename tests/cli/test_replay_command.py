@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.cli.operate import replay
 from diloco.config.load import load_config, resolved_toml
+from diloco.coordinator.audit_log import audit_entries_of, expiry_entry
 from diloco.coordinator.journal import Told
-from diloco.coordinator.tape import told_expiry, told_of
 from diloco.errors import ConfigError
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.state_dir import StateDir, hold
@@ -26,7 +26,7 @@ from tests.virtual_run import Setting, VirtualRun, descend_unevenly
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
-    """What two islands left behind: nine versions of a fragment, all of them kept, and a tape."""
+    """What two islands left behind: nine versions of a fragment, all kept, and an audit log."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     state = StateDir(tmp_path / "state")
     state.create()
@@ -39,9 +39,11 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     run = VirtualRun(setting)
     run.keeps_all = True
     run_virtual(run.run())
-    told = told_of((("policy/1", json.dumps({"key": "outer.optimizer.lr", "value": 0.5})),))
+    told = audit_entries_of(
+        (("policy/1", json.dumps({"key": "outer.optimizer.lr", "value": 0.5})),)
+    )
     with open_journal(state.journal) as journal:
-        journal.write((), told=[*told, told_expiry(RoundKey(0, 0, 3, 0), ["west"], "deadline")])
+        journal.write((), told=[*told, expiry_entry(RoundKey(0, 0, 3, 0), ["west"], "deadline")])
         index(journal, run.records)
         journal.write((), told=[Told("repair", "f0/version 2: torn", "{}")])
     return state
@@ -54,7 +56,7 @@ def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["replay", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_every_version_is_made_again_and_the_tape_is_told(state: StateDir) -> None:
+def test_every_version_is_made_again_and_the_audit_log_is_shown(state: StateDir) -> None:
     result = invoke(state.root.parent / "run.toml")
 
     assert result.exit_code == 0, result.output
@@ -68,7 +70,7 @@ def test_every_version_is_made_again_and_the_tape_is_told(state: StateDir) -> No
     assert lines[-1] == f"{newest} versions: {newest} recomputed"
     found = json.loads(invoke(state.root, "--json", "--from", "4", "--fragment", "0").stdout)
     assert [v["version"] for v in found["versions"]] == list(range(4, newest + 1))
-    assert [entry["kind"] for entry in found["tape"]] == ["policy", "expiry", "repair"]
+    assert [entry["kind"] for entry in found["audit_log"]] == ["policy", "expiry", "repair"]
 
 
 def test_a_flipped_bit_is_named_with_what_to_do_and_the_exit_code(state: StateDir) -> None:

@@ -28,7 +28,7 @@ from tests.coordinator_site import (
     eventually,
     status,
 )
-from tests.run_files import journal_tape
+from tests.run_files import indexed_headers
 from tests.waiting import said_by
 
 pytestmark = pytest.mark.timeout(120)
@@ -127,9 +127,9 @@ def report(address: str, grant: control.Grant, **fields) -> control.ReportReply:
     return control.ReportReply.FromString(call(address, "control.report", request).header)
 
 
-def tape(site: Site) -> list[tuple[int, int]]:
+def indexed(site: Site) -> list[tuple[int, int]]:
     """Fragment and version of every record that the journal knows, sorted."""
-    return sorted((h["fragment_id"], h["version"]) for h in journal_tape(site.state))
+    return sorted((h["fragment_id"], h["version"]) for h in indexed_headers(site.state))
 
 
 def founded(site: Site, coordinator: str) -> tuple[str, control.Grant, control.Grant]:
@@ -194,8 +194,8 @@ def test_run_survives_kills_of_coordinator_and_syncer_and_ends_when_all_islands_
     assert published.outcomes[0].kind == wire.OUTCOME_KIND_INCLUDED
     assert site.syncer_address(coordinator, "east", "east-1") == syncer
 
-    expected_tape = [(0, 0), (1, 0), (1, 1)]
-    eventually(lambda: tape(site) == expected_tape, "the report of every record")
+    expected_headers = [(0, 0), (1, 0), (1, 1)]
+    eventually(lambda: indexed(site) == expected_headers, "the report of every record")
     assert syncer_pid is not None
     os.kill(syncer_pid, signal.SIGKILL)
     after = eventually(
@@ -228,7 +228,7 @@ def test_run_survives_kills_of_coordinator_and_syncer_and_ends_when_all_islands_
     assert (process.returncode, output) == (0, "the run 'two-islands' has finished\n")
     assert holder(site.state.store_lock) is None
     assert read_endpoint(site.state.syncer) is None
-    assert tape(site) == expected_tape
+    assert indexed(site) == expected_headers
     rerun = site.coordinate()
     assert "has finished" in said_by(rerun, 30)[0]
     assert rerun.returncode == 0
@@ -367,7 +367,7 @@ def test_a_stopped_run_says_what_to_type_and_goes_on_where_it_was(site: Site) ->
         leave(coordinator, reply.grant)
     assert "has finished" in said_by(process, 30)[0]
     assert process.returncode == 0
-    assert tape(site) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 1)]
+    assert indexed(site) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 1)]
     finished = site.coordinate(resume=True)
     assert "there is nothing to resume" in said_by(finished, 30)[0]
     assert finished.returncode == 2
@@ -471,7 +471,7 @@ def test_records_reach_the_journal_of_a_coordinator_that_was_away_when_the_run_e
 ) -> None:
     process, coordinator = site.coordinate_until_up()
     syncer, east, west = founded(site, coordinator)
-    eventually(lambda: tape(site) == [(0, 0), (1, 0)], "the report of version 0")
+    eventually(lambda: indexed(site) == [(0, 0), (1, 0)], "the report of version 0")
     process.kill()
     process.wait()
     for version in range(8):  # more than the syncer keeps records of
@@ -486,7 +486,7 @@ def test_records_reach_the_journal_of_a_coordinator_that_was_away_when_the_run_e
     assert "has finished" in said_by(again, 30)[0]
     assert again.returncode == 0
     assert holder(site.state.store_lock) is None
-    assert tape(site) == [(0, 0), *((1, version) for version in range(9))]
+    assert indexed(site) == [(0, 0), *((1, version) for version in range(9))]
 
 
 @pytest.mark.slow
@@ -506,7 +506,7 @@ def test_records_are_not_lost_when_coordinator_and_syncer_die_one_after_the_othe
     site.coordinate_until_up()
 
     expected = [(0, 0), *((1, version) for version in range(9))]
-    eventually(lambda: tape(site) == expected, "the report of every record")
+    eventually(lambda: indexed(site) == expected, "the report of every record")
 
 
 def test_a_run_that_failed_stays_failed_over_a_restart(site: Site) -> None:

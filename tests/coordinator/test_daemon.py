@@ -446,7 +446,7 @@ def test_a_version_that_is_reported_as_two_things_is_counted(play: Play) -> None
 
         (counted,) = coord.coordinator.status().refusals
         assert (counted.service, counted.cause, counted.count) == ("coordinator", "conflict", 1)
-        assert [json.loads(header)["digest"] for header in coord.journal.tape()] == ["one"]
+        assert [json.loads(header)["digest"] for header in coord.journal.headers()] == ["one"]
 
     play(story)
 
@@ -462,6 +462,6 @@ def test_a_record_that_is_none_is_refused_by_name(record: str, play: Play) -> No
         request = control.RoundReport(grant=sign(grant, SECRET), record_json=record)
         with pytest.raises(FrameError, match="a report's record is"):
             await coord.call("round_report", request)
-        assert coord.journal.tape() == []
+        assert coord.journal.headers() == []
 
     play(story)

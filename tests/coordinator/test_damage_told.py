@@ -131,7 +131,7 @@ def test_an_operator_has_a_damaged_fragment_repaired_from_an_island(tmp_path: Pa
         await coord.round_report(record={**header, "repaired": "west"})
         await stands("")
         assert not (await coord.told_to_syncer()).repairs
-        kinds = [entry.kind for entry in coord.journal.happenings()]
+        kinds = [entry.kind for entry in coord.journal.audit_rows()]
         assert kinds.count("repair") == 1
         assert "operation" in kinds
 

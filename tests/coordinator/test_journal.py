@@ -76,15 +76,15 @@ def test_a_version_that_is_indexed_as_something_else_is_told_aloud(
         rows = [row(0, 1, 7, digest="another"), row(0, 1, 8)]
         assert journal.write([("plan", "p")], rows) == 1
 
-    assert [json.loads(h)["digest"] for h in journal.tape()] == ["0/1/7", "0/1/8"]
-    (told,) = journal.happenings()
+    assert [json.loads(h)["digest"] for h in journal.headers()] == ["0/1/7", "0/1/8"]
+    (told,) = journal.audit_rows()
     assert (told.kind, told.key) == ("conflict", "t0/f1/version 7: another")
     assert told.content == {"indexed": "0/1/7", "reported": "another"}
     assert [r.levelname for r in caplog.records] == ["ERROR"] * 2
     assert "published as two things" in caplog.text
 
 
-def test_tape_holds_each_record_once_in_the_order_of_reports(
+def test_each_record_is_indexed_once_in_the_order_of_reports(
     journal: Journal, tmp_path: Path
 ) -> None:
     for timeline, fragment_id, version in [(0, 1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]:
@@ -94,7 +94,7 @@ def test_tape_holds_each_record_once_in_the_order_of_reports(
 
     other = reopened(tmp_path)
 
-    assert [json.loads(header)["digest"] for header in other.tape()] == [
+    assert [json.loads(header)["digest"] for header in other.headers()] == [
         "0/1/0",
         "0/0/0",
         "0/1/1",

@@ -25,7 +25,7 @@ def shown(coord: CoordinatorInMemory) -> list[AlarmStatus]:
 
 def recorded(coord: CoordinatorInMemory) -> list[tuple[str, str]]:
     coord.coordinator.alarms.write()  # as the next look of the watch does
-    entries = [e.content for e in coord.journal.happenings() if e.kind == "alarm"]
+    entries = [e.content for e in coord.journal.audit_rows() if e.kind == "alarm"]
     return [(content["reporter"], content["kind"]) for content in entries]
 
 
@@ -158,7 +158,7 @@ def test_alarms_of_all_islands_at_once_are_one_durable_write(tmp_path: Path) -> 
         await asyncio.sleep(2.0)
 
         assert len(writes) == 1
-        assert len([e for e in coord.journal.happenings() if e.kind == "alarm"]) == len(names)
+        assert len([e for e in coord.journal.audit_rows() if e.kind == "alarm"]) == len(names)
         watching.cancel()
 
     tell(tmp_path, story, names=names)

@@ -12,7 +12,7 @@ from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
 from diloco.state_dir import holder
 from diloco.versions.log import headers_in
-from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
+from tests.run_files import FinishedRun, all_logs, indexed_headers, write_run
 
 #: Files may have so many bytes while the disk is full: logs have fewer, what is durable more.
 LIMIT = 40_000
@@ -87,7 +87,7 @@ def test_a_run_goes_on_by_itself_when_there_is_room_again(
         assert filler.num_versions == 0, "a version without room"
     finished = FinishedRun(run)
     for record in finished.last_records():
-        headers = [h for h in journal_tape(run.state) if h["fragment_id"] == record.fragment_id]
+        headers = [h for h in indexed_headers(run.state) if h["fragment_id"] == record.fragment_id]
         assert [header["version"] for header in headers] == list(range(record.version + 1))
         for island in ("east", "west"):
             counted = [c for h in headers for c in h["contributors"] if c["island"] == island]

@@ -25,7 +25,7 @@ from diloco.report.repair import repair_run
 from diloco.state_dir import StateDir, holder
 from diloco.versions.repair import Condition
 from diloco.versions.store import FragmentStore
-from tests.run_files import all_logs, journal_tape, write_run
+from tests.run_files import all_logs, indexed_headers, write_run
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -116,11 +116,11 @@ def run_with(directory: Path, islands: Sequence[str], killer: Killer, steps: int
 
 def insist_on_one_truth(state: StateDir, islands: Sequence[str]) -> None:
     """Insist that every island holds what the journal committed last, to the bit."""
-    tape = journal_tape(state)
+    headers = indexed_headers(state)
     for name in islands:
         own = state.peer(name)
         for fragment in Plan.from_json(own.plan.read_text()).fragments:
-            committed = [h for h in tape if h["fragment_id"] == fragment.fragment_id]
+            committed = [h for h in headers if h["fragment_id"] == fragment.fragment_id]
             assert [h["version"] for h in committed] == list(range(len(committed)))
             record = FragmentStore(own.store, fragment, 4).newest()
             assert record is not None
@@ -216,4 +216,4 @@ def test_a_lost_journal_is_made_again_from_peers_and_the_run_goes_on(
     assert code == 0, f"exit code {code}\n{all_logs(state.root)}"
     first, *others = (vectors(state.peer(name)) for name in islands)
     assert all(other == first for other in others)
-    assert max(h["version"] for h in journal_tape(state)) >= max(held) // 2
+    assert max(h["version"] for h in indexed_headers(state)) >= max(held) // 2

@@ -17,7 +17,7 @@ from diloco.island.layout import build_schedule
 from diloco.launch.local import LocalRun
 from diloco.state_dir import holder
 from tests.faults.killer import Killer
-from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
+from tests.run_files import FinishedRun, all_logs, indexed_headers, write_run
 
 #: Coordinator's kills, at most: one killed before it serves takes a restart of its budget.
 MAX_COORDINATOR_SHARE = 0.4
@@ -115,7 +115,7 @@ def test_random_kills_lose_no_version_and_count_nothing_twice(
                 if event["fragment_id"] == p
             ]
             assert merged == list(range(1, record.version + 1))
-        headers = [header for header in journal_tape(run.state) if header["fragment_id"] == p]
+        headers = [header for header in indexed_headers(run.state) if header["fragment_id"] == p]
         assert [header["version"] for header in headers] == list(range(record.version + 1))
         for island in ISLANDS:
             counted = [c for h in headers for c in h["contributors"] if c["island"] == island]

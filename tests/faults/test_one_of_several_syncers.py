@@ -30,7 +30,7 @@ from diloco.versions.record import versions_in
 from diloco.versions.repair import Condition
 from diloco.versions.replay import Verdict
 from tests.faults.killer import Killer
-from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
+from tests.run_files import FinishedRun, all_logs, indexed_headers, write_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -116,7 +116,7 @@ def insist_on_whole(finished: FinishedRun) -> None:
         assert stored == set(fragment_ids), "nobody has another's"
     records = finished.last_records()
     assert finished.ending_digests() == {tuple(record.digest.hex() for record in records)}
-    versions = Counter((h["fragment_id"], h["version"]) for h in journal_tape(state))
+    versions = Counter((h["fragment_id"], h["version"]) for h in indexed_headers(state))
     assert set(versions.values()) == {1}
     assert versions.keys() == {
         (record.fragment_id, v) for record in records for v in range(record.version + 1)

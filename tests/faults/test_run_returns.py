@@ -26,7 +26,7 @@ from diloco.faults.chaos import STEP_VARIABLE, VARIABLE, spoilt_name, spoilt_pat
 from diloco.launch.local import LocalRun
 from diloco.security.security import Security
 from diloco.transport.identity import Role
-from tests.run_files import FinishedRun, all_logs, journal_tape, write_run
+from tests.run_files import FinishedRun, all_logs, indexed_headers, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -123,7 +123,7 @@ def last_loss(run: FinishedRun) -> float:
 
 def alarms(run: FinishedRun) -> list[str]:
     with open_journal(run.state.journal) as journal:
-        return [e.content["kind"] for e in journal.happenings() if e.kind == "alarm"]
+        return [e.content["kind"] for e in journal.audit_rows() if e.kind == "alarm"]
 
 
 def killing(run: LocalRun, lines: list[str]) -> Callable[[], None]:
@@ -169,7 +169,7 @@ def test_a_run_without_a_syncer_returns_by_itself(tmp_path: Path) -> None:
     run = finished(config, lambda run: Uphill(run, chaos), {**_PACE, VARIABLE: str(chaos)})
 
     assert "return" in alarms(run)
-    assert {header["timeline"] for header in journal_tape(run.state)[-2:]} <= {1, 2}
+    assert {header["timeline"] for header in indexed_headers(run.state)[-2:]} <= {1, 2}
     assert last_loss(run) < 4.0
     assert {len(digests) for digests in run.ending_digests()} == {2}
 

@@ -141,7 +141,7 @@ async def living(run: AllReduceRun) -> Living:
 def insist_on_one_truth(run: AllReduceRun, islands: Living) -> None:
     """Insist that all ended with the same bytes, which are those that the journal names."""
     run.journal.open()
-    headers = {(h["fragment_id"], h["version"]): h for h in run_tape(run)}
+    headers = {(h["fragment_id"], h["version"]): h for h in headers_of_run(run)}
     run.journal.close()
     newest: dict[int, int] = {}
     for p, version in headers:
@@ -160,8 +160,8 @@ def insist_on_one_truth(run: AllReduceRun, islands: Living) -> None:
         assert [v for q, v in sorted(headers) if q == p] == list(range(last + 1)), "none is lost"
 
 
-def run_tape(run: AllReduceRun) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in run.journal.tape()]
+def headers_of_run(run: AllReduceRun) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in run.journal.headers()]
 
 
 def num_expired(islands: Mapping[str, AllReduceIsland]) -> int:

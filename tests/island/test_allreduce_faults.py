@@ -31,10 +31,10 @@ from diloco.versions.store import FragmentStore
 from tests.island.test_allreduce_deaths import (
     Living,
     descend,
+    headers_of_run,
     insist_on_one_truth,
     living,
     num_expired,
-    run_tape,
 )
 from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import Setting
@@ -322,7 +322,7 @@ def test_a_rank_that_declines_after_another_has_sent_its_lanes_is_heard(setting:
     insist_on_one_truth(run, islands)
     assert num_expired(islands.starts) == 0
     run.journal.open()
-    (second,) = [h for h in run_tape(run) if h["version"] == 2]
+    (second,) = [h for h in headers_of_run(run) if h["version"] == 2]
     run.journal.close()
     assert [c["island"] for c in second["contributors"]] == ["a", "c"]
     assert second["refused"] == {"b": "declined: not finite"}
@@ -407,7 +407,9 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
     insist_on_one_truth(run, islands)
     assert num_expired(islands.starts) == 0
     run.journal.open()
-    refusals = {h["version"]: h["refused"].get("b", "") for h in run_tape(run) if h["version"] < 4}
+    refusals = {
+        h["version"]: h["refused"].get("b", "") for h in headers_of_run(run) if h["version"] < 4
+    }
     run.journal.close()
     assert "the contribution of island 'b' is malformed" in refusals.pop(2)
     assert refusals == {0: "", 1: "", 3: ""}

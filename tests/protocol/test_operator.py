@@ -244,7 +244,7 @@ def test_a_backup_is_written_down_before_and_after(
         before = []
 
         async def back_up(arguments: Mapping[str, str]) -> str:
-            before.extend(entry.content for entry in coord.journal.happenings())
+            before.extend(entry.content for entry in coord.journal.audit_rows())
             if arguments["directory"] == "/full":
                 raise ConfigError("no room")
             return "copied"
@@ -258,7 +258,7 @@ def test_a_backup_is_written_down_before_and_after(
         word = "with" if with_secret else "without"
         (begun,) = [each for each in before if each["arguments"]["directory"] == "/there"][:1]
         assert begun["message"] == f"copying to '/there', {word} the run secret"
-        told = [e.content for e in coord.journal.happenings() if e.kind == "operation"]
+        told = [e.content for e in coord.journal.audit_rows() if e.kind == "operation"]
         assert [each["message"] for each in told if "copying" not in each["message"]] == [
             "copied", "no room",
         ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diloco.config.load import load_config
-from diloco.coordinator.tape import told_of
+from diloco.coordinator.audit_log import audit_entries_of
 from diloco.errors import AggregationError, Fenced, RunReturned
 from diloco.launch.coordinator import _return
 from diloco.protocol.run.candidates import JudgeRules
@@ -207,7 +207,9 @@ async def ruined(coord: CoordinatorInMemory, grants: list[control.Grant]) -> Non
     assert pending is not None
     coord.journal.write(entries := coord.membership.resumed(pending.to, is_return=True))
     if coord.membership.candidates.without:
-        assert [each.kind for each in told_of(entries)] == ["timeline", "members"], "audit log"
+        assert [each.kind for each in audit_entries_of(entries)] == ["timeline", "members"], (
+            "audit log"
+        )
     await coord.restart()
 
 

@@ -305,12 +305,12 @@ def test_an_island_that_holds_the_lost_version_gives_it_back(
         return run
 
     run = run_virtual(scenario())
-    tape = [json.loads(text) for text in {json.dumps(r, sort_keys=True) for r in run.records}]
-    replay = FragmentReplay(setting.directory, setting.plan(), 0, tape=[
-        r for r in tape if "repaired" not in r
+    headers = [json.loads(text) for text in {json.dumps(r, sort_keys=True) for r in run.records}]
+    replay = FragmentReplay(setting.directory, setting.plan(), 0, indexed=[
+        r for r in headers if "repaired" not in r
     ])  # fmt: skip
     verdicts = {each.version: each.verdict for each in replay.run()}
-    (repaired,) = [r["version"] for r in tape if "repaired" in r]
+    (repaired,) = [r["version"] for r in headers if "repaired" in r]
     assert verdicts[repaired] is Verdict.REPAIRED
     later = {version for version in verdicts if version > repaired}
     assert later

@@ -368,7 +368,7 @@ def test_a_script_plays_the_same_way_again(kind: Kind) -> None:
     rates = dict.fromkeys((Fault.RESET, Fault.DUPLICATE, Fault.CORRUPT, Fault.DELAY), 0.1)
     script = FaultScript(seed=5, rates=rates, delay_s=0.001)
 
-    def tape(link: str) -> tuple[list[str], dict[Fault, int]]:
+    def history(link: str) -> tuple[list[str], dict[Fault, int]]:
         said: list[str] = []
 
         async def claim(faulty: Faulty) -> None:
@@ -382,10 +382,10 @@ def test_a_script_plays_the_same_way_again(kind: Kind) -> None:
         kind.run(faulty.run(claim))
         return said, dict(faulty.faults.fired)
 
-    first = tape("one")
-    assert tape("one") == first
+    first = history("one")
+    assert history("one") == first
     assert set(first[1]) == set(rates), "every kind of the script fired"
-    assert tape("another") != first
+    assert history("another") != first
 
 
 def test_faults_meet_the_methods_of_the_script_only(kind: Kind) -> None:

@@ -142,12 +142,12 @@ def disturbed(setting: Setting, seed: int = 3) -> tuple[VirtualRun, list[Virtual
 def replayed(run: VirtualRun, fragment_id: int, first: int = 1) -> list[Replayed]:
     plan = run.setting.plan()
     replay = FragmentReplay(
-        run.setting.directory, plan, fragment_id, tape=tape_of(run), timeline=run.timeline
+        run.setting.directory, plan, fragment_id, indexed=headers_of(run), timeline=run.timeline
     )
     return list(replay.run(first, num_threads=2))
 
 
-def tape_of(run: VirtualRun) -> list[Mapping[str, Any]]:
+def headers_of(run: VirtualRun) -> list[Mapping[str, Any]]:
     """What a coordinator would have indexed: each record once, as JSON values."""
     rows = {(h["timeline"], h["fragment_id"], h["version"]): h for h in run.records}
     return [json.loads(json.dumps(header)) for header in rows.values()]
@@ -160,18 +160,21 @@ def counted(replayed: Sequence[Replayed]) -> Counter[Verdict]:
 def test_every_version_of_a_disturbed_run_is_made_again_to_the_bit(setting: Setting) -> None:
     run, islands = disturbed(setting)
 
-    tape = tape_of(run)
-    assert run.epoch > 3 and {c["incarnation"] for h in tape for c in h["contributors"]} >= {1, 2}
+    headers = headers_of(run)
+    assert run.epoch > 3 and {c["incarnation"] for h in headers for c in h["contributors"]} >= {
+        1,
+        2,
+    }
     outcomes = {e["outcome"] for i in islands for e in i.kinds("fragment_merged")}
     assert {"included", "not_included"} <= outcomes
-    assert any(h.get("merge", {}).get("rejected") for h in tape)
-    assert {h["rules"]["policy_revision"] for h in tape if h["version"]} == {0, 1}
+    assert any(h.get("merge", {}).get("rejected") for h in headers)
+    assert {h["rules"]["policy_revision"] for h in headers if h["version"]} == {0, 1}
     for p in range(2):
         found = replayed(run, p)
-        newest = max(h["version"] for h in tape if h["fragment_id"] == p)
+        newest = max(h["version"] for h in headers if h["fragment_id"] == p)
         assert [each.version for each in found] == list(range(1, newest + 1))
         assert newest > 9 and counted(found) == {Verdict.RECOMPUTED: newest}, found
-        (own,) = {h["digest"] for h in tape if (h["fragment_id"], h["version"]) == (p, newest)}
+        (own,) = {h["digest"] for h in headers if (h["fragment_id"], h["version"]) == (p, newest)}
         assert all(own in island.session.digests for island in islands)
         assert replayed(run, p, newest - 1) == found[-2:]
 
@@ -236,16 +239,16 @@ def test_what_is_whole_and_does_not_come_to_what_was_published_is_different(
     short: VirtualRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_virtual(short.run())
-    tape = tape_of(short)
-    tape[5]["digest"] = "00"
+    headers = headers_of(short)
+    headers[5]["digest"] = "00"
     plan, directory = short.setting.plan(), short.setting.directory
 
-    (told,) = [e for e in FragmentReplay(directory, plan, 0, tape=tape).run() if e.is_wrong]
+    (told,) = [e for e in FragmentReplay(directory, plan, 0, indexed=headers).run() if e.is_wrong]
     monkeypatch.setattr(replaying, "COEFFICIENT_TOLERANCE", -1.0)
     found = list(FragmentReplay(directory, plan, 0).run())
 
     assert (told.version, told.verdict) == (5, Verdict.DIFFERENT)
-    assert told.detail == "the tape says otherwise of its digest"
+    assert told.detail == "the audit log says otherwise of its digest"
     assert all(each.detail.startswith("coefficients are 0 from what") for each in found)
 
 
@@ -261,7 +264,7 @@ def test_a_version_that_was_published_and_is_gone_is_told(short: VirtualRun) -> 
     found = replayed(short, 0)
 
     assert wrong(found) == [(version, Verdict.DAMAGED) for version in gone]
-    assert "it was published, as the tape says" in found[-1].detail
+    assert "it was published, as the audit log says" in found[-1].detail
 
 
 def test_without_kept_contributions_the_retained_versions_are_made_again(

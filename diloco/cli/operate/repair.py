@@ -49,8 +49,8 @@ def repair(
     its syncer has lost. With --fragment and --from-island it is asked of that island first, and the
     command waits until the fragment is served again: only then it exits with 0. An island that does
     not hold the version is refused. It counts only if its digest is the one that was published; the
-    outer momentum is then that of the newest older version that can be read, or zero, and the tape
-    says so.
+    outer momentum is then that of the newest older version that can be read, or zero, and the audit
+    log says so.
     """
     if fragment is not None or from_island:
         _from_island(run, fragment, from_island, certs, tokens, insecure)

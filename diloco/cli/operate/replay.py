@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.coordinator.journal import TapeEntry
+    from diloco.coordinator.journal import AuditRow
     from diloco.versions.replay import Replayed
 
 
@@ -34,7 +34,7 @@ def replay(
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON values.")] = False,
 ) -> None:
-    """Make every version of a stopped run again, from its tape and what its store keeps.
+    """Make every version of a stopped run again, from its audit log and what its store keeps.
 
     Each is computed from the version before it and its own contributions, by the rules and with the
     coefficients of its own record, and compared with what was published: digests, payloads, kept
@@ -64,7 +64,7 @@ def replay(
         for row in _rows(done.versions):
             table.add_row(*row)
         console.print(table)
-        for entry in done.tape:
+        for entry in done.audit_log:
             console.print(_told(entry))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"{len(done.versions)} versions: {said or 'none'}")
@@ -96,7 +96,7 @@ def _rows(versions: Sequence[Replayed]) -> Iterator[tuple[str, ...]]:
         yield str(fragment_id), str(timeline), span, verdict, detail
 
 
-def _told(entry: TapeEntry) -> str:
+def _told(entry: AuditRow) -> str:
     content = entry.content
     where = f"after {entry.after_round} records: {entry.kind} {entry.key}"
     match entry.kind:

@@ -351,7 +351,7 @@ def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) 
 
     state = StateDir(Path(config.coordinator.state_dir))
     with open_journal(state.journal) as journal:
-        alarms = [entry.content for entry in journal.happenings() if entry.kind == "alarm"]
+        alarms = [entry.content for entry in journal.audit_rows() if entry.kind == "alarm"]
     plan = Plan.from_json(state.holding_records[0].plan.read_text())
     stored = state_by_fragment(state, plan)
     retained = config.outer.retained_versions

@@ -1,19 +1,19 @@
-"""What the coordinator puts on the tape between the versions: who took part, by which policy.
+"""What the audit log holds besides the versions: who took part, and by which policy.
 
     members/GENERATION   islands that changed: {island: {lease, incarnation, fenced_below, reason}};
                          empty where a pause began or ended
     policy/REVISION      {key, value}, as the records name the revision that they were made by
     operation/NUMBER     what an operator did, who it was, in words, and when
     timeline/NUMBER      a resume, from which inner step
-    expiry/KEY           an attempt that came to nothing: who was missing, and why
+    expiry/KEY           an attempt that expired: who was missing, and why
     repair/WHAT          a part of the store that was made again
     alarm/REPORTER/...   an alarm that began to hold (`diloco.coordinator.reported_alarms`)
     conflict/VERSION     a version that was published as two things: the digest that was indexed
                          first, and the one that was reported later
 
-Told in the same transaction as the fact, so that neither is there without the other; an expiry,
-whose fact is the syncer's, once it is reported: those of a syncer that was killed before may be
-missing here, and the attempt in a record's header counts them all.
+AuditEntry in the same transaction as the fact, so that neither is there without the other; an
+expiry, whose fact is the syncer's, once it is reported: those of a syncer that was killed before
+may be missing here, and the attempt in a record's header counts them all.
 
 Source: PROTOCOL.md, "Audit log".
 """
@@ -23,27 +23,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from diloco.coordinator.journal import Told
+from diloco.coordinator.journal import AuditEntry
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protocol.run.admission import Entries
 
 _OF_MEMBERS = ("lease", "incarnation", "fenced_below", "reason")
 
 
-def told_of(entries: Entries) -> list[Told]:
-    """Say for the tape what entries of the membership mean; most of them mean nothing to it."""
+def audit_entries_of(entries: Entries) -> list[AuditEntry]:
+    """Return what the audit log keeps of entries of the membership; of most of them nothing."""
     told = []
     for key, value in entries:
         kind, _, name = key.partition("/")
         match kind:
             case "generation":
-                told.append(Told("members", value, json.dumps(_members(entries))))
+                told.append(AuditEntry("members", value, json.dumps(_members(entries))))
             case "policy":
-                told.append(Told("policy", name, value))
+                told.append(AuditEntry("policy", name, value))
             case "operation":
-                told.append(Told("operation", str(json.loads(value)["number"]), value))
+                told.append(AuditEntry("operation", str(json.loads(value)["number"]), value))
             case "timeline":
-                told.append(Told("timeline", str(json.loads(value)["timeline"]), value))
+                told.append(AuditEntry("timeline", str(json.loads(value)["timeline"]), value))
     return told
 
 
@@ -58,17 +58,17 @@ def _members(entries: Entries) -> dict[str, dict[str, object]]:
     return members
 
 
-def told_repair(record_json: str) -> Told | None:
-    """Say for the tape that a version was taken back from an island; None: it was merged."""
+def repair_entry(record_json: str) -> AuditEntry | None:
+    """Return the entry of a version that was taken back from an island; None: it was merged."""
     header = json.loads(record_json)
     if not (island := header.get("repaired")):
         return None
     what = {name: header.get(name) for name in ("timeline", "fragment_id", "version", "digest")}
     key = f"t{what['timeline']}/f{what['fragment_id']}/v{what['version']}"
-    return Told("repair", key, json.dumps({**what, "from_island": island}))
+    return AuditEntry("repair", key, json.dumps({**what, "from_island": island}))
 
 
-def told_expiry(key: RoundKey, missing: Sequence[str], reason: str) -> Told:
-    """Say for the tape that an attempt came to nothing."""
+def expiry_entry(key: RoundKey, missing: Sequence[str], reason: str) -> AuditEntry:
+    """Return the entry of an attempt that expired."""
     content = {"missing": list(missing), "reason": reason}
-    return Told("expiry", str(key), json.dumps(content))
+    return AuditEntry("expiry", str(key), json.dumps(content))

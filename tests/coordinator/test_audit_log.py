@@ -1,4 +1,4 @@
-"""What happened between versions is on the tape, once, in its place, over restarts."""
+"""What happened between versions is in the audit log, once, in its place, over restarts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco.coordinator import journal as journals
-from diloco.coordinator.journal import Journal, Told
-from diloco.coordinator.tape import told_of
+from diloco.coordinator.audit_log import audit_entries_of
+from diloco.coordinator.journal import AuditEntry, Journal
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError
 from tests.coordinator_in_memory import CoordinatorInMemory, joined, tell
@@ -29,18 +29,18 @@ def test_joins_expiries_and_records_are_told_in_order_and_once(tmp_path: Path) -
             await coord.round_report(expiry=control.Expiry(fragment_id=7))
         await coord.leave(east)
 
-        tape = coord.journal.happenings()
+        rows = coord.journal.audit_rows()
 
-        assert [(e.after_round, e.kind, e.key) for e in tape] == [
+        assert [(e.after_round, e.kind, e.key) for e in rows] == [
             (0, "members", "1"),
             (0, "members", "2"),
             (1, "expiry", "t0/f0/v3/a1"),
             (1, "members", "3"),
         ]
-        assert tape[0].content.keys() == {"east"}
-        assert tape[0].content["east"]["incarnation"] == 1
-        assert tape[2].content == {"missing": ["west"], "reason": "deadline"}
-        assert tape[3].content["east"]["lease"] == "left"
+        assert rows[0].content.keys() == {"east"}
+        assert rows[0].content["east"]["incarnation"] == 1
+        assert rows[2].content == {"missing": ["west"], "reason": "deadline"}
+        assert rows[3].content["east"]["lease"] == "left"
 
     tell(tmp_path, story)
 
@@ -55,7 +55,7 @@ def test_what_an_operator_does_and_a_resume_are_told(tmp_path: Path) -> None:
             *membership.resumed(8),
         )
 
-        told = {(t.kind, t.key): json.loads(t.json) for t in told_of(entries)}
+        told = {(t.kind, t.key): json.loads(t.json) for t in audit_entries_of(entries)}
 
         assert told == {
             ("policy", "1"): {"key": "outer.optimizer.lr", "value": 0.5},
@@ -76,8 +76,8 @@ def test_of_what_was_told_the_newest_is_kept(
     journal.open()
 
     for number in range(10):
-        journal.write((), told=[Told("members", str(number), "{}")])
+        journal.write((), told=[AuditEntry("members", str(number), "{}")])
         journal.write(())
 
-    assert [entry.key for entry in journal.happenings()] == ["7", "8", "9"]
+    assert [entry.key for entry in journal.audit_rows()] == ["7", "8", "9"]
     journal.close()

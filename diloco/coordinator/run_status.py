@@ -50,7 +50,7 @@ class _Seen:
     fragment: FragmentStatus = field(default_factory=FragmentStatus)
 
 
-class Board:
+class RunStatus:
     """What was last told of one run.
 
     Attributes:
