@@ -32,9 +32,9 @@ from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, Moved, SyncerWay
 from diloco.island.exchange.heal import HealTalk, Ways
+from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.registration import Island, IslandState, Progress, Registration, TextWord
-from diloco.island.stop_line import StopLine
 from diloco.outer.fragments import Plan
 from diloco.protos.control_pb2 import CutPart, HeldOut, JoinReply, SyncerAssignment
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
@@ -294,13 +294,13 @@ class Connection:
         )
         return self._exchange
 
-    def start_reporting(self, stop_line: StopLine) -> None:
+    def start_reporting(self, graceful_stop: GracefulStop) -> None:
         """Report to the coordinator once a second; the leader alone does."""
         if self._registration is not None:
             assert self._exchange is not None
             self._registration.on_answer = self._exchange.coordinator_answered
             start = self._registration.start_reporting
-            self.io.post(start, lambda: self.progress(), self._exchange.fail, stop_line)
+            self.io.post(start, lambda: self.progress(), self._exchange.fail, graceful_stop)
 
     def insist_on_going_on(self) -> None:
         """Raise what ended this start in the thread of the network.

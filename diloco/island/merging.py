@@ -18,8 +18,8 @@ from torch.profiler import record_function
 
 from diloco.io_thread import Waits
 from diloco.island.agreement import Standing
-from diloco.island.exchange.carried import Announced, FragmentView
 from diloco.island.exchange.exchange import Exchange
+from diloco.island.exchange.fragment_state import Announced, FragmentView
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_state import Runner
 from diloco.outer.fragments import Plan

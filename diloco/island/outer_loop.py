@@ -32,11 +32,11 @@ from diloco.island.agreement import (
     raise_failure,
 )
 from diloco.island.exchange.exchange import Exchange
-from diloco.island.held import published_digests
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.merging import Merging
 from diloco.island.outer_state import LOOK_S, OuterState, Runner, StateKeeper
 from diloco.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
+from diloco.island.published_digests import published_digests
 from diloco.island.self_check import SelfCheck
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
@@ -240,7 +240,7 @@ class OuterLoop:
         """Enter the run: found version 0 with the others, or return to what is published.
 
         Afterwards parameters and anchors are the published versions, and `inner_step` says where
-        to go on: at `start_step`, or, for an island that returns, as `course` finds it.
+        to go on: at `start_step`, or, for an island that returns, as `resume_point` finds it.
 
         Args:
             overwrite_initial: Whether initial parameters that differ from the run's are replaced,
@@ -315,7 +315,7 @@ class OuterLoop:
         yield from self._keeper.pinning(self.inner_step, self.versions)
 
     def capturing(self) -> Waits[dict[str, Tensor]]:
-        """Return the state of this rank's lanes after the last step, by the names of `captured`.
+        """Return the checkpoint state of this rank's lanes after the last step (`StateLayout`).
 
         The tensors are in use, though never written to: copy before writing into them.
         """

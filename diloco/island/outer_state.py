@@ -19,11 +19,23 @@ from torch import Tensor
 from diloco.errors import ConfigError
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement, exit_code_of, raise_failure
-from diloco.island.course import Entered, RanksApart, entered_of, entry_words, go_on_at, set_course
-from diloco.island.exchange.captured import CapturedFragment, CapturedLanes, Moment, StateLayout
-from diloco.island.exchange.carried import FragmentView
+from diloco.island.exchange.checkpoint_state import (
+    FragmentCheckpoint,
+    LaneCheckpoint,
+    Moment,
+    StateLayout,
+)
 from diloco.island.exchange.exchange import Exchange
+from diloco.island.exchange.fragment_state import FragmentView
 from diloco.island.lanes.shards import LaneShards
+from diloco.island.resume_point import (
+    Entered,
+    RanksApart,
+    entered_of,
+    entry_words,
+    resume_point_after,
+    resume_point_of,
+)
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger
@@ -66,8 +78,8 @@ class Runner(Protocol):
 class OuterState:
     """What an outer loop goes on from: by fragment its ledger, anchor and reach.
 
-    Before `first_checkpoint_step` no checkpoint of the run can be taken (`course`). `newest` are
-    the versions that were published when a checkpoint was resumed.
+    Before `first_checkpoint_step` no checkpoint of the run can be taken (`ResumePoint`). `newest`
+    are the versions that were published when a checkpoint was resumed.
     """
 
     inner_step: int
@@ -78,7 +90,7 @@ class OuterState:
     newest: tuple[int, ...] = ()
 
 
-def _last_known(fragment: CapturedFragment) -> int:
+def _last_known(fragment: FragmentCheckpoint) -> int:
     """Return what a checkpoint may know of: the version that counts it, at most, and attempt."""
     version, sent_as = fragment.ledger.version, fragment.sent_as
     return _as_word((version, _MOST_ATTEMPT) if sent_as is None else (version + 1, sent_as.attempt))
@@ -140,10 +152,10 @@ class StateKeeper:
         own = {f.fragment_id: self._shards.collect(f.fragment_id) for f in self._plan.fragments}
         self._runner.post(self._exchange.enter, own, overwrite_initial)
         entered = yield from self._entering()
-        course = (
-            go_on_at(max(self._start_step, last_inner_step), len(entered))
+        resume_point = (
+            resume_point_after(max(self._start_step, last_inner_step), len(entered))
             if self._exchange.rules.on_arrival
-            else set_course(entered, self._schedule, self._start_step)
+            else resume_point_of(entered, self._schedule, self._start_step)
         )
         ledgers = [
             FragmentLedger(
@@ -151,7 +163,7 @@ class StateKeeper:
                 p,
                 version=fragment.version,
                 attempt=fragment.attempt,
-                sent_until=course.sent_until[p],
+                sent_until=resume_point.sent_until[p],
                 is_flushed=fragment.is_flush,
                 merged_tokens=fragment.merged_tokens,
                 asks_trial=fragment.asks_trial,
@@ -163,13 +175,13 @@ class StateKeeper:
         for p in overwritten:
             self._shards.distribute(p, anchors[p], 0.0)
         if any(e.version or e.attempt for e in entered) or last_inner_step > self._start_step:
-            lost_steps = max(0, last_inner_step - course.inner_step)
-            self._on_event(IslandRejoined(course.inner_step, lost_steps))
+            lost_steps = max(0, last_inner_step - resume_point.inner_step)
+            self._on_event(IslandRejoined(resume_point.inner_step, lost_steps))
         elif overwritten:
-            self._on_event(InitialOverwritten(course.inner_step, overwritten))
+            self._on_event(InitialOverwritten(resume_point.inner_step, overwritten))
         reaches = [Reach() for _ in entered]
         return OuterState(
-            course.inner_step, course.first_checkpoint_step, ledgers, anchors, reaches
+            resume_point.inner_step, resume_point.first_checkpoint_step, ledgers, anchors, reaches
         )
 
     def resuming(self, state: Mapping[str, Tensor]) -> Waits[OuterState]:
@@ -181,7 +193,7 @@ class StateKeeper:
         returns, the counters begin at 0, and nothing is outstanding, carried or left over.
         """
         problem: ConfigError | None = None
-        moment, fragments = Moment(0, -1, 0, 0), list[CapturedFragment]()
+        moment, fragments = Moment(0, -1, 0, 0), list[FragmentCheckpoint]()
         try:
             moment, fragments = self._layout.from_tensors(state, self._timeline)
         except ConfigError as error:
@@ -236,7 +248,7 @@ class StateKeeper:
 
         `cut` is the number of the cut that it is for; 0: of none.
         """
-        lanes: dict[int, CapturedLanes] = {}
+        lanes: dict[int, LaneCheckpoint] = {}
         yield self._exchange.capture(lanes)
         # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
         known = [lanes[p] for p in range(len(state.ledgers))]
@@ -246,7 +258,7 @@ class StateKeeper:
         farthest = iter(self._largest([_bits(x) for each in state.reaches for x in astuple(each)]))
         reaches = [Reach(_float(next(farthest)), _float(next(farthest))) for _ in state.reaches]
         fragments = [
-            CapturedFragment(
+            FragmentCheckpoint(
                 ledger,
                 replace(known[p], is_declined=bool(declined[p]), broken_in_a_row=broken[p]),
                 reaches[p],

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, Standing
-from diloco.island.exchange.carried import FragmentView
+from diloco.island.exchange.fragment_state import FragmentView
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
 

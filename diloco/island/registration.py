@@ -29,7 +29,7 @@ from diloco.errors import (
 )
 from diloco.island.agreement import Cut
 from diloco.island.exchange.heal import HealTalk
-from diloco.island.stop_line import StopLine
+from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.alarms import Alarms, alarm_message
 from diloco.protos.control_pb2 import (
@@ -168,7 +168,7 @@ class Registration:
         self.held_out: tuple[HeldOut, ...] = ()
         self.on_answer: Callable[[], None] = lambda: None
         self._grant = Grant()
-        self._stop_line: StopLine | None = None
+        self._graceful_stop: GracefulStop | None = None
         self._is_held = False
         self._is_due = asyncio.Event()
         self._reporting: asyncio.Task[None] | None = None
@@ -223,18 +223,18 @@ class Registration:
         self,
         progress: Callable[[], Progress],
         on_stop: Callable[[DilocoError], None],
-        stop_line: StopLine,
+        graceful_stop: GracefulStop,
     ) -> None:
         """Report once a second, and when `report_soon` asks for it, until `leave`.
 
         Args:
             progress: Gives the present state; called in this loop.
             on_stop: Called once, with the reason, when the coordinator says that the run is over.
-            stop_line: Gives the island's promise when an operator asks to stop, and hears where.
+            graceful_stop: Gives the island's promise, and is told where to stop.
         """
-        self._stop_line = stop_line
+        self._graceful_stop = graceful_stop
         self._reporting = asyncio.get_running_loop().create_task(
-            self._report_forever(progress, on_stop, stop_line)
+            self._report_forever(progress, on_stop, graceful_stop)
         )
 
     def on_event(self, event: Event) -> None:
@@ -325,7 +325,7 @@ class Registration:
             alarms=map(alarm_message, self.alarms.holding(loop_now())),
             held_out=self.held_out,
         )
-        promise = self._stop_line.promise() if self._is_held and self._stop_line else None
+        promise = self._graceful_stop.promise() if self._is_held and self._graceful_stop else None
         if promise is not None:
             request.has_hold, request.hold_step = True, promise
         cut = self.cut
@@ -354,7 +354,7 @@ class Registration:
         self,
         progress: Callable[[], Progress],
         on_stop: Callable[[DilocoError], None],
-        stop_line: StopLine,
+        graceful_stop: GracefulStop,
     ) -> None:
         is_heard = True
         while True:
@@ -373,7 +373,7 @@ class Registration:
                 self._is_held = reply.hold
                 self.complete_checkpoints = tuple(reply.checkpoint_steps)
                 stop_step = reply.stop_step if reply.has_stop_step else None
-                stop_line.hear(
+                graceful_stop.hear(
                     stop_step,
                     is_asked=reply.hold,
                     is_complete=stop_step in reply.checkpoint_steps,

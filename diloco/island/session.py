@@ -62,15 +62,15 @@ from diloco.island.arguments import (
 )
 from diloco.island.checkpoint_part import CheckpointPart, CutTaken
 from diloco.island.connection import Connection
-from diloco.island.exchange.captured import StateLayout
+from diloco.island.exchange.checkpoint_state import StateLayout
+from diloco.island.graceful_stop import GracefulStop
 from diloco.island.groups import island_sums, make_groups
+from diloco.island.lanes.parameters import Trained, TrainedParameters
 from diloco.island.lanes.shards import LaneShards, tensor_specs
-from diloco.island.lanes.trained import Trained, TrainedParameters
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import Arrival, OuterLoop
 from diloco.island.position import Position
 from diloco.island.registration import IslandState, Progress
-from diloco.island.stop_line import StopLine
 from diloco.island.stopping import Stopping
 from diloco.protocol.island.soundness import Mend, StepBound
 from diloco.protos.control_pb2 import JoinReply
@@ -180,7 +180,7 @@ class DiLoCo(Position):
         self._is_ready = not reply.is_resumed
         self._build_loop(reply, shards, start_step)
         transport.progress = self._progress
-        transport.start_reporting(self._stop_line)
+        transport.start_reporting(self._graceful_stop)
         policy = transport.config.outer  # the coordinator's: mostly the same, and then done
         warm_up(self.plan, (policy.uplink, policy.downlink))
         if self._is_ready:
@@ -215,7 +215,7 @@ class DiLoCo(Position):
         self._checkpoint_every = config.checkpoint.every_inner_steps
         self._judge_every = config.evaluation.every_checkpoints
         self._schedule = build_schedule(config.outer, self.inner_steps)
-        self._stop_line = StopLine(self._schedule, on_arrival=self._on_arrival)
+        self._graceful_stop = GracefulStop(self._schedule, on_arrival=self._on_arrival)
         self._exchange = connection.exchange(
             reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._hear
         )
@@ -228,7 +228,7 @@ class DiLoCo(Position):
         )
         agreement = Agreement(self._groups.agreement)
         self._stopping = Stopping(
-            self._stop_line,
+            self._graceful_stop,
             self._exchange,
             agreement,
             unreachable_s=config.transport.unreachable_s,
@@ -255,8 +255,8 @@ class DiLoCo(Position):
             else None,
         )
         self._loop.loss_of = self._trial_loss
-        self._loop.must_leave = lambda: self._stop_line.must_leave
-        self._loop.asked_cut = lambda: self._stop_line.cut
+        self._loop.must_leave = lambda: self._graceful_stop.must_leave
+        self._loop.asked_cut = lambda: self._graceful_stop.cut
 
     def __repr__(self) -> str:
         """Say where the island stands: steps, versions, what is in flight, what it waited."""
@@ -584,7 +584,7 @@ class DiLoCo(Position):
         self._connection.io.drive(entering)
         self.start_step = self._loop.inner_step
         self._is_ready = True
-        self._stop_line.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
+        self._graceful_stop.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
         self._groups.barrier()
         self._began_s = time.monotonic()
         self._state = IslandState.TRAINING

@@ -16,8 +16,8 @@ from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.io_thread import Waits
 from diloco.island.agreement import NOT_MINE, Agreement, exit_code_of, raise_failure
 from diloco.island.exchange.exchange import Exchange
+from diloco.island.graceful_stop import GracefulStop
 from diloco.island.outer_state import LOOK_S
-from diloco.island.stop_line import StopLine
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Stopping:
 
     def __init__(
         self,
-        line: StopLine,
+        line: GracefulStop,
         exchange: Exchange,
         agreement: Agreement,
         *,

@@ -1,10 +1,10 @@
 """An island of a run under the virtual clock: the project's own bookkeeping, in simulated time.
 
 What it owes and is owed is `diloco.protocol.island.ledger`, when it sends and merges
-`diloco.island.pace`, what it has heard `diloco.island.exchange.carried`; the order of things at a
-step boundary is that of `diloco.island.outer_loop`. Training, and what training waits for, is one
-process; polls, encoding, transfers and staging go on beside it, one thing at a time where one
-thread does them.
+`diloco.island.pace`, what it knows of a fragment `diloco.island.exchange.fragment_state`; the order
+of things at a step boundary is that of `diloco.island.outer_loop`. Training, and what training
+waits for, is one process; polls, encoding, transfers and staging go on beside it, one thing at a
+time where one thread does them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeVar
 import simpy
 
 from diloco.island.agreement import Agreed
-from diloco.island.course import Entered, set_course
-from diloco.island.exchange.carried import CarriedFragment
 from diloco.island.exchange.contributions import NOT_OPEN_WAIT_S
+from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
+from diloco.island.resume_point import Entered, resume_point_of
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Target, Verdict
 from diloco.protocol.rounds.messages import outcome_of
@@ -164,7 +164,7 @@ class _Way:
     syncer: Server
     up: Path
     down: Path
-    carried: dict[int, CarriedFragment]
+    carried: dict[int, IslandFragment]
     epoch: int = 0
 
 
@@ -194,7 +194,7 @@ class SimulatedIsland:
         self._crew = Crew(engine)
         num_fragments = len(common.sizes)
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
-        self._carried = [CarriedFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
+        self._carried = [IslandFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
         self._ways = [
             _Way(syncer, up, down, {p: self._carried[p] for p in syncer.fragment_ids})
             for syncer, (up, down) in ways.items()
@@ -255,10 +255,10 @@ class SimulatedIsland:
                 )
             )
         if not self._common.on_arrival:
-            course = set_course(entered, self._common.schedule, 0)
-            self.sums.lost_steps += max(0, self.inner_step - course.inner_step)
-            self.inner_step = course.inner_step
-            for ledger, sent_until in zip(self._ledgers, course.sent_until, strict=True):
+            resume_point = resume_point_of(entered, self._common.schedule, 0)
+            self.sums.lost_steps += max(0, self.inner_step - resume_point.inner_step)
+            self.inner_step = resume_point.inner_step
+            for ledger, sent_until in zip(self._ledgers, resume_point.sent_until, strict=True):
                 ledger.sent_until = sent_until
 
     # -- training --------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class SimulatedIsland:
         carried.aimed_version = version
         self._look(carried)
 
-    def _look(self, carried: CarriedFragment) -> None:
+    def _look(self, carried: IslandFragment) -> None:
         """Begin to stage what is to be staged next, if it is published and nothing is staged."""
         anchored = carried.anchor_version
         if carried.staging_version > anchored:
@@ -489,7 +489,7 @@ class SimulatedIsland:
             carried.staging_version = version
             self._crew.spawn(self._staging(carried, version))
 
-    def _staging(self, carried: CarriedFragment, version: int) -> Steps:
+    def _staging(self, carried: IslandFragment, version: int) -> Steps:
         p = carried.fragment_id
         way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
         began = self._engine.now

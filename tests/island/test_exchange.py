@@ -24,7 +24,7 @@ from diloco.errors import (
     IslandFailed,
     QuorumLost,
 )
-from diloco.island.exchange.captured import CapturedFragment, CapturedLanes
+from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.island.exchange.staging import grouped
 from diloco.outer.fragments import Lane
@@ -436,7 +436,7 @@ def test_a_residual_in_which_a_bit_has_flipped_is_forgotten(
         carried = a.exchange._carried[0]
         carried.residual[0].view(torch.int32)[3] ^= 1 << bit
         if is_kept:
-            lanes: dict[int, CapturedLanes] = {}
+            lanes: dict[int, LaneCheckpoint] = {}
             await a.exchange.capture(lanes)
             assert not lanes[0].residual[0].any()
             assert len(a.kinds("alarm")) == 1
@@ -617,10 +617,10 @@ def test_a_version_that_is_no_longer_the_newest_is_staged_whole_and_verified(
                 await island.contribute(RoundKey(0, 0, version, 0), value=1.0 + version)
             await asyncio.sleep(1.0)
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, run.network.connect("syncer"))
-        lanes = CapturedLanes(
+        lanes = LaneCheckpoint(
             lanes_of(run.setting, 0.0), {}, {}, {}, is_declined=False, broken_in_a_row=0
         )
-        exchange.restore([CapturedFragment(FragmentLedger(0, 0), lanes, Reach())], sent_by=1)
+        exchange.restore([FragmentCheckpoint(FragmentLedger(0, 0), lanes, Reach())], sent_by=1)
         await asyncio.sleep(1.0)
 
         assert exchange.view(0).staged_version == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, Standing
-from diloco.island.exchange.carried import Announced, FragmentView
+from diloco.island.exchange.fragment_state import Announced, FragmentView
 from diloco.island.pace import ArrivalPace, aim, arrival_standing
 from diloco.protocol.island.ledger import FragmentLedger, Target, Verdict
 from diloco.protocol.rounds.terms import RoundKey

@@ -17,8 +17,8 @@ from diloco.errors import (
     QuorumLost,
     RunStopped,
 )
+from diloco.island.graceful_stop import GracefulStop
 from diloco.island.registration import Island, IslandState, Progress, Registration
-from diloco.island.stop_line import StopLine
 from diloco.outer.schedule import Schedule
 from diloco.protos import control_pb2 as control
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
@@ -45,9 +45,9 @@ ACCEPTED = control.JoinReply(
 NOT_YET = control.JoinReply(status=control.JOIN_STATUS_ACCEPTED, grant=ACCEPTED.grant)
 
 
-def stop_line() -> StopLine:
+def graceful_stop() -> GracefulStop:
     """Due after 4, 8, 12, 16; the run has 20 inner steps."""
-    return StopLine(
+    return GracefulStop(
         Schedule.make(
             inner_steps_per_round=4, num_fragments=1, overlap_steps=1, inner_steps=20, flush=True
         )
@@ -186,7 +186,7 @@ def test_stop_in_a_report_becomes_the_error_of_its_exit_code(
     async def story(registration: Registration) -> None:
         await registration.join()
         progress = Progress(IslandState.TRAINING, inner_step=5, loss_nats=2.5)
-        registration.start_reporting(lambda: progress, stops.append, stop_line())
+        registration.start_reporting(lambda: progress, stops.append, graceful_stop())
         await asyncio.sleep(10)
 
     run(coordinator, story, up=True)
@@ -220,7 +220,7 @@ def test_reports_survive_a_coordinator_that_is_away() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, stops.append, stop_line())
+        registration.start_reporting(Progress, stops.append, graceful_stop())
         await asyncio.sleep(2.5)
         await coordinator.server.stop(0)
         await asyncio.sleep(20)
@@ -239,7 +239,7 @@ def test_what_is_due_is_reported_at_once_and_not_in_a_stream() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, stop_line())
+        registration.start_reporting(Progress, lambda error: None, graceful_stop())
         for wait_s in (0.5, 0.2, 0.9):
             await asyncio.sleep(wait_s)
             counts.append(len(coordinator.of(control.ReportRequest)))
@@ -255,7 +255,7 @@ def test_leave_stops_reports_and_says_the_last_word() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, stop_line())
+        registration.start_reporting(Progress, lambda error: None, graceful_stop())
         await asyncio.sleep(1.5)
         last = Progress(IslandState.FINISHED, inner_step=9)
         await registration.leave(0, "finished", last=last, at_most_s=5.0)
@@ -302,7 +302,7 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
             ),
         ]
     )
-    line = stop_line()
+    line = graceful_stop()
 
     async def story(registration: Registration) -> None:
         await registration.join()
@@ -331,7 +331,7 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
 def test_a_stop_that_is_taken_back_voids_the_promise_and_the_next_one_gets_another() -> None:
     hold, not_asked = control.ReportReply(hold=True), control.ReportReply()
     coordinator = FakeCoordinator(reports=[hold, hold, not_asked, hold, hold])
-    line = stop_line()
+    line = graceful_stop()
 
     async def story(registration: Registration) -> None:
         await registration.join()
@@ -352,7 +352,7 @@ def test_who_holds_hears_of_the_end_of_the_run_and_does_not_go_on() -> None:
     hold = control.ReportReply(hold=True)
     end = control.ReportReply(stop=True, reason="the stop cannot end", exit_code=50)
     coordinator = FakeCoordinator(reports=[hold, hold, end])
-    line, stops = stop_line(), list[DilocoError]()
+    line, stops = graceful_stop(), list[DilocoError]()
 
     async def story(registration: Registration) -> None:
         await registration.join()
@@ -370,7 +370,7 @@ def test_reports_name_the_checkpoints_that_are_kept() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, stop_line())
+        registration.start_reporting(Progress, lambda error: None, graceful_stop())
         await asyncio.sleep(0.5)
         registration.checkpoint_steps = (40, 80)
         await registration.leave(

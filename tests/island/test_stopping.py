@@ -25,7 +25,7 @@ from diloco.errors import CoordinatorUnavailable, DilocoError, QuorumLost
 from diloco.io_thread import IoThread
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange
-from diloco.island.stop_line import StopLine
+from diloco.island.graceful_stop import GracefulStop
 from diloco.island.stopping import Stopping
 from diloco.outer.schedule import Schedule
 from diloco.protocol.run.admission import Joined, JoinVerdict
@@ -78,7 +78,7 @@ class Start:
         self.stop = stop
         self.name = name
         self.island = stop.run.island(name, incarnation)
-        self.line = StopLine(stop.run.setting.schedule())
+        self.line = GracefulStop(stop.run.setting.schedule())
         self.stopping = Stopping(
             self.line,
             self.island.exchange,
@@ -321,7 +321,7 @@ def held(
         run = VirtualRun(setting)
         await run.start_syncer()
         island, loop = run.island("a"), asyncio.get_running_loop()
-        line = StopLine(setting.schedule())
+        line = GracefulStop(setting.schedule())
         stopping = Stopping(
             line, island.exchange, Agreement(None), unreachable_s=UNREACHABLE_S, clock=loop.time
         )
@@ -382,7 +382,7 @@ def hold_in_turns(island_rank: int) -> dict[str, Any]:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4))
     io, exchange = IoThread(), SimpleNamespace(failure=None)
     io.start()
-    line = StopLine(SCHEDULE)
+    line = GracefulStop(SCHEDULE)
     line.begin(0)
     line.promise()
     stopping = Stopping(

@@ -23,8 +23,8 @@ from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.captured import CapturedLanes
-from diloco.island.exchange.carried import NOT_DURABLE, CarriedFragment, SentLane
+from diloco.island.exchange.checkpoint_state import LaneCheckpoint
+from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment, SentLane
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import farthest, l2_norm, pseudo_gradient_
@@ -94,7 +94,7 @@ class Contributions:
 
     def send(
         self,
-        carried: CarriedFragment,
+        carried: IslandFragment,
         sent: Outstanding,
         local: Mapping[int, Tensor],
         limits: tuple[float, float],
@@ -138,7 +138,7 @@ class Contributions:
         else:
             self._decline_broken(carried, sent, norm)
 
-    def tried(self, carried: CarriedFragment) -> dict[int, Tensor]:
+    def tried(self, carried: IslandFragment) -> dict[int, Tensor]:
         """Give the lanes that hold something back, with half of it taken off their anchor.
 
         Of what was decoded: what the syncer would merge, beside another contribution.
@@ -150,7 +150,7 @@ class Contributions:
             moved[lane_id] = carried.anchor[lane_id] - delta.mul_(0.5)
         return moved
 
-    def release(self, carried: CarriedFragment, reason: str) -> None:
+    def release(self, carried: IslandFragment, reason: str) -> None:
         """Submit what `send` has held back; where there is a reason not to, decline it."""
         (told, carried.held_back), sent = (carried.held_back, None), carried.outstanding
         if told is None or sent is None:
@@ -162,14 +162,14 @@ class Contributions:
             self._submit_all(carried, sent)
         self._on_event(replace(told, declined=reason))
 
-    def decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+    def decline(self, carried: IslandFragment, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that there is nothing valid to contribute to this attempt."""
         self._begin(carried, sent)
         self._start_decline(carried, sent, reason)
         self._on_event(_sent_event(sent, 0.0, reason))
 
     def resume(
-        self, carried: CarriedFragment, sent: Outstanding, lanes: CapturedLanes, *, is_asking: bool
+        self, carried: IslandFragment, sent: Outstanding, lanes: LaneCheckpoint, *, is_asking: bool
     ) -> None:
         """Submit again what was outstanding when a checkpoint was taken.
 
@@ -199,7 +199,7 @@ class Contributions:
         for stalled in self._submits.pop(fragment_id, []):
             stalled.cancel()  # a lane on its way would come late, and in the way of newer ones
 
-    def take(self, carried: CarriedFragment, outcome: Outcome) -> None:
+    def take(self, carried: IslandFragment, outcome: Outcome) -> None:
         """Take the syncer's word on what is outstanding; its word on something else is old."""
         sent = carried.outstanding
         if sent is None or outcome.key != sent.key or carried.outcome is not None:
@@ -215,13 +215,13 @@ class Contributions:
                 )
             )
 
-    def _begin(self, carried: CarriedFragment, sent: Outstanding) -> None:
+    def _begin(self, carried: IslandFragment, sent: Outstanding) -> None:
         assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
         carried.outstanding, carried.outcome = sent, None
         self._tasks.notify()
 
     def _encode(
-        self, carried: CarriedFragment, key: RoundKey, lane_id: int, delta: Tensor
+        self, carried: IslandFragment, key: RoundKey, lane_id: int, delta: Tensor
     ) -> SentLane:
         rules, residual = self._rules, None
         self.forget_flipped(carried, lane_id)
@@ -240,7 +240,7 @@ class Contributions:
             lane.delta = delta.clone()  # the memory of `local` is used again
         return lane
 
-    def forget_flipped(self, carried: CarriedFragment, lane_id: int) -> None:
+    def forget_flipped(self, carried: IslandFragment, lane_id: int) -> None:
         """Forget what a lane has left over if a bit of it has flipped, and tell that."""
         if not carried.forget_flipped(lane_id):
             return
@@ -256,7 +256,7 @@ class Contributions:
     def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))
 
-    def _decline_broken(self, carried: CarriedFragment, sent: Outstanding, norm: float) -> None:
+    def _decline_broken(self, carried: IslandFragment, sent: Outstanding, norm: float) -> None:
         """Decline; end the island when its own numbers are broken three times in a row.
 
         Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
@@ -276,7 +276,7 @@ class Contributions:
             )
 
     def _decline_unsound(
-        self, carried: CarriedFragment, sent: Outstanding, norm: float, reason: str
+        self, carried: IslandFragment, sent: Outstanding, norm: float, reason: str
     ) -> None:
         """Decline, and let the training thread know that what it trained is not sound."""
         carried.sending = {}
@@ -284,19 +284,19 @@ class Contributions:
         self._on_event(_sent_event(sent, norm, reason))
         self.unsound_at, self.unsound = sent.sent_at_inner_step, reason
 
-    def _start_decline(self, carried: CarriedFragment, sent: Outstanding, reason: str) -> None:
+    def _start_decline(self, carried: IslandFragment, sent: Outstanding, reason: str) -> None:
         logger.warning("declining, key=%s: %s", sent.key, reason)
         carried.decline_reason = reason
         self._tasks.spawn(self._decline(carried, sent))
 
-    def _submit_all(self, carried: CarriedFragment, sent: Outstanding) -> None:
+    def _submit_all(self, carried: IslandFragment, sent: Outstanding) -> None:
         self._submits[carried.fragment_id] = [
             self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
             for lane_id, lane in carried.sending.items()
         ]
 
     async def _submit(
-        self, carried: CarriedFragment, sent: Outstanding, lane_id: int, lane: SentLane
+        self, carried: IslandFragment, sent: Outstanding, lane_id: int, lane: SentLane
     ) -> None:
         """Have the lane received by whichever syncer runs, until the contribution is settled."""
         while carried.outstanding is sent and self._tasks.failure is None:
@@ -321,7 +321,7 @@ class Contributions:
 
     def _take_submit_reply(
         self,
-        carried: CarriedFragment,
+        carried: IslandFragment,
         sent: Outstanding,
         lane_id: int,
         lane: SentLane,
@@ -344,7 +344,7 @@ class Contributions:
                     self.take(carried, outcome_of(reply.outcome))
                 self._tasks.notify()
 
-    async def _decline(self, carried: CarriedFragment, sent: Outstanding) -> None:
+    async def _decline(self, carried: IslandFragment, sent: Outstanding) -> None:
         """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
         while carried.outstanding is sent and self._tasks.failure is None:
             news = self._tasks.news

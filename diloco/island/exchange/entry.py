@@ -19,8 +19,8 @@ from torch import Tensor
 from diloco.compression.base import to_bytes
 from diloco.errors import CodecError, FingerprintMismatch
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.captured import CapturedFragment
-from diloco.island.exchange.carried import CarriedFragment
+from diloco.island.exchange.checkpoint_state import FragmentCheckpoint
+from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.staging import VersionGone, fetch_lane
 from diloco.outer.fragments import Plan
 from diloco.protos import fragment_pb2 as wire
@@ -41,7 +41,7 @@ class Entry:
         plan: Plan,
         grant: Grant,
         calls: SyncerCalls,
-        carried: Mapping[int, CarriedFragment],
+        carried: Mapping[int, IslandFragment],
         tasks: Tasks,
         epoch: Callable[[], int],
         *,
@@ -59,7 +59,7 @@ class Entry:
         self._given: dict[int, tuple[int, int]] = {}
         self._lacked: dict[int, tuple[int, int]] = {}
 
-    def give(self, carried: CarriedFragment) -> None:
+    def give(self, carried: IslandFragment) -> None:
         """Upload what this rank holds of a version that the syncer has lost, where it asks for it.
 
         Once each time that it asks, which it does again after a restart; what it refuses is an
@@ -117,7 +117,7 @@ class Entry:
             await self._take_published(carried, own[p])
             carried.is_overwritten = any(carried.anchor[i] is not own[p][i] for i in own[p])
 
-    async def follow(self, carried: CarriedFragment, version: int) -> None:
+    async def follow(self, carried: IslandFragment, version: int) -> None:
         """Bring an entered fragment to a version that another rank of the island entered with.
 
         Or to a newer one, where that is gone: the ranks compare once more.
@@ -130,7 +130,7 @@ class Entry:
         await self._take_published(carried, dict(carried.anchor))
         carried.is_overwritten = True
 
-    async def verify(self, carried: CarriedFragment) -> list[int]:
+    async def verify(self, carried: IslandFragment) -> list[int]:
         """Hold the lanes of the anchor against their digests; returns those fetched again.
 
         One that the syncer has no more stays as it is: what is staged next comes as a whole.
@@ -189,7 +189,7 @@ class Entry:
         while any(c.state.is_damaged or not self._is_ready(c) for c in self._carried.values()):
             await wait_for(self._tasks.news, _TELL_WAITING_S)
 
-    def _awaited(self, *, but_damaged: bool) -> list[CarriedFragment]:
+    def _awaited(self, *, but_damaged: bool) -> list[IslandFragment]:
         """Fragments that are still to come; where damaged ones are left out, of those too."""
         return [
             carried
@@ -204,7 +204,7 @@ class Entry:
         """Whether a fragment cannot be entered before it is repaired."""
         return bool(self._awaited(but_damaged=False))
 
-    def _is_ready(self, carried: CarriedFragment) -> bool:
+    def _is_ready(self, carried: IslandFragment) -> bool:
         return carried.state.is_founded if self._on_arrival else carried.is_steady
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
@@ -215,7 +215,7 @@ class Entry:
         if not ack.is_accepted:
             raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
 
-    def _check_initial(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
+    def _check_initial(self, carried: IslandFragment, own: Mapping[int, Tensor]) -> None:
         p = carried.fragment_id
         for lane_id in _differing(carried, own):
             names = ", ".join(entry.name for entry in self._plan.fragments[p].entries[:3])
@@ -225,7 +225,7 @@ class Entry:
                 f"torch must be used everywhere"
             )
 
-    async def _take_published(self, carried: CarriedFragment, own: Mapping[int, Tensor]) -> None:
+    async def _take_published(self, carried: IslandFragment, own: Mapping[int, Tensor]) -> None:
         """Make the newest version the anchor; where it is gone meanwhile, the one after it."""
         while True:
             state = carried.state
@@ -243,7 +243,7 @@ class Entry:
                 return
 
     async def _published(
-        self, carried: CarriedFragment, state: wire.FragmentState, own: Mapping[int, Tensor]
+        self, carried: IslandFragment, state: wire.FragmentState, own: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         """Return a version's lanes: own ones where they are equal, the others fetched whole."""
         lanes = dict(own)
@@ -265,7 +265,7 @@ class Entry:
         return lanes
 
 
-def check_restored(carried: CarriedFragment, restored: CapturedFragment) -> None:
+def check_restored(carried: IslandFragment, restored: FragmentCheckpoint) -> None:
     """Hold a checkpoint's anchors against the version that the syncer restored.
 
     Raises:
@@ -285,7 +285,7 @@ def check_restored(carried: CarriedFragment, restored: CapturedFragment) -> None
 
 
 def _differing(
-    carried: CarriedFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
+    carried: IslandFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
 ) -> list[int]:
     digests = (state or carried.state).lane_digests
     return [lane_id for lane_id in carried.lanes if lane_digest(own[lane_id]) != digests[lane_id]]

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from diloco.errors import DilocoError
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.captured import CapturedFragment, CapturedLanes
-from diloco.island.exchange.carried import CarriedFragment, FragmentView
+from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
 from diloco.island.exchange.contributions import ContributionRules
 from diloco.island.exchange.entry import check_restored
+from diloco.island.exchange.fragment_state import FragmentView, IslandFragment
 from diloco.island.exchange.retried_calls import Reach
 from diloco.island.exchange.syncer_link import SyncerLink
 from diloco.outer.fragments import Plan
@@ -134,7 +134,7 @@ class Exchange:
         self._plan = plan
         self._grant = grant
         self._on_event = on_event
-        self._carried = {p: CarriedFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
+        self._carried = {p: IslandFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
         self._tasks = Tasks(self._show)
         self._reach = Reach()
@@ -243,7 +243,7 @@ class Exchange:
         self._start()
         self._tasks.spawn(self._enter(own, overwrite_initial))
 
-    def restore(self, fragments: Sequence[CapturedFragment], sent_by: int) -> None:
+    def restore(self, fragments: Sequence[FragmentCheckpoint], sent_by: int) -> None:
         """Begin to poll and enter the run with the state of its checkpoint.
 
         Done when every view has an anchor version; what was in flight waits for `resume`.
@@ -259,7 +259,7 @@ class Exchange:
         """Forget the work of a checkpoint that counts already."""
         self._carried[fragment_id].begin_anew()
 
-    def resume(self, sent: Outstanding, lanes: CapturedLanes) -> None:
+    def resume(self, sent: Outstanding, lanes: LaneCheckpoint) -> None:
         """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
         is_asking = sent.key.timeline != self._grant.timeline
         p = sent.key.fragment_id
@@ -370,7 +370,7 @@ class Exchange:
         """Wait until what is outstanding has ended for this rank (staged, expired, failed)."""
         await self._tasks.wait_until(lambda: self.view(fragment_id).has_ended, at_most_s)
 
-    async def capture(self, into: dict[int, CapturedLanes]) -> None:
+    async def capture(self, into: dict[int, LaneCheckpoint]) -> None:
         """Put the state of every fragment's lanes into `into`, after what was posted before."""
         for p, carried in self._carried.items():
             for lane_id in carried.lanes:  # a start that goes on from this could not tell
@@ -433,11 +433,11 @@ class Exchange:
             await self._until_steady(own)
         self._entered()
 
-    async def _follow(self, carried: CarriedFragment, version: int) -> None:
+    async def _follow(self, carried: IslandFragment, version: int) -> None:
         await self._link_of[carried.fragment_id].entry.follow(carried, version)
         self._entered()
 
-    async def _restore(self, fragments: Sequence[CapturedFragment]) -> None:
+    async def _restore(self, fragments: Sequence[FragmentCheckpoint]) -> None:
         await asyncio.gather(*(link.entry.until_whole() for link in self._links))
         for carried, restored in zip(self._carried.values(), fragments, strict=True):
             check_restored(carried, restored)

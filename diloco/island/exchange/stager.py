@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.carried import CarriedFragment
+from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.staging import VersionGone, stage_lanes
 from diloco.outer.fragments import Plan
 from diloco.tasks import Tasks
@@ -43,7 +43,7 @@ class Stager:
         self._on_event = on_event
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
-    def look(self, carried: CarriedFragment) -> None:
+    def look(self, carried: IslandFragment) -> None:
         """Begin with what is to be staged next, if it is published and nothing is staged."""
         anchored = carried.anchor_version
         if anchored < 0 or carried.staging_version > anchored:
@@ -54,7 +54,7 @@ class Stager:
         carried.staging_version = version
         self._under_way[carried.fragment_id] = self._tasks.spawn(self._stage(carried, version))
 
-    def aim(self, carried: CarriedFragment, version: int) -> None:
+    def aim(self, carried: IslandFragment, version: int) -> None:
         """Stage this version, whatever was begun; a rank that has not heard of it waits for it."""
         carried.aimed_version = version
         if carried.staging_version == version:
@@ -64,13 +64,13 @@ class Stager:
         carried.staged, carried.staged_version, carried.staging_version = {}, -1, -1
         self.look(carried)
 
-    def _next(self, carried: CarriedFragment) -> int:
+    def _next(self, carried: IslandFragment) -> int:
         if not self._may_leap:
             return carried.anchor_version + 1
         is_aimed = carried.aimed_version > carried.anchor_version
         return carried.aimed_version if is_aimed else carried.state.version
 
-    async def _stage(self, carried: CarriedFragment, version: int) -> None:
+    async def _stage(self, carried: IslandFragment, version: int) -> None:
         heard = carried.heard.get(version)
         try:
             staged = await stage_lanes(

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diloco.errors import IslandFailed, error_of_exit_code
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.carried import NOT_DURABLE, CarriedFragment
 from diloco.island.exchange.contributions import ContributionRules, Contributions
 from diloco.island.exchange.entry import Entry
+from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment
 from diloco.island.exchange.stager import Stager
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.messages import outcome_of
@@ -34,7 +34,7 @@ class SyncerLink:
     def __init__(
         self,
         plan: Plan,
-        carried: Mapping[int, CarriedFragment],
+        carried: Mapping[int, IslandFragment],
         *,
         calls: SyncerCalls,
         grant: Grant,

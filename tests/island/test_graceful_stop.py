@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.io_thread import IoThread
-from diloco.island.stop_line import StopLine
+from diloco.island.graceful_stop import GracefulStop
 from diloco.outer.schedule import Schedule
 
 
-def make(**changes: object) -> StopLine:
+def make(**changes: object) -> GracefulStop:
     """Due after 2, 4, 6, ..., 18; with tau = 1 and a flush nothing is sent after 19 or 20."""
     options: dict = {
         "inner_steps_per_round": 4,
@@ -23,7 +23,7 @@ def make(**changes: object) -> StopLine:
         "inner_steps": 20,
         "flush": True,
     }
-    return StopLine(Schedule.make(**(options | changes)))
+    return GracefulStop(Schedule.make(**(options | changes)))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_who_waits_hears_a_word_from_the_io_thread() -> None:
     io.stop()
 
 
-def hear(line: StopLine, stop_step: int) -> None:
+def hear(line: GracefulStop, stop_step: int) -> None:
     line.hear(stop_step, is_asked=True, is_complete=False)
 
 

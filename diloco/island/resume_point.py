@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import IslandFailed
-from diloco.island.exchange.carried import FragmentView
+from diloco.island.exchange.fragment_state import FragmentView
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import MAX_EXPIRED
 
@@ -61,7 +61,7 @@ class RanksApart(IslandFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class ResumePoint:
     """Where an island goes on, and the last due step of each fragment that lies behind it.
 
     Before `first_checkpoint_step` it holds versions that the others merge only later: a checkpoint
@@ -73,7 +73,7 @@ class Course:
     first_checkpoint_step: int
 
 
-def set_course(entered: Sequence[Entered], schedule: Schedule, start_step: int) -> Course:
+def resume_point_of(entered: Sequence[Entered], schedule: Schedule, start_step: int) -> ResumePoint:
     """Find where to go on in a run that began at `start_step`; there if nothing happened since."""
     sent_until = tuple(_sent_until(p, e, schedule, start_step) for p, e in enumerate(entered))
     pending = [p for p, e in enumerate(entered) if not e.is_flush]
@@ -88,12 +88,12 @@ def set_course(entered: Sequence[Entered], schedule: Schedule, start_step: int) 
     ]
     if len(pending) < len(entered):  # the others have made their last step, and its checkpoint
         merged.append(schedule.inner_steps + 1)
-    return Course(inner_step, sent_until, max([inner_step, *merged]))
+    return ResumePoint(inner_step, sent_until, max([inner_step, *merged]))
 
 
-def go_on_at(inner_step: int, num_fragments: int) -> Course:
+def resume_point_after(inner_step: int, num_fragments: int) -> ResumePoint:
     """Go on after so many inner steps, in a run where nobody's steps are tied to another's."""
-    return Course(inner_step, (0,) * num_fragments, inner_step)
+    return ResumePoint(inner_step, (0,) * num_fragments, inner_step)
 
 
 def _sent_until(fragment_id: int, entered: Entered, schedule: Schedule, start_step: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.island.exchange.captured import CapturedLanes
+from diloco.island.exchange.checkpoint_state import LaneCheckpoint
 from diloco.island.exchange.late import Over
 from diloco.outer.fragments import Fragment
 from diloco.outer.pseudo_gradient import bit_sum
@@ -123,7 +123,7 @@ class SentLane:
 
 
 @dataclass(slots=True)
-class CarriedFragment:
+class IslandFragment:
     """A fragment's lanes on one rank; `lanes` may be empty.
 
     `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
@@ -281,7 +281,7 @@ class CarriedFragment:
 
     def captured(
         self, fragment: Fragment, codec: str, *, error_feedback: bool, is_carried: bool
-    ) -> CapturedLanes:
+    ) -> LaneCheckpoint:
         """Return the state of the lanes, zeros where there is none; tensors are not copied."""
         carried: dict[int, Tensor] = {}
         carried_norm: dict[int, Tensor] = {}
@@ -308,7 +308,7 @@ class CarriedFragment:
                 missed = None if sent is None else sent.delta
                 carried[lane_id], carried_norm[lane_id] = self.over.captured(lane_id, numel)
                 delta[lane_id] = torch.zeros(numel) if missed is None else missed
-        return CapturedLanes(
+        return LaneCheckpoint(
             dict(self.anchor),
             payload,
             residual,
@@ -320,7 +320,7 @@ class CarriedFragment:
             delta=delta,
         )
 
-    def restore(self, version: int, lanes: CapturedLanes) -> None:
+    def restore(self, version: int, lanes: LaneCheckpoint) -> None:
         """Take over what was captured, but for what was outstanding."""
         self.anchor, self.anchor_version = dict(lanes.anchor), version
         is_newest = self.state.version == version

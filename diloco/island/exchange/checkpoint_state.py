@@ -58,7 +58,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedLanes:
+class LaneCheckpoint:
     """One fragment's lanes on one rank, by lane id.
 
     `is_declined`: what is in flight is a decline; `broken_in_a_row`: how many of the last
@@ -81,7 +81,7 @@ class CapturedLanes:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedFragment:
+class FragmentCheckpoint:
     """One fragment of an island: its ledger and its lanes.
 
     Of one that was read, the ledger has what is in flight as the first attempt of the timeline that
@@ -89,7 +89,7 @@ class CapturedFragment:
     """
 
     ledger: FragmentLedger
-    lanes: CapturedLanes
+    lanes: LaneCheckpoint
     reach: Reach
     sent_as: RoundKey | None = None
 
@@ -123,7 +123,7 @@ class StateLayout:
         return shapes
 
     def to_tensors(
-        self, moment: Moment, fragments: Sequence[CapturedFragment]
+        self, moment: Moment, fragments: Sequence[FragmentCheckpoint]
     ) -> dict[str, Tensor]:
         """Return the state of fragments 0, 1, ... under its names."""
         state = {"meta": torch.tensor([_FORMAT, *astuple(moment)])}
@@ -136,7 +136,7 @@ class StateLayout:
 
     def from_tensors(
         self, state: Mapping[str, Tensor], timeline: int
-    ) -> tuple[Moment, list[CapturedFragment]]:
+    ) -> tuple[Moment, list[FragmentCheckpoint]]:
         """Read a state into another timeline; lanes of other ranks may be in it too.
 
         Returns:
@@ -164,7 +164,7 @@ class StateLayout:
         _, *moment = state["meta"].tolist()
         return Moment(*moment), [self._fragment(state, timeline, p) for p in self.lanes]
 
-    def _fragment(self, state: Mapping[str, Tensor], timeline: int, p: int) -> CapturedFragment:
+    def _fragment(self, state: Mapping[str, Tensor], timeline: int, p: int) -> FragmentCheckpoint:
         (
             version, tokens, steps, local_steps, sent_until, is_flushed, broken_in_a_row,
             merged_tokens, asks_trial, in_flight, sent_at_inner_step, weight_tokens, weight_steps,
@@ -195,9 +195,9 @@ class StateLayout:
         for section, lane_id in self._parts(p):
             values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
-        lanes = CapturedLanes(**parts, is_declined=in_flight == 2, broken_in_a_row=broken_in_a_row)
+        lanes = LaneCheckpoint(**parts, is_declined=in_flight == 2, broken_in_a_row=broken_in_a_row)
         reach = Reach(*state[f"reach/{p}"].tolist())
-        return CapturedFragment(ledger, lanes, reach, sent_as)
+        return FragmentCheckpoint(ledger, lanes, reach, sent_as)
 
     def _parts(self, p: int) -> Iterator[tuple[str, int]]:
         sections = _ALWAYS
@@ -208,7 +208,7 @@ class StateLayout:
                 yield section, lane_id
 
 
-def _numbers(fragment: CapturedFragment) -> list[int]:
+def _numbers(fragment: FragmentCheckpoint) -> list[int]:
     ledger, sent = fragment.ledger, fragment.ledger.outstanding
     in_flight = [0] * 6
     if sent is not None:

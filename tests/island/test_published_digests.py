@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from diloco.errors import IslandFailed
 from diloco.island.agreement import Agreement
 from diloco.island.groups import make_groups
-from diloco.island.held import held_digests
 from diloco.island.lanes.shards import LaneShards, tensor_specs
+from diloco.island.published_digests import stored_digests
 from diloco.outer.fragments import make_plan
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.store import FragmentStore
@@ -88,13 +88,13 @@ def with_a_copy_that_differs(island_rank: int) -> list[Any]:
     groups = make_groups(None, patience_s=1.0)
     shards = LaneShards(plan, parameters, group=groups.shards)
     agreement = Agreement(groups.agreement)
-    before = held_digests(plan, shards, agreement)
+    before = stored_digests(plan, shards, agreement)
     if island_rank == 1:
         norm = parameters["norm"]
         assert isinstance(norm, DTensor)
         with torch.no_grad():
             norm.to_local()[7] *= -1
-    return [before, held_digests(plan, shards, agreement)]
+    return [before, stored_digests(plan, shards, agreement)]
 
 
 def test_a_copy_that_differs_on_one_rank_is_found_on_all() -> None:

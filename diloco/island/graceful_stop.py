@@ -24,7 +24,7 @@ from diloco.outer.schedule import Schedule
 from diloco.tasks import wait_for
 
 
-class StopLine:
+class GracefulStop:
     """One island's promise, and the run's stop step.
 
     `num_words` counts what was heard of the coordinator: while it grows, the coordinator lives.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from diloco.errors import IslandFailed
 from diloco.island.agreement import NOT_MINE, Agreement
-from diloco.island.exchange.carried import FragmentView
+from diloco.island.exchange.fragment_state import FragmentView
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Fragment, Plan
 from diloco.versions.publication import lane_digest, version_digest
@@ -24,7 +24,7 @@ _DIGEST = struct.Struct("<4q")
 _NOBODY = (NOT_MINE,) * 4
 
 
-def held_digests(plan: Plan, shards: LaneShards, agreement: Agreement) -> tuple[str | None, ...]:
+def stored_digests(plan: Plan, shards: LaneShards, agreement: Agreement) -> tuple[str | None, ...]:
     """Hash the values of every fragment as the ranks store them; collective, once a run.
 
     Reads each element where it is stored and compares every other copy of it: replicated norms,
@@ -57,7 +57,7 @@ def published_digests(
     Raises:
         IslandFailed: On all ranks, if they do not.
     """
-    held = held_digests(plan, shards, agreement)
+    held = stored_digests(plan, shards, agreement)
     is_wrong = [
         digest is None or (view.version == version and view.digest != digest)
         for digest, view, version in zip(held, views, versions, strict=True)

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from diloco.errors import IslandFailed
-from diloco.island.course import Course, Entered, entered_of, entry_words, set_course
-from diloco.island.exchange.carried import FragmentView
+from diloco.island.exchange.fragment_state import FragmentView
+from diloco.island.resume_point import (
+    Entered,
+    ResumePoint,
+    entered_of,
+    entry_words,
+    resume_point_of,
+)
 from diloco.outer.schedule import Schedule
 
 
@@ -56,17 +62,19 @@ TABLE: dict[str, tuple[Schedule, list[Entered], tuple[int, tuple[int, ...], int]
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_course(case: str) -> None:
+def test_resume_point(case: str) -> None:
     made, entered, (inner_step, sent_until, first_checkpoint_step) = TABLE[case]
 
-    assert set_course(entered, made, 0) == Course(inner_step, sent_until, first_checkpoint_step)
+    assert resume_point_of(entered, made, 0) == ResumePoint(
+        inner_step, sent_until, first_checkpoint_step
+    )
 
 
 def test_a_run_that_started_warm_is_not_rewound_before_its_start() -> None:
     warm = schedule(inner_steps=30)
 
-    assert set_course([Entered(0), Entered(0)], warm, 9) == Course(9, (9, 9), 9)
-    assert set_course([Entered(1, 0, 10), Entered(0)], warm, 9) == Course(10, (10, 9), 11)
+    assert resume_point_of([Entered(0), Entered(0)], warm, 9) == ResumePoint(9, (9, 9), 9)
+    assert resume_point_of([Entered(1, 0, 10), Entered(0)], warm, 9) == ResumePoint(10, (10, 9), 11)
 
 
 def view(version: int, **changes: Any) -> FragmentView:
