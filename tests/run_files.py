@@ -177,7 +177,7 @@ def run_to_end(run_file: Path, overrides: Sequence[str] = ()) -> FinishedRun:
 def assert_all_ranks_carry_lanes(
     run: FinishedRun, islands: Iterable[str], num_ranks: int = 2
 ) -> None:
-    """Insist that each of these islands sent lanes of every fragment from all its ranks."""
+    """Check that each of these islands sent lanes of every fragment from all its ranks."""
     assert all(len(fragment.lanes) >= num_ranks for fragment in run.plan.fragments)
     for island in islands:
         sent = run.of_kind(island, "fragment_sent")

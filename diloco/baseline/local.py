@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from diloco.baseline.members import Members
-from diloco.baseline.place import GLOO, HOPS, NCCL, TRANSPORT, Member, insist_on_equal_ranks
-from diloco.config.hugging_face import insist_on_version
+from diloco.baseline.place import GLOO, HOPS, NCCL, TRANSPORT, Member, check_equal_ranks
+from diloco.config.hugging_face import check_version
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
@@ -62,7 +62,7 @@ class BaselineOptions:
         return {"average_every": every, "parallel_steps": self.parallel_steps}
 
 
-def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
+def check_baseline(config: Config, options: BaselineOptions) -> None:
     """Refuse what a baseline cannot be, before anything is started.
 
     Raises:
@@ -85,20 +85,20 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
             f"--first {options.parallel_steps}: run.inner_steps = {config.run.inner_steps}, so "
             f"nothing would be local; give at most {config.run.inner_steps - 1}"
         )
-    _insist_on_hop(config, options)
+    _check_hop(config, options)
     if config.run.warm_start:
         raise ConfigError(
             f"run.warm_start = {config.run.warm_start!r}: baselines start from the seed only; "
             f"leave it out (--set run.warm_start=)"
         )
-    insist_on_version(config.model.transformers)
+    check_version(config.model.transformers)
     if config.model.experts.num_experts:
         raise ConfigError(
             f"model.experts.num_experts = {config.model.experts.num_experts}: experts are balanced "
             f"by counts of one island, and a baseline trains across them; take a dense model"
         )
     if options.name != FLAT:
-        insist_on_equal_ranks({name: island.ranks for name, island in config.islands.items()})
+        check_equal_ranks({name: island.ranks for name, island in config.islands.items()})
     length = config.data.sequence_length
     for name, island in sorted(config.islands.items()):
         for axis, size in island.mesh.model_dump().items():
@@ -122,7 +122,7 @@ def insist_on_baseline(config: Config, options: BaselineOptions) -> None:
             )
 
 
-def _insist_on_hop(config: Config, options: BaselineOptions) -> None:
+def _check_hop(config: Config, options: BaselineOptions) -> None:
     if options.hop not in HOPS:
         raise ConfigError(f"--hop {options.hop} is unknown: choose {', '.join(HOPS)}")
     for name, island in sorted(config.islands.items()):
@@ -157,10 +157,10 @@ def _insist_on_hop(config: Config, options: BaselineOptions) -> None:
             f"transport.link=), and run it under diloco emulate where links should be slow"
         )
     if options.hop == NCCL:
-        _insist_on_devices(sum(island.ranks for island in config.islands.values()))
+        _check_devices(sum(island.ranks for island in config.islands.values()))
 
 
-def _insist_on_devices(num_ranks: int) -> None:
+def _check_devices(num_ranks: int) -> None:
     """Refuse NCCL where not every rank has a CUDA device of its own."""
     from torch.cuda import device_count  # torch takes seconds to load
 
@@ -183,7 +183,7 @@ def run_baseline(
     """Train to the end and write summary.json.
 
     Args:
-        config: The run; `insist_on_baseline` has accepted it.
+        config: The run; `check_baseline` has accepted it.
         options: Which baseline.
         directory: For logs and the summary; made when missing.
         emulated: The network that this process is in, if it is not the machine's own.

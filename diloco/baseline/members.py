@@ -146,15 +146,15 @@ class Members:
 
     def _wait(self, is_done: Callable[[], bool], until: float = float("inf")) -> None:
         while not is_done():
-            self._insist_on_life()
+            self._check_alive()
             if time.monotonic() > until:
                 missing = ", ".join(str(e.member) for e in self._processes if not e.said)
                 raise IslandFailed(f"{missing} did not start within {_START_S:g} s")
             self._on_look()
             time.sleep(_LOOK_S)
-        self._insist_on_life()
+        self._check_alive()
 
-    def _insist_on_life(self) -> None:
+    def _check_alive(self) -> None:
         failed = [each for each in self._processes if each.process.poll()]
         if not failed:
             return

@@ -58,11 +58,11 @@ class Place:
         Raises:
             ConfigError: If islands have unequally many ranks, whose shards are not the same.
         """
-        insist_on_equal_ranks(self.islands)
+        check_equal_ranks(self.islands)
         return tuple(Member(island, self.own.island_rank) for island in sorted(self.islands))
 
 
-def insist_on_equal_ranks(islands: Mapping[str, int]) -> None:
+def check_equal_ranks(islands: Mapping[str, int]) -> None:
     """Refuse islands whose ranks cannot hold the same shards.
 
     Raises:

@@ -23,7 +23,7 @@ from diloco.launch.local import LocalRun
 from diloco.state_dir import Endpoint, StateDir, holder, read_endpoint
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone
 from diloco.versions.log import frames_in
-from diloco.versions.record import RecordInvalid, insist_on_whole, record_path, versions_in
+from diloco.versions.record import RecordInvalid, check_whole, record_path, versions_in
 
 _FRAGMENTS = "fragment-[0-9]*"
 #: Of a file of events: its last step is among them.
@@ -152,7 +152,7 @@ def _whole_versions(directory: Path) -> list[int]:
     found = set(frames_in(directory))
     for version in versions_in(directory):
         with contextlib.suppress(RecordInvalid):  # damaged on purpose, or forgotten meanwhile
-            insist_on_whole(record_path(directory, version))
+            check_whole(record_path(directory, version))
             found.add(version)
     return sorted(found)
 

@@ -39,7 +39,7 @@ from diloco.transport.shaping.faulty import Fault, Gate
 from diloco.versions.log import frames_in, segment_path, segments_in
 from diloco.versions.record import (
     RecordInvalid,
-    insist_on_whole,
+    check_whole,
     locate,
     record_path,
     versions_in,
@@ -250,7 +250,7 @@ class TornNewest(_Damage):
             return False
         path = record_path(directory, versions[-1])
         try:
-            insist_on_whole(path)
+            check_whole(path)
         except RecordInvalid:  # it is damaged already, and not repaired yet
             return False
         return self.environment.is_held(fragment_of(directory), versions[-1])

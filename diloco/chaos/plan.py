@@ -300,7 +300,7 @@ def expand(
     free_from: dict[str, float] = {}
     timed = []
     for at_s, fault in faults:
-        _insist_on_target(fault, islands, syncers)
+        _check_target(fault, islands, syncers)
         kind = Kind(fault.kind)
         lasts_s = 0.0 if kind in _AT_ONCE else parse_duration(fault.lasts)
         if kind.is_of_a_link:
@@ -395,9 +395,7 @@ def _kinds_of(target: str) -> frozenset[Kind]:
     return _KINDS_OF.get(_role_of(target), _KINDS_OF_AN_ISLAND)
 
 
-def _insist_on_target(
-    fault: FaultConfig, islands: Mapping[str, int], syncers: Sequence[str]
-) -> None:
+def _check_target(fault: FaultConfig, islands: Mapping[str, int], syncers: Sequence[str]) -> None:
     island, slash, rank = fault.target.partition("/")
     is_there = fault.target in (COORDINATOR, *syncers) or (
         island in islands and (not slash or (rank.isdecimal() and int(rank) < islands[island]))

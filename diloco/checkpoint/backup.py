@@ -21,7 +21,7 @@ import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
-from diloco.checkpoint.stores import insist_on_stores
+from diloco.checkpoint.stores import check_stores
 from diloco.durable import sync_directory
 from diloco.errors import ConfigError
 from diloco.state_dir import StateDir
@@ -87,7 +87,7 @@ def _told(directory: Path, num_bytes: int, with_secret: bool) -> str:
 
 
 def _copy_run(state: StateDir, directory: Path, with_secret: bool) -> int:
-    insist_on_stores(state)
+    check_stores(state)
     directory.mkdir(mode=0o700, parents=True)  # never over another one
     copy = StateDir(directory)
     links = state.root / "backup"

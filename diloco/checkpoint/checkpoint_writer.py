@@ -169,7 +169,7 @@ class CheckpointWriter:
                 parts = _next_parts(path)
             except OSError as error:
                 failure = f"{path}: {error.strerror or error}"
-        parts = insist_on_all_ranks(group, failure, parts)[0]
+        parts = check_all_ranks(group, failure, parts)[0]
         name = rank_file(self._island_rank, self._num_ranks)
         try:
             mine = {name: _write(path / parts / name, part.header, part.pieces)}
@@ -179,11 +179,11 @@ class CheckpointWriter:
                 pass
         files: dict[str, dict[str, Any]] = {}
         try:
-            for written in insist_on_all_ranks(group, failure, mine):
+            for written in check_all_ranks(group, failure, mine):
                 files |= written
             if self._island_rank == 0:
                 failure = self._complete(path, parts, files, self._manifest(step, cut, about))
-            insist_on_all_ranks(group, failure)
+            check_all_ranks(group, failure)
         finally:
             if self._island_rank == 0:  # what was replaced, or has failed; else the next write does
                 with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ class CheckpointWriter:
         }
 
 
-def insist_on_all_ranks(
+def check_all_ranks(
     group: dist.ProcessGroup | None,
     failure: str,
     mine: Any = None,

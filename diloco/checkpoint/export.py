@@ -115,7 +115,7 @@ def export_run(
         ConfigError: If there is nothing to export, `out` is in the way or cannot be written, or the
             layout has no word for the model.
     """
-    _insist_on_room(out, overwrite=overwrite)
+    _check_room(out, overwrite=overwrite)
     published = read_published(
         state, at_step=at_step, on_progress=lambda done, total: on_progress("reading", done, total)
     )
@@ -148,7 +148,7 @@ def export_run(
     return export
 
 
-def _insist_on_room(out: Path, *, overwrite: bool) -> None:
+def _check_room(out: Path, *, overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MANIFEST).is_file():

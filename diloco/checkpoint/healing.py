@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint.checkpoint_writer import insist_on_all_ranks
+from diloco.checkpoint.checkpoint_writer import check_all_ranks
 from diloco.checkpoint.donor import Donor
 from diloco.errors import PayloadRefused
 from diloco.io_thread import IoThread
@@ -147,7 +147,7 @@ class Healing:
             }
         except (NotHealed, PayloadRefused) as error:
             problem = str(error)
-        insist_on_all_ranks(self._groups.start, problem, error=NotHealed)
+        check_all_ranks(self._groups.start, problem, error=NotHealed)
         tensors = new_moments_(model, optimizer, step=manifest.optimizer_step)
         for moment in MOMENTS:
             shards = LaneShards(self._plan, tensors[moment], group=group)

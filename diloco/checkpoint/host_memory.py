@@ -225,7 +225,7 @@ def available_bytes() -> int | None:
     return min(*free, _room_in_cgroup()) if free else None
 
 
-def insist_on_memory(key: str, what: str, num_bytes: int, remedy: str) -> None:
+def check_memory(key: str, what: str, num_bytes: int, remedy: str) -> None:
     """Refuse to take more of the host's memory than is there.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.checkpoint.checkpoint_writer import CheckpointWriter, insist_on_all_ranks
+from diloco.checkpoint.checkpoint_writer import CheckpointWriter, check_all_ranks
 from diloco.checkpoint.checkpoints import (
     Checkpoint,
     abandon_later,
@@ -56,7 +56,7 @@ from diloco.telemetry.events import (
 from diloco.trainer.state import (
     INNER_OPTIMIZER,
     Read,
-    insist_on_optimizer,
+    check_optimizer,
     load_moments_,
     load_parameters_,
     mend_moments_,
@@ -136,7 +136,7 @@ class IslandCheckpoints:
             self._return()
         elif warm is not None:
             if warm.has_optimizer:
-                insist_on_optimizer(self._trainer.optimizer, warm.inner_optimizer, warm.source)
+                check_optimizer(self._trainer.optimizer, warm.inner_optimizer, warm.source)
                 self._load_moments(warm.read, warm.start_step)
             if warm.data_state is not None:
                 self._batches.load_state_dict(warm.data_state)
@@ -327,8 +327,8 @@ class IslandCheckpoints:
             checkpoint = self._open_or_fetch(step)
         except ConfigError as error:
             raise ConfigError(f"{error}. {self._others_text(step)}") from error
-        self._insist_on_plan(checkpoint)
-        self._insist_on_optimizer(checkpoint)
+        self._check_plan(checkpoint)
+        self._check_optimizer(checkpoint)
         load_parameters_(self._trainer.model, checkpoint.read)
         self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
         if not self._config.outer.is_on_arrival:  # there the coordinator says where that is
@@ -340,7 +340,7 @@ class IslandCheckpoints:
                 self._mirroring.abandon_later(step, self._outer.timeline)
         self._connection.report_checkpoints([step])
 
-    def _insist_on_plan(self, checkpoint: Checkpoint) -> None:
+    def _check_plan(self, checkpoint: Checkpoint) -> None:
         here, there = self._outer.plan, checkpoint.plan
         if here == there:
             return
@@ -373,7 +373,7 @@ class IslandCheckpoints:
                 logger.warning("checkpoint skipped, step=%d: %s", step, error)
                 continue
             if checkpoint.plan == self._outer.plan:
-                self._insist_on_optimizer(checkpoint)
+                self._check_optimizer(checkpoint)
                 self._seek()
                 self._load_moments(checkpoint.read, int(checkpoint.manifest["optimizer_step"]))
                 self._taken("checkpoint", inner_step, began)
@@ -462,7 +462,7 @@ class IslandCheckpoints:
             )
         except ConfigError as error:
             problem = str(error)
-        insist_on_all_ranks(self._group, problem, error=ConfigError)
+        check_all_ranks(self._group, problem, error=ConfigError)
         assert checkpoint is not None
         return checkpoint
 
@@ -494,7 +494,7 @@ class IslandCheckpoints:
                 steps = self._mirror.steps()[-1:]
         except Exception as error:  # of as many types as there are file systems
             logger.warning("the mirror %s cannot be read: %r", self._mirror.url, error)
-        steps = insist_on_all_ranks(self._group, "", steps)[0]
+        steps = check_all_ranks(self._group, "", steps)[0]
         try:
             for step in steps:
                 self._fetch(step)
@@ -515,7 +515,7 @@ class IslandCheckpoints:
                 self._mirror.fetch(step, *self._place)
             except ConfigError as error:
                 problem = str(error)
-        insist_on_all_ranks(self._group, problem, error=ConfigError)
+        check_all_ranks(self._group, problem, error=ConfigError)
 
     def _others_text(self, step: int) -> str:
         """Say from what else the run could be resumed, without reading any of it."""
@@ -527,10 +527,10 @@ class IslandCheckpoints:
             f"{listed}; to go on from one: diloco coordinator RUN.toml --resume --at {others[-1]}"
         )
 
-    def _insist_on_optimizer(self, checkpoint: Checkpoint) -> None:
+    def _check_optimizer(self, checkpoint: Checkpoint) -> None:
         source = f"the checkpoint of {checkpoint.step} in {self._config.checkpoint_dir}"
         found = checkpoint.manifest[INNER_OPTIMIZER]
-        insist_on_optimizer(self._trainer.optimizer, found, source)
+        check_optimizer(self._trainer.optimizer, found, source)
 
     def _load_moments(self, read: Read, step: int) -> None:
         load_moments_(self._trainer.model, self._trainer.optimizer, read, step=step)

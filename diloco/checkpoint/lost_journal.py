@@ -1,6 +1,6 @@
 """A store without its journal: it is told from a new run, and the journal is made again.
 
-`insist_on_journal` keeps a coordinator from founding the run a second time beside what is left of
+`check_journal` keeps a coordinator from founding the run a second time beside what is left of
 it; `rebuild_journal` is what `diloco repair` does of it.
 
 Source: PROTOCOL.md, "Lost journal".
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _FOUNDED = ("fragment-*/v*", "pins/step-*", "incarnations.json", "timeline.json")
 
 
-def insist_on_journal(state: StateDir, journal: Journal) -> None:
+def check_journal(state: StateDir, journal: Journal) -> None:
     """Refuse to found a run beside a store that has been served, or beside that of another run.
 
     Raises:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.checkpoint.host_memory import CopySlots, Header, insist_on_memory, next_sequence
+from diloco.checkpoint.host_memory import CopySlots, Header, check_memory, next_sequence
 from diloco.checkpoint.placement import ranks_of_copies, recovery_probability
 from diloco.errors import ConfigError, IslandFailed
 from diloco.island.groups import COLLECTIVE_S
@@ -143,7 +143,7 @@ class MemoryCopies:
         here = self._num_ranks // self._num_hosts
         first = self._rank - self._rank % here
         missing = [row[0] for row in self._gather([self._slots.missing_bytes])]
-        insist_on_memory(
+        check_memory(
             f"islands.{self._island}.memory_checkpoint_steps = {self._every}",
             "copies of the inner state",
             sum(missing[first : first + here]),

@@ -104,7 +104,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     )
 
 
-def insist_on_run(state: StateDir, *, start: str = START) -> None:
+def check_run(state: StateDir, *, start: str = START) -> None:
     """Refuse to resume where no run was ever coordinated; `start` is what to type to begin one.
 
     Raises:
@@ -117,7 +117,7 @@ def insist_on_run(state: StateDir, *, start: str = START) -> None:
         )
 
 
-def insist_on_same_run(config: Config, state: StateDir, ways_out: str) -> None:
+def check_same_run(config: Config, state: StateDir, ways_out: str) -> None:
     """Refuse a state directory that holds the run of another file; `ways_out` is what to do then.
 
     Raises:
@@ -169,7 +169,7 @@ def choose_checkpoint(
             checkpoint, or none is whole.
     """
     complete = membership.checkpoints
-    _insist_on_complete(state, membership, at_step, start)
+    _check_complete(state, membership, at_step, start)
     tell(_found_text(state, membership))
     plan = Plan.from_json(membership.plan_json)
     torn: dict[int, str] = {}
@@ -232,7 +232,7 @@ def commands_of_islands(config: Config) -> str:
     return "; ".join(f"diloco island RUN.toml --island {name}" for name in sorted(config.islands))
 
 
-def _insist_on_complete(
+def _check_complete(
     state: StateDir, membership: Membership, at_step: int | None, start: str
 ) -> None:
     complete, run = membership.checkpoints, f"the run {membership.run!r} in {state.root}"

@@ -117,11 +117,11 @@ def read_plan(state: StateDir) -> Plan | None:
         ConfigError: If a store is gone.
         PlanMismatch: If the file is damaged.
     """
-    insist_on_stores(state)
+    check_stores(state)
     return known_plan(state)
 
 
-def insist_on_stores(state: StateDir) -> None:
+def check_stores(state: StateDir) -> None:
     """Refuse to take what is left of several stores for all of a run.
 
     Raises:

@@ -161,14 +161,14 @@ def _from_model(directory: Path, source: str, shape: Shape) -> WarmStart:
     path = directory / "config.json"
     if not isinstance(shape, LlamaShape):
         return _from_same_model(directory, source, shape)
-    _insist_on_shape(read_shape(_read_json(path), str(path)), shape, source)
+    _check_shape(read_shape(_read_json(path), str(path)), shape, source)
     weights = _Weights(directory)
     stored = stored_tensors(shape)
     expected = {tensor.name: tensor.shape for tensor in _parts(stored)}
     found = {name: size for name, size in weights.shapes.items() if not name.endswith(_IGNORED)}
     if shape.tie_embeddings:
         _drop_tied_head(found, weights, source)
-    _insist_on_tensors(found, expected, source)
+    _check_tensors(found, expected, source)
 
     def read(section: str, name: str) -> Tensor:
         return read_ours(stored[name], weights.read)
@@ -211,7 +211,7 @@ def _from_same_model(directory: Path, source: str, shape: TransformersShape) -> 
                 "one: correct its tie_word_embeddings, and take model.hf_config from it"
             )
     found = {own: weights.shapes[name] for own, name in names.items()}
-    _insist_on_tensors(found, expected, source)
+    _check_tensors(found, expected, source)
     return WarmStart(source, 0, False, "", 0, None, lambda section, name: weights.read(names[name]))
 
 
@@ -267,7 +267,7 @@ def _from_dcp(directory: Path, shape: Shape) -> WarmStart:
                     "set model.tie_embeddings = false"
                 )
             del found[head]
-    _insist_on_tensors(found, {t.name: t.shape for t in _parts(stored)}, source)
+    _check_tensors(found, {t.name: t.shape for t in _parts(stored)}, source)
 
     def read(section: str, name: str) -> Tensor:
         values = read_ours(stored[name], saved.read)
@@ -349,7 +349,7 @@ def _from_run(path: Path, config: Config, shape: Shape) -> WarmStart:
     published = read_published(StateDir(path))
     versions = ", ".join(str(fragment.version) for fragment in published.fragments)
     source = f"run {published.config.run.name} in {path} (published versions {versions})"
-    _insist_on_shape(published.shape, shape, source)
+    _check_shape(published.shape, shape, source)
     return WarmStart(source, 0, False, "", 0, None, lambda section, name: published.read(name))
 
 
@@ -365,7 +365,7 @@ def _from_checkpoint(path: Path, island_id: str, shape: Shape) -> WarmStart:
         logger.warning("no checkpoint of island %s there: warm start from %s", island_id, source)
     manifest = checkpoint.manifest
     found = shape_of(ModelConfig.model_validate(manifest["model"]))
-    _insist_on_shape(found, shape, source)
+    _check_shape(found, shape, source)
 
     def read(section: str, name: str) -> Tensor:
         return checkpoint.read("anchor" if section == "model" else section, name)
@@ -406,7 +406,7 @@ def _has_steps(path: Path) -> bool:
 # -- fit -------------------------------------------------------------------------------------------
 
 
-def _insist_on_shape(found: Shape, shape: Shape, source: str) -> None:
+def _check_shape(found: Shape, shape: Shape, source: str) -> None:
     """Refuse a model whose function is another one than that of [model]."""
     is_llama = [isinstance(each, LlamaShape) for each in (found, shape)]
     if is_llama[0] != is_llama[1]:
@@ -427,7 +427,7 @@ def _insist_on_shape(found: Shape, shape: Shape, source: str) -> None:
         )
 
 
-def _insist_on_tensors(found: _Shapes, expected: _Shapes, source: str) -> None:
+def _check_tensors(found: _Shapes, expected: _Shapes, source: str) -> None:
     """Refuse missing, unexpected and differently shaped tensors, by name."""
     problems = [
         f"{name} is {found.get(name, 'missing')}, must be {expected.get(name, 'absent')}"

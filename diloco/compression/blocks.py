@@ -119,7 +119,7 @@ class BlockCodec:
         values = payload.new_empty(size, dtype=torch.float32)
         for tile in tiles:
             decoded, smallest = formula(scales[tile], packed[tile])
-            self._insist_on_code(int(smallest) + self._zero_code)
+            self._check_code(int(smallest) + self._zero_code)
             if len(tiles) == 1:
                 values = decoded
             else:
@@ -134,7 +134,7 @@ class BlockCodec:
         if numel:
             _, packed = self._read(payload)
             if self._levels.has_zero:
-                self._insist_on_code(smallest_code(packed, self._levels.bits))
+                self._check_code(smallest_code(packed, self._levels.bits))
 
     @torch.no_grad()
     def warm_up(self, device: str = "cpu") -> bool:
@@ -219,7 +219,7 @@ class BlockCodec:
         scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
         return scales, payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
 
-    def _insist_on_code(self, smallest: int) -> None:
+    def _check_code(self, smallest: int) -> None:
         """Refuse the code of no level: 0, where zero is a level."""
         if smallest < self._levels.has_zero:
             raise CodecError(

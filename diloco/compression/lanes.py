@@ -23,7 +23,7 @@ from diloco.compression.random_bits import rounding_key
 from diloco.compression.registry import get_codec
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Entry, Fragment
-from diloco.outer.patterns import insist_on_match, matches
+from diloco.outer.patterns import check_match, matches
 
 
 def lane_codec(name: str, fragment: Fragment, lane_id: int) -> Codec:
@@ -60,14 +60,14 @@ def lane_runs(name: str, fragment: Fragment, lane_id: int) -> tuple[tuple[Codec,
 
 
 def check_patterns(name: str, tensors: Iterable[str]) -> None:
-    """Insist that every pattern of a codec's name matches a tensor.
+    """Check that every pattern of a codec's name matches a tensor.
 
     Raises:
         ConfigError: Naming the pattern and some tensors.
     """
     known = sorted(tensors)
     for rule in name.split()[1:]:
-        insist_on_match("outer.codec_by_name", rule, rule.rpartition("=")[0], known)
+        check_match("outer.codec_by_name", rule, rule.rpartition("=")[0], known)
 
 
 def _codec_of(entry: Entry, main: str, by_name: Sequence[str]) -> str:

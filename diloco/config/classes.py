@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from diloco.peer_texts import read_peer_json
+from diloco.bounded_text import read_peer_json
 
 T = TypeVar("T")
 

@@ -88,7 +88,7 @@ def installed_version() -> str:
     return importlib.metadata.version("transformers")
 
 
-def insist_on_version(recorded: str) -> None:
+def check_version(recorded: str) -> None:
     """Refuse to compute with another transformers than the one that a run was begun with.
 
     Args:

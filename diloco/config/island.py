@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from diloco.bounded_text import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.config.classes import Local, Section
 from diloco.config.compute import (
     ActivationCheckpointing,
@@ -30,7 +31,6 @@ from diloco.config.network import (
 )
 from diloco.config.outer import OuterConfig
 from diloco.config.pipeline import pipeline_problems
-from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
 from diloco.transport.units import parse_duration
 

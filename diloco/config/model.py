@@ -112,7 +112,7 @@ class RopeScalingConfig(Section):
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         """Refuse keys that the kind has no use for, and those that it lacks."""
-        _insist_on_defaults(self, {"kind", *self.used_keys}, f'kind = "{self.kind}"')
+        _check_defaults(self, {"kind", *self.used_keys}, f'kind = "{self.kind}"')
         if self.kind in ("llama3", "yarn") and not self.original_max_sequence_length:
             raise ValueError(f'kind = "{self.kind}" needs original_max_sequence_length')
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -146,7 +146,7 @@ class LatentAttentionConfig(Section):
     @model_validator(mode="after")
     def _check_dims(self) -> Self:
         if not self.kv_rank:
-            _insist_on_defaults(self, set(), "kv_rank = 0 (no latent attention)")
+            _check_defaults(self, set(), "kv_rank = 0 (no latent attention)")
             return self
         for name in ("rope_dim", "nope_dim", "value_dim"):
             if getattr(self, name) < 1:
@@ -194,7 +194,7 @@ class ExpertsConfig(Section):
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         if not self.num_experts:
-            _insist_on_defaults(self, set(), "num_experts = 0 (no experts)")
+            _check_defaults(self, set(), "num_experts = 0 (no experts)")
             return self
         if self.expert_dim < 1:
             raise ValueError(f"num_experts = {self.num_experts} needs expert_dim of at least 1")
@@ -217,7 +217,7 @@ class ExpertsConfig(Section):
         return self
 
 
-def _insist_on_defaults(section: Section, used: set[str], why: str) -> None:
+def _check_defaults(section: Section, used: set[str], why: str) -> None:
     """Refuse explicit values that would do nothing."""
     for name, field in type(section).model_fields.items():
         if name not in used and getattr(section, name) != field.default:
@@ -390,7 +390,7 @@ class ModelConfig(Section):
     def _check_family(self) -> Self:
         """Refuse what the family has no use for."""
         if self.family == HUGGING_FACE:
-            _insist_on_defaults(self, _OF_HUGGING_FACE, 'family = "hf": config.json says it')
+            _check_defaults(self, _OF_HUGGING_FACE, 'family = "hf": config.json says it')
             return self
         for key in ("name", "hf_config", "transformers"):
             if getattr(self, key):

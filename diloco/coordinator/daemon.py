@@ -100,7 +100,7 @@ class Coordinator:
         self._syncer_service = SyncerService(
             membership,
             self.run_status,
-            insist=self._insist_on_syncer,
+            check_grant=self._check_syncer,
             index=self._index,
             tell=lambda told: self._journal.write((), told=[told]),
             keep=self._keep,
@@ -396,7 +396,7 @@ class Coordinator:
             now_unix_s=self._unix_clock(),
         )
 
-    def _insist_on_syncer(self, grant: Grant) -> None:
+    def _check_syncer(self, grant: Grant) -> None:
         is_current = grant.timeline == self._membership.timeline
         if not (is_current and self._is_granted(grant, ROLE_SYNCER)):
             self.refused("", Cause.GRANT if is_current else Cause.TIMELINE)

@@ -19,13 +19,13 @@ from typing import Any
 
 import blake3
 
+from diloco.bounded_text import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.coordinator.decided_rounds import DecidedRounds, DeciderRules, Standing
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.round_journal import JournalUnwritable, insist_on_initial, read_record
+from diloco.coordinator.round_journal import JournalUnwritable, check_initial, read_record
 from diloco.errors import AggregationError, QuorumLost
 from diloco.loop_clock import loop_now
-from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.protocol.rounds.allreduce import Prepared
 from diloco.protocol.rounds.allreduce_messages import arrivals_of, assignment_message
 from diloco.protocol.rounds.messages import (
@@ -332,7 +332,7 @@ class Decider:
         elif record["version"] > 0:
             return f"the journal knows nothing of version {record['version']}"
         else:
-            insist_on_initial(record, standing.rounds.rounds.rules.num_lanes)
+            check_initial(record, standing.rounds.rounds.rules.num_lanes)
         return ""
 
     def _found_nothing(self, standing: Standing, grant: Grant) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from diloco.bounded_text import bounded_text
 from diloco.config.fields import MOST_CHECKPOINTS
 from diloco.coordinator.grants import sign
 from diloco.coordinator.run_status import RunStatus
 from diloco.errors import CoordinatorUnavailable, Fenced, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
-from diloco.peer_texts import bounded_text
 from diloco.protocol.run.admission import Entries, Joined, JoinVerdict
 from diloco.protocol.run.cut_patience import CutPatience
 from diloco.protocol.run.cuts import Part
@@ -228,7 +228,7 @@ class IslandService:
             code = CoordinatorUnavailable.exit_code
             return Reply.of(ReportReply(stop=True, reason="the grant is not valid", exit_code=code))
         grant, membership = request.grant, self._membership
-        self._insist_on_bounds(request)
+        self._check_bounds(request)
         if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
             cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
             self._run_status.refused(grant.island, cause)
@@ -244,7 +244,7 @@ class IslandService:
         self._heals.heard(grant.island, request.heal, reply)
         return Reply.of(reply)
 
-    def _insist_on_bounds(self, request: ReportRequest) -> None:
+    def _check_bounds(self, request: ReportRequest) -> None:
         """Refuse what no island says; a message of any length is cut.
 
         Raises:

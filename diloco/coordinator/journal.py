@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from diloco.bounded_text import bounded_text
 from diloco.durable import DiskFull
-from diloco.peer_texts import bounded_text
 from diloco.transport.contracts import Handler, Handlers, IncomingCall, Reply
 from diloco.transport.errors import Overloaded
 

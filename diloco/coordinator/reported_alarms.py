@@ -12,8 +12,8 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 
+from diloco.bounded_text import MOST_REASON, bounded_text
 from diloco.coordinator.journal import AuditEntry
-from diloco.peer_texts import MOST_REASON, bounded_text
 from diloco.protocol.run.alarms import (
     MOST_ALARMS,
     NO_FRAGMENT,

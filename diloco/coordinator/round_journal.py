@@ -151,7 +151,7 @@ def read_record(text: str, fragment_id: int) -> dict[str, Any]:
     return record
 
 
-def insist_on_initial(record: Mapping[str, Any], num_lanes: int) -> None:
+def check_initial(record: Mapping[str, Any], num_lanes: int) -> None:
     """Refuse a version 0 that is not wholly what initial parameters make.
 
     Raises:

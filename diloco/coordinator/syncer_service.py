@@ -12,10 +12,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from diloco.bounded_text import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.coordinator.audit_log import expiry_entry, repair_entry
 from diloco.coordinator.journal import AuditEntry, RoundRow
 from diloco.coordinator.run_status import RunStatus
-from diloco.peer_texts import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.membership import Membership
@@ -52,7 +52,7 @@ class SyncerService:
         membership: Membership,
         run_status: RunStatus,
         *,
-        insist: Callable[[Grant], None],
+        check_grant: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
         tell: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
@@ -63,7 +63,7 @@ class SyncerService:
         Args:
             membership: Of the run.
             run_status: Shows what is told.
-            insist: Refuses whoever is not a syncer of this run and timeline.
+            check_grant: Refuses a caller that is not a syncer of this run and timeline.
             index: Makes it durable that there is a record.
             tell: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
@@ -71,7 +71,7 @@ class SyncerService:
         """
         self._membership = membership
         self._run_status = run_status
-        self._insist = insist
+        self._check_grant = check_grant
         self._index = index
         self._tell = tell
         self._keep = keep
@@ -86,7 +86,7 @@ class SyncerService:
 
     async def _hello(self, call: IncomingCall) -> Reply:
         request = SyncerHelloRequest.FromString(call.header)
-        self._insist(request.grant)
+        self._check_grant(request.grant)
         if len(request.address) > MOST_TEXT:
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
@@ -108,7 +108,7 @@ class SyncerService:
 
     async def _report(self, call: IncomingCall) -> Reply:
         report = RoundReport.FromString(call.header)
-        self._insist(report.grant)
+        self._check_grant(report.grant)
         membership, known = self._membership, self._fragments_of(report.syncer_id)
         named = [f.fragment_id for f in report.fragments]
         named += [report.expiry.fragment_id] if report.HasField("expiry") else []

@@ -130,10 +130,10 @@ class Data(Protocol):
     def sequence_length(self) -> int: ...  # noqa: D102
 
     def content(self) -> dict[str, Any]:
-        """Say what the text is: JSON values, for `insist_on_content` of a later start."""
+        """Say what the text is: JSON values, for `check_content` of a later start."""
         ...
 
-    def insist_on_content(self, there: Mapping[str, Any]) -> None:
+    def check_content(self, there: Mapping[str, Any]) -> None:
         """Refuse to go on where a run was trained on other text; names what has changed.
 
         Raises:

@@ -154,7 +154,7 @@ class TextData:
         """Say what the text is: its digest."""
         return {"digest": self.digest}
 
-    def insist_on_content(self, there: Mapping[str, Any]) -> None:
+    def check_content(self, there: Mapping[str, Any]) -> None:
         """Refuse to go on where a run was trained on other text.
 
         Raises:
@@ -295,7 +295,7 @@ class TextBatches:
         Raises:
             ConfigError: If it was written for other text.
         """
-        self._data.insist_on_content(state)
+        self._data.check_content(state)
         there = {int(slot): steps for slot, steps in state.get("slots", {}).items()}
         if there.keys() == self._steps.keys():
             self._steps = {slot: there[slot] for slot in self._steps}

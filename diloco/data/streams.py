@@ -71,7 +71,7 @@ class StreamData:
         self.tokenizer_digest = self._tokenizer.digest
         self.recipe = _recipe(config, seed, self._tokenizer)
         self.parts = {name: source.parts for name, source in self._sources.items()}
-        _insist_on_one_source_each(self._sources)
+        _check_one_source_each(self._sources)
         content = self.content()
         described = json.dumps([content["recipe"], content["parts"]])
         self.digest = blake3(described.encode()).hexdigest()
@@ -90,7 +90,7 @@ class StreamData:
             },
         }
 
-    def insist_on_content(self, there: Mapping[str, Any]) -> None:
+    def check_content(self, there: Mapping[str, Any]) -> None:
         """Refuse to go on where a run was trained on other text; names what has changed.
 
         Raises:
@@ -297,7 +297,7 @@ class StreamBatches:
         Raises:
             ConfigError: If the sources, or how they are cut, have changed since.
         """
-        self._data.insist_on_content(state)
+        self._data.check_content(state)
         there = {int(slot): cursor for slot, cursor in state.get("slots", {}).items()}
         if (there.keys(), state.get("num_slots")) != (self._texts.keys(), self._num_slots):
             logger.warning(
@@ -354,7 +354,7 @@ def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def _insist_on_one_source_each(sources: Mapping[str, Source]) -> None:
+def _check_one_source_each(sources: Mapping[str, Source]) -> None:
     """Refuse a text that two sources have: it would be trained on twice, and be held out once.
 
     Raises:

@@ -117,7 +117,7 @@ class ChaoticLinks:
         directory = environment.get(VARIABLE)
         if not directory:
             return None
-        _insist_on_loopback(coordinator)
+        _check_loopback(coordinator)
         lined = environment.get(LINES_VARIABLE, "").split(",")
         return cls(Path(directory), island, has_lines=island in lined)
 
@@ -127,7 +127,7 @@ class ChaoticLinks:
         Raises:
             ConfigError: If the peer is beyond loopback.
         """
-        _insist_on_loopback(address)
+        _check_loopback(address)
         return address if self._lines is None else self._lines.route(address)
 
     def around(self, transport: Transport, *, carries_fragments: bool) -> Transport:
@@ -252,7 +252,7 @@ def _fired_name(who: str, pid: int | str) -> str:
     return f"fired.{who}.{pid}.json"
 
 
-def _insist_on_loopback(peer: str) -> None:
+def _check_loopback(peer: str) -> None:
     try:
         host = split_address(peer)[0]
     except ValueError:  # a libp2p address

@@ -124,7 +124,7 @@ def _num_pinned_versions(config: Config, num_checkpoints: int) -> int:
     return min(num_checkpoints, rounds + 1)
 
 
-def insist_on_room(
+def check_room(
     config: Config,
     num_parameters: int,
     *,
@@ -145,9 +145,9 @@ def insist_on_room(
         ConfigError: Naming what is needed, what is free and what to change; or the place in which
             nothing can be written.
     """
-    _insist_on_writable(Path(config.coordinator.state_dir), "coordinator.state_dir")
+    _check_writable(Path(config.coordinator.state_dir), "coordinator.state_dir")
     if islands:
-        _insist_on_writable(config.checkpoint_dir, "checkpoint.dir")
+        _check_writable(config.checkpoint_dir, "checkpoint.dir")
     planned = forecast_disk(config, num_parameters)
     state = StateDir(Path(config.coordinator.state_dir))
     syncers = state.of_syncers(config.coordinator.num_syncers)
@@ -166,7 +166,7 @@ def insist_on_room(
         _insist(parts, num_parameters)
 
 
-def insist_on_directories(config: Config) -> None:
+def check_directories(config: Config) -> None:
     """Refuse places that can never be made, because a file is in the way; touches nothing.
 
     Raises:
@@ -185,7 +185,7 @@ def insist_on_directories(config: Config) -> None:
             )
 
 
-def _insist_on_writable(path: Path, key: str) -> None:
+def _check_writable(path: Path, key: str) -> None:
     place = _existing(path)
     try:
         with tempfile.TemporaryFile(dir=place):

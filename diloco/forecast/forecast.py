@@ -39,7 +39,7 @@ from diloco.island.layout import build_plan, build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan
 from diloco.outer.schedule import Schedule
-from diloco.trainer.models.families import build_model, insist_on_mesh, insist_on_names, shape_of
+from diloco.trainer.models.families import build_model, check_mesh, check_optimizer_names, shape_of
 from diloco.transport.shaping.link import LinkProfile
 
 
@@ -169,8 +169,8 @@ def forecast(config: Config) -> Forecast:
     """
     model = build_model(shape_of(config.model))
     for island in config.islands.values():
-        insist_on_mesh(model.shape, island.mesh)
-    insist_on_names(model.shape, config.inner.optimizer)
+        check_mesh(model.shape, island.mesh)
+    check_optimizer_names(model.shape, config.inner.optimizer)
     plan = build_plan(config.outer, tensor_specs(canonical_parameters(model)))
     schedule = build_schedule(config.outer, config.run.inner_steps)
     link = link_profile(config)

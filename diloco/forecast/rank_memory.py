@@ -56,7 +56,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.checkpoint.host_memory import insist_on_memory
+from diloco.checkpoint.host_memory import check_memory
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
@@ -272,7 +272,7 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
     return copies * value_bytes * (rest + sum(units))
 
 
-def insist_on_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
+def check_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
     """Refuse checkpoints behind the training where their copy does not fit, before ranks meet.
 
     Beside the copy, what the outer loop keeps is counted, the local values beside an evaluation
@@ -293,7 +293,7 @@ def insist_on_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bo
     if is_on_cpu:
         own += rank.parameter_bytes + rank.optimizer_bytes
     copies = format_bytes(num_local_ranks * rank.checkpoint_copy_bytes)
-    insist_on_memory(
+    check_memory(
         "checkpoint.asynchronous = true",
         f"{num_local_ranks} ranks of island {config.island_id} and {copies} of copies for "
         f"checkpoints behind their training",

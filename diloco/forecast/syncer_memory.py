@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.checkpoint.host_memory import insist_on_memory
+from diloco.checkpoint.host_memory import check_memory
 from diloco.config.schema import Config
 from diloco.forecast.disk import PAYLOAD_BYTES
 from diloco.outer.assignment import assign_fragments
@@ -71,7 +71,7 @@ def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory
     )
 
 
-def insist_on_syncer_memory(config: Config, plan: Plan) -> None:
+def check_syncer_memory(config: Config, plan: Plan) -> None:
     """Refuse to begin a run whose syncers, all beside the coordinator, do not fit into this host.
 
     Raises:
@@ -79,7 +79,7 @@ def insist_on_syncer_memory(config: Config, plan: Plan) -> None:
     """
     assigned = assign_fragments(plan, config.coordinator.num_syncers)
     parts = [[plan.fragments[p] for p in own] for own in assigned]
-    insist_on_memory(
+    check_memory(
         f"coordinator.spool_memory = {config.coordinator.spool_memory}",
         "the state, contributions and one merge of each syncer",
         sum(syncer_memory(config, part).least_bytes for part in parts),

@@ -102,7 +102,7 @@ class DiLoCoCallback(TrainerCallback):
             DilocoError: As the join may fail.
         """
         config, model = self._connection.config, kwargs["model"]
-        self._insist_on_arguments(args, model)
+        self._check_arguments(args, model)
         self.outer = DiLoCo(
             model, config.outer, transport=self._connection, on_event=self._on_event
         )
@@ -129,7 +129,7 @@ class DiLoCoCallback(TrainerCallback):
         if args.eval_on_start:
             self._evaluation.enter_context(outer.global_parameters())
 
-    def _insist_on_arguments(self, args: TrainingArguments, model: nn.Module) -> None:
+    def _check_arguments(self, args: TrainingArguments, model: nn.Module) -> None:
         """Refuse what would train, save or load something else than the run."""
         config = self._connection.config
         problems = []

@@ -39,7 +39,7 @@ VERSIONS = ("0.3.0",)
 _OUTER = "diloco"
 
 
-def _insist_on_torchtitan() -> None:
+def _check_torchtitan() -> None:
     """Refuse what this module cannot work with.
 
     Raises:
@@ -64,7 +64,7 @@ def _insist_on_torchtitan() -> None:
         )
 
 
-_insist_on_torchtitan()
+_check_torchtitan()
 
 try:
     from torchtitan.distributed import utils as dist_utils
@@ -109,9 +109,9 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
         Raises:
             ConfigError: If torchtitan's configuration does not fit the run.
         """
-        insist_on_fit(config, connection)
+        check_fit(config, connection)
         super().__init__(config)
-        insist_on_shared_buffers(self.model_parts)
+        check_shared_buffers(self.model_parts)
         self._connection, self._on_event = connection, on_event
         self._num_tokens = self._island_tokens()
         self.checkpointer = RunCheckpoints(self, self.checkpointer)
@@ -304,7 +304,7 @@ class PublishedValidation:
             self._validator.validate(model_parts, step)
 
 
-def insist_on_fit(config: Trainer.Config, connection: Connection) -> None:
+def check_fit(config: Trainer.Config, connection: Connection) -> None:
     """Refuse a configuration of torchtitan that would train or save something else than the run.
 
     Raises:
@@ -349,7 +349,7 @@ def insist_on_fit(config: Trainer.Config, connection: Connection) -> None:
         raise ConfigError("torchtitan's configuration: " + "; ".join(problems))
 
 
-def insist_on_shared_buffers(model_parts: list[nn.Module]) -> None:
+def check_shared_buffers(model_parts: list[nn.Module]) -> None:
     """Refuse buffers that training changes: islands synchronise parameters.
 
     Raises:

@@ -10,7 +10,7 @@ from diloco.errors import ConfigError
 from diloco.island.connection import Connection
 
 
-def insist_on_kinds(outer: Any, transport: Any) -> None:
+def check_kinds(outer: Any, transport: Any) -> None:
     """Refuse mistaken arguments; `Any` because a caller may pass anything.
 
     Raises:
@@ -28,7 +28,7 @@ def insist_on_kinds(outer: Any, transport: Any) -> None:
         )
 
 
-def insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:
+def check_same(given: OuterConfig, connected: OuterConfig) -> None:
     """Refuse another configuration than the connection's.
 
     Raises:
@@ -43,7 +43,7 @@ def insist_on_same(given: OuterConfig, connected: OuterConfig) -> None:
         )
 
 
-def insist_on_tokens(num_tokens: Any) -> None:
+def check_tokens(num_tokens: Any) -> None:
     """Refuse what cannot be a weight; `Any` because a caller may pass a tensor or None.
 
     Raises:
@@ -58,7 +58,7 @@ def insist_on_tokens(num_tokens: Any) -> None:
     )
 
 
-def insist_on_loss(loss: Any) -> None:
+def check_loss(loss: Any) -> None:
     """Refuse what is no loss; `Any` because a caller may pass a tensor.
 
     Raises:

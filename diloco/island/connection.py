@@ -164,7 +164,7 @@ class Connection:
         if isinstance(error, Fenced) and isinstance(told, RunReturned):
             raise told from error
 
-    def insist_on_open(self) -> None:
+    def check_open(self) -> None:
         """Refuse use outside the context.
 
         Raises:
@@ -176,13 +176,13 @@ class Connection:
                 "`with diloco.connect(config) as connection:`, a new one for every start"
             )
 
-    def insist_on_new(self) -> None:
+    def check_new(self) -> None:
         """Refuse a second use.
 
         Raises:
             ConfigError: If it is not open, or a `DiLoCo` has joined with it already.
         """
-        self.insist_on_open()
+        self.check_open()
         if self._exchange is not None:
             raise ConfigError(
                 "this connection has joined already: one diloco.DiLoCo each; open another with "
@@ -302,7 +302,7 @@ class Connection:
             start = self._registration.start_reporting
             self.io.post(start, lambda: self.progress(), self._exchange.fail, graceful_stop)
 
-    def insist_on_going_on(self) -> None:
+    def check_going_on(self) -> None:
         """Raise what ended this start in the thread of the network.
 
         Raises:

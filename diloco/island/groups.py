@@ -125,7 +125,7 @@ def make_groups(
     if len(ranks) == 1:
         return Groups()
     if group is not None:
-        _insist_on_equal_names(group)
+        _check_equal_names(group)
     start, shards, agreement = (
         dist.new_group(
             ranks,
@@ -143,7 +143,7 @@ def make_groups(
     return Groups(start, shards, agreement)
 
 
-def _insist_on_equal_names(group: dist.ProcessGroup) -> None:
+def _check_equal_names(group: dist.ProcessGroup) -> None:
     """Refuse what PyTorch would answer by waiting for ever.
 
     Without the ranks outside the group, it names a new one after the number of groups that each

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from diloco.compression.lanes import check_patterns
 from diloco.config.outer import OuterConfig
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
-from diloco.outer.patterns import insist_on_match
+from diloco.outer.patterns import check_match
 from diloco.outer.schedule import Schedule
 
 
@@ -28,7 +28,7 @@ def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
         patterns: tuple[str, ...] = getattr(outer, key)
         if patterns != type(outer).model_fields[key].default:  # which suits models without them
             for pattern in patterns:
-                insist_on_match(f"outer.{key}", pattern, pattern, names)
+                check_match(f"outer.{key}", pattern, pattern, names)
     return make_plan(
         tensors,
         num_fragments=outer.num_fragments,

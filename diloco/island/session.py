@@ -54,10 +54,10 @@ from diloco.errors import ConfigError
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
 from diloco.island.arguments import (
-    insist_on_kinds,
-    insist_on_loss,
-    insist_on_same,
-    insist_on_tokens,
+    check_kinds,
+    check_loss,
+    check_same,
+    check_tokens,
     over_text,
 )
 from diloco.island.checkpoint_part import CheckpointPart, CutTaken
@@ -147,9 +147,9 @@ class DiLoCo(Position):
             RunStopped: If the run has been stopped, with this island's checkpoint: only end.
             DilocoError: As the join and the first published version may fail.
         """
-        insist_on_kinds(outer, transport)
-        transport.insist_on_new()
-        insist_on_same(outer, transport.config.outer)
+        check_kinds(outer, transport)
+        transport.check_new()
+        check_same(outer, transport.config.outer)
         self._connection = transport
         self._trained = TrainedParameters(trained)
         self._on_event = on_event
@@ -318,9 +318,9 @@ class DiLoCo(Position):
             ConfigError: If the run is over, or a checkpoint must be loaded first.
             DilocoError: If the island cannot go on.
         """
-        self._insist_on_training()
-        insist_on_tokens(num_tokens)
-        insist_on_loss(loss)
+        self._check_training()
+        check_tokens(num_tokens)
+        check_loss(loss)
         due = self._is_due(self.inner_step + 1)
         if due:
             self._trained.settle(self.inner_step)
@@ -349,7 +349,7 @@ class DiLoCo(Position):
             IslandFailed: On all ranks, if the model does not hold what was published.
             DilocoError: If the island cannot go on.
         """
-        self._insist_on_training(is_stepping=False)
+        self._check_training(is_stepping=False)
         self._trained.settle(self.inner_step)
         is_stopping = self.is_stopping
         if is_stopping and not self._connection.has_kept(self.checkpoint_number):
@@ -377,7 +377,7 @@ class DiLoCo(Position):
         Collective at both ends.
         """
         if not self._is_ready:
-            self._insist_on_training()
+            self._check_training()
         self._trained.settle(self.inner_step)
         with self._loop.global_parameters():
             try:
@@ -496,7 +496,7 @@ class DiLoCo(Position):
 
     def _begin_part(self, text_json: str) -> CheckpointPart:
         """Have the syncer keep the present versions; on arrival, say that a cut is being taken."""
-        self._insist_on_training(is_stepping=False)
+        self._check_training(is_stepping=False)
         if not self._on_arrival:
             self._connection.io.drive(self._loop.pinning())
             return CheckpointPart(self._connection, self.inner_step)
@@ -550,7 +550,7 @@ class DiLoCo(Position):
                 f"RUN.toml --resume`; an island that starts again takes what is published, and "
                 f"needs its inner optimizer only"
             )
-        self._insist_on_resumed(state)
+        self._check_resumed(state)
         self._enter(self._loop.resuming(state))
 
     # -- inside ----------------------------------------------------------------------------------
@@ -561,8 +561,8 @@ class DiLoCo(Position):
             return inner_step % self._period == 0
         return bool(self._schedule.due(inner_step))
 
-    def _insist_on_resumed(self, state: Mapping[str, Tensor]) -> None:
-        """Insist that a state is of the checkpoint that is resumed, on all ranks; collective.
+    def _check_resumed(self, state: Mapping[str, Tensor]) -> None:
+        """Check that a state is of the checkpoint that is resumed, on all ranks; collective.
 
         Raises:
             ConfigError: On all ranks, if one of them has another.
@@ -589,16 +589,16 @@ class DiLoCo(Position):
         self._began_s = time.monotonic()
         self._state = IslandState.TRAINING
 
-    def _insist_on_open(self) -> None:
-        self._connection.insist_on_open()
+    def _check_open(self) -> None:
+        self._connection.check_open()
         if self._state in (IslandState.FINISHED, IslandState.STOPPED):
             raise ConfigError(
                 f"outer.finish() was called after inner step {self.inner_step}: this start of the "
                 f"island is over; train on with a new connection and a new DiLoCo"
             )
 
-    def _insist_on_training(self, *, is_stepping: bool = True) -> None:
-        self._insist_on_open()
+    def _check_training(self, *, is_stepping: bool = True) -> None:
+        self._check_open()
         if not self._is_ready:
             raise ConfigError(
                 f"the run is resumed at inner step {self.resume_step}: load the checkpoint that "

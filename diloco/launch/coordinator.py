@@ -24,15 +24,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.bounded_text import bounded_text
 from diloco.checkpoint.backup import Backups
-from diloco.checkpoint.lost_journal import insist_on_journal
+from diloco.checkpoint.lost_journal import check_journal
 from diloco.checkpoint.run_checkpoints import (
     RESUME,
+    check_run,
+    check_same_run,
     choose_checkpoint,
     choose_good,
     commands_of_islands,
-    insist_on_run,
-    insist_on_same_run,
     open_journal,
     read_membership,
 )
@@ -52,7 +53,6 @@ from diloco.launch.process.ending import Request, first_of, heed_signals
 from diloco.launch.process.room import having_room
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
-from diloco.peer_texts import bounded_text
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.peer_bounds import limits_of, weights_of
@@ -123,16 +123,16 @@ async def run_coordinator(
         coordinator_address(config.coordinator.listen, config.coordinator)
         syncer_address(config.coordinator.syncer_listen, config.coordinator)
     if resume:
-        insist_on_run(state)
+        check_run(state)
     make_directory(state.root, "coordinator.state_dir")
     try:
         with hold(state.coordinator_lock):
-            insist_on_same_run(
+            check_same_run(
                 config, state, "Give this run another coordinator.state_dir, or undo the change"
             )
             state.create(config.coordinator.num_syncers)
             with open_journal(state.journal, waits_for_room=True) as journal:
-                insist_on_journal(state, journal)
+                check_journal(state, journal)
                 membership = read_membership(config, journal)
                 if resume:
                     step = choose_checkpoint(config, state, membership, at_step, tell)
@@ -181,12 +181,12 @@ def _claim(config: Config, state: StateDir, membership: Membership) -> None:
     """Record the configuration; whoever lives and stays keeps the policy it has."""
     if state.resolved.exists() and _is_served(state, membership):
         before = _with_settings(load_config(state.resolved), membership, lambda line: None)
-        _insist_on_same_policy(config, before, state, membership)
+        _check_same_policy(config, before, state, membership)
     write_durably(state.resolved, [resolved_toml(config).encode()])
     write_durably(state.fingerprint, [fingerprint(config).encode()])
 
 
-def _insist_on_same_policy(
+def _check_same_policy(
     config: Config, before: Config, state: StateDir, membership: Membership
 ) -> None:
     differing = identity_difference(policy_json(config), policy_json(before))

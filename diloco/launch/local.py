@@ -336,7 +336,7 @@ def without_links(config: Config, num_islands: int) -> Config:
     )
 
 
-def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
+def check_place(state_dir: Path, *, fresh: bool) -> None:
     """Refuse a `state_dir` that holds an earlier run, unless it may be moved aside.
 
     Args:
@@ -365,7 +365,7 @@ def insist_on_place(state_dir: Path, *, fresh: bool) -> None:
 
 
 def make_room(state_dir: Path) -> Path | None:
-    """Move an earlier run aside, to the first free `NAME.N`, after `insist_on_place`.
+    """Move an earlier run aside, to the first free `NAME.N`, after `check_place`.
 
     Returns:
         Where it was moved to; None when there was none.
@@ -410,7 +410,7 @@ def _force(coordinator: subprocess.Popen[bytes]) -> None:
     _end([coordinator])
 
 
-def insist_on_no_events(config: Config) -> None:
+def check_no_events(config: Config) -> None:
     """Refuse a telemetry directory in which another run's events would be mixed with this one's.
 
     Those below `coordinator.state_dir` are not: `make_room` moves them aside with it.

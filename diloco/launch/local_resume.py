@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.checkpoint.run_checkpoints import (
+    check_run,
+    check_same_run,
     choose_checkpoint,
-    insist_on_run,
-    insist_on_same_run,
     open_journal,
     read_membership,
 )
@@ -44,8 +44,8 @@ def find_resume_step(
             f"--resume: the run in {state.root} is under way (coordinator: process {pid}). Watch "
             f"it with diloco status; to stop it with a checkpoint: kill -TERM {pid}"
         )
-    insist_on_run(state, start=start)
-    insist_on_same_run(
+    check_run(state, start=start)
+    check_same_run(
         config,
         state,
         f"Go on with the run that is there: diloco local {shlex.quote(str(state.resolved))} "

@@ -34,8 +34,8 @@ from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, rename, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
 from diloco.faults.chaos import wall_clock
-from diloco.forecast.disk import insist_on_room
-from diloco.forecast.syncer_memory import insist_on_syncer_memory, syncer_memory
+from diloco.forecast.disk import check_room
+from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
 from diloco.launch.process.ending import first_of, heed_signals
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.orphaned import end_once_orphaned
@@ -207,9 +207,9 @@ async def _serve(
         await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
             num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
-            insist_on_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
+            check_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
             if not any(path for each in state.syncers for path in each.store.glob("fragment-*")):
-                insist_on_syncer_memory(config, plan)  # later, others may have taken theirs
+                check_syncer_memory(config, plan)  # later, others may have taken theirs
         clock = wall_clock(os.environ, state.syncer_name)
         events = _open_events(config, state, epoch, timeline, clock)
         syncer = _build_syncer(

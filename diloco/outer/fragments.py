@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeAlias
 
 import blake3
 
+from diloco.bounded_text import read_peer_json
 from diloco.errors import ConfigError, PlanMismatch
 from diloco.outer.packing import Range, as_listed, by_pattern, joined, with_neighbours
-from diloco.peer_texts import read_peer_json
 
 BLOCK_NUMEL = 128
 DEFAULT_NUM_LANES = 16

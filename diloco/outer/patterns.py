@@ -16,8 +16,8 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
-def insist_on_match(key: str, rule: str, pattern: str, names: Iterable[str]) -> None:
-    """Insist that a pattern matches some tensor.
+def check_match(key: str, rule: str, pattern: str, names: Iterable[str]) -> None:
+    """Check that a pattern matches some tensor.
 
     Args:
         key: Of the run file.

@@ -95,7 +95,7 @@ class IslandLife:
         """
         working = [event for event in events if event["kind"] in ("inner_step", "island_ended")]
         starts = sorted({_start(event) for event in working})
-        _insist_on_one_run(island, num_ranks, events, starts)
+        _check_one_run(island, num_ranks, events, starts)
         parts = [_StartSums.of([e for e in events if _start(e) == start]) for start in starts]
         leader = [event for event in events if event["island_rank"] == 0]
         ended = next(event for event in reversed(leader) if event["kind"] == "island_ended")
@@ -173,7 +173,7 @@ class _StartSums:
         )
 
 
-def _insist_on_one_run(
+def _check_one_run(
     island: str, num_ranks: int, events: Sequence[Event], starts: Sequence[int]
 ) -> None:
     """Refuse the events of several runs, whose figures would be mixed.

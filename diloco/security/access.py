@@ -131,14 +131,14 @@ def guarded(
         KeyError: If a method has none.
     """
 
-    def insist_on_bounds(caller: Identity | None, method: str, message: Message) -> None:
+    def check_bounds(caller: Identity | None, method: str, message: Message) -> None:
         if problem := problem_of(message, limits or RunLimits()):
             is_known = caller is not None and caller.role is Role.ISLAND
             on_refused(caller.name if caller is not None and is_known else "", Cause.BOUNDS)
             raise OutOfRange(f"{method} is refused, and has changed nothing: {problem}")
 
     return {
-        method: _guarded(method, RULES[method], handlers[method], insist_on_bounds)
+        method: _guarded(method, RULES[method], handlers[method], check_bounds)
         for method in handlers
     }
 
@@ -147,7 +147,7 @@ def _guarded(
     method: str,
     rule: Rule,
     handler: Handler,
-    insist_on_bounds: Callable[[Identity | None, str, Message], None],
+    check_bounds: Callable[[Identity | None, str, Message], None],
 ) -> Handler:
     async def handle(call: IncomingCall) -> Reply:
         message: Any
@@ -172,7 +172,7 @@ def _guarded(
                 f"transport.certs, --certs), or tokens (diloco certs token operator, "
                 f"transport.tokens, --tokens)"
             )
-        insist_on_bounds(call.caller, method, message)
+        check_bounds(call.caller, method, message)
         return await handler(call)
 
     return handle

@@ -37,10 +37,10 @@ from diloco.transport.security.certificates import (
     Authority,
     CertificateError,
     certificate_pem,
+    check_issuer,
+    check_valid,
     expiry_of,
     identity_of,
-    insist_on_issuer,
-    insist_on_valid,
     issue,
     key_pem,
     make_authority,
@@ -291,7 +291,7 @@ class RunCa:
         path, key_path = self.directory / CA_FILE, self.directory / KEY_FILE
         try:
             newest, *_ = self._authorities()
-            insist_on_issuer(newest, length=1)
+            check_issuer(newest, length=1)
             for key in read_keys(key_path.read_bytes(), str(key_path)):
                 if key.public_key() == newest.public_key():
                     return Authority(newest, key)
@@ -357,9 +357,9 @@ def site_certificates(directory: Path, now: datetime.datetime) -> dict[str, str]
             continue
         try:
             certificate, *_ = read_certificates(path.read_bytes(), str(path))
-            identity = insist_on_valid(certificate, cas, now)
+            identity = check_valid(certificate, cas, now)
             if identity.role is Role.COORDINATOR:
-                insist_on_issuer(certificate)
+                check_issuer(certificate)
         except (OSError, CertificateError) as error:
             found[path.name] = str(error)
         else:

@@ -190,7 +190,7 @@ class Security:
                 are there. Or if hivemind is needed, and not installed.
         """
         if is_peer_address(address):
-            _insist_on_hivemind()
+            _check_hivemind()
             return HivemindTransport(
                 address,
                 self.swarm or Swarm(),
@@ -243,7 +243,7 @@ class Security:
                 chunk_bytes=chunk_bytes,
                 pacer=self.pacer,
             )
-        _insist_on_hivemind()
+        _check_hivemind()
         try:
             return HivemindServer(
                 bind,
@@ -281,7 +281,7 @@ def _proxy() -> str:
     return proxy
 
 
-def _insist_on_hivemind() -> None:
+def _check_hivemind() -> None:
     try:
         daemon_path()
     except HivemindMissing as error:

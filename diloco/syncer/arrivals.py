@@ -12,7 +12,7 @@ from diloco.compression.lanes import lane_codec
 from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Fragment
 from diloco.refusals import Cause
-from diloco.syncer.payloads import insist_on_size, verify_payload
+from diloco.syncer.payloads import check_size, verify_payload
 from diloco.syncer.spool import Spool
 from diloco.syncer.worker import Worker
 from diloco.transport.contracts import Buffer, IncomingCall
@@ -50,7 +50,7 @@ class LaneReader:
         numel = self._fragment.lanes[lane_id].numel
         codec = lane_codec(codec_name, self._fragment, lane_id)
         wire_bytes = codec.wire_bytes(numel)
-        insist_on_size(call.payload_bytes, wire_bytes)
+        check_size(call.payload_bytes, wire_bytes)
         async with self._spool.arrival(name, wire_bytes, has_asked=call.has_asked):
             payload = await call.read_payload()
             on_arrived()
@@ -81,8 +81,8 @@ class InitialLanes:
         """Whether every lane is here."""
         return len(self.lanes) == len(self._fragment.lanes)
 
-    def insist_on(self, lane_id: int) -> None:
-        """Insist that there is such a lane.
+    def check(self, lane_id: int) -> None:
+        """Check that there is such a lane.
 
         Raises:
             PayloadRefused: If there is not.

@@ -236,7 +236,7 @@ class Attendance:
             return
         try:
             rules = self._order_store.rules(orders)
-            self.rules.publication.insist_on_successor(rules.publication)
+            self.rules.publication.check_successor(rules.publication)
         except ConfigError as error:
             logger.error("policy is not obeyed, revision=%d: %s", orders.policy_revision, error)
             return

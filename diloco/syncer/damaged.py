@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.bounded_text import MOST_NAMES
 from diloco.compression.base import from_bytes
 from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Fragment
-from diloco.peer_texts import MOST_NAMES
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
 from diloco.telemetry.events import Event
@@ -315,8 +315,8 @@ class Damage:
 
     # -- what comes ------------------------------------------------------------------------------
 
-    def insist_on(self, header: wire.UploadHeader) -> None:
-        """Insist that a lane is asked for, and is what was published.
+    def check(self, header: wire.UploadHeader) -> None:
+        """Check that a lane is asked for, and is what was published.
 
         Raises:
             PayloadRefused: If it is not.
@@ -345,7 +345,7 @@ class Damage:
         Raises:
             PayloadRefused: If it is asked for no more.
         """
-        self.insist_on(header)
+        self.check(header)
         if header.lane_id not in self._lanes:
             self._lanes[header.lane_id] = payload
             self._givers.add(header.grant.island)

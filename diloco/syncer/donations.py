@@ -33,7 +33,7 @@ from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.donation import Manifest, lane_name, most_manifest_bytes, read_manifest
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
-from diloco.syncer.payloads import insist_on_size
+from diloco.syncer.payloads import check_size
 from diloco.syncer.spool import Spool
 from diloco.syncer.worker import Worker
 from diloco.transport.contracts import Buffer, IncomingCall
@@ -147,7 +147,7 @@ class Donations:
         )  # fmt: skip
 
     def _verified_manifest(self, header: wire.HealPutHeader, text: bytes) -> Manifest:
-        _insist_on_digest(text, header.digest)
+        _check_digest(text, header.digest)
         manifest, grant = read_manifest(text, self._plan), header.grant
         said = manifest.run, manifest.timeline, manifest.donor, manifest.checkpoint
         if said != (grant.run, grant.timeline, grant.island, header.checkpoint):
@@ -164,7 +164,7 @@ class Donations:
             raise PayloadRefused(Cause.LANE, f"there is no lane {name}")
         if header.digest.hex() != given.blake3:
             raise PayloadRefused(Cause.DIGEST, f"lane {name} has another digest in the manifest")
-        insist_on_size(call.payload_bytes, given.num_bytes)
+        check_size(call.payload_bytes, given.num_bytes)
         file = donation.path / _lane_file(header.fragment_id, header.lane_id)
         if file.exists():
             return
@@ -173,7 +173,7 @@ class Donations:
             payload = await call.read_payload()
 
             def keep() -> None:
-                _insist_on_digest(payload, header.digest)
+                _check_digest(payload, header.digest)
                 if self._all.get(donation.path) is not donation:
                     raise PayloadRefused(Cause.KEY, "the donation was let go meanwhile")
                 _write(donation.path, file.name, payload)
@@ -290,6 +290,6 @@ def _read(file: Path, digest: str) -> Buffer | None:
     return None
 
 
-def _insist_on_digest(payload: Buffer, digest: bytes) -> None:
+def _check_digest(payload: Buffer, digest: bytes) -> None:
     if blake3.blake3(payload).digest() != digest:
         raise PayloadRefused(Cause.DIGEST, "the payload does not match the digest in its header")

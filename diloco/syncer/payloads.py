@@ -12,9 +12,9 @@ import functools
 import blake3
 import torch
 
+from diloco.bounded_text import bounded_text
 from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.errors import CodecError, PayloadRefused
-from diloco.peer_texts import bounded_text
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
 from diloco.syncer.worker import Worker
@@ -79,8 +79,8 @@ async def _digest_of(payload: Buffer, worker: Worker) -> bytes:
     return await worker.run(lambda: blake3.blake3(payload).digest())
 
 
-def insist_on_codec(codec_name: str, expected: str) -> None:
-    """Insist that a lane is encoded as the run's are.
+def check_codec(codec_name: str, expected: str) -> None:
+    """Check that a lane is encoded as the run's are.
 
     Raises:
         PayloadRefused: If it is not.
@@ -92,7 +92,7 @@ def insist_on_codec(codec_name: str, expected: str) -> None:
         )
 
 
-def insist_on_size(num_bytes: int, expected: int) -> None:
+def check_size(num_bytes: int, expected: int) -> None:
     """Insist on the size that the plan asks, before anything of a payload is read.
 
     Raises:
@@ -103,7 +103,7 @@ def insist_on_size(num_bytes: int, expected: int) -> None:
 
 
 def verify_payload(payload: Buffer, digest: bytes, codec: Codec, numel: int) -> None:
-    """Insist that a payload is what its header says and would decode to finite values.
+    """Check that a payload is what its header says and would decode to finite values.
 
     Raises:
         PayloadRefused: If it is not.

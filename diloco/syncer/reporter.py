@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
+from diloco.bounded_text import bounded_text
 from diloco.loop_clock import loop_now
-from diloco.peer_texts import bounded_text
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.run.alarms import Alarms, alarm_message
 from diloco.protos.control_pb2 import (

@@ -16,13 +16,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from diloco.bounded_text import MOST_NAMES
 from diloco.errors import AggregationError, ConfigError
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.outer.guard import History
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
-from diloco.peer_texts import MOST_NAMES
 from diloco.protocol.rounds.state import FragmentRounds
 from diloco.protocol.rounds.terms import (
     MOST_NUMBER,
@@ -127,8 +127,8 @@ class RoundRunner:
         for island, incarnation in attendance.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
-            _insist_on_moments(recovered.record, self._rules.publication.optimizer)
-            _insist_on_counts(recovered.record)
+            _check_moments(recovered.record, self._rules.publication.optimizer)
+            _check_counts(recovered.record)
             self.record = replace(recovered.record, contributions={})
             for header in recovered.headers:
                 self._hooks.on_record(header)
@@ -399,14 +399,14 @@ class RoundRunner:
             hooks.workers.lanes,
             rules.told(),
             self._unix_s,
-            partial(self._insist_on, self.rounds),
+            partial(self._check, self.rounds),
         )
 
     def _is_overtaken(self, rounds: FragmentRounds) -> bool:
         """Whether the fragment was damaged since, be it mended or not; in any thread."""
         return bool(self.damage.text) or rounds is not self.rounds
 
-    def _insist_on(self, rounds: FragmentRounds) -> None:
+    def _check(self, rounds: FragmentRounds) -> None:
         if self._is_overtaken(rounds):
             raise AggregationError("the fragment has lost a version meanwhile")
 
@@ -424,7 +424,7 @@ class RoundRunner:
             record = await self._with_room(lambda: merger.publish(base[0], close, spool))
             if self.damage.text:  # it was durable by then, and nobody has heard of it
                 await self._worker.run(lambda: self._take_back(record.version, merger, base[0]))
-            self._insist_on(rounds)
+            self._check(rounds)
         except AggregationError as error:
             if self._is_overtaken(rounds):
                 logger.warning("round comes to nothing, key=%s: %s", close.key, error)
@@ -458,13 +458,13 @@ class RoundRunner:
 
         def expire() -> None:
             drop(spool)
-            self._insist_on(rounds)
+            self._check(rounds)
             self._store.record_expiry(expiry, at_unix_s)
 
         members = rounds.members
         try:
             await self._hooks.room.having(key.fragment_id, self._worker, expire)
-            self._insist_on(rounds)
+            self._check(rounds)
         except AggregationError as error:
             logger.warning("expiry comes to nothing, key=%s: %s", key, error)
             return
@@ -491,7 +491,7 @@ def _rot_in(stored: StoredRecord, name: str) -> str:
     return ""
 
 
-def _insist_on_counts(record: VersionRecord) -> None:
+def _check_counts(record: VersionRecord) -> None:
     """Refuse a record that says what no contribution may count: nothing could be said of it.
 
     Records of an earlier release may: it believed what islands said.
@@ -508,7 +508,7 @@ def _insist_on_counts(record: VersionRecord) -> None:
             )
 
 
-def _insist_on_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None:
+def _check_moments(record: VersionRecord, optimizer: OuterOptimizer) -> None:
     has_second_moment = record.lanes[0].second_moment is not None
     if has_second_moment == optimizer.has_second_moment:
         return

@@ -24,7 +24,7 @@ from diloco.refusals import Cause
 from diloco.syncer.arrivals import InitialLanes, LaneReader
 from diloco.syncer.attendance import Attendance
 from diloco.syncer.hooks import Hooks
-from diloco.syncer.payloads import fetch_lanes, insist_on_codec
+from diloco.syncer.payloads import check_codec, fetch_lanes
 from diloco.syncer.room import WAITING_FOR_DISK
 from diloco.syncer.round_runner import RoundRunner
 from diloco.syncer.rules import FragmentRules
@@ -124,9 +124,9 @@ class FragmentService(RoundRunner):
         Raises:
             PayloadRefused: If it cannot be counted; says why.
         """
-        insist_on_codec(codec_name, self._rules.publication.uplink_codec)
+        check_codec(codec_name, self._rules.publication.uplink_codec)
         spool = self._hooks.spool
-        spool.insist_on_room(call.payload_bytes)
+        spool.check_room(call.payload_bytes)
         name = lane.key, lane.island, lane.incarnation, lane.lane_id
         return await self._reader.read(
             name,
@@ -169,7 +169,7 @@ class FragmentService(RoundRunner):
         """
         grant, island = header.grant, header.grant.island
         try:
-            self._initial.insist_on(header.lane_id)
+            self._initial.check(header.lane_id)
             name = self._fragment.fragment_id, island, grant.incarnation, header.lane_id
             payload = await self._reader.read(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
@@ -178,7 +178,7 @@ class FragmentService(RoundRunner):
             self._hooks.meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
         async with self._founding:
-            self.insist_on_whole()
+            self.check_whole()
             if self.record is not None:
                 return ""
             if self.rounds.is_fenced(island, grant.incarnation):
@@ -201,7 +201,7 @@ class FragmentService(RoundRunner):
         self._initial.lanes.clear()
         if self.damage.text:  # it was durable by then, and nobody has heard of it
             await self._worker.run(lambda: self._store.take_back(0))
-        self.insist_on_whole()
+        self.check_whole()
         self._hold(record)
         self._perform(self.rounds.founded(0, 0, {}, loop_now()))
 
@@ -222,7 +222,7 @@ class FragmentService(RoundRunner):
         """
         island = header.grant.island
         try:
-            self.damage.insist_on(header)
+            self.damage.check(header)
             name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
             payload = await self._reader.read(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
@@ -293,7 +293,7 @@ class FragmentService(RoundRunner):
         if header.version == self.rounds.version:
             self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
 
-    def insist_on_whole(self) -> None:
+    def check_whole(self) -> None:
         """Have whoever calls call again until the fragment is served.
 
         Raises:
@@ -302,7 +302,7 @@ class FragmentService(RoundRunner):
         if self.damage.text:
             raise NotYet(self.damage.text)
 
-    def insist_on_readable(self, version: int) -> None:
+    def check_readable(self, version: int) -> None:
         """Have whoever calls for a version call again until it can be read.
 
         Raises:

@@ -86,8 +86,8 @@ class Spool:
         """Take note that the disk has no room; on the event loop."""
         self._is_full, self._tried_at = True, loop_now()
 
-    def insist_on_room(self, num_bytes: int) -> None:
-        """Insist that a payload may find room, before anything of it is read.
+    def check_room(self, num_bytes: int) -> None:
+        """Check that a payload may find room, before anything of it is read.
 
         While the disk is full, that is what fits in memory, and one payload every `_FULL_S`.
 

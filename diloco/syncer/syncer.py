@@ -333,7 +333,7 @@ class Syncer:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
         else:
-            service.insist_on_whole()
+            service.check_whole()
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
@@ -351,7 +351,7 @@ class Syncer:
             return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
-        service.insist_on_whole()
+        service.check_whole()
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
         service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
@@ -366,7 +366,7 @@ class Syncer:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if header.is_published:
             return self._ack(await service.take_published(header, call, self._attendance))
-        service.insist_on_whole()
+        service.check_whole()
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
@@ -385,7 +385,7 @@ class Syncer:
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
-            service.insist_on_readable(header.version)
+            service.check_readable(header.version)
             reply, payload = await service.fetch(header)
         reply.syncer_epoch = self._epoch
         if service is None or reply.status != wire.FETCH_STATUS_OK:
@@ -405,7 +405,7 @@ class Syncer:
             )
             return self._ack(self._refuse(request.grant, Cause.PIN, problem))
         for service in self._services.values():
-            service.insist_on_whole()
+            service.check_whole()
         island = request.grant.island
         try:
             await self._pinning.pin(island, request.checkpoint_step, versions)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
-from diloco.trainer.models.families import initialise_, insist_on_names, shape_of
+from diloco.trainer.models.families import check_optimizer_names, initialise_, shape_of
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from diloco.trainer.parallel.parallelize import parallelize
 from diloco.trainer.parallel.pipeline import build_part, parts_of
@@ -33,7 +33,7 @@ def island_trainer(
     mesh = mesh or make_mesh(
         torch.device("cpu"), config.island.mesh, is_cast=config.island.compute.is_cast
     )
-    insist_on_names(shape_of(config.model), config.inner.optimizer)
+    check_optimizer_names(shape_of(config.model), config.inner.optimizer)
     model = build_part(shape_of(config.model), mesh)
     for part in parts_of(model):
         parallelize(

@@ -96,7 +96,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return "muon" if isinstance(optimizer, Muon) else "adamw"
 
 
-def insist_on_optimizer(optimizer: torch.optim.Optimizer, found: object, source: str) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, found: object, source: str) -> None:
     """Refuse the moments of another optimizer.
 
     Args:

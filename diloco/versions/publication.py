@@ -74,8 +74,8 @@ class PublicationRules:
         """Name the codec of the published payload; a flush is published once in float32."""
         return "float32" if is_flush else self.downlink_codec
 
-    def insist_on_successor(self, later: PublicationRules) -> None:
-        """Insist that versions made by these rules can be followed by some made by `later`.
+    def check_successor(self, later: PublicationRules) -> None:
+        """Check that versions made by these rules can be followed by some made by `later`.
 
         Raises:
             ConfigError: If islands would code otherwise, or the optimizer's state is another.
@@ -233,16 +233,16 @@ def publish_mean_(
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
     change = theta if codec.publishes_values else theta - state.published
     moments = {n: v for n, v in state.vectors.items() if n not in ("theta", "published")}
-    _insist_on_finite(key.version, **moments)
+    _check_finite(key.version, **moments)
     drawn_by = rounding_key(rules.seed, key.fragment_id, lane_id, key.version, key.attempt)
     try:
         encoded = codec.encode(change, drawn_by)
     except CodecError as error:
         # No codec encodes what is not finite; which it was is looked for only now.
-        _insist_on_finite(key.version, theta=theta, change=change)
+        _check_finite(key.version, theta=theta, change=change)
         raise AggregationError(f"outer step from version {key.version}: {error}") from error
     published = apply_payload(codec, encoded, state.published)
-    _insist_on_finite(key.version, published=published)
+    _check_finite(key.version, published=published)
     return LanePublication(
         replace(state, published=published), to_bytes(encoded), lane_digest(published)
     )
@@ -290,7 +290,7 @@ def _outer_step_(
             rules.optimizer.step_(theta, momentum, delta[place], second, version=key.version)
 
 
-def _insist_on_finite(version: int, **vectors: Tensor) -> None:
+def _check_finite(version: int, **vectors: Tensor) -> None:
     for name, values in vectors.items():
         if not is_finite(values):
             raise AggregationError(f"outer step from version {version}: {name} is not finite")

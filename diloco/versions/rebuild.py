@@ -69,7 +69,7 @@ def rebuild(
         try:
             snapshot = locate(record_path(directory, start))
             for stored, expected in zip([snapshot, *chain], (start, *needed), strict=True):
-                stored.insist_on(expected, fragment)
+                stored.check(expected, fragment)
             with ThreadPoolExecutor(num_threads, "lanes") as pool:
                 return tuple(pool.map(partial(_lane, snapshot, chain, fragment), lane_ids))
         except RecordInvalid as error:
@@ -135,7 +135,7 @@ def made_again(
         RecordInvalid: If one of these is damaged, or they do not come to its digests.
     """
     header = stored.header
-    stored.insist_on(version, fragment)
+    stored.check(version, fragment)
     if version == 0 or "rules" not in header:
         raise RecordInvalid(f"{stored.path} does not say by which rules version {version} is made")
     before = load(version - 1)

@@ -259,8 +259,8 @@ class StoredRecord:
         for name in self.sections:
             self.read(name)
 
-    def insist_on(self, version: int, fragment: Fragment) -> None:
-        """Insist that it is that version of that fragment, as planned.
+    def check(self, version: int, fragment: Fragment) -> None:
+        """Check that it is that version of that fragment, as planned.
 
         Raises:
             RecordInvalid: If it is not.
@@ -321,8 +321,8 @@ def unpack(
         RecordInvalid: If it is missing, torn, damaged, or of another version or plan.
     """
     stored = locate(path)
-    _insist_on_end(stored)
-    stored.insist_on(version, fragment)
+    _check_end(stored)
+    stored.check(version, fragment)
     names = (n for n in stored.sections if with_contributions or not n.startswith(CONTRIBUTION))
     return stored.header, {name: stored.read(name) for name in names}
 
@@ -335,21 +335,21 @@ def verify(path: Path, version: int, fragment: Fragment) -> Mapping[str, Any]:
     """
     stored = locate(path)
     stored.verify()
-    _insist_on_end(stored)
-    stored.insist_on(version, fragment)
+    _check_end(stored)
+    stored.check(version, fragment)
     return stored.header
 
 
-def insist_on_whole(path: Path) -> None:
+def check_whole(path: Path) -> None:
     """Insist on a sound header and the size that it announces; the sections are not read.
 
     Raises:
         RecordInvalid: If the file is missing, torn, or its header is damaged.
     """
-    _insist_on_end(locate(path))
+    _check_end(locate(path))
 
 
-def _insist_on_end(stored: StoredRecord) -> None:
+def _check_end(stored: StoredRecord) -> None:
     try:
         size = stored.path.stat().st_size
     except FileNotFoundError as error:  # a syncer forgot it meanwhile

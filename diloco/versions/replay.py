@@ -36,8 +36,8 @@ from diloco.versions.rebuild import lane_of, made_again_
 from diloco.versions.record import (
     RecordInvalid,
     StoredRecord,
+    check_whole,
     fragment_directory,
-    insist_on_whole,
     locate,
     record_path,
     versions_in,
@@ -124,9 +124,9 @@ class FragmentReplay:
         for version in versions_in(self._directory):
             path = record_path(self._directory, version)
             try:
-                insist_on_whole(path)
+                check_whole(path)
                 record = locate(path)
-                record.insist_on(version, self._fragment)
+                record.check(version, self._fragment)
                 self._records[version] = record
             except RecordInvalid as error:
                 self._unreadable[version] = str(error)

@@ -50,8 +50,8 @@ from diloco.versions.record import (
     RecordDraft,
     RecordInvalid,
     StoredRecord,
+    check_whole,
     fragment_directory,
-    insist_on_whole,
     record_path,
     version_of,
     versions_in,
@@ -216,7 +216,7 @@ class FragmentStore(StoredVersions):
             if version < newest.version:
                 try:
                     stored = locate_version(self._directory, version)
-                    stored.insist_on(version, self.fragment)
+                    stored.check(version, self.fragment)
                 except RecordInvalid as error:
                     self._tell_skipped(version, error)
                     continue
@@ -428,7 +428,7 @@ class FragmentStore(StoredVersions):
             try:
                 if not own.exists() and (frame := frames_in(self._directory).get(version)):
                     self._write_snapshot(frame)
-                insist_on_whole(own)
+                check_whole(own)
             except RecordInvalid as error:
                 raise PinRefused(f"version {version} is not here to be kept: {error}") from error
             durable.make_directory(directory)

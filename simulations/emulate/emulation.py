@@ -20,8 +20,8 @@ from diloco.simulations.emulate.line import LATE_BOUNDS_S, LineSettings, late_qu
 from diloco.simulations.emulate.namespaces import (
     OWNERS,
     Namespaces,
+    check_privileges,
     inside,
-    insist_on_means,
     run_tool,
 )
 from diloco.simulations.emulate.network import LinkState, Network, Wire, build_network
@@ -123,7 +123,7 @@ class Emulation:
         Raises:
             ConfigError: If this machine cannot: says what to do.
         """
-        insist_on_means()
+        check_privileges()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.namespaces)
             self.delay_by = self._choose()

@@ -38,7 +38,7 @@ _PACKAGES = {"ip": "iproute2", "tc": "iproute2"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def insist_on_means() -> None:
+def check_privileges() -> None:
     """Refuse to start where namespaces and links cannot be made.
 
     Raises:

@@ -44,9 +44,7 @@ class Capacity:
         )
 
 
-def insist_on_capacity(
-    config: Config, syncers: Sequence[SyncerPrediction], capacity: Capacity
-) -> None:
+def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity: Capacity) -> None:
     """Refuse syncers that would be overloaded.
 
     Raises:

@@ -87,7 +87,7 @@ class Suggestion:
     is_own_known: bool
 
 
-def insist_on_waiting(config: Config) -> None:
+def check_waiting(config: Config) -> None:
     """Refuse a run for which nothing can be suggested.
 
     Raises:
@@ -112,7 +112,7 @@ class Search:
         """
         self._load, self._assumed, self._grid = load, assumed, grid
         self._config = load(())
-        insist_on_waiting(self._config)
+        check_waiting(self._config)
         self._own = Setting.of(self._config.outer)
         self._loaded: dict[Setting, Config | None] = {}
         self._plans: dict[tuple[int, int], Plan] = {}

@@ -25,7 +25,7 @@ NO_LINK = (
 )
 
 
-def insist_on_use(
+def check_use(
     config: Config,
     told: Told,
     *,

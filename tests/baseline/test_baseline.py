@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.baseline.local import BaselineOptions, insist_on_baseline, run_baseline
+from diloco.baseline.local import BaselineOptions, check_baseline, run_baseline
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError, IslandFailed
@@ -45,7 +45,7 @@ def test_what_a_baseline_cannot_be_is_refused_with_a_remedy(tmp_path, islands, o
     config = load_config(write_run(tmp_path, islands), [])
 
     with pytest.raises(ConfigError, match=said):
-        insist_on_baseline(config, options)
+        check_baseline(config, options)
 
 
 @pytest.mark.parametrize("key", ["link", "certs"])
@@ -54,7 +54,7 @@ def test_what_a_process_group_would_silently_do_without_is_refused(tmp_path, key
     transport = config.transport.model_copy(update={key: "given"})
 
     with pytest.raises(ConfigError, match=f'--hop gloo: transport.{key} = "given"'):
-        insist_on_baseline(
+        check_baseline(
             config.model_copy(update={"transport": transport}),
             BaselineOptions("hierarchical", hop="gloo"),
         )
@@ -64,7 +64,7 @@ def test_nccl_is_refused_where_not_every_rank_has_a_device(tmp_path):
     many = write_run(tmp_path / "many", {f"island-{n}": "" for n in range(64)})
 
     with pytest.raises(ConfigError, match=r"each of the 64 ranks, and this machine has .*gloo"):
-        insist_on_baseline(load_config(many), BaselineOptions("hierarchical", hop="nccl"))
+        check_baseline(load_config(many), BaselineOptions("hierarchical", hop="nccl"))
 
 
 @pytest.mark.parametrize(("hop", "device"), [("nccl", "cpu"), ("gloo", "cuda")])
@@ -73,7 +73,7 @@ def test_a_device_that_the_hop_is_not_for_is_refused(tmp_path, hop, device):
     config = load_config(run_file, [f"islands.east.device={device}"])
 
     with pytest.raises(ConfigError, match=rf'--hop {hop}: islands\.east\.device = "{device}"'):
-        insist_on_baseline(config, BaselineOptions("hierarchical", hop=hop))
+        check_baseline(config, BaselineOptions("hierarchical", hop=hop))
 
 
 def test_another_transformers_than_the_run_file_names_is_refused(tmp_path):
@@ -81,9 +81,7 @@ def test_another_transformers_than_the_run_file_names_is_refused(tmp_path):
     model = config.model.model_copy(update={"transformers": "4.40.0"})
 
     with pytest.raises(ConfigError, match=r"pip install transformers==4\.40\.0"):
-        insist_on_baseline(
-            config.model_copy(update={"model": model}), BaselineOptions("hierarchical")
-        )
+        check_baseline(config.model_copy(update={"model": model}), BaselineOptions("hierarchical"))
 
 
 def test_a_batch_that_ranks_cannot_divide_is_refused_with_the_nearest(tmp_path):
@@ -93,7 +91,7 @@ def test_a_batch_that_ranks_cannot_divide_is_refused_with_the_nearest(tmp_path):
     config = config.model_copy(update={"islands": {**config.islands, "east": island}})
 
     with pytest.raises(ConfigError, match=r"= 160: must be a multiple of .* = 128, such as 128"):
-        insist_on_baseline(config, BaselineOptions("flat"))
+        check_baseline(config, BaselineOptions("flat"))
 
 
 def test_a_directory_that_is_used_is_left_alone(tmp_path):

@@ -58,7 +58,7 @@ def test_an_unknown_model_is_refused():
         chosen_rows(SETTING, ["9T"])
 
 
-def insist_on_agreement(row):
+def check_agreement(row):
     assert row["cycles"] == 2 and 0 < row["low"] <= row["ratio"] <= row["high"]
     # Float32 sums in another order, twice: far below what another model would give.
     assert row["difference"] <= 1e-5
@@ -67,7 +67,7 @@ def insist_on_agreement(row):
 def test_both_loops_train_the_same_model_alike():
     measured = measure(config_of(TINY, 3), block_steps=TINY.block_steps, num_cycles=3)
 
-    insist_on_agreement(figures(TINY, measured))
+    check_agreement(figures(TINY, measured))
 
 
 @pytest.mark.slow
@@ -77,4 +77,4 @@ def test_a_process_of_its_own_measures():
 
     report = run_plain(setting, setting.rows, on_progress=lambda *_: None)
 
-    insist_on_agreement(report.rows[0])
+    check_agreement(report.rows[0])

@@ -15,7 +15,7 @@ from diloco.checkpoint.host_memory import (
     CopySlots,
     Header,
     HostMemory,
-    insist_on_memory,
+    check_memory,
     next_sequence,
 )
 from diloco.errors import ConfigError
@@ -114,10 +114,10 @@ def test_the_memory_is_gone_with_its_owner() -> None:
 
 
 def test_more_than_the_host_has_is_refused() -> None:
-    insist_on_memory("a.b = 5", "copies", 4096, "or lower it")
+    check_memory("a.b = 5", "copies", 4096, "or lower it")
 
     with pytest.raises(ConfigError, match=r"b = 5: copies take 1024 TiB.* available; or lower it"):
-        insist_on_memory("a.b = 5", "copies", 1 << 50, "or lower it")
+        check_memory("a.b = 5", "copies", 1 << 50, "or lower it")
 
 
 #: How far a rank got in a copy; at the end of all ranks it was whole, and known to be.
@@ -166,7 +166,7 @@ def test_a_cgroup_has_less_memory_than_its_host(
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path / "self")
     monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "groups")
 
-    insist_on_memory("here", "copies", 6000, "or lower it")
+    check_memory("here", "copies", 6000, "or lower it")
 
     with pytest.raises(ConfigError, match=r"and 5\.859 KiB are available"):
-        insist_on_memory("here", "copies", 6001, "or lower it")
+        check_memory("here", "copies", 6001, "or lower it")

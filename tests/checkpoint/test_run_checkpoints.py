@@ -15,7 +15,7 @@ import pytest
 
 from diloco.checkpoint.checkpoints import FORMAT
 from diloco.checkpoint.mirror import Mirror
-from diloco.checkpoint.run_checkpoints import choose_checkpoint, insist_on_run, open_journal
+from diloco.checkpoint.run_checkpoints import check_run, choose_checkpoint, open_journal
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
@@ -195,7 +195,7 @@ def test_a_finished_run_is_resumed_only_where_asked(stored: Stored, at_step: int
 
 def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no run in .* diloco coordinator RUN.toml, or"):
-        insist_on_run(StateDir(tmp_path / "state"))
+        check_run(StateDir(tmp_path / "state"))
 
     config = load_config(tiny_run(tmp_path))
     with pytest.raises(ConfigError, match=r"Start one with diloco local my.toml, or give"):

@@ -24,7 +24,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_publication_rules
 from diloco.forecast.traffic import data_parallel_traffic
-from diloco.launch.local import insist_on_no_events, insist_on_place, make_room, without_links
+from diloco.launch.local import check_no_events, check_place, make_room, without_links
 from diloco.launch.local_resume import find_resume_step
 from diloco.launch.process.ending import Interrupted, Request
 from diloco.outer.fragments import Plan
@@ -170,9 +170,9 @@ def test_an_earlier_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
     state.mkdir()
     (state / "secret").touch()
 
-    insist_on_place(state, fresh=True)
+    check_place(state, fresh=True)
     assert make_room(state) == tmp_path / "state.2"
-    insist_on_place(state, fresh=False)
+    check_place(state, fresh=False)
     assert make_room(state) is None
 
 
@@ -180,7 +180,7 @@ def test_a_start_that_never_trained_makes_room_by_itself(tmp_path: Path) -> None
     state = StateDir(tmp_path / "state")
     state.create()
     state.resolved.write_text("")
-    insist_on_place(state.root, fresh=False)
+    check_place(state.root, fresh=False)
     assert make_room(state.root) == tmp_path / "state.1"
 
     record = state.store / "fragment-0000" / "v000000000000.record"
@@ -188,7 +188,7 @@ def test_a_start_that_never_trained_makes_room_by_itself(tmp_path: Path) -> None
     record.write_bytes(b"")
     state.resolved.write_text("")
     with pytest.raises(ConfigError, match="already holds a run"):
-        insist_on_place(state.root, fresh=False)
+        check_place(state.root, fresh=False)
 
 
 def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_run_under_way_is_not_moved_aside(tmp_path: Path) -> None:
         hold(state.coordinator_lock),
         pytest.raises(ConfigError, match=f"under way in .* process {os.getpid()}"),
     ):
-        insist_on_place(state.root, fresh=True)
+        check_place(state.root, fresh=True)
 
     assert state.root.exists()
 
@@ -211,7 +211,7 @@ def test_events_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
     for path in events:
         path.parent.mkdir(parents=True)
         path.touch()
-    insist_on_no_events(below)  # they go with the earlier run
+    check_no_events(below)  # they go with the earlier run
 
     refused = CliRunner().invoke(
         app, ["local", run_file, "--fresh", "--set", f"telemetry.dir={tmp_path / 'out'}"]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco.bounded_text import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.config.island import announced_bytes
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.forecast.forecast import forecast
-from diloco.peer_texts import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.protocol.rounds.allreduce import Assignment, Prepared, commit_record
 from diloco.protocol.rounds.allreduce_messages import assignment_message
 from diloco.protocol.rounds.messages import outcome_message

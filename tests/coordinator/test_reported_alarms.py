@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.bounded_text import MOST_REASON
 from diloco.cli.terminal.tables import alarm_lines, run_text
 from diloco.coordinator.reported_alarms import HOLDS_S, MOST_OF_ISLAND, SHOWN_S
-from diloco.peer_texts import MOST_REASON
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protos.control_pb2 import Alarm, AlarmStatus
 from diloco.telemetry.prometheus import coordinator_metrics

@@ -9,7 +9,7 @@ import blake3
 import pytest
 
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.round_journal import RoundJournal, insist_on_initial, read_record
+from diloco.coordinator.round_journal import RoundJournal, check_initial, read_record
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.transport.errors import FrameError
 from diloco.versions.version import founding_record
@@ -26,7 +26,7 @@ def initial() -> dict[str, Any]:
 def test_version_0_founds_a_run() -> None:
     record = read_record(json.dumps(initial()), 0)
 
-    insist_on_initial(record, num_lanes=2)
+    check_initial(record, num_lanes=2)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_no_header_is_refused(text: str) -> None:
 )
 def test_a_record_that_initial_parameters_do_not_make_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FrameError):
-        insist_on_initial({**initial(), **change}, num_lanes=2)
+        check_initial({**initial(), **change}, num_lanes=2)
 
 
 def test_a_start_reads_the_newest_rounds_of_its_fragment_and_timeline(tmp_path: Any) -> None:

@@ -114,8 +114,8 @@ def run_with(directory: Path, islands: Sequence[str], killer: Killer, steps: int
     return run
 
 
-def insist_on_one_truth(state: StateDir, islands: Sequence[str]) -> None:
-    """Insist that every island holds what the journal committed last, to the bit."""
+def check_same_bytes(state: StateDir, islands: Sequence[str]) -> None:
+    """Check that every island holds what the journal committed last, to the bit."""
     headers = indexed_headers(state)
     for name in islands:
         own = state.peer(name)
@@ -154,7 +154,7 @@ def test_two_islands_and_one_is_in_doubt(tmp_path: Path, lock: Callable[[StateDi
 
     run = run_with(tmp_path, ("east", "west"), killer, steps=8)
 
-    insist_on_one_truth(run.state, ("east", "west"))
+    check_same_bytes(run.state, ("east", "west"))
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_three_islands(
 
     run = run_with(tmp_path, ("a", "b", "c"), killer, steps=60)
 
-    insist_on_one_truth(run.state, ("a", "b", "c"))
+    check_same_bytes(run.state, ("a", "b", "c"))
 
 
 @pytest.mark.slow

@@ -105,8 +105,8 @@ def run_and_kill(config: Config, num_kills: int) -> tuple[FinishedRun, KillerOfS
     return FinishedRun(run), killer
 
 
-def insist_on_whole(finished: FinishedRun) -> None:
-    """Insist that both syncers have what they were given, and all ranks what they published."""
+def check_whole(finished: FinishedRun) -> None:
+    """Check that both syncers have what they were given, and all ranks what they published."""
     state, plan = finished.state, finished.plan
     own = [json.loads(each.fragments.read_text()) for each in state.syncers]
     assert len(own) == 2 and all(own)
@@ -131,7 +131,7 @@ def test_a_scheduled_run_comes_to_its_end_though_one_syncer_is_killed(tmp_path: 
 
     finished, _ = run_and_kill(config, num_kills=1)
 
-    insist_on_whole(finished)
+    check_whole(finished)
     schedule = build_schedule(config.outer, config.run.inner_steps)
     for record in finished.last_records():
         assert record.version == schedule.num_sends(record.fragment_id) + 1, "and the flush"
@@ -145,7 +145,7 @@ def test_on_arrival_the_other_syncer_publishes_on_while_one_is_killed_again_and_
 
     finished, killer = run_and_kill(load_config(run_file, ON_ARRIVAL), num_kills=4)
 
-    insist_on_whole(finished)
+    check_whole(finished)
     kept = finished.state.syncers[0]
     num_flushed = len(json.loads(kept.fragments.read_text()))
     unfinished = [a for a in killer.absences if a.before < num_versions(kept) - num_flushed]

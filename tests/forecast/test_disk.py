@@ -15,8 +15,8 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.disk import (
     PAYLOAD_BYTES,
+    check_room,
     forecast_disk,
-    insist_on_room,
 )
 from diloco.state_dir import StateDir
 from tests.run_files import write_run
@@ -114,7 +114,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, key: str, place
     config = load_config(write_run(tmp_path, {"east": ""}), [f"{key}={path}"])
 
     with pytest.raises(ConfigError) as refusal:
-        insist_on_room(config, MILLION, islands=config.islands, is_new=True)
+        check_room(config, MILLION, islands=config.islands, is_new=True)
 
     text = str(refusal.value)
     assert text.startswith(f"{key} = {path}: nothing can be written in {Path(path).parent}: ")
@@ -133,17 +133,17 @@ def test_a_run_that_fits_to_the_byte_begins(
     needed = disk.store_bytes + 2 * disk.island_bytes
     leave_free(monkeypatch, needed)
 
-    insist_on_room(config, MILLION, islands=config.islands, is_new=True)
+    check_room(config, MILLION, islands=config.islands, is_new=True)
 
     leave_free(monkeypatch, needed - 1)
     with pytest.raises(ConfigError) as refusal:
-        insist_on_room(config, MILLION, islands=config.islands, is_new=True)
+        check_room(config, MILLION, islands=config.islands, is_new=True)
     text = str(refusal.value)
     assert "writes up to 242.3 MiB more (1,000,000 parameters), and 242.3 MiB are free" in text
     assert "checkpoints of island west: 63 MiB in" in text
     assert "the syncer's store: 116.3 MiB in" in text
     assert "lower checkpoint.keep or outer.retained_versions" in text
-    insist_on_room(config, MILLION, islands=(), is_new=True)
+    check_room(config, MILLION, islands=(), is_new=True)
 
 
 @pytest.mark.parametrize("num_syncers", [1, 2])
@@ -158,10 +158,10 @@ def test_what_a_resumed_run_has_written_needs_no_more_room(
         (state.store / "pinned").hardlink_to(state.store / "record")
     leave_free(monkeypatch, forecast_disk(config, MILLION).store_bytes - 1000)
 
-    insist_on_room(config, MILLION, islands=(), is_new=False)
+    check_room(config, MILLION, islands=(), is_new=False)
 
     with pytest.raises(ConfigError, match="Make room"):
-        insist_on_room(config, MILLION, islands=(), is_new=True)
+        check_room(config, MILLION, islands=(), is_new=True)
 
 
 def test_one_of_several_syncers_needs_room_for_its_own_part_on_its_own_disk(
@@ -182,9 +182,9 @@ def test_one_of_several_syncers_needs_room_for_its_own_part_on_its_own_disk(
         each.mkdir(parents=True)
 
     free = needed
-    insist_on_room(config, MILLION // 4, islands=(), is_new=True, own_store=own)
+    check_room(config, MILLION // 4, islands=(), is_new=True, own_store=own)
     free = needed - 1
     with pytest.raises(ConfigError, match=f"the syncer's store: .* in {own}"):
-        insist_on_room(config, MILLION // 4, islands=(), is_new=True, own_store=own)
+        check_room(config, MILLION // 4, islands=(), is_new=True, own_store=own)
 
     assert set(asked) == {own}

@@ -15,7 +15,7 @@ from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.forecast.forecast import forecast
-from diloco.forecast.rank_memory import insist_on_host_memory, memory_of
+from diloco.forecast.rank_memory import check_host_memory, memory_of
 from diloco.trainer.models.model import parameter_shapes
 from diloco.trainer.parallel.mesh import make_mesh
 from tests.distributed import run_ranks
@@ -134,7 +134,7 @@ def test_a_checkpoint_behind_the_training_is_copied_to_the_host_and_a_waiting_on
 def test_copies_that_the_host_has_no_memory_for_are_refused_before_ranks_meet():
     def insist(*overrides):
         config = load_config(DEMO, ["model.preset=llama3-405B", *overrides], island="east")
-        insist_on_host_memory(config, num_local_ranks=1, is_on_cpu=False)
+        check_host_memory(config, num_local_ranks=1, is_on_cpu=False)
 
     insist()  # no checkpoint is made but at a stop, which waits
     insist(BEHIND, "checkpoint.asynchronous=false")

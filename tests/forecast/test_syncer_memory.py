@@ -8,7 +8,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
-from diloco.forecast.syncer_memory import SyncerMemory, insist_on_syncer_memory, syncer_memory
+from diloco.forecast.syncer_memory import SyncerMemory, check_syncer_memory, syncer_memory
 from diloco.outer.fragments import TensorSpec, make_plan
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
@@ -59,7 +59,7 @@ def test_a_run_whose_syncer_does_not_fit_is_refused_with_what_to_change(
     plan = make_plan([TensorSpec("w", (1 << 28,))], num_fragments=2)
     monkeypatch.setattr("diloco.checkpoint.host_memory.available_bytes", lambda: 8 * GIB)
 
-    insist_on_syncer_memory(config, plan)
+    check_syncer_memory(config, plan)
     monkeypatch.setattr("diloco.checkpoint.host_memory.available_bytes", lambda: 4 * GIB)
     with pytest.raises(ConfigError, match=r"spool_memory = .* 4 GiB are available; .*host"):
-        insist_on_syncer_memory(config, plan)
+        check_syncer_memory(config, plan)

@@ -138,8 +138,8 @@ async def living(run: AllReduceRun) -> Living:
     return islands
 
 
-def insist_on_one_truth(run: AllReduceRun, islands: Living) -> None:
-    """Insist that all ended with the same bytes, which are those that the journal names."""
+def check_same_bytes(run: AllReduceRun, islands: Living) -> None:
+    """Check that all ended with the same bytes, which are those that the journal names."""
     run.journal.open()
     headers = {(h["fragment_id"], h["version"]): h for h in headers_of_run(run)}
     run.journal.close()
@@ -206,7 +206,7 @@ def test_an_island_dies(setting: Setting, point: Trigger, loses_disk: bool) -> N
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert run.lost == []
 
 
@@ -250,7 +250,7 @@ def test_the_decider_dies(setting: Setting, point: Trigger) -> None:
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert num_expired(islands.starts) == 0, "a restart of the decider costs no round"
     first = {status.fragment_id: status for status in reversed(run.statuses)}
     assert not any(s.age_s for s in first.values()), "it knows of no time before its own start"
@@ -311,5 +311,5 @@ def test_a_peer_that_sends_rubbish_costs_rounds_and_no_truth(setting: Setting) -
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert num_expired(islands.starts) > 0

@@ -30,9 +30,9 @@ from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply, Tr
 from diloco.versions.store import FragmentStore
 from tests.island.test_allreduce_deaths import (
     Living,
+    check_same_bytes,
     descend,
     headers_of_run,
-    insist_on_one_truth,
     living,
     num_expired,
 )
@@ -103,7 +103,7 @@ def test_a_coordinator_that_cannot_write_ends_and_its_next_start_goes_on(
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
 
 
 def test_an_island_ahead_of_an_empty_journal_says_what_to_remove(setting: Setting) -> None:
@@ -176,7 +176,7 @@ def test_a_decider_that_starts_while_a_result_is_refused_is_told_too(
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     (expiry,) = [text for text in caplog.messages if text.startswith("round expired")]
     assert "the memory of b is broken" in expiry, "no deadline was waited for"
 
@@ -250,7 +250,7 @@ def test_a_word_of_an_earlier_round_does_not_replace_a_contribution(
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert num_expired(islands.starts) == 0
     assert told[0].done()
 
@@ -286,7 +286,7 @@ def test_a_lane_that_stalls_beyond_its_round_is_given_up(setting: Setting) -> No
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert num_cancelled == 1
 
 
@@ -319,7 +319,7 @@ def test_a_rank_that_declines_after_another_has_sent_its_lanes_is_heard(setting:
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert num_expired(islands.starts) == 0
     run.journal.open()
     (second,) = [h for h in headers_of_run(run) if h["version"] == 2]
@@ -404,7 +404,7 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
 
     islands = run_virtual(scenario())
 
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)
     assert num_expired(islands.starts) == 0
     run.journal.open()
     refusals = {
@@ -520,4 +520,4 @@ def test_a_payload_that_was_not_committed_heals_nobody(setting: Setting) -> None
     islands, are_equal = run_virtual(scenario())
 
     assert are_equal == [True, True]
-    insist_on_one_truth(run, islands)
+    check_same_bytes(run, islands)

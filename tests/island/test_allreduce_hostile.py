@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.coordinator.round_journal import insist_on_initial
+from diloco.bounded_text import MOST_REASON, MOST_TEXT
+from diloco.coordinator.round_journal import check_initial
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.peer_texts import MOST_REASON, MOST_TEXT
 from diloco.protocol.rounds.messages import key_message
 from diloco.protocol.rounds.state import FragmentRounds
 from diloco.protos import allreduce_pb2, fragment_pb2
@@ -160,4 +160,4 @@ def test_digests_of_a_founding_record_hold_digits_only() -> None:
     record["lane_digests"] = [f"{d[:2]}{' ' * 1000}{d[2:]}" for d in record["lane_digests"]]
 
     with pytest.raises(FrameError, match="not of initial parameters"):
-        insist_on_initial(record, num_lanes=2)
+        check_initial(record, num_lanes=2)

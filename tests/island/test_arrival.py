@@ -48,7 +48,7 @@ def included(run: VirtualRun, fragment_id: int) -> Counter[tuple[str, int]]:
     return tokens
 
 
-def insist_on_accounts(
+def check_accounts(
     run: VirtualRun, starts: Iterable[tuple[VirtualIsland, int, int]], lost: Counter[Any]
 ) -> None:
     """trained = included + dropped + lost at a crash + left, for every start and fragment.
@@ -79,7 +79,7 @@ def test_a_run_ends_by_tokens_with_equal_digests_and_every_token_accounted(
     assert steps["a"] == steps["b"] == steps["c"]
     assert 2 * steps["d"] <= steps["a"] + 2, "nobody waits for the slow one"
     assert all(island.session.blocked_s == 0.0 for island in islands.values())
-    insist_on_accounts(run, [(i, 1, i.session.inner_step) for i in islands.values()], Counter())
+    check_accounts(run, [(i, 1, i.session.inner_step) for i in islands.values()], Counter())
     for p in range(4):
         assert included(run, p).total() >= setting.total_tokens
     if late == "carry":
@@ -224,7 +224,7 @@ def test_deaths_of_islands_and_syncer_and_a_lossy_network(setting: Setting, seed
                 sent.weight_tokens if is_counted and sent is not None else 0
             )
         starts.append((island, incarnation, island.session.inner_step - began))
-    insist_on_accounts(run, starts, lost)
+    check_accounts(run, starts, lost)
     assert all(island.session.blocked_s == 0.0 for island, *_ in starts)
 
 
@@ -302,7 +302,7 @@ def test_an_island_that_is_told_to_leave_finishes_what_is_outstanding(setting: S
     assert leaver.session.is_leaving and leaver.session.inner_step == 20
     assert leaver.session.num_in_flight == 0 and leaver.session.digests == ()
     assert len({island.session.digests for island in islands.values()}) == 1
-    insist_on_accounts(
+    check_accounts(
         run,
         [(i, 1, i.session.inner_step) for i in (leaver, *islands.values())],
         Counter(),

@@ -183,7 +183,7 @@ class Story:
             default=0,
         )
 
-    def insist_on_accounts(self) -> None:
+    def check_accounts(self) -> None:
         """trained = included + dropped + left, over the starts of an island, by fragment."""
         for p in range(NUM_FRAGMENTS):
             counted = self.included(p)
@@ -232,7 +232,7 @@ def test_a_run_is_cut_at_random_and_goes_on_with_every_token_accounted(
 
     assert len({island.session.digests for island in islands}) == 1
     assert all(island.session.digests for island in islands)
-    story.insist_on_accounts()
+    story.check_accounts()
     assert all(island.session.blocked_s == 0.0 for island in islands)
 
 
@@ -246,4 +246,4 @@ def test_an_island_that_is_missing_from_the_cut_takes_what_is_published(
     islands = run_virtual(story.tell(rng.uniform(6.0, 14.0)))
 
     assert len({island.session.digests for island in islands}) == 1
-    story.insist_on_accounts()
+    story.check_accounts()

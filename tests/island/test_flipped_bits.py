@@ -189,7 +189,7 @@ def undisturbed(directory: Path, mode: str, num_islands: int) -> Ended:
 
 
 def check(ended: Ended, base: Ended, flip: Flip) -> None:
-    """Insist that learning went on everywhere, and that only the island that was met declined."""
+    """Check that learning went on everywhere, and that only the island that was met declined."""
     assert ended.loss < BAR * base.loss, (flip, ended.loss, base.loss)
     assert ended.declined <= {ISLAND}
     assert {island for island, _ in ended.of("published_taken")} <= {ISLAND}

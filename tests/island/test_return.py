@@ -115,7 +115,7 @@ def returned_at(
     return run_virtual(scenario())
 
 
-def insist_on_one_run(islands: dict[str, VirtualIsland]) -> None:
+def check_one_run(islands: dict[str, VirtualIsland]) -> None:
     first, *others = islands.values()
     for island in (first, *others):
         assert island.kinds("round_expired") == []
@@ -148,7 +148,7 @@ def test_an_island_may_return_at_any_time(setting: Setting, tmp_path: Path, shap
     # until the flush is over.
     for tick in range(1, 30):
         islands = returned_at(replace(changed, directory=tmp_path / str(tick)), tick / 2)
-        insist_on_one_run(islands)
+        check_one_run(islands)
 
 
 @given(data=st.data())
@@ -190,7 +190,7 @@ def test_islands_return_to_any_schedule_again_and_again(
         return starts.islands
 
     with TemporaryDirectory() as directory:
-        insist_on_one_run(run_virtual(scenario(directory)))
+        check_one_run(run_virtual(scenario(directory)))
 
 
 # -- what it takes, and what it says -------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_closing_round_is_waited_for(setting: Setting) -> None:
         assert starts.islands["a"].session.versions == (2, 1)
         assert starts.islands["a"].kinds("fragment_sent") == []
         await starts.end()
-        insist_on_one_run(starts.islands)
+        check_one_run(starts.islands)
 
     run_virtual(scenario())
 
@@ -284,7 +284,7 @@ def test_two_starts_at_once_leave_the_newer_one(setting: Setting) -> None:
         assert first.exchange.failure is not None
         assert "a newer start of island 'a' has joined" in str(first.exchange.failure)
         await starts.end()
-        insist_on_one_run(starts.islands)
+        check_one_run(starts.islands)
 
     run_virtual(scenario())
 
@@ -299,7 +299,7 @@ def test_all_islands_may_return_at_once(setting: Setting) -> None:
         await asyncio.sleep(0.1)
         assert {island.session.inner_step for island in starts.islands.values()} == {4}
         await starts.end()
-        insist_on_one_run(starts.islands)
+        check_one_run(starts.islands)
 
     run_virtual(scenario())
 
@@ -317,7 +317,7 @@ def test_while_the_others_flush_it_makes_its_last_steps_again_and_flushes(
         await asyncio.sleep(0.1)
         assert starts.islands["a"].session.inner_step == 10
         await starts.end()
-        insist_on_one_run(starts.islands)
+        check_one_run(starts.islands)
 
     run_virtual(scenario())
 
@@ -369,7 +369,7 @@ def test_a_flush_of_one_fragment_only_is_kept_while_the_other_is_made_up(setting
 
         sent = starts.islands["a"].kinds("fragment_sent")
         assert [(e["fragment_id"], e["is_flush"]) for e in sent] == [(1, True)]
-        insist_on_one_run(starts.islands)
+        check_one_run(starts.islands)
 
     run_virtual(scenario())
 

@@ -145,10 +145,10 @@ def test_evaluations_between_steps_change_nothing_on_fsdp() -> None:
         assert plain[:2] == evaluated[:2]
         # Version 0, then one value for each of two merges: what is evaluated is what was published.
         assert evaluated[2] == 3
-        insist_on_few_collectives(plain[3])
+        check_few_collectives(plain[3])
 
 
-def insist_on_few_collectives(a_step: list[dict[str, int]]) -> None:
+def check_few_collectives(a_step: list[dict[str, int]]) -> None:
     """Insist on what `outer.step` may cost: only a due step and a merge make ranks wait."""
     assert len(a_step) == 11
     quiet = [a_step[inner_step - 1] for inner_step in (1, 2, 9, 10, 11)]

@@ -10,8 +10,8 @@ from diloco.errors import ConfigError
 from diloco.launch.rank.device import (
     backend_of,
     capability_problem,
-    insist_on_async_tp,
-    insist_on_precision,
+    check_async_tp,
+    check_precision,
     rank_device,
 )
 from diloco.launch.rank.job import Job
@@ -57,22 +57,22 @@ def test_what_a_device_lacks_is_said_with_what_it_can_do(precision, capability, 
 
 
 def test_float8_on_a_processor_is_refused_by_name() -> None:
-    insist_on_precision("bfloat16", torch.device("cpu"), island="east")
+    check_precision("bfloat16", torch.device("cpu"), island="east")
 
     message = (
         'islands.east.precision = "mxfp8": needs compute capability 10.0 .*the CPU has none; set'
     )
     with pytest.raises(ConfigError, match=message):
-        insist_on_precision("mxfp8", torch.device("cpu"), island="east")
+        check_precision("mxfp8", torch.device("cpu"), island="east")
 
 
 def test_collectives_are_not_hidden_without_devices_that_share_memory() -> None:
     cpu, cuda, pair = torch.device("cpu"), torch.device("cuda"), Job(0, 3, "", num_local_ranks=3)
-    insist_on_async_tp(MeshConfig(tp=2), cpu, pair, island="east")
+    check_async_tp(MeshConfig(tp=2), cpu, pair, island="east")
 
     with pytest.raises(
         ConfigError, match=r"east.mesh.async_tp = true: .*on the cpu; set it to fal"
     ):
-        insist_on_async_tp(MeshConfig(tp=2, async_tp=True), cpu, pair, island="east")
+        check_async_tp(MeshConfig(tp=2, async_tp=True), cpu, pair, island="east")
     with pytest.raises(ConfigError, match=r"tp = 2 ranks .*on one host, and this one has 3; set"):
-        insist_on_async_tp(MeshConfig(tp=2, async_tp=True), cuda, pair, island="east")
+        check_async_tp(MeshConfig(tp=2, async_tp=True), cuda, pair, island="east")

@@ -218,7 +218,7 @@ class Site(Protocol):
     async def begin(self) -> None: ...
     async def ready(self) -> None: ...
     async def end(self) -> None: ...
-    def insist_on_sane(self) -> None: ...
+    def check_sane(self) -> None: ...
 
 
 class Speaker:
@@ -358,8 +358,8 @@ class ArrivalSite:
         await self.run.kill_syncer()
         self.journal.close()
 
-    def insist_on_sane(self) -> None:
-        """Insist that nothing durable says more than there can be."""
+    def check_sane(self) -> None:
+        """Check that nothing durable says more than there can be."""
         states, membership = self.run.syncer.states, self.membership
         most = 3 * MOST_ROUNDS * self.setting.inner_steps_per_round * 2 * TOKENS
         assert 0 < states[0].merged_tokens <= states[0].version * most
@@ -467,7 +467,7 @@ async def stop(tasks: list[asyncio.Task[None]], islands: Iterable[VirtualIsland]
 
 
 async def publishes(site: Site, rounds: int = 3) -> None:
-    """Insist that the run goes on."""
+    """Check that the run goes on."""
     version = site.version
     async with asyncio.timeout(3600):  # of virtual time
         while site.version < version + rounds:
@@ -488,7 +488,7 @@ def told(site: Site, say: Callable[[Speaker], Awaitable[None]]) -> Counter[str]:
         await site.start()
         await site.begin()
         await publishes(site)
-        site.insist_on_sane()
+        site.check_sane()
         await site.end()
 
     run_virtual(scenario())
@@ -565,7 +565,7 @@ class AllReduceSite:
         self.tasks.clear()
         await self.run.end(list(self.islands.values()))
 
-    def insist_on_sane(self) -> None:
+    def check_sane(self) -> None:
         assert not self.run.lost and self.run.decider._rounds.failure is None
         for key, value in self.run.journal.entries().items():
             assert all(abs(number) <= MOST_NUMBER for number in numbers_in(value)), (key, value)

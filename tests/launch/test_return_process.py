@@ -44,8 +44,8 @@ def judged_bad(coordinator: str, syncer: str, grants: list[Grant]) -> None:
         report(coordinator, grant, inner_step=8, checkpoint_steps=[6, 8], held_out=bad)
 
 
-def insist_on_return(site: Site, coordinator: str, islands: list[str]) -> None:
-    """Insist that both islands go on from the good checkpoint in the next timeline."""
+def check_return(site: Site, coordinator: str, islands: list[str]) -> None:
+    """Check that both islands go on from the good checkpoint in the next timeline."""
 
     def joined() -> list[Grant]:
         replies = [site.join(coordinator, name, f"{name}-2") for name in islands]
@@ -73,7 +73,7 @@ def test_a_run_returns_within_the_process_of_its_coordinator(site: Site) -> None
     for grant in grants:
         leave(coordinator, grant, 42)
 
-    insist_on_return(site, coordinator, ["east", "west"])
+    check_return(site, coordinator, ["east", "west"])
     old = report(coordinator, grants[0], inner_step=9)
     assert (old.stop, old.exit_code) == (True, 42), "whoever was away hears of it, too"
     assert process.poll() is None
@@ -95,4 +95,4 @@ def test_a_coordinator_that_dies_once_a_return_is_decided_makes_it_when_it_start
     _, again = site.coordinate_until_up(CHECKPOINTS)
 
     assert again == coordinator
-    insist_on_return(site, again, ["east", "west"])
+    check_return(site, again, ["east", "west"])

@@ -12,12 +12,12 @@ import pytest
 from diloco.errors import ConfigError
 from diloco.simulations.emulate.config import load_wan
 from diloco.simulations.emulate.emulation import Emulation
-from diloco.simulations.emulate.namespaces import inside, insist_on_means
+from diloco.simulations.emulate.namespaces import check_privileges, inside
 
 
 def _why_not() -> str:
     try:
-        insist_on_means()
+        check_privileges()
     except ConfigError as error:
         return str(error)
     return ""

@@ -21,7 +21,7 @@ from diloco.simulations.planner.assumptions import (
     find_links,
     told_steps,
 )
-from diloco.simulations.planner.capacity import Capacity, insist_on_capacity
+from diloco.simulations.planner.capacity import Capacity, check_capacity
 from diloco.simulations.planner.penalties import Effect, Penalties
 from diloco.simulations.planner.prediction import predict, simulate_whole
 from diloco.simulations.planner.setting import Grid, Setting
@@ -205,10 +205,10 @@ def test_an_overloaded_syncer_is_refused_by_naming_how_many_it_takes() -> None:
     assert predicted.syncers[0].cores == pytest.approx(2.2)
     with pytest.raises(ConfigError, match=r"merge for 2\.20 s .* set coordinator\.num_syncers = 4"):
         # Three syncers would have 2, 1 and 1 fragments, and 2 are 1.1 cores.
-        insist_on_capacity(config, predicted.syncers, Capacity())
+        check_capacity(config, predicted.syncers, Capacity())
     four = run(num_fragments=4, num_syncers=4)
     enough = predict(four, plan, assumed(1e9, costs=slow)).syncers
-    insist_on_capacity(four, enough, Capacity())
+    check_capacity(four, enough, Capacity())
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_machine_that_is_too_small_is_refused(capacity: Capacity, words: str) 
     plan = run_plan(config)
 
     with pytest.raises(ConfigError, match=words):
-        insist_on_capacity(config, predict(config, plan, assumed(1e7)).syncers, capacity)
+        check_capacity(config, predict(config, plan, assumed(1e7)).syncers, capacity)
 
 
 # -- search --------------------------------------------------------------------------------------

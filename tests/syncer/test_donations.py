@@ -302,16 +302,16 @@ def test_what_finds_no_room_has_that_of_donations(
     of_donations = setting.directory / "donations"
     reserve, write_bytes = durable.reserve, Path.write_bytes
 
-    def insist_on_room() -> None:
+    def check_room() -> None:
         if list(of_donations.glob("*/*.safetensors")):
             raise DiskFull(errno.ENOSPC, "no room beside a donation")
 
     def reserve_if_room(*arguments: Any) -> None:
-        insist_on_room()
+        check_room()
         reserve(*arguments)
 
     def write_if_room(path: Path, data: bytes) -> int:
-        insist_on_room()
+        check_room()
         return write_bytes(path, data)
 
     async def scenario() -> None:

@@ -87,14 +87,14 @@ def test_while_the_disk_is_full_one_payload_at_a_time_tries(tmp_path: Path) -> N
         spool = Spool(tmp_path / "spool", 10)
         spool.start()
         spool.found_full()
-        spool.insist_on_room(10)  # in memory
+        spool.check_room(10)  # in memory
         for _ in range(3):
             with pytest.raises(NotYet, match="the syncer's disk is full"):
-                spool.insist_on_room(11)
+                spool.check_room(11)
             await asyncio.sleep(5.0)
-            spool.insist_on_room(11)
+            spool.check_room(11)
         spool.put(bytes(11), b"")
         for _ in range(3):
-            spool.insist_on_room(11)
+            spool.check_room(11)
 
     run_virtual(scenario())

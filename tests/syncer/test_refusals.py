@@ -10,8 +10,8 @@ import blake3
 import pytest
 import torch
 
+from diloco.bounded_text import MOST_REASON
 from diloco.compression.base import to_bytes
-from diloco.peer_texts import MOST_REASON
 from diloco.protocol.rounds.messages import key_message
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protos import fragment_pb2 as wire

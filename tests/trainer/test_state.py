@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.trainer.optimizers.optimizer import build_optimizer, step_bound
 from diloco.trainer.state import (
     MOMENTS,
-    insist_on_optimizer,
+    check_optimizer,
     kept_moments,
     load_moments_,
     load_parameters_,
@@ -121,9 +121,9 @@ def test_moments_of_another_optimizer_are_refused_by_both_names() -> None:
     _, adamw = trained(0)
     _, muon = with_muon(0)
 
-    insist_on_optimizer(adamw, "adamw", "it")
+    check_optimizer(adamw, "adamw", "it")
     with pytest.raises(ConfigError, match=r"it holds .* 'adamw' \(there\), this run has 'muon'"):
-        insist_on_optimizer(muon, "adamw", "it")
+        check_optimizer(muon, "adamw", "it")
 
 
 @pytest.mark.parametrize(

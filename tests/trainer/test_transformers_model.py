@@ -20,9 +20,9 @@ from diloco.trainer.flops import flops_per_token
 from diloco.trainer.models.cross_entropy import token_losses
 from diloco.trainer.models.families import (
     build_model,
+    check_mesh,
+    check_optimizer_names,
     initialise_,
-    insist_on_mesh,
-    insist_on_names,
     shape_of,
 )
 from diloco.trainer.models.model import LlamaShape
@@ -170,7 +170,7 @@ def test_a_mesh_that_the_models_plan_is_not_for_is_refused(
     model: dict[str, Any], changes: dict[str, Any], mesh: dict[str, int], part: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        insist_on_mesh(shape(model, **changes), MeshConfig(**mesh))
+        check_mesh(shape(model, **changes), MeshConfig(**mesh))
 
     assert part in str(refused.value)
 
@@ -178,9 +178,9 @@ def test_a_mesh_that_the_models_plan_is_not_for_is_refused(
 def test_muon_is_kept_from_tables_whatever_they_are_called() -> None:
     muon = InnerOptimizerConfig(name="muon", lr=0.02)
 
-    insist_on_names(shape(HF_TIED), muon)
+    check_optimizer_names(shape(HF_TIED), muon)
     with pytest.raises(ConfigError, match=r"leaves transformer\.wpe\.weight to muon"):
-        insist_on_names(shape(HF_GPT2), muon)
+        check_optimizer_names(shape(HF_GPT2), muon)
 
 
 def test_dropout_that_only_transformers_knows_of_is_refused_by_its_key() -> None:

@@ -71,7 +71,7 @@ def serving(claim: Callable[[str], Awaitable[None]], limits: Limits | None = Non
 
 @contextlib.contextmanager
 def growing_less_than(kib: int) -> Iterator[None]:
-    """Insist that the memory of this process, server and all, never grows by that much."""
+    """Check that the memory of this process, server and all, never grows by that much."""
 
     def peak_kib() -> int:
         status = Path("/proc/self/status").read_text()

@@ -13,11 +13,11 @@ from diloco.transport.identity import Identity, Role
 from diloco.transport.security.certificates import (
     Authority,
     CertificateError,
+    check_dates,
+    check_issuer,
+    check_valid,
     expiry_of,
     identity_of,
-    insist_on_dates,
-    insist_on_issuer,
-    insist_on_valid,
     issue,
     issue_leaf,
     key_pem,
@@ -43,7 +43,7 @@ def test_a_certificate_names_its_identity_and_is_judged_valid(authority: Authori
 
     (read,) = read_certificates(issued.pem, "file")
 
-    assert insist_on_valid(read, [authority.certificate], NOW) == EAST
+    assert check_valid(read, [authority.certificate], NOW) == EAST
     assert identity_of(authority.certificate) == Identity(RUN, Role.CA)
     assert read_key(issued.pem, "file").public_key() == read.public_key()
     assert authority.run == RUN
@@ -53,7 +53,7 @@ def test_a_site_whose_clock_is_behind_accepts_it_at_once(authority: Authority) -
     issued = issue(authority, EAST, NOW, 30)
     behind = NOW - datetime.timedelta(minutes=50)
 
-    insist_on_valid(issued.certificate, [authority.certificate], behind)
+    check_valid(issued.certificate, [authority.certificate], behind)
 
 
 def test_nothing_outlives_its_authority(authority: Authority) -> None:
@@ -72,18 +72,18 @@ def test_only_a_leaf_serves_and_only_under_the_name_of_its_role(authority: Autho
 
     assert above == coordinator.certificate
     assert expiry_of(leaf) == NOW + day
-    assert insist_on_dates(leaf, NOW) == EAST
+    assert check_dates(leaf, NOW) == EAST
     with pytest.raises(CertificateError, match="foreign"):
-        insist_on_valid(leaf, [authority.certificate], NOW)
+        check_valid(leaf, [authority.certificate], NOW)
     shown = [str(c.extensions) for c in (*(i.certificate for i in issued), above, leaf)]
     assert ["serverAuth" in text for text in shown] == [False, False, False, True]
     assert ["island.diloco" in text for text in shown] == [False, False, False, True]
     assert ["ca=True, path_length=0" in text for text in shown] == [False, False, True, False]
-    insist_on_issuer(above)
-    insist_on_issuer(authority.certificate, length=1)
+    check_issuer(above)
+    check_issuer(authority.certificate, length=1)
     for earlier, length in ((issued[1].certificate, 0), (above, 1)):
         with pytest.raises(CertificateError, match="is of an earlier release"):
-            insist_on_issuer(earlier, length)
+            check_issuer(earlier, length)
     with pytest.raises(CertificateError, match="coordinator expired at 2026-01-31"):
         issue_leaf(issuer, EAST, key.public_key(), NOW + 31 * DAY, day)
 
@@ -100,7 +100,7 @@ def test_every_spoilt_certificate_is_refused_by_name(authority: Authority) -> No
 
     for certificate, now, reason in cases:
         with pytest.raises(CertificateError, match=reason):
-            insist_on_valid(certificate, [authority.certificate], now)
+            check_valid(certificate, [authority.certificate], now)
 
 
 def request_of(

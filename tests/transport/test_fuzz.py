@@ -595,7 +595,7 @@ class Service:
             for header in headers:
                 if len(header) <= MAX_HEADER_BYTES:  # no transport lets more in
                     await self._answer(method, header, payload)
-            await self._insist_on_service()
+            await self._check_service()
 
         began = time.monotonic()
         self._runner.run(all_of_them())
@@ -616,8 +616,8 @@ class Service:
     async def _back_up(self, arguments: Mapping[str, str]) -> str:
         raise ConfigError(f"no directory {arguments}")
 
-    async def _insist_on_service(self) -> None:
-        """Insist that operator and islands are answered, in messages that transports take."""
+    async def _check_service(self) -> None:
+        """Check that operator and islands are answered, in messages that transports take."""
         operator = Identity(RUN, Role.OPERATOR)
         status = StatusRequest(protocol_version=PROTOCOL_VERSION)
         for handlers in (self.handlers, self.open_handlers):

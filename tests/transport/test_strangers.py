@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from diloco.transport.own_sockets import can_look
-from diloco.transport.security.strangers import Strangers, excess
+from diloco.transport.security.connection_limits import ConnectionLimits, excess
 
 
 def test_an_address_keeps_its_newest_connections() -> None:
@@ -53,7 +53,7 @@ def test_connections_of_callers_and_to_other_ports_stay() -> None:
 
         listening, other = [await asyncio.start_server(accept, "127.0.0.1", 0) for _ in range(2)]
         port, other_port = (s.sockets[0].getsockname()[1] for s in (listening, other))
-        strangers = Strangers(per_address=2, in_all=10)
+        strangers = ConnectionLimits(per_address=2, in_all=10)
         raw = []
         for number in range(8):
             raw.append(socket.create_connection(("127.0.0.1", other_port if number == 7 else port)))

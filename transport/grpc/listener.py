@@ -23,7 +23,7 @@ from diloco.transport.addresses import split_address
 from diloco.transport.calls.limits import Limits
 from diloco.transport.errors import TransportError
 from diloco.transport.grpc.wire import SERVER_OPTIONS
-from diloco.transport.security.strangers import Strangers
+from diloco.transport.security.connection_limits import ConnectionLimits
 from diloco.transport.security.tls import Tls
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class GrpcListener:
         self._router = router
         self._tls = tls
         self._limits = limits
-        self._strangers = Strangers(
+        self._connection_limits = ConnectionLimits(
             per_address=limits.strangers_per_address, in_all=limits.connections // 4
         )
         self._server: grpc.aio.Server | None = None
@@ -97,7 +97,7 @@ class GrpcListener:
 
     def called(self, peer: str) -> None:
         """Note that a caller was let in over a connection, which is no stranger's then."""
-        self._strangers.called(peer)
+        self._connection_limits.called(peer)
 
     async def _open(self, bind: str) -> tuple[grpc.aio.Server, int]:
         options = (
@@ -138,7 +138,7 @@ class GrpcListener:
         """Follow the files and bound strangers, for ever."""
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._bound_strangers())
+                both.create_task(self._limit_connections())
                 if self._tls is not None:
                     both.create_task(self._follow(self._tls))
         except asyncio.CancelledError:  # by `stop`, or as the loop ends without it
@@ -155,12 +155,12 @@ class GrpcListener:
         for left in (*draining.values(), *([server] if server else [])):
             await left.stop(None)  # a wait that was cancelled leaves calls open
 
-    async def _bound_strangers(self) -> None:
+    async def _limit_connections(self) -> None:
         loop = asyncio.get_running_loop()
         wait_s = _LOOK_S
         while True:
             await asyncio.sleep(wait_s)
-            look = self._strangers.close_excess
+            look = self._connection_limits.close_excess
             closed = await asyncio.to_thread(look, self._port, loop.time())
             wait_s = _ATTACKED_LOOK_S if closed else _LOOK_S
 

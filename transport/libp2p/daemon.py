@@ -131,7 +131,7 @@ class Daemon:
         program = daemon_path()
         try:
             if listen:
-                _insist_on_free(listen)
+                _check_free(listen)
             if identity is not None:
                 _make_identity(identity)
             sweep()
@@ -402,7 +402,7 @@ def _arguments(swarm: Swarm, listen: str, identity: Path | None, sockets: Path) 
     return arguments
 
 
-def _insist_on_free(listen: str) -> None:
+def _check_free(listen: str) -> None:
     """Refuse a port that somebody listens on: libp2p would share it in silence (SO_REUSEPORT).
 
     Raises:

@@ -1,1 +1,1 @@
-"""Who is on the other end: certificates, TLS, tokens, strangers."""
+"""Who is on the other end: certificates, TLS, tokens, limits of connections."""

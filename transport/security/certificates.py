@@ -104,7 +104,7 @@ def issue_leaf(
     Raises:
         CertificateError: If the issuer has expired.
     """
-    insist_on_dates(issuer.certificate, now)
+    check_dates(issuer.certificate, now)
     name = server_name(identity.role)
     builder = _below(issuer, identity, now, lifetime, public_key, name)
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
@@ -208,7 +208,7 @@ def identity_of(certificate: x509.Certificate | x509.CertificateSigningRequest) 
         raise CertificateError("the certificate names no identity of a run") from error
 
 
-def insist_on_dates(certificate: x509.Certificate, now: datetime.datetime) -> Identity:
+def check_dates(certificate: x509.Certificate, now: datetime.datetime) -> Identity:
     """Judge the dates of a certificate whose issuer is known; returns whom it names.
 
     Raises:
@@ -226,7 +226,7 @@ def insist_on_dates(certificate: x509.Certificate, now: datetime.datetime) -> Id
     return identity
 
 
-def insist_on_valid(
+def check_valid(
     certificate: x509.Certificate, cas: Sequence[x509.Certificate], now: datetime.datetime
 ) -> Identity:
     """Judge a certificate that the authority itself issued; returns whom it names.
@@ -242,10 +242,10 @@ def insist_on_valid(
     if not any(is_issued_by(certificate, ca) for ca in cas):
         what = "self-signed" if certificate.issuer == certificate.subject else "foreign"
         raise CertificateError(f"the certificate is {what}: the CA of this run did not issue it")
-    return insist_on_dates(certificate, now)
+    return check_dates(certificate, now)
 
 
-def insist_on_issuer(certificate: x509.Certificate, length: int = 0) -> None:
+def check_issuer(certificate: x509.Certificate, length: int = 0) -> None:
     """Refuse an authority of an earlier release: what is issued below it would not be believed.
 
     Args:

@@ -43,11 +43,11 @@ from diloco.transport.security.certificates import (
     CLOCK_SKEW,
     Authority,
     CertificateError,
+    check_dates,
+    check_issuer,
+    check_valid,
     expiry_of,
     identity_of,
-    insist_on_dates,
-    insist_on_issuer,
-    insist_on_valid,
     is_issued_by,
     issue_leaf,
     key_pem,
@@ -203,11 +203,11 @@ class Tls:
         """
         try:
             certificate, loaded, now = _parsed(pem), self._current(), self._now()
-            identity = insist_on_dates(certificate, now)
+            identity = check_dates(certificate, now)
             if self.is_revoked(certificate.serial_number):
                 raise CertificateError(f"the certificate of {identity.short} was revoked")
             if self.identity.role is Role.COORDINATOR and identity.role not in SERVERS:
-                return insist_on_valid(certificate, loaded.cas, now)
+                return check_valid(certificate, loaded.cas, now)
             if any(is_issued_by(certificate, ca) for ca in loaded.cas):
                 raise CertificateError(
                     f"{identity.short} shows a certificate that is for the coordinator alone"
@@ -301,8 +301,8 @@ class Tls:
         leaf, *above = read_certificates(pem, "what was issued")
         if not above or not is_issued_by(leaf, above[0]) or leaf.public_key() != key.public_key():
             raise CertificateError("what was issued is no certificate for the key that was sent")
-        insist_on_valid(above[0], self._loaded.cas, self._now())
-        if insist_on_dates(leaf, self._now()) != self.identity:
+        check_valid(above[0], self._loaded.cas, self._now())
+        if check_dates(leaf, self._now()) != self.identity:
             raise CertificateError(f"what was issued is not for {self.identity.uri}")
         end = expiry_of(leaf)
         valid = min(end - leaf.not_valid_before_utc - CLOCK_SKEW, end - self._now())
@@ -357,7 +357,7 @@ class Tls:
         cas = read_certificates(ca_pem, str(ca_path))
         pem, own = self._read_own(own_path)
         try:
-            identity = insist_on_valid(own.certificate, cas, self._now())
+            identity = check_valid(own.certificate, cas, self._now())
         except CertificateError as error:
             raise CertificateError(f"{own_path}: {error}") from error
         role = Role.COORDINATOR if self._is_server else self.identity.role
@@ -368,7 +368,7 @@ class Tls:
                 f"{own_path} is the certificate of {identity.uri}, this process is {expected.uri}"
             )
         if self._is_server:
-            insist_on_issuer(own.certificate)
+            check_issuer(own.certificate)
         return _Loaded(stamp, cas, ca_pem, pem, own)
 
     def _read_own(self, path: Path) -> tuple[bytes, Authority]:

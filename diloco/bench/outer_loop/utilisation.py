@@ -179,10 +179,10 @@ def _run(setting: Setting, row: Row, directory: Path) -> list[Timed]:
             name: stack.enter_context(_island(run_file, row, name, directory)) for name in _ISLANDS
         }
         while running := [name for name, process in islands.items() if process.poll() is None]:
-            _insist_on_health(islands, directory)
+            _check_health(islands, directory)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 islands[running[0]].wait(_LOOK_S)
-        _insist_on_health(islands, directory)
+        _check_health(islands, directory)
     return [Timed(**json.loads(_output(directory, name).read_text())) for name in _ISLANDS]
 
 
@@ -204,7 +204,7 @@ def _island(
         process.wait()
 
 
-def _insist_on_health(islands: Mapping[str, subprocess.Popen[bytes]], directory: Path) -> None:
+def _check_health(islands: Mapping[str, subprocess.Popen[bytes]], directory: Path) -> None:
     for name, process in islands.items():
         if process.poll():
             raise IslandFailed(

@@ -74,7 +74,7 @@ def baseline(
     """
     from rich.console import Console
 
-    from diloco.baseline.local import BaselineOptions, insist_on_baseline, run_baseline
+    from diloco.baseline.local import BaselineOptions, check_baseline, run_baseline
     from diloco.compression.registry import get_codec
     from diloco.config.load import load_config
     from diloco.launch.process.emulated import Emulated
@@ -85,7 +85,7 @@ def baseline(
     options = BaselineOptions(
         name, get_codec(codec).name, _chunk_bytes(chunk), streams, every, first, hop
     )
-    insist_on_baseline(config, options)
+    check_baseline(config, options)
     if (emulated := Emulated.surrounding(os.environ)) is not None:
         config = emulated.placed(config)
     directory = _empty_place(out or f"{config.coordinator.state_dir}-{name}")

@@ -84,7 +84,7 @@ def _show(findings: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from diloco.peer_texts import MOST_ENDING, bounded_text
+    from diloco.bounded_text import MOST_ENDING, bounded_text
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)

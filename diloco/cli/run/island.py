@@ -46,7 +46,7 @@ def island(
         bool,
         typer.Option(
             "--resume",
-            help="Insist that a valid checkpoint of this island is here, and say which; whether "
+            help="Check that a valid checkpoint of this island is here, and say which; whether "
             "the run is resumed, and where, is the coordinator's word.",
         ),
     ] = False,

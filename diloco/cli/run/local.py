@@ -117,10 +117,10 @@ def _prepare(
     """
     from diloco.cli.terminal.progress import waiting
     from diloco.errors import ConfigError
-    from diloco.forecast.disk import insist_on_room
+    from diloco.forecast.disk import check_room
     from diloco.launch.local import (
-        insist_on_no_events,
-        insist_on_place,
+        check_no_events,
+        check_place,
         make_room,
     )
     from diloco.launch.local_resume import find_resume_step
@@ -138,14 +138,14 @@ def _prepare(
 
         step = find_resume_step(config, at, tell, start=command)
     else:
-        insist_on_place(state_dir, fresh=fresh)
-        insist_on_no_events(config)
+        check_place(state_dir, fresh=fresh)
+        check_no_events(config)
     with waiting(console, "opening text and warm start"):
         from diloco.forecast.forecast import forecast  # torch takes seconds to load
         from diloco.launch.rank.inputs import open_inputs
 
         planned = forecast(config)
-        insist_on_room(config, planned.parameters, islands=config.islands, is_new=not resume)
+        check_room(config, planned.parameters, islands=config.islands, is_new=not resume)
         open_inputs(config, resume_step=step, may_download=True)
     if not resume:
         moved = make_room(state_dir)

@@ -114,8 +114,8 @@ def plan(
     from diloco.simulations.planner.capacity import Capacity
     from diloco.simulations.planner.setting import Grid
 
-    _insist_on_company(context, "--measure", measure, options.OF_MEASURE)
-    _insist_on_company(context, "--suggest", suggest, options.OF_SUGGEST)
+    _check_combination(context, "--measure", measure, options.OF_MEASURE)
+    _check_combination(context, "--suggest", suggest, options.OF_SUGGEST)
     wanted = None
     if suggest:
         grid = Grid.read(inner_steps_per_round, num_fragments, overlap_steps, codecs, num_lanes)
@@ -170,16 +170,16 @@ def _show_plan(
     from diloco.cli.run.plan_tables import show_forecast
     from diloco.cli.terminal.progress import waiting
     from diloco.errors import ConfigError
-    from diloco.forecast.disk import insist_on_directories
+    from diloco.forecast.disk import check_directories
     from diloco.forecast.forecast import forecast
-    from diloco.simulations.planner.capacity import insist_on_capacity
+    from diloco.simulations.planner.capacity import check_capacity
     from diloco.simulations.planner.penalties import load_penalties
     from diloco.simulations.planner.planned import assume, plan_run
-    from diloco.simulations.planner.suggestion import insist_on_waiting
-    from diloco.simulations.planner.unused import insist_on_use
+    from diloco.simulations.planner.suggestion import check_waiting
+    from diloco.simulations.planner.unused import check_use
 
     config = load(())
-    insist_on_use(
+    check_use(
         config,
         told,
         is_measured=measuring.steps,
@@ -188,9 +188,9 @@ def _show_plan(
         needing=needing,
     )
     if wanted is not None:
-        insist_on_waiting(config)
+        check_waiting(config)
         penalties = load_penalties(wanted.lab)
-    insist_on_directories(config)
+    check_directories(config)
     foreseen = forecast(config)
     notes = progress_console(shown.json_target)
     steps = _measured_steps(config, foreseen, told, notes) if measuring.steps else {}
@@ -213,7 +213,7 @@ def _show_plan(
         _draw(config, planned, shown.plot, console)
     write_json({**foreseen.as_dict(), **planned.as_dict()}, shown.json_target)
     if planned.prediction is not None:
-        insist_on_capacity(config, planned.prediction.syncers, capacity)
+        check_capacity(config, planned.prediction.syncers, capacity)
     _open_inputs(config, is_aside=shown.json_target == "-")
 
 
@@ -244,7 +244,7 @@ def _typed(context: typer.Context, names: Sequence[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if is_typed(context, name)]
 
 
-def _insist_on_company(
+def _check_combination(
     context: typer.Context, option: str, is_given: bool, names: Sequence[str]
 ) -> None:
     """Refuse options that mean something with another one only."""

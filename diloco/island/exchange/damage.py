@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from diloco.bounded_text import bounded_text
 from diloco.loop_clock import loop_now
-from diloco.peer_texts import bounded_text
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.telemetry.events import AlarmRaised, DamagedOnTheWay, Event
 from diloco.transport.errors import TransportError

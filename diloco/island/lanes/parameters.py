@@ -49,7 +49,7 @@ class TrainedParameters:
         self.frozen = frozen_names(self._modules if self._named is None else self._named)
 
     def settle(self, inner_step: int) -> None:
-        """Insist that they are the same, and let FSDP2 show their shards.
+        """Check that they are the same, and let FSDP2 show their shards.
 
         Raises:
             ValueError: Naming what was added, removed or replaced by `inner_step`.

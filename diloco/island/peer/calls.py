@@ -19,10 +19,10 @@ from typing import Any
 import blake3
 from google.protobuf.message import DecodeError, Message
 
+from diloco.bounded_text import bounded_text
 from diloco.errors import CoordinatorUnavailable
 from diloco.island.exchange.retried_calls import SLOWEST_BPS
 from diloco.loop_clock import loop_now
-from diloco.peer_texts import bounded_text
 from diloco.protos import allreduce_pb2 as wire
 from diloco.protos import fragment_pb2
 from diloco.protos.control_pb2 import Grant

@@ -13,13 +13,13 @@ import json
 import logging
 from dataclasses import dataclass, field
 
+from diloco.bounded_text import bounded_text
 from diloco.errors import AggregationError, CodecError, CoordinatorUnavailable, QuorumLost
 from diloco.island.peer.calls import PeerCalls
 from diloco.island.peer.healing import PeerHealing
 from diloco.island.peer.reduction import Reduction
 from diloco.island.peer.replica import ContributionMalformed, Replica, state_digest
 from diloco.outer.fragments import Fragment
-from diloco.peer_texts import bounded_text
 from diloco.protocol.rounds.allreduce import Announced, Assignment, Duty, duty
 from diloco.protocol.rounds.allreduce_messages import announced_of
 from diloco.protocol.rounds.messages import key_message, outcome_of

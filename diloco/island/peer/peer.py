@@ -24,12 +24,12 @@ from pathlib import Path
 
 import blake3
 
+from diloco.bounded_text import bounded_text
 from diloco.errors import CodecError, Fenced, error_of_exit_code
 from diloco.island.peer.calls import PeerCalls
 from diloco.island.peer.fragment import FragmentPeer, Own
 from diloco.island.peer.replica import SECTIONS, Replica
 from diloco.outer.fragments import Plan
-from diloco.peer_texts import bounded_text
 from diloco.protocol.rounds.messages import (
     key_message,
     key_of,
@@ -42,9 +42,9 @@ from diloco.protos import allreduce_pb2
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.control_pb2 import Grant
 from diloco.syncer.payloads import (
+    check_codec,
+    check_size,
     fetch_lanes,
-    insist_on_codec,
-    insist_on_size,
     verify_payload,
 )
 from diloco.syncer.polls import is_news
@@ -268,8 +268,8 @@ class Peer:
         lane_id = header.lane_id
         numel = fragment.fragment.lanes[lane_id].numel
         codec = fragment.replica.codec(lane_id)
-        insist_on_codec(header.codec, self._rules.publication.uplink_codec)
-        insist_on_size(call.payload_bytes, codec.wire_bytes(numel))
+        check_codec(header.codec, self._rules.publication.uplink_codec)
+        check_size(call.payload_bytes, codec.wire_bytes(numel))
         payload = await call.read_payload()
         await self._beside.run(lambda: verify_payload(payload, header.digest, codec, numel))
         return payload

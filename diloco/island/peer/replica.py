@@ -361,7 +361,7 @@ class Replica:
             for c in assignment.contributors:
                 payload = contributions[c.island]
                 if blake3.blake3(payload).digest() == c.lane_digests[lane_id]:
-                    _insist_on_decodable(c.island, payload, codec, numel)
+                    _check_decodable(c.island, payload, codec, numel)
             raise
 
 
@@ -374,7 +374,7 @@ class ContributionMalformed(CodecError):
         self.contributor = island
 
 
-def _insist_on_decodable(island: str, payload: Buffer, codec: Codec, numel: int) -> None:
+def _check_decodable(island: str, payload: Buffer, codec: Codec, numel: int) -> None:
     try:
         codec.check(from_bytes(payload), numel)
     except CodecError as error:

@@ -47,7 +47,7 @@ def rank_device(asked: Literal["auto", "cpu", "cuda"], job: Job, *, island: str)
     return device
 
 
-def insist_on_precision(precision: Precision, device: torch.device, *, island: str) -> None:
+def check_precision(precision: Precision, device: torch.device, *, island: str) -> None:
     """Refuse matrix products in 8 bits where the device has none, before the ranks meet.
 
     Args:
@@ -74,7 +74,7 @@ def insist_on_precision(precision: Precision, device: torch.device, *, island: s
         raise ConfigError(f'islands.{island}.precision = "{precision}": {problem}')
 
 
-def insist_on_async_tp(mesh: MeshConfig, device: torch.device, job: Job, *, island: str) -> None:
+def check_async_tp(mesh: MeshConfig, device: torch.device, job: Job, *, island: str) -> None:
     """Refuse to hide collectives of tensor parallelism where devices do not share memory.
 
     Args:

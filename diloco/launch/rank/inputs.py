@@ -16,7 +16,7 @@ from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.data.streams import StreamData
 from diloco.data.tokenizer import is_hub_tokenizer
-from diloco.trainer.models.families import insist_on_mesh, shape_of
+from diloco.trainer.models.families import check_mesh, shape_of
 
 
 def open_inputs(
@@ -48,10 +48,10 @@ def open_inputs(
             for island in sorted(config.islands):
                 path = found_directory(config.checkpoint_dir, island, resume_step)
                 if (path / MANIFEST).exists():  # else it is at another site, or in a mirror
-                    data.insist_on_content(read_manifest(path)["data"])
+                    data.check_content(read_manifest(path)["data"])
     for each in config.islands.values():
         if config.model.family == HUGGING_FACE:
-            insist_on_mesh(shape_of(config.model), each.mesh)
+            check_mesh(shape_of(config.model), each.mesh)
     if resume_step is None and not any(setting.startswith("run.") for setting in left_out):
         warm = find_warm_start(config)
         lines += [] if warm is None else [f"warm start: {warm.source}"]

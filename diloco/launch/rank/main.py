@@ -30,7 +30,7 @@ from diloco.checkpoint.island_checkpoints import IslandCheckpoints
 from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.checkpoint.mirror import Mirror
 from diloco.checkpoint.warm_start import WarmStart
-from diloco.config.hugging_face import insist_on_version
+from diloco.config.hugging_face import check_version
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
@@ -38,7 +38,7 @@ from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
 from diloco.faults.chaos import paced
 from diloco.faults.spoiler import spoiler_of
-from diloco.forecast.rank_memory import insist_on_host_memory
+from diloco.forecast.rank_memory import check_host_memory
 from diloco.island.connection import Connection
 from diloco.island.registration import IslandState
 from diloco.island.session import DiLoCo
@@ -48,13 +48,13 @@ from diloco.launch.rank.beginning import find_beginning
 from diloco.launch.rank.connect import connect
 from diloco.launch.rank.device import (
     backend_of,
-    insist_on_async_tp,
-    insist_on_precision,
+    check_async_tp,
+    check_precision,
     rank_device,
 )
 from diloco.launch.rank.job import Job, limit_collectives, meet
 from diloco.launch.rank.lost_rank import find_loss
-from diloco.launch.rank.manifest import insist_on_earlier_text, write_manifest
+from diloco.launch.rank.manifest import check_earlier_text, write_manifest
 from diloco.launch.rank.memory_use import memory_used
 from diloco.launch.rank.profile import StepProfile
 from diloco.launch.rank.record import RankRecord
@@ -70,9 +70,9 @@ from diloco.trainer.flops import flops_per_token, peak_flops
 from diloco.trainer.models.families import (
     Model,
     Shape,
+    check_mesh,
+    check_optimizer_names,
     initialise_,
-    insist_on_mesh,
-    insist_on_names,
     shape_of,
 )
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
@@ -164,11 +164,11 @@ class _Rank:
 
     def _enter(self, connection: Connection) -> None:
         """Meet the other ranks, join the run, and take up where this start begins."""
-        self._insist_on_launch()
-        insist_on_version(self._config.model.transformers)
+        self._check_launch()
+        check_version(self._config.model.transformers)
         shape = shape_of(self._config.model)
-        insist_on_names(shape, self._config.inner.optimizer)
-        insist_on_mesh(shape, self._config.island.mesh)
+        check_optimizer_names(shape, self._config.inner.optimizer)
+        check_mesh(shape, self._config.island.mesh)
         at = self._config.checkpoint.mirror
         mirror = Mirror(at, self._config.island_id) if at else None
         self.record.open()
@@ -185,7 +185,7 @@ class _Rank:
             assert not isinstance(model, Pipeline), "stages are not compiled"
             self._compile(model, mesh, data)
         self._join(connection, model, data, start_step)
-        insist_on_names(shape, self._config.inner.optimizer)  # the policy may be another
+        check_optimizer_names(shape, self._config.inner.optimizer)  # the policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         self._outer.loss_of = self._trial_loss
@@ -218,8 +218,8 @@ class _Rank:
             self._device,
         )
 
-    def _insist_on_launch(self) -> None:
-        """Insist that the launcher started what the configuration asks for.
+    def _check_launch(self) -> None:
+        """Check that the launcher started what the configuration asks for.
 
         Raises:
             ConfigError: If it did not.
@@ -244,9 +244,9 @@ class _Rank:
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
-        insist_on_async_tp(config.island.mesh, device, job, island=config.island_id)
-        insist_on_precision(config.island.precision, device, island=config.island_id)
-        insist_on_host_memory(
+        check_async_tp(config.island.mesh, device, job, island=config.island_id)
+        check_precision(config.island.precision, device, island=config.island_id)
+        check_host_memory(
             config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
         )
         meet(
@@ -310,7 +310,7 @@ class _Rank:
                 on_event=self.record.write,
             )
         except FingerprintMismatch:
-            insist_on_earlier_text(self._output_dir, self._config, data)
+            check_earlier_text(self._output_dir, self._config, data)
             raise
         connection.progress = lambda: self.record.progress
         self._config = connection.config

@@ -50,7 +50,7 @@ def write_manifest(
         logger.error("the manifest of this start is not written, and training goes on: %s", error)
 
 
-def insist_on_earlier_text(output_dir: Path, config: Config, data: Data) -> None:
+def check_earlier_text(output_dir: Path, config: Config, data: Data) -> None:
     """Say what has changed since this island's last start, if the text has.
 
     Raises:
@@ -62,7 +62,7 @@ def insist_on_earlier_text(output_dir: Path, config: Config, data: Data) -> None
     except (OSError, ValueError, KeyError):
         return  # it never trained here: nothing to compare with
     try:
-        data.insist_on_content(content)
+        data.check_content(content)
     except ConfigError as changed:
         raise FingerprintMismatch(str(changed)) from changed
 

@@ -129,7 +129,7 @@ class TextShare:
             ConfigError: If the text is not what a position was written for.
         """
         self._take(claims_json, inner_step)
-        self._insist_on_slots(inner_step)
+        self._check_slots(inner_step)
 
     def settle(self, inner_step: int) -> None:
         """Note how far the text is drawn after an inner step, and take up what was heard."""
@@ -143,7 +143,7 @@ class TextShare:
             (has_news,) = self._groups.sum([int(bool(self._news))])
         if has_news:
             self._take(self._groups.leader_says("heard of its text", self._heard), inner_step)
-            self._insist_on_slots(inner_step)
+            self._check_slots(inner_step)
 
     def close(self, inner_step: int) -> None:
         """Let the next report tell all positions: nothing is drawn any more."""
@@ -243,7 +243,7 @@ class TextShare:
         if self._groups.is_leader:
             self._on_event(AlarmRaised(AlarmKind.TEXT_REPEATS, text))
 
-    def _insist_on_slots(self, inner_step: int) -> None:
+    def _check_slots(self, inner_step: int) -> None:
         """Wait until there is a slot to draw from."""
         while not self._word.held:
             self._take(self._groups.leader_says("waited for text", self._await_news), inner_step)
@@ -343,7 +343,7 @@ def open_text(
         draws_per_step=1 if is_by_batch else batch_size,
         on_event=tell,
         on_due=connection.report_soon,
-        check=connection.insist_on_going_on,
+        check=connection.check_going_on,
     )
     connection.report_text(text)
     text.take_up(claims_json, inner_step=inner_step)

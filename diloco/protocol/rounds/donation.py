@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diloco.bounded_text import bounded_text
 from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Fragment, Plan
-from diloco.peer_texts import bounded_text
 from diloco.refusals import Cause
 
 #: Of a lane beside its values: lengths, names and shapes of two tensors.
@@ -119,11 +119,11 @@ def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> Manifest:
             Cause.PLAN,
             f"{len(manifest.versions)} versions; the plan has {len(plan.fragments)} fragments",
         )
-    _insist_on_lanes(manifest.lanes, plan.fragments)
+    _check_lanes(manifest.lanes, plan.fragments)
     return manifest
 
 
-def _insist_on_lanes(lanes: Mapping[str, LaneGiven], fragments: Sequence[Fragment]) -> None:
+def _check_lanes(lanes: Mapping[str, LaneGiven], fragments: Sequence[Fragment]) -> None:
     numels = {lane_name(f.fragment_id, n.lane_id): n.numel for f in fragments for n in f.lanes}
     if lanes.keys() != numels.keys():
         raise PayloadRefused(

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from diloco.peer_texts import MOST_REASON, bounded_text
+from diloco.bounded_text import MOST_REASON, bounded_text
 from diloco.protocol.rounds.standing import Standing
 from diloco.protocol.rounds.terms import (
     Admission,

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from diloco.bounded_text import read_peer_json
 from diloco.errors import PlanMismatch
 from diloco.outer.fragments import Plan, plan_difference
-from diloco.peer_texts import read_peer_json
 from diloco.refusals import Cause
 
 Entries = tuple[tuple[str, str], ...]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from diloco.peer_texts import MOST_REASON, bounded_text
+from diloco.bounded_text import MOST_REASON, bounded_text
 from diloco.protos.control_pb2 import Alarm as AlarmMessage
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
-from diloco.peer_texts import MOST_NAMES
+from diloco.bounded_text import MOST_NAMES
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.loss_history import LossHistory
 

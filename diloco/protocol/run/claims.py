@@ -24,8 +24,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from diloco.bounded_text import read_peer_json
 from diloco.errors import ConfigError
-from diloco.peer_texts import read_peer_json
 from diloco.protocol.run.slots import SlotPosition
 
 Entries = tuple[tuple[str, str], ...]
@@ -203,7 +203,7 @@ class Claims:
                     raise ValueError(f"a position of {size} characters; {most} are allowed")
                 if not (0 <= slot < len(self.slots) and type(grant) is int):
                     raise ValueError(f"slot {slot} of {len(self.slots)}")
-                self._insist_on_progress(slot, position)
+                self._check_progress(slot, position)
                 if type(is_final) is not bool:
                     raise ValueError("is_final is true or false")
                 found[slot] = {
@@ -230,10 +230,10 @@ class Claims:
             raise ValueError(f"slot {min(odd)} of {len(self.slots)}")
         found = {text: SlotPosition.from_json(value) for text, value in said.items()}
         for text, position in found.items():
-            self._insist_on_progress(int(text), position)
+            self._check_progress(int(text), position)
         return {text: position.as_json() for text, position in found.items()}
 
-    def _insist_on_progress(self, number: int, position: SlotPosition) -> None:
+    def _check_progress(self, number: int, position: SlotPosition) -> None:
         told = _num_drawn(self.slots[number].told)
         if position.num_drawn > told + _MOST_UNTOLD:
             raise ValueError(

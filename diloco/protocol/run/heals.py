@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diloco.peer_texts import bounded_text
+from diloco.bounded_text import bounded_text
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import Lease
 from diloco.protocol.run.membership import Membership

@@ -12,11 +12,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from diloco.bounded_text import bounded_text
 from diloco.config.classes import ConfigClass, class_of, field_at, policy_json
 from diloco.config.load import with_setting
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, Fenced, RunHalted
-from diloco.peer_texts import bounded_text
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import Lease
 from diloco.protocol.run.membership import Membership

@@ -23,9 +23,9 @@ from typing import Any, NoReturn, TypeAlias
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from diloco.bounded_text import MOST_ENDING, MOST_TEXT
 from diloco.config.fields import MOST_CHECKPOINTS, MOST_STEPS
 from diloco.config.schema import Config
-from diloco.peer_texts import MOST_ENDING, MOST_TEXT
 from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_STEP_TOKENS, Weights
 
 #: A declared batch may be so many times the largest in the coordinator's file: unequal islands are

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diloco.peer_texts import MOST_NAMES
+from diloco.bounded_text import MOST_NAMES
 from diloco.protocol.run.admission import Entries
 
 _KIND = "repair"

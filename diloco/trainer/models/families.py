@@ -25,7 +25,7 @@ from diloco.trainer.models.transformers_model import (
     looked_up,
     transformers_shapes,
 )
-from diloco.trainer.models.transformers_parallel import insist_on_tp_plan
+from diloco.trainer.models.transformers_parallel import check_tp_plan
 from diloco.trainer.optimizers.optimizer import check_names, is_orthogonalised
 
 Shape: TypeAlias = LlamaShape | TransformersShape
@@ -65,7 +65,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return built_in.parameter_shapes(shape)
 
 
-def insist_on_mesh(shape: Shape, mesh: MeshConfig) -> None:
+def check_mesh(shape: Shape, mesh: MeshConfig) -> None:
     """Refuse a mesh that only the model itself can tell not to fit; needs no process group.
 
     Raises:
@@ -73,11 +73,11 @@ def insist_on_mesh(shape: Shape, mesh: MeshConfig) -> None:
     """
     if isinstance(shape, TransformersShape) and mesh.tp > 1:
         model = TransformersModel(shape)
-        insist_on_tp_plan(model, mesh.tp, keeps_logits_split=mesh.loss_parallel)
+        check_tp_plan(model, mesh.tp, keeps_logits_split=mesh.loss_parallel)
 
 
-def insist_on_names(shape: Shape, optimizer: InnerOptimizerConfig) -> None:
-    """Insist that what the optimizer's settings name is in the model, and that it fits the model.
+def check_optimizer_names(shape: Shape, optimizer: InnerOptimizerConfig) -> None:
+    """Check that what the optimizer's settings name is in the model, and that it fits the model.
 
     Raises:
         ConfigError: As `check_names` does, or if Muon would take an embedding or a head whose name

@@ -53,7 +53,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 _REMEDY = "set mesh.tp = 1 and use dp_shard"
 
 
-def insist_on_tp_plan(model: TransformersModel, tp: int, *, keeps_logits_split: bool) -> None:
+def check_tp_plan(model: TransformersModel, tp: int, *, keeps_logits_split: bool) -> None:
     """Refuse a number of ranks that the model's plan does not allow; needs no process group.
 
     Args:
@@ -126,9 +126,9 @@ def apply_transformers_tp(
         keeps_logits_split: Whether the model returns this rank's V / tp columns of the logits.
 
     Raises:
-        ConfigError: As `insist_on_tp_plan` does.
+        ConfigError: As `check_tp_plan` does.
     """
-    insist_on_tp_plan(model, mesh.size(), keeps_logits_split=keeps_logits_split)
+    check_tp_plan(model, mesh.size(), keeps_logits_split=keeps_logits_split)
     # The logits are a view of the head's DTensor, and nobody writes into them.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w+\) returned a view tensor")
     plan = plan_of(model)

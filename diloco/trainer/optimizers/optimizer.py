@@ -20,7 +20,7 @@ from diloco.config.inner import InnerOptimizerConfig, decay_begin
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import whole_shape
 from diloco.island.lanes.shards import canonical_parameters
-from diloco.outer.patterns import insist_on_match, matches
+from diloco.outer.patterns import check_match, matches
 from diloco.protocol.island.soundness import StepBound
 from diloco.trainer.optimizers.muon import LARGEST_UPDATE, Muon
 
@@ -132,7 +132,7 @@ def _largest_of_muon(group: Mapping[str, Any]) -> float:
 
 
 def check_names(config: InnerOptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Insist that every pattern matches a parameter, and that Muon has a matrix.
+    """Check that every pattern matches a parameter, and that Muon has a matrix.
 
     Args:
         config: Settings of the optimizer.
@@ -143,12 +143,12 @@ def check_names(config: InnerOptimizerConfig, shapes: Mapping[str, tuple[int, ..
     """
     for key in ("lr_by_name", "weight_decay_by_name"):
         for rule in getattr(config, key):
-            insist_on_match(f"inner.optimizer.{key}", rule, rule.rpartition("=")[0], shapes)
+            check_match(f"inner.optimizer.{key}", rule, rule.rpartition("=")[0], shapes)
     if config.name != "muon":
         return
     if config.adamw_by_name != type(config).model_fields["adamw_by_name"].default:
         for pattern in config.adamw_by_name:  # the default suits models without a head
-            insist_on_match("inner.optimizer.adamw_by_name", pattern, pattern, shapes)
+            check_match("inner.optimizer.adamw_by_name", pattern, pattern, shapes)
     if not any(is_orthogonalised(config, name, len(shape)) for name, shape in shapes.items()):
         raise ConfigError(
             f"inner.optimizer.adamw_by_name = {list(config.adamw_by_name)} leaves no matrix to "

@@ -90,7 +90,7 @@ def parallelize(
         raise ConfigError(f"{name} = {value!r} {problem}")
     tp_mesh, keeps_logits_split = mesh.submesh("tp"), mesh.config.loss_parallel
     if isinstance(model, TransformersModel):
-        _insist_on_axes(mesh.config)
+        _check_axes(mesh.config)
         if tp_mesh is not None:
             apply_transformers_tp(model, tp_mesh, keeps_logits_split=keeps_logits_split)
     else:
@@ -117,7 +117,7 @@ def parallelize(
     model.assert_tied()
 
 
-def _insist_on_axes(config: MeshConfig) -> None:
+def _check_axes(config: MeshConfig) -> None:
     for axis, value, problem in transformers_problems(config):
         raise ConfigError(f"{axis} = {value} {problem}")
 

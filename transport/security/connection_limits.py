@@ -42,7 +42,7 @@ class _Connection:
     host: str
 
 
-class Strangers:
+class ConnectionLimits:
     """Counts and closes the connections of strangers to the servers at one port."""
 
     def __init__(self, *, per_address: int, in_all: int) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from diloco.peer_texts import MOST_REASON, bounded_text
+from diloco.bounded_text import MOST_REASON, bounded_text
 
 
 @pytest.mark.parametrize(
