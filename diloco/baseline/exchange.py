@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from diloco.baseline.place import Member
+from diloco.baseline.group import BaselineMember
 from diloco.errors import IslandFailed
 from diloco.protos.baseline_pb2 import VectorHeader
 from diloco.transport.contracts import (
@@ -64,25 +64,27 @@ class Bounds:
         return self.patience_s + 8 * self.max_bytes * self.streams / SLOWEST_BPS
 
 
-class Exchange:
+class ValueExchange:
     """One member's end. `bytes_up` counts payloads sent to other islands, `bytes_down` those come.
 
     Attributes:
         reduction: Number of the reduction under way, which its owner raises.
     """
 
-    def __init__(self, own: Member, start: str, members: frozenset[Member], bounds: Bounds) -> None:
+    def __init__(
+        self, own: BaselineMember, start: str, members: frozenset[BaselineMember], bounds: Bounds
+    ) -> None:
         """Assign only; `connect` follows."""
         self._own = own
         self._start = start
         self._members = members
         self._bounds = bounds
-        self._ways: Mapping[Member, Transport] = {}
-        self._slots: dict[Member, asyncio.Semaphore] = {}
-        self._came: dict[Member, dict[Key, Buffer]] = {member: {} for member in members}
-        self._taken: dict[Member, set[Key]] = {member: set() for member in members}
-        self._heard: dict[Member, float] = {}
-        self._waiting: dict[tuple[Member, Key], asyncio.Future[None]] = {}
+        self._ways: Mapping[BaselineMember, Transport] = {}
+        self._slots: dict[BaselineMember, asyncio.Semaphore] = {}
+        self._came: dict[BaselineMember, dict[Key, Buffer]] = {member: {} for member in members}
+        self._taken: dict[BaselineMember, set[Key]] = {member: set() for member in members}
+        self._heard: dict[BaselineMember, float] = {}
+        self._waiting: dict[tuple[BaselineMember, Key], asyncio.Future[None]] = {}
         self._rng = random.Random(str(own))
         self.reduction = 0
         self.bytes_up = 0
@@ -93,7 +95,7 @@ class Exchange:
         """What a server has to answer."""
         return {METHOD: self._receive}
 
-    def connect(self, ways: Mapping[Member, Transport]) -> None:
+    def connect(self, ways: Mapping[BaselineMember, Transport]) -> None:
         """Take the ways to the members that this one sends to."""
         self._ways = ways
         self._slots = {member: asyncio.Semaphore(self._bounds.streams) for member in ways}
@@ -102,7 +104,7 @@ class Exchange:
         """Close every way."""
         await asyncio.gather(*(way.close() for way in self._ways.values()))
 
-    async def send(self, to: Member, key: Key, payload: Buffer) -> None:
+    async def send(self, to: BaselineMember, key: Key, payload: Buffer) -> None:
         """Send a vector; return when it is held there.
 
         Raises:
@@ -136,7 +138,7 @@ class Exchange:
         if to.island != self._own.island:
             self.bytes_up += memoryview(payload).nbytes
 
-    async def receive(self, sender: Member, key: Key) -> Buffer:
+    async def receive(self, sender: BaselineMember, key: Key) -> Buffer:
         """Take a vector as soon as it is here.
 
         Raises:
@@ -176,7 +178,7 @@ class Exchange:
             FrameError: If it is not of this start, nobody's, or more than can be wanted.
         """
         header = VectorHeader.FromString(call.header)
-        sender = Member(header.island, header.island_rank)
+        sender = BaselineMember(header.island, header.island_rank)
         if header.start != self._start or sender not in self._members:
             raise FrameError(f"{sender} is of another start of the baseline, or of none")
         key = header.reduction, header.chunk, header.hop
@@ -204,7 +206,7 @@ class Exchange:
         return Reply(b"")
 
 
-def _gone(member: Member, how: str) -> IslandFailed:
+def _gone(member: BaselineMember, how: str) -> IslandFailed:
     return IslandFailed(
         f"{member} {how}. A baseline does not go on without a member: see its log, then start it "
         f"again"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from diloco.baseline.reduction import Reduction, all_reduce, padded_numel
+from diloco.baseline.reduction import GradientReduction, all_reduce, padded_numel
 
 
 class GradientSum:
@@ -26,7 +26,7 @@ class GradientSum:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        reduction: Reduction,
+        reduction: GradientReduction,
         *,
         weight: float,
         clock: Callable[[], float] = time.perf_counter,
@@ -60,7 +60,7 @@ class GradientSum:
         self._next = 0
         self.exposed_s = 0.0
 
-    def over(self, reduction: Reduction, weight: float) -> None:
+    def over(self, reduction: GradientReduction, weight: float) -> None:
         """Sum over other members from the next inner step on; chunks must be of the same size."""
         assert reduction.chunk_numel == self._reduction.chunk_numel, "the vector has its layout"
         self._reduction, self._weight = reduction, weight
@@ -108,7 +108,7 @@ class ParameterMean:
     """Replaces parameters by their weighted mean over members: local SGD's only exchange."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], reduction: Reduction, *, weight: float
+        self, parameters: Iterable[nn.Parameter], reduction: GradientReduction, *, weight: float
     ) -> None:
         """Keep the parameters; arguments as of `GradientSum`."""
         self._parameters = list(parameters)
@@ -127,7 +127,7 @@ class ParameterMean:
             parameter.copy_(view.view_as(parameter))
 
 
-def _flat_of(parameters: Sequence[nn.Parameter], reduction: Reduction) -> Tensor:
+def _flat_of(parameters: Sequence[nn.Parameter], reduction: GradientReduction) -> Tensor:
     """Make a vector of zeros with room for all values, where they are."""
     numel = sum(parameter.numel() for parameter in parameters)
     return torch.zeros(padded_numel(reduction, numel), device=parameters[0].device)

@@ -1,7 +1,8 @@
-"""One member of a baseline whose ways are plain process groups only: all members in one job.
+"""One member of a baseline that uses plain process groups only: all members are one job.
 
-What a cluster's own data parallelism does, with the chunks and the pipeline of `Site`'s, over gloo
-on CPUs or over NCCL on a CUDA device each; nothing is served, shaped, encrypted or authenticated.
+Does what a cluster's own data parallelism does, with the chunks and the pipeline of
+`BaselineSite`, over gloo on CPUs or over NCCL with a CUDA device for each member. Nothing is
+served, shaped, encrypted or authenticated.
 See `diloco.baseline.hops`.
 """
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.baseline.hops import GroupHop
-from diloco.baseline.reduction import HierarchicalReduction, Inside, Reduction
+from diloco.baseline.reduction import GradientReduction, HierarchicalReduction, Inside
 from diloco.baseline.site import FLOAT_BYTES, Channel, SiteOrder
 from diloco.compression.registry import get_codec
 from diloco.launch.rank.device import backend_of
@@ -47,8 +48,8 @@ class GroupSite:
         if dist.is_initialized():
             self._make_groups()
 
-    def reduction(self, chunk_bytes: int, *, only_inside: bool = False) -> Reduction:
-        """See `Site.reduction`."""
+    def reduction(self, chunk_bytes: int, *, only_inside: bool = False) -> GradientReduction:
+        """See `BaselineSite.reduction`."""
         hop = None if only_inside else self._hop
         return HierarchicalReduction(self.place, hop, self._inside, chunk_bytes // FLOAT_BYTES)
 

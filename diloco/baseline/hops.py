@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.baseline.exchange import Exchange
-from diloco.baseline.place import Member, Place
+from diloco.baseline.exchange import ValueExchange
+from diloco.baseline.group import BaselineGroup, BaselineMember
 from diloco.baseline.rings import reduce_directly
 from diloco.compression.base import Codec
 from diloco.device_thread import DeviceThread
@@ -47,7 +47,9 @@ class Hop(Protocol):
 class TransportHop:
     """Over any transport, shaped or not, several shards on their way at once."""
 
-    def __init__(self, place: Place, exchange: Exchange, io: IoThread, codec: Codec) -> None:
+    def __init__(
+        self, place: BaselineGroup, exchange: ValueExchange, io: IoThread, codec: Codec
+    ) -> None:
         """Keep the parts; `io` is where the exchange lives."""
         self._column, self._own = place.column, place.own
         self._exchange, self._io, self._codec = exchange, io, codec
@@ -75,7 +77,7 @@ class GroupHop:
         bytes_down: Payloads that came; as many.
     """
 
-    def __init__(self, place: Place, group: dist.ProcessGroup, codec: Codec) -> None:
+    def __init__(self, place: BaselineGroup, group: dist.ProcessGroup, codec: Codec) -> None:
         """Keep the parts; ranks of `group` are in the order of the column."""
         self._column, self._own = place.column, place.own
         self._group, self._codec = group, codec
@@ -123,7 +125,9 @@ class GroupHop:
         self.bytes_up += 2 * (size - 1) * sent.shape[1]
 
 
-def _lost(column: tuple[Member, ...], own: Member, chunk: int, error: Exception) -> IslandFailed:
+def _lost(
+    column: tuple[BaselineMember, ...], own: BaselineMember, chunk: int, error: Exception
+) -> IslandFailed:
     others = ", ".join(str(member) for member in column if member != own)
     return IslandFailed(
         f"summing chunk {chunk} with {others} over their process group failed: {error}. One of "
@@ -132,7 +136,7 @@ def _lost(column: tuple[Member, ...], own: Member, chunk: int, error: Exception)
     )
 
 
-def end_reduction(exchange: Exchange, io: IoThread) -> None:
+def end_reduction(exchange: ValueExchange, io: IoThread) -> None:
     """Go on to the exchange's next reduction, after all that was posted."""
     io.post(exchange.end, exchange.reduction)
     io.run(_nothing())

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from diloco.baseline.group import GLOO, HOPS, NCCL, TRANSPORT, BaselineMember, check_equal_ranks
 from diloco.baseline.members import Members
-from diloco.baseline.place import GLOO, HOPS, NCCL, TRANSPORT, Member, check_equal_ranks
 from diloco.config.hugging_face import check_version
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
@@ -178,7 +178,7 @@ def run_baseline(
     *,
     emulated: Emulated | None = None,
     on_look: Callable[[], None] = lambda: None,
-    on_started: Callable[[Mapping[Member, int]], None] = lambda _: None,
+    on_started: Callable[[Mapping[BaselineMember, int]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Train to the end and write summary.json.
 
@@ -233,7 +233,7 @@ def run_baseline(
                 if emulated and options.hop == GLOO:
                     prefix += emulated.interface(name)
                 members.start(
-                    Member(name, island_rank), order, threads=island.threads, prefix=prefix
+                    BaselineMember(name, island_rank), order, threads=island.threads, prefix=prefix
                 )
         on_started(members.pids)
         results = members.results()
@@ -255,7 +255,7 @@ def _num_parameters(config: Config) -> int:
 
 
 def _summary(
-    config: Config, options: BaselineOptions, results: Mapping[Member, dict[str, Any]]
+    config: Config, options: BaselineOptions, results: Mapping[BaselineMember, dict[str, Any]]
 ) -> dict[str, Any]:
     """Put together what members said; losses are means over all tokens of an inner step."""
     tokens = {name: island.tokens_per_inner_step for name, island in config.islands.items()}

@@ -19,9 +19,9 @@ import torch
 from blake3 import blake3
 
 from diloco.baseline.gradients import GradientSum, ParameterMean
+from diloco.baseline.group import NCCL, TRANSPORT
 from diloco.baseline.group_site import GroupSite
-from diloco.baseline.place import NCCL, TRANSPORT
-from diloco.baseline.site import Channel, Site, SiteOrder
+from diloco.baseline.site import BaselineSite, Channel, SiteOrder
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
@@ -59,7 +59,7 @@ class _Member:
     """The parts of one rank."""
 
     def __init__(
-        self, config: Config, site: Site | GroupSite, method: Method, device: torch.device
+        self, config: Config, site: BaselineSite | GroupSite, method: Method, device: torch.device
     ) -> None:
         """Build everything; nothing of it is collective."""
         self._config, self._site, self._method = config, site, method
@@ -178,10 +178,10 @@ def _device_of(order: SiteOrder, hop: str) -> torch.device:
 
 def _open_site(
     config: Config, order: SiteOrder, channel: Channel, hop: str, device: torch.device
-) -> Site | GroupSite:
+) -> BaselineSite | GroupSite:
     if hop != TRANSPORT:
         return GroupSite(order, channel, device)
-    return Site(
+    return BaselineSite(
         order,
         Security.of(config, Role.ISLAND, config.island_id),
         link_profile(config),

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.baseline.place import Member
+from diloco.baseline.group import BaselineMember
 from diloco.errors import IslandFailed, error_of_exit_code
 from diloco.launch.process.logs import tail
 
@@ -34,7 +34,7 @@ _START_S = 120.0
 
 @dataclass(slots=True)
 class _Process:
-    member: Member
+    member: BaselineMember
     process: subprocess.Popen[bytes]
     log: Path
     said: list[dict[str, Any]] = field(default_factory=list)  # JSON values
@@ -89,12 +89,17 @@ class Members:
                 pipe.close()
 
     @property
-    def pids(self) -> Mapping[Member, int]:
+    def pids(self) -> Mapping[BaselineMember, int]:
         """Process of each member."""
         return {each.member: each.process.pid for each in self._processes}
 
     def start(
-        self, member: Member, order: Mapping[str, Any], *, threads: int, prefix: Sequence[str] = ()
+        self,
+        member: BaselineMember,
+        order: Mapping[str, Any],
+        *,
+        threads: int,
+        prefix: Sequence[str] = (),
     ) -> None:
         """Start one member.
 
@@ -120,7 +125,7 @@ class Members:
         self._processes.append(_Process(member, process, log))
         self._processes[-1].listen()
 
-    def results(self) -> dict[Member, dict[str, Any]]:
+    def results(self) -> dict[BaselineMember, dict[str, Any]]:
         """Let members find each other, wait until all have ended, and give what each said last.
 
         Raises:

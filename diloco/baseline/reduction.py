@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.baseline.exchange import Exchange
+from diloco.baseline.exchange import ValueExchange
+from diloco.baseline.group import BaselineGroup
 from diloco.baseline.hops import Hop, end_reduction, unwrapped
-from diloco.baseline.place import Place
 from diloco.baseline.rings import reduce_in_a_ring
 from diloco.compression.base import Codec
 from diloco.device_thread import DeviceThread
@@ -33,8 +33,8 @@ from diloco.errors import IslandFailed
 from diloco.io_thread import IoThread
 
 
-class Reduction(Protocol):
-    """Sums a vector over its members, in place.
+class GradientReduction(Protocol):
+    """Sums a vector over its members, in group.
 
     Attributes:
         chunk_numel: Values of a chunk; a vector is a multiple of it.
@@ -57,15 +57,15 @@ class Reduction(Protocol):
         """
 
 
-def all_reduce(reduction: Reduction, values: Tensor) -> None:
-    """Sum a whole vector, in place; see `Reduction`."""
+def all_reduce(reduction: GradientReduction, values: Tensor) -> None:
+    """Sum a whole vector, in place; see `GradientReduction`."""
     reduction.begin(values)
     for chunk in range(values.numel() // reduction.chunk_numel):
         reduction.ready(chunk)
     reduction.finish()
 
 
-def padded_numel(reduction: Reduction, numel: int) -> int:
+def padded_numel(reduction: GradientReduction, numel: int) -> int:
     """Size of the vector of whole chunks that holds so many values."""
     return -(-numel // reduction.chunk_numel) * reduction.chunk_numel
 
@@ -82,21 +82,26 @@ class FlatReduction:
     """A ring through all ranks of all islands."""
 
     def __init__(
-        self, place: Place, exchange: Exchange, io: IoThread, codec: Codec, chunk_numel: int
+        self,
+        group: BaselineGroup,
+        exchange: ValueExchange,
+        io: IoThread,
+        codec: Codec,
+        chunk_numel: int,
     ) -> None:
         """Keep the parts; chunks have `chunk_numel` values or some more, so that they divide."""
-        self._own, self._members = place.own, place.members
+        self._own, self._members = group.own, group.members
         self._exchange, self._io, self._codec = exchange, io, codec
         self._values = torch.empty(0)
         self._under_way: list[Future[None]] = []
         self.chunk_numel = -(-chunk_numel // len(self._members)) * len(self._members)
 
     def begin(self, values: Tensor) -> None:
-        """See `Reduction`."""
+        """See `GradientReduction`."""
         self._values = values
 
     def ready(self, chunk: int) -> None:
-        """See `Reduction`."""
+        """See `GradientReduction`."""
         if len(self._members) == 1:
             return
         part = _chunk(self._values, chunk, self.chunk_numel)
@@ -104,7 +109,7 @@ class FlatReduction:
         self._under_way.append(self._io.begin(unwrapped(ring)))
 
     def finish(self) -> None:
-        """See `Reduction`."""
+        """See `GradientReduction`."""
         under_way, self._under_way = self._under_way, []
         for each in under_way:
             each.result()
@@ -115,18 +120,18 @@ class HierarchicalReduction:
     """Reduce-scatter inside, all-reduce of shards between islands, all-gather inside."""
 
     def __init__(
-        self, place: Place, hop: Hop | None, inside: Inside | None, chunk_numel: int
+        self, group: BaselineGroup, hop: Hop | None, inside: Inside | None, chunk_numel: int
     ) -> None:
         """Keep the parts.
 
         Args:
-            place: This member's.
+            group: This member's.
             hop: To the other islands; None: only the island's own ranks are reduced over.
             inside: Groups of the island; None: it is one rank.
             chunk_numel: Values of a chunk; some more, so that shards and their parts are equal.
         """
-        self._place, self._hop, self._inside = place, hop, inside
-        unit = place.num_ranks * len(place.column)
+        self._group, self._hop, self._inside = group, hop, inside
+        unit = group.num_ranks * len(group.column)
         self.chunk_numel = -(-chunk_numel // unit) * unit
         self._values = torch.empty(0)
         self._gathered: list[Future[None]] = []
@@ -134,21 +139,21 @@ class HierarchicalReduction:
         self._gathering = DeviceThread("baseline-gather")
 
     def begin(self, values: Tensor) -> None:
-        """See `Reduction`."""
+        """See `GradientReduction`."""
         self._values = values
 
     def ready(self, chunk: int) -> None:
-        """See `Reduction`."""
+        """See `GradientReduction`."""
         whole = _chunk(self._values, chunk, self.chunk_numel)
-        shards = torch.chunk(whole, self._place.num_ranks)
-        shard = shards[self._place.own.island_rank]
+        shards = torch.chunk(whole, self._group.num_ranks)
+        shard = shards[self._group.own.island_rank]
         device = whole.device
         scattered = self._scattering.submit(device, self._scatter, chunk, whole, shard)
         gathering = self._scattering if whole.is_cuda else self._gathering
         self._gathered.append(gathering.submit(device, self._gather, scattered, whole, shard))
 
     def finish(self) -> None:
-        """See `Reduction`."""
+        """See `GradientReduction`."""
         gathered, self._gathered = self._gathered, []
         for each in gathered:
             each.result()
@@ -159,7 +164,7 @@ class HierarchicalReduction:
         """Sum this rank's shard over the island, and begin to sum it over islands."""
         if self._inside is not None:
             total = torch.empty_like(shard)
-            with _named("reduce-scatter", self._place):
+            with _named("reduce-scatter", self._group):
                 dist.reduce_scatter_single(total, whole, group=self._inside.scatter)
             shard.copy_(total)
         return None if self._hop is None else self._hop.begin(chunk, shard)
@@ -170,25 +175,25 @@ class HierarchicalReduction:
         if between is not None:
             between.result()
         if self._inside is not None:
-            with _named("all-gather", self._place):
+            with _named("all-gather", self._group):
                 dist.all_gather_single(whole, shard.clone(), group=self._inside.gather)
 
 
 class _named:
     """Says which island's collective failed, and what that means."""
 
-    def __init__(self, phase: str, place: Place) -> None:
-        self._phase, self._place = phase, place
+    def __init__(self, phase: str, group: BaselineGroup) -> None:
+        self._phase, self._group = phase, group
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            island = self._place.own.island
+            island = self._group.own.island
             raise IslandFailed(
                 f"the {self._phase} inside island {island} failed: {error}. One of its "
-                f"{self._place.num_ranks} ranks is gone, and a baseline does not go on without a "
+                f"{self._group.num_ranks} ranks is gone, and a baseline does not go on without a "
                 f"member: see their logs, then start it again"
             ) from error
 

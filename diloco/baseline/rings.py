@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from diloco.baseline.exchange import Exchange, Key
-from diloco.baseline.place import Member
+from diloco.baseline.exchange import Key, ValueExchange
+from diloco.baseline.group import BaselineMember
 from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.transport.contracts import Buffer
 
@@ -28,9 +28,9 @@ def split_evenly(values: Tensor, num_parts: int) -> list[Tensor]:
 
 
 async def reduce_directly(
-    exchange: Exchange,
-    members: Sequence[Member],
-    own: Member,
+    exchange: ValueExchange,
+    members: Sequence[BaselineMember],
+    own: BaselineMember,
     chunk: int,
     values: Tensor,
     codec: Codec,
@@ -79,9 +79,9 @@ async def reduce_directly(
 
 
 async def reduce_in_a_ring(
-    exchange: Exchange,
-    members: Sequence[Member],
-    own: Member,
+    exchange: ValueExchange,
+    members: Sequence[BaselineMember],
+    own: BaselineMember,
     chunk: int,
     values: Tensor,
     codec: Codec,

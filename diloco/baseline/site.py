@@ -19,14 +19,14 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.exchange import Bounds, ValueExchange
+from diloco.baseline.group import BaselineGroup, BaselineMember
 from diloco.baseline.hops import TransportHop
-from diloco.baseline.place import Member, Place
 from diloco.baseline.reduction import (
     FlatReduction,
+    GradientReduction,
     HierarchicalReduction,
     Inside,
-    Reduction,
 )
 from diloco.compression.registry import get_codec
 from diloco.io_thread import IoThread
@@ -78,9 +78,9 @@ class SiteOrder:
     most_bytes: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BaselineGroup:
         """This member among all."""
-        return Place(Member(self.island, self.island_rank), self.islands)
+        return BaselineGroup(BaselineMember(self.island, self.island_rank), self.islands)
 
     @property
     def bounds(self) -> Bounds:
@@ -117,7 +117,7 @@ class Channel:
         return heard
 
 
-class Site:
+class BaselineSite:
     """One member, open; it ends with its process."""
 
     def __init__(
@@ -144,7 +144,9 @@ class Site:
         self.io = IoThread()
         self.io.start()
         place = self.place
-        self.exchange = Exchange(place.own, order.start, frozenset(place.members), order.bounds)
+        self.exchange = ValueExchange(
+            place.own, order.start, frozenset(place.members), order.bounds
+        )
         self._security = security
         self._message_bytes, self._channels = message_bytes, channels
         server = security.server(
@@ -159,11 +161,11 @@ class Site:
         store = next(p["store"] for p in places if p["island"] == place.own.island and p["store"])
         served = f"?descriptor={listener.detach()}" if listener else ""
         meet(Job(place.own.island_rank, place.num_ranks, store + served))
-        addresses = {Member(p["island"], p["island_rank"]): p["address"] for p in places}
+        addresses = {BaselineMember(p["island"], p["island_rank"]): p["address"] for p in places}
         self.exchange.connect(self._ways(addresses, profile))
         self._inside = self._groups()
 
-    def reduction(self, chunk_bytes: int, *, only_inside: bool = False) -> Reduction:
+    def reduction(self, chunk_bytes: int, *, only_inside: bool = False) -> GradientReduction:
         """Make what sums over all members, or over this island's ranks.
 
         Args:
@@ -208,8 +210,8 @@ class Site:
         return Inside(scatter, gather)
 
     def _ways(
-        self, addresses: Mapping[Member, str], profile: LinkProfile | None
-    ) -> dict[Member, Transport]:
+        self, addresses: Mapping[BaselineMember, str], profile: LinkProfile | None
+    ) -> dict[BaselineMember, Transport]:
         """Open the ways that are used: to the next of the ring, or to the others of the column."""
         place, own = self.place, self.place.own
         if self.order.is_flat:
@@ -222,7 +224,7 @@ class Site:
         if profile is not None:
             seed = random.Random(f"{self.order.start}/{own}").getrandbits(64)
             link = carrier_link(profile, carriers).states(seed)
-        ways: dict[Member, Transport] = {}
+        ways: dict[BaselineMember, Transport] = {}
         for member in used:
             if member == own:
                 continue

@@ -12,7 +12,7 @@ from diloco.chaos.evidence import gather
 from diloco.chaos.plan import SYNCER, ChaosPlan, Kind
 from diloco.chaos.report import ChaosReport, report_on
 from diloco.chaos.runner import configured, drive, faults_of
-from diloco.launch.process.ending import Request
+from diloco.launch.process.ending import StopRequest
 
 #: Told what is done, how much of it, of how much.
 Progress = Callable[[str, int, int], None]
@@ -20,7 +20,7 @@ _SYNCER_MODULES = "import diloco.launch.syncer, diloco.syncer.syncer"
 
 
 def run_plan(
-    plan: ChaosPlan, directory: Path, request: Request, on_progress: Progress = lambda *_: None
+    plan: ChaosPlan, directory: Path, request: StopRequest, on_progress: Progress = lambda *_: None
 ) -> ChaosReport:
     """Make and judge a plan's run below `directory`, which is left as it then is.
 

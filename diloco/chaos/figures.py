@@ -15,11 +15,11 @@ from diloco.chaos.judge import (
 )
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Event, starts_of
-from diloco.report.lives import effective, has_ended
+from diloco.report.island_starts import effective, has_ended
 
 
 @dataclass(frozen=True, slots=True)
-class IslandFigures:
+class FaultFigures:
     """How an island fared; times in seconds.
 
     `goodput` is the share of wall time in inner steps that stand; `predicted` is that of the same
@@ -39,7 +39,7 @@ class IslandFigures:
 
 def island_figures(
     evidence: Evidence, undisturbed: Mapping[str, float] | None = None
-) -> tuple[IslandFigures, ...]:
+) -> tuple[FaultFigures, ...]:
     """Compute how each island fared; `undisturbed` is their goodput in the run without faults."""
     headers, _ = headers_by_version(evidence.headers)
     accounts = accounts_of(evidence, headers)
@@ -55,7 +55,7 @@ def island_figures(
         down_s = _union_s([span for spans in others.values() for span in spans])
         mine = [each for (name, _), each in accounts.items() if name == island]
         figures.append(
-            IslandFigures(
+            FaultFigures(
                 island=island,
                 goodput=sum(e["duration_s"] for e in stands) / wall_s if wall_s else 0.0,
                 predicted=(

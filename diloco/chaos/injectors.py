@@ -29,7 +29,7 @@ from diloco.faults.chaos import (
     SLOWED,
     clock_path,
     fired,
-    is_heeded,
+    is_read,
     links_path,
     spoilt_name,
     spoilt_path,
@@ -359,7 +359,7 @@ class _FromWithin(Injector):
     def begin(self) -> bool:
         """Write the file, once somebody reads it."""
         target, chaos_dir = self.fault.target, self.environment.chaos_dir
-        if self.environment.pid(target) is None or not is_heeded(chaos_dir, self.who):
+        if self.environment.pid(target) is None or not is_read(chaos_dir, self.who):
             return False
         self._before = fired(self.environment.chaos_dir, self.who)
         self._told_s = 0.0

@@ -80,7 +80,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """An invariant, and what speaks for or against it."""
 
     invariant: str
@@ -93,12 +93,12 @@ class Finding:
         return f"{'held' if self.holds else 'BROKEN'}: {self.invariant}: {self.evidence}"
 
 
-def judge(evidence: Evidence) -> tuple[Finding, ...]:
+def judge(evidence: Evidence) -> tuple[CheckResult, ...]:
     """Judge every invariant."""
     headers, clashes = headers_by_version(evidence.headers)
     accounts = accounts_of(evidence, headers)
     return (
-        Finding(
+        CheckResult(
             "the run comes to its end",
             not evidence.problem,
             evidence.problem or f"{len(evidence.newest)} fragments flushed",
@@ -437,12 +437,12 @@ def accounts_of(evidence: Evidence, headers: Headers) -> dict[tuple[str, int], T
 # -- words ---------------------------------------------------------------------------------------
 
 
-def _finding(invariant: str, problems: Sequence[str], evidence: str) -> Finding:
+def _finding(invariant: str, problems: Sequence[str], evidence: str) -> CheckResult:
     if not problems:
-        return Finding(invariant, True, evidence)
+        return CheckResult(invariant, True, evidence)
     shown = "; ".join(problems[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return Finding(invariant, False, shown + more)
+    return CheckResult(invariant, False, shown + more)
 
 
 def _sends(evidence: Evidence) -> Iterator[Send]:

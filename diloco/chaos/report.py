@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco.chaos.fault_log import FaultHistory
-from diloco.chaos.figures import IslandFigures, island_figures, next_publication_s
-from diloco.chaos.judge import Evidence, Finding, island_back_s, judge
+from diloco.chaos.figures import FaultFigures, island_figures, next_publication_s
+from diloco.chaos.judge import CheckResult, Evidence, island_back_s, judge
 from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
 from diloco.report.rows import Column, Requirement, machine
 from diloco.transport.units import parse_duration
@@ -50,16 +50,16 @@ class ChaosReport:
         wall_s: Of the run.
     """
 
-    findings: Sequence[Finding]
+    findings: Sequence[CheckResult]
     faults: Sequence[FaultHistory]
-    islands: Sequence[IslandFigures]
+    islands: Sequence[FaultFigures]
     requirements: Sequence[Requirement]
     rows: Sequence[Mapping[str, Any]]
     import_s: float
     wall_s: float
 
     @property
-    def broken(self) -> list[Finding]:
+    def broken(self) -> list[CheckResult]:
         """Invariants that did not hold."""
         return [finding for finding in self.findings if not finding.holds]
 
@@ -171,14 +171,14 @@ def _own_back_s(history: FaultHistory) -> float:
 
 
 def _loss_requirement(
-    islands: Sequence[IslandFigures], undisturbed: Sequence[IslandFigures], bars: JudgeConfig
+    islands: Sequence[FaultFigures], undisturbed: Sequence[FaultFigures], bars: JudgeConfig
 ) -> Requirement:
     here, there = _mean_loss(islands), _mean_loss(undisturbed)
     what = f"held-out loss {here:.4f} nats a byte, undisturbed {there:.4f}: relative rise"
     return Requirement(what, (here - there) / there, bars.loss_rise, "x")
 
 
-def _mean_loss(islands: Sequence[IslandFigures]) -> float:
+def _mean_loss(islands: Sequence[FaultFigures]) -> float:
     told = [each.nats_per_byte for each in islands if each.nats_per_byte is not None]
     return sum(told) / len(told) if told else float("nan")
 

@@ -22,7 +22,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
 from diloco.faults.chaos import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.local import LocalRun
-from diloco.launch.process.ending import Request
+from diloco.launch.process.ending import StopRequest
 from diloco.security.run_ca import RunCa
 from diloco.state_dir import StateDir
 from diloco.transport.units import parse_duration
@@ -86,7 +86,7 @@ def drive(
     plan: ChaosPlan,
     config: Config,
     faults: Sequence[TimedFault],
-    request: Request,
+    request: StopRequest,
     on_progress: Progress,
 ) -> Ended:
     """Make the run, with its faults, to its end or to the plan's limit.

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diloco.checkpoint.published import Published, PublishedFragment, read_published
+from diloco.checkpoint.published import PublishedFragment, PublishedVectors, read_published
 from diloco.config.classes import fingerprint
 from diloco.config.hugging_face import content_of
 from diloco.config.load import load_config
@@ -160,7 +160,7 @@ def _check_room(out: Path, *, overwrite: bool) -> None:
 
 
 def _write_weights(
-    published: Published,
+    published: PublishedVectors,
     directory: Path,
     max_file_bytes: int,
     on_progress: Callable[[str, int, int], None],
@@ -192,7 +192,7 @@ def _write_weights(
     return files
 
 
-def _stored(published: Published) -> Mapping[str, tuple[StoredTensor, ...]]:
+def _stored(published: PublishedVectors) -> Mapping[str, tuple[StoredTensor, ...]]:
     shape = published.shape
     if isinstance(shape, LlamaShape):
         return stored_tensors(shape)
@@ -200,7 +200,7 @@ def _stored(published: Published) -> Mapping[str, tuple[StoredTensor, ...]]:
 
 
 def _write_dcp(
-    published: Published, directory: Path, on_progress: Callable[[str, int, int], None]
+    published: PublishedVectors, directory: Path, on_progress: Callable[[str, int, int], None]
 ) -> dict[str, dict[str, Any]]:
     """Write all tensors under torchtitan's names; returns what each file is."""
     from diloco.checkpoint.dcp import write_dcp  # slow, and seldom needed
@@ -259,7 +259,7 @@ def _copy_tokenizer(tokenizer: str, directory: Path) -> str:
     return "" if found else tokenizer
 
 
-def _model_config(published: Published) -> dict[str, Any]:
+def _model_config(published: PublishedVectors) -> dict[str, Any]:
     shape, model = published.shape, published.config.model
     if isinstance(shape, LlamaShape):
         return config_json(shape, max_sequence_length=model.max_sequence_length)
@@ -269,7 +269,7 @@ def _model_config(published: Published) -> dict[str, Any]:
     return {**content_of(model.hf_config), "architectures": [kind], "dtype": "float32"}
 
 
-def _manifest(export: Export, published: Published, at_step: int | None) -> dict[str, Any]:
+def _manifest(export: Export, published: PublishedVectors, at_step: int | None) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "run": export.run,

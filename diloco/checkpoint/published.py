@@ -44,7 +44,7 @@ class PublishedFragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVectors:
     """Parameters of a whole run, and where they stand.
 
     Attributes:
@@ -87,7 +87,7 @@ def read_published(
     *,
     at_step: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Published:
+) -> PublishedVectors:
     """Read the newest published version of every fragment, or those that a checkpoint pins.
 
     While a run is under way its fragments stand at versions of several inner steps, and a newest
@@ -125,7 +125,7 @@ def read_published(
         fragments.append(_describe(record))
         vectors.append(torch.cat([lane.published for lane in record.lanes]))
         on_progress(sum(vector.numel() for vector in vectors), num_values)
-    return Published(config, plan, tuple(fragments), tuple(vectors))
+    return PublishedVectors(config, plan, tuple(fragments), tuple(vectors))
 
 
 def _read_run(state: StateDir) -> tuple[Config, Plan]:

@@ -19,15 +19,15 @@ from pathlib import Path
 
 from diloco.checkpoint.checkpoints import found_directory, verify
 from diloco.checkpoint.mirror import Mirror
-from diloco.checkpoint.stores import Part, assigned_parts
+from diloco.checkpoint.stores import StorePart, assigned_parts
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
+from diloco.launch.process.disk_full_retry import retry_disk_full
 from diloco.launch.process.progress import progress_bar
-from diloco.launch.process.room import wait_for_room
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.assignment import Assignment
 from diloco.protocol.run.candidates import newest_first
@@ -54,7 +54,7 @@ def open_journal(path: Path, *, waits_for_room: bool = False) -> Iterator[Journa
     journal = Journal(path)
     try:
         if waits_for_room:
-            wait_for_room("the journal", journal.open, time.sleep)
+            retry_disk_full("the journal", journal.open, time.sleep)
         else:
             journal.open()
     except DiskFull as error:
@@ -277,7 +277,7 @@ def _problems(
     is_allreduce = config.outer.exchange == "allreduce"
     if is_allreduce:
         peers = {f"the peer of island {name}": state.peer(name) for name in sorted(config.islands)}
-        parts = {w: Part(p, plan.fragments) for w, p in peers.items() if p.store.is_dir()}
+        parts = {w: StorePart(p, plan.fragments) for w, p in peers.items() if p.store.is_dir()}
     else:
         of_each = assigned_parts(state, plan, membership.assignment)
         parts = {f"the {part.state.syncer_name}'s part": part for part in of_each}

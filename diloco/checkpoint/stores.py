@@ -15,7 +15,7 @@ from diloco.state_dir import ONLY_SYNCER, StateDir
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StorePart:
     """What one syncer serves, or one island's peer.
 
     Args:
@@ -27,20 +27,20 @@ class Part:
     fragments: tuple[Fragment, ...]
 
 
-def part_of(state: StateDir, plan: Plan) -> Part:
+def part_of(state: StateDir, plan: Plan) -> StorePart:
     """Read which fragments a syncer serves that has learned the plan: all, if it is the only one.
 
     Raises:
         ConfigError: If the file that says so is missing or damaged.
     """
     if state.syncer_name == ONLY_SYNCER:
-        return Part(state, plan.fragments)
+        return StorePart(state, plan.fragments)
     own: object = None
     with contextlib.suppress(ValueError):
         own = read_json(state.fragments)
     there = [fragment.fragment_id for fragment in plan.fragments]
     if isinstance(own, list) and own and all(p in there for p in own):
-        return Part(state, tuple(plan.fragments[p] for p in own))
+        return StorePart(state, tuple(plan.fragments[p] for p in own))
     raise ConfigError(
         f"{state.fragments}, which says which fragments {state.syncer_name} has, is missing or "
         f"damaged. Start the coordinator, which tells that syncer again: diloco coordinator "
@@ -48,14 +48,16 @@ def part_of(state: StateDir, plan: Plan) -> Part:
     )
 
 
-def assigned_parts(state: StateDir, plan: Plan, assignment: Assignment) -> tuple[Part, ...]:
+def assigned_parts(state: StateDir, plan: Plan, assignment: Assignment) -> tuple[StorePart, ...]:
     """Give each syncer's part, or that of the island's peer that holds records here.
 
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.
     """
     parts = tuple(
-        Part(each, tuple(plan.fragments[p] for p in assignment.of(each.syncer_id, plan.to_json())))
+        StorePart(
+            each, tuple(plan.fragments[p] for p in assignment.of(each.syncer_id, plan.to_json()))
+        )
         for each in state.holding_records
     )
     if not all(part.fragments for part in parts):
@@ -66,7 +68,7 @@ def assigned_parts(state: StateDir, plan: Plan, assignment: Assignment) -> tuple
     return parts
 
 
-def parts_of(state: StateDir, plan: Plan) -> tuple[Part, ...]:
+def parts_of(state: StateDir, plan: Plan) -> tuple[StorePart, ...]:
     """Do that as the coordinator's journal has it, which is beside the stores of several syncers.
 
     Raises:

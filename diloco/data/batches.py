@@ -33,7 +33,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class TextPosition:
     """How far an island's batches have been drawn.
 
     Attributes:
@@ -45,12 +45,12 @@ class Position:
     inner_step: int = 0
     samples: int = 0
 
-    def after(self, inner_step: int, batch_size: int) -> Position:
+    def after(self, inner_step: int, batch_size: int) -> TextPosition:
         """Give the position after `inner_step` steps; an earlier one is counted from the start."""
         if inner_step < self.inner_step:
-            return Position(inner_step, inner_step * batch_size)
+            return TextPosition(inner_step, inner_step * batch_size)
         passed = (inner_step - self.inner_step) * batch_size
-        return Position(inner_step, self.samples + passed)
+        return TextPosition(inner_step, self.samples + passed)
 
 
 class Batches(Protocol):

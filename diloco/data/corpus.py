@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
+from diloco.data.batches import Evaluation, TextPosition, dp_slice, evaluation_starts
 from diloco.data.counter_hash import counter_hash
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigError
@@ -256,7 +256,7 @@ class TextBatches:
         self._batch_size = batch_size
         self._dp_coordinate = dp_coordinate
         self._dp_size = dp_size
-        self._position = Position()
+        self._position = TextPosition()
 
     def batch(self, inner_step: int) -> Tensor:
         """Draw the batch of the inner step that follows `inner_step` completed ones."""
@@ -281,7 +281,7 @@ class TextBatches:
     def hold(self, claims: Mapping[int, SlotPosition], *, inner_step: int) -> Mapping[int, str]:
         """Draw from these slots alone, each from its position on: any number leads to one."""
         self._steps = {slot: claims[slot].num_drawn for slot in sorted(claims)}
-        self._position = Position(inner_step, self._position.samples)
+        self._position = TextPosition(inner_step, self._position.samples)
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class TextBatches:
             self._steps = {slot: there[slot] for slot in self._steps}
         else:
             self.seek(state["inner_step"])
-        self._position = Position(state["inner_step"], state["samples"])
+        self._position = TextPosition(state["inner_step"], state["samples"])
 
     def seek(self, inner_step: int) -> None:
         """Go to where `inner_step` completed steps lead."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config.data import SourceConfig
-from diloco.data.files import Kind, Part, check_command, find_files, kind_of, parts_of
+from diloco.data.files import Kind, TextFile, check_command, find_files, kind_of, parts_of
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Source:
 
     setting: str
     field: str
-    parts: tuple[Part, ...]
+    parts: tuple[TextFile, ...]
     files: tuple[Path, ...]
     origins: tuple[tuple[str, ...], ...]
     is_json_lines: bool
@@ -271,7 +271,7 @@ def _open_hub(setting: str, config: SourceConfig) -> Source:
     return Source(
         setting=setting,
         field=config.field,
-        parts=(Part(config.hub, 0, commit or ""),),
+        parts=(TextFile(config.hub, 0, commit or ""),),
         files=(),
         origins=((config.hub, config.subset, config.split, config.field),),
         is_json_lines=False,

@@ -32,7 +32,7 @@ _KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TextFile:
     """One thing that a source is made of: a file, or the whole of a hub's data set.
 
     Attributes:
@@ -114,7 +114,7 @@ def check_command(path: Path) -> str:
     return f"{unpack}iconv -f UTF-8 -t UTF-8 {file} > /dev/null"
 
 
-def parts_of(files: Sequence[Path], setting: str) -> list[Part]:
+def parts_of(files: Sequence[Path], setting: str) -> list[TextFile]:
     """Describe files by name, size and content.
 
     Raises:
@@ -129,7 +129,7 @@ def parts_of(files: Sequence[Path], setting: str) -> list[Part]:
         ) from error
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path) -> TextFile:
     digest = blake3()
     with path.open("rb") as file:
         num_bytes = file.seek(0, 2)
@@ -137,10 +137,10 @@ def _part(path: Path) -> Part:
         for start in (0, (num_bytes - _PIECE_BYTES) // 2, num_bytes - _PIECE_BYTES):
             file.seek(max(0, start))
             digest.update(file.read(_PIECE_BYTES))
-    return Part(path.name, num_bytes, digest.hexdigest())
+    return TextFile(path.name, num_bytes, digest.hexdigest())
 
 
-def first_difference(here: Sequence[Part], there: Sequence[Part]) -> str:
+def first_difference(here: Sequence[TextFile], there: Sequence[TextFile]) -> str:
     """Name the first part that differs from the checkpoint's; empty if none does.
 
     Args:
@@ -156,11 +156,11 @@ def first_difference(here: Sequence[Part], there: Sequence[Part]) -> str:
     return "".join(_surplus(here, there))
 
 
-def _described(part: Part) -> str:
+def _described(part: TextFile) -> str:
     return f"{part.name} ({part.num_bytes} bytes, {part.digest[:12]})"
 
 
-def _differing(ours: Part, theirs: Part) -> Iterator[str]:
+def _differing(ours: TextFile, theirs: TextFile) -> Iterator[str]:
     if ours.name != theirs.name:
         yield "another name"
     if ours.num_bytes != theirs.num_bytes:
@@ -169,7 +169,7 @@ def _differing(ours: Part, theirs: Part) -> Iterator[str]:
         yield "other content"
 
 
-def _surplus(here: Sequence[Part], there: Sequence[Part]) -> Iterator[str]:
+def _surplus(here: Sequence[TextFile], there: Sequence[TextFile]) -> Iterator[str]:
     """Name the first part that only one side has; nothing when both have equally many."""
     if len(here) > len(there):
         yield f"{_described(here[len(there)])} was not there"

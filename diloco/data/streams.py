@@ -19,9 +19,9 @@ from torch import Tensor
 
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.data import DataConfig
-from diloco.data.batches import Evaluation, Position, dp_slice, evaluation_starts
+from diloco.data.batches import Evaluation, TextPosition, dp_slice, evaluation_starts
 from diloco.data.documents import Source, open_source
-from diloco.data.files import Part, first_difference
+from diloco.data.files import TextFile, first_difference
 from diloco.data.packing import PackedSource, Share, SourceEndedError
 from diloco.data.shuffle import Mixture, WindowShuffle
 from diloco.data.tokenizer import Tokenizer, Tokens, open_tokenizer
@@ -108,7 +108,7 @@ class StreamData:
                 + "\nUndo the change, or start a new run from the weights: diloco export"
             )
         for name, parts in self.parts.items():
-            theirs = [Part(*part) for part in there["parts"][name]]
+            theirs = [TextFile(*part) for part in there["parts"][name]]
             if difference := first_difference(parts, theirs):
                 is_hub = bool(self._config.sources[name].hub)
                 pinned = f'set data.sources.{name}.revision = "{theirs[0].digest}"'
@@ -217,7 +217,7 @@ class StreamBatches:
         self._ended: set[int] = set()
         self._batch_size = batch_size
         self._rows = rows
-        self._position = Position()
+        self._position = TextPosition()
 
     def batch(self, inner_step: int) -> Tensor:
         """Give the batch of the inner step that follows `inner_step` completed ones.
@@ -237,7 +237,7 @@ class StreamBatches:
             for text in self._texts.values():
                 text.go_to(None)
             self._ended.clear()
-            self._position = Position()
+            self._position = TextPosition()
         target = self._position.after(inner_step, self._batch_size)
         num_sequences = target.samples - self._position.samples
         if num_sequences:
@@ -279,7 +279,7 @@ class StreamBatches:
                 f"{next(iter(problems.values()))}"
             )
         self._ended.clear()
-        self._position = Position(inner_step, self._position.samples)
+        self._position = TextPosition(inner_step, self._position.samples)
         return problems
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class StreamBatches:
         for slot, cursor in there.items():
             self._texts[slot].go_to(cursor)
         self._ended.clear()
-        self._position = Position(state["inner_step"], state["samples"])
+        self._position = TextPosition(state["inner_step"], state["samples"])
 
     def _take(self) -> Tokens:
         while True:

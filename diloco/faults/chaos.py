@@ -86,7 +86,7 @@ def fired(directory: Path, who: str) -> Counter[str]:
     return total
 
 
-def is_heeded(directory: Path, who: str) -> bool:
+def is_read(directory: Path, who: str) -> bool:
     """Whether a process of this name lives that has begun to read what is to happen to it."""
     paths = directory.glob(_fired_name(who, "*"))
     return any((Path("/proc") / path.name.split(".")[-2]).exists() for path in paths)

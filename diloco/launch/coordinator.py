@@ -49,8 +49,8 @@ from diloco.coordinator.run_status import RunStatus
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import AggregationError, ConfigError
 from diloco.faults.chaos import wall_clock
-from diloco.launch.process.ending import Request, first_of, heed_signals
-from diloco.launch.process.room import having_room
+from diloco.launch.process.disk_full_retry import retry_disk_full_async
+from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.alarms import Alarm, AlarmKind
@@ -143,7 +143,7 @@ async def run_coordinator(
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
                 config = _with_settings(config, membership, tell)
-                await having_room(
+                await retry_disk_full_async(
                     "the configuration", functools.partial(_claim, config, state, membership)
                 )
                 return await _coordinate_on(config, state, journal, tell, linger_s)
@@ -220,7 +220,7 @@ async def _coordinate_on(
     A return that was decided is made first, so that a coordinator that was killed at any moment of
     it goes on with it. Each timeline begins as after a restart, with what the journal remembers.
     """
-    signals = heed_signals(num_graceful=1)
+    signals = note_signals_async(num_graceful=1)
     while True:
         membership = read_membership(config, journal)
         if membership.is_returning:
@@ -238,7 +238,7 @@ async def _return(
     journal: Journal,
     membership: Membership,
     tell: Callable[[str], None],
-    signals: Request,
+    signals: StopRequest,
 ) -> None:
     """Begin a new timeline from the last good checkpoint.
 
@@ -256,7 +256,7 @@ async def _return(
             f"says what is torn)",
             AggregationError.exit_code,
         )
-    await having_room(
+    await retry_disk_full_async(
         "the return to a good checkpoint",
         lambda: journal.write(entries, told=audit_entries_of(entries)),
         given_up=signals.forced,
@@ -270,7 +270,7 @@ async def _coordinate(
     membership: Membership,
     tell: Callable[[str], None],
     linger_s: float,
-    signals: Request,
+    signals: StopRequest,
 ) -> int:
     """Stop the syncers of an earlier timeline, then serve until the end; returns the exit code."""
     read_by_syncers: dict[Path, bytes] = {}
@@ -299,7 +299,7 @@ async def _coordinate(
         return _tell_end(config, state, journal, membership, coordinator.run_status, signals, tell)
     if not _is_served(state, membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
-    await having_room(
+    await retry_disk_full_async(
         "the timeline",
         lambda: _timeline(membership).write(state.timeline),
         given_up=signals.forced,
@@ -376,7 +376,7 @@ async def _serving(
     security: Security,
     coordinator: Coordinator,
     decider: Decider | None,
-    signals: Request,
+    signals: StopRequest,
 ) -> AsyncIterator[str]:
     """Serve islands, operators and metrics where an earlier start did; gives the address."""
     earlier = read_endpoint(state.coordinator)
@@ -394,7 +394,7 @@ async def _serving(
         is_restart = earlier is not None
         async with _serving_metrics(config, coordinator, protection, is_restart=is_restart):
             endpoint = Endpoint(local_address(server.address), os.getpid())
-            await having_room(
+            await retry_disk_full_async(
                 "the coordinator's address",
                 lambda: endpoint.write(state.coordinator),
                 given_up=signals.forced,
@@ -462,7 +462,7 @@ def _build_decider(
 async def _asked_to_stop(
     coordinator: Coordinator,
     membership: Membership,
-    signals: Request,
+    signals: StopRequest,
     tell: Callable[[str], None],
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on.
@@ -472,7 +472,7 @@ async def _asked_to_stop(
     await signals.asked.wait()
     while True:
         try:
-            is_stopping = await having_room(
+            is_stopping = await retry_disk_full_async(
                 "the stop", coordinator.request_stop, given_up=signals.forced
             )
         except DiskFull:  # that has been said, and everything is to stop at once
@@ -527,7 +527,7 @@ async def _stop_syncers(
                 journal.write((), [(*key, json.dumps(header, sort_keys=True))])
 
     with contextlib.suppress(DiskFull):  # the journal has said so
-        await having_room("the index of the last versions", index, given_up=given_up)
+        await retry_disk_full_async("the index of the last versions", index, given_up=given_up)
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:
@@ -563,7 +563,7 @@ def _tell_end(
     journal: Journal,
     membership: Membership,
     run_status: RunStatus,
-    signals: Request,
+    signals: StopRequest,
     tell: Callable[[str], None],
 ) -> int:
     """Say how it ended and what to type next; returns the exit code."""

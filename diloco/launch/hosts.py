@@ -22,8 +22,8 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.errors import ConfigError, IslandFailed
-from diloco.launch.place import Place
-from diloco.launch.ranks import End
+from diloco.launch.host_position import HostPosition
+from diloco.launch.ranks import RanksEnd
 from diloco.transport.addresses import split_address
 
 _LOOK_S = 0.1
@@ -47,20 +47,20 @@ class HostLost(Exception):
 class FirstHost:
     """The first host's view of the others; a context manager. With one host there are none."""
 
-    def __init__(self, place: Place, hello: Message) -> None:
+    def __init__(self, position: HostPosition, hello: Message) -> None:
         """Assign only; every host must send an equal `hello`."""
-        self._place = place
+        self._position = position
         self._hello = hello
         self._listener: socket.socket | None = None
-        self._strangers: list[_Line] = []
-        self._lines: dict[int, _Line] = {}
-        self._ends: dict[int, End | None] = {}  # of the present start; None: at work
-        self._ordered: End | None = None
+        self._strangers: list[_JsonLines] = []
+        self._lines: dict[int, _JsonLines] = {}
+        self._ends: dict[int, RanksEnd | None] = {}  # of the present start; None: at work
+        self._ordered: RanksEnd | None = None
 
     def __enter__(self) -> FirstHost:
         """Listen, where others are expected."""
-        if self._place.num_hosts > 1:
-            self._listener = self._place.listen(split_address(self._place.meeting)[1])
+        if self._position.num_hosts > 1:
+            self._listener = self._position.listen(split_address(self._position.meeting)[1])
             self._listener.setblocking(False)
         return self
 
@@ -71,7 +71,7 @@ class FirstHost:
         if self._listener is not None:
             self._listener.close()
 
-    def gather(self, check: Callable[[], None], patience_s: float) -> End | None:
+    def gather(self, check: Callable[[], None], patience_s: float) -> RanksEnd | None:
         """Wait until every other host is there.
 
         Returns:
@@ -82,11 +82,11 @@ class FirstHost:
         """
         until = time.monotonic() + patience_s
         self._listen()
-        while missing := [h for h in range(1, self._place.num_hosts) if h not in self._lines]:
+        while missing := [h for h in range(1, self._position.num_hosts) if h not in self._lines]:
             if self._ordered is not None:
                 break
             if time.monotonic() > until:
-                there = Place(self._place.num_hosts, missing[0], self._place.meeting)
+                there = HostPosition(self._position.num_hosts, missing[0], self._position.meeting)
                 raise IslandFailed(
                     f"host {missing[0]} of this island did not come within {patience_s:g} s; type "
                     f"there: diloco island RUN.toml --island {self._hello['island']}"
@@ -102,15 +102,15 @@ class FirstHost:
         self._ends = dict.fromkeys(self._lines)
         self._tell_all("start", rendezvous=rendezvous)
 
-    def look(self) -> End | None:
+    def look(self) -> RanksEnd | None:
         """Say how the others' ranks ended once one has failed or all are done; None before."""
         self._listen()
         ends = list(self._ends.values())
         if failed := [end for end in ends if end is not None and end.code]:
             return min(failed, key=lambda end: end.telling)
-        return None if None in ends else End(0)
+        return None if None in ends else RanksEnd(0)
 
-    def end(self) -> End:
+    def end(self) -> RanksEnd:
         """Let every other host end its ranks, wait until it has, and say what tells most."""
         self._tell_all("end")
         until = time.monotonic() + _END_S
@@ -120,9 +120,9 @@ class FirstHost:
         for host in [host for host, end in self._ends.items() if end is None]:
             self._lose(host, "did not end its ranks")
         ends = [end for end in self._ends.values() if end is not None]
-        return min(ends, key=lambda end: end.telling, default=End(0))
+        return min(ends, key=lambda end: end.telling, default=RanksEnd(0))
 
-    def over(self, end: End) -> None:
+    def over(self, end: RanksEnd) -> None:
         """Tell everybody that nothing will be started again."""
         self._tell_all("over", code=end.exit_code, reason=end.reason[:_SHOWN_CHARACTERS])
 
@@ -137,14 +137,14 @@ class FirstHost:
         self._lines.pop(host).close()
         if host in self._ends and self._ends[host] is None:
             who = f"host {host} of island {self._hello['island']}"
-            self._ends[host] = End(_LOST, f"{who} (--node-rank {host}) {how}")
+            self._ends[host] = RanksEnd(_LOST, f"{who} (--node-rank {host}) {how}")
 
     def _listen(self) -> None:
         """Take in what has arrived: connections, greetings, ends."""
         if self._listener is None:
             return
         with contextlib.suppress(BlockingIOError):
-            self._strangers.append(_Line(self._listener.accept()[0]))
+            self._strangers.append(_JsonLines(self._listener.accept()[0]))
         strangers, self._strangers = self._strangers, []
         for line in strangers:
             try:
@@ -163,12 +163,12 @@ class FirstHost:
 
     def _note(self, host: int, message: Message) -> None:
         """Keep how the ranks of a host ended."""
-        end = End(int(message["code"]), str(message["reason"]), bool(message["is_final"]))
+        end = RanksEnd(int(message["code"]), str(message["reason"]), bool(message["is_final"]))
         self._ends[host] = end
         if end.is_final:
             self._ordered = end
 
-    def _admit(self, line: _Line, hello: Message) -> None:
+    def _admit(self, line: _JsonLines, hello: Message) -> None:
         """Take a host in, or tell it why not."""
         host, theirs, ours = hello.get("host_index"), hello.get("settings"), self._hello
         if not isinstance(theirs, dict):
@@ -178,8 +178,8 @@ class FirstHost:
             for key in ours
             if theirs.get(key) != ours[key]
         ]
-        if not isinstance(host, int) or not 0 < host < self._place.num_hosts:
-            differing.append(f"--node-rank {host} is none of 1 to {self._place.num_hosts - 1}")
+        if not isinstance(host, int) or not 0 < host < self._position.num_hosts:
+            differing.append(f"--node-rank {host} is none of 1 to {self._position.num_hosts - 1}")
         if differing:
             reason = "this host does not belong to the island: " + "; ".join(differing)
             line.send("over", code=ConfigError.exit_code, reason=reason)
@@ -198,11 +198,11 @@ class OtherHost:
         has_heard: Whether the first host has said anything.
     """
 
-    def __init__(self, place: Place, hello: Message) -> None:
+    def __init__(self, position: HostPosition, hello: Message) -> None:
         """Assign only; `hello` must equal the first host's."""
-        self._place = place
+        self._position = position
         self._hello = hello
-        self._line: _Line | None = None
+        self._line: _JsonLines | None = None
         self._told: list[Message] = []
         self.has_heard = False
 
@@ -222,20 +222,20 @@ class OtherHost:
             IslandFailed: If it does not answer in time.
             HostLost: If the connection breaks at once.
         """
-        address = (self._place.host, split_address(self._place.meeting)[1])
+        address = (self._position.host, split_address(self._position.meeting)[1])
         while self._line is None:
             try:
-                self._line = _Line(socket.create_connection(address, timeout=_CONNECT_S))
+                self._line = _JsonLines(socket.create_connection(address, timeout=_CONNECT_S))
             except OSError as error:
                 if time.monotonic() > until:
                     raise IslandFailed(
                         f"the first host of this island does not answer at --rdzv "
-                        f"{self._place.meeting}: {error.strerror or error}. Is it the host where "
-                        f"--node-rank 0 was typed?"
+                        f"{self._position.meeting}: {error.strerror or error}. Is it the host "
+                        f"where --node-rank 0 was typed?"
                     ) from error
                 check()
                 time.sleep(_LOOK_S)
-        self._line.send("hello", host_index=self._place.host_index, settings=dict(self._hello))
+        self._line.send("hello", host_index=self._position.host_index, settings=dict(self._hello))
 
     def peek(self) -> Message | None:
         """Return what `next` will, and leave it there.
@@ -257,7 +257,7 @@ class OtherHost:
         """
         return self._told.pop(0) if self.peek() is not None else None
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: RanksEnd) -> None:
         """Say how the ranks of this host ended; once a start.
 
         Raises:
@@ -269,7 +269,7 @@ class OtherHost:
         self._line.send("ended", **values)
 
 
-class _Line:
+class _JsonLines:
     """JSON objects over one connection."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -29,12 +29,12 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import telling_full, write_durably
 from diloco.errors import ConfigError, CoordinatorUnavailable, IslandFailed, RunReturned
+from diloco.launch.host_position import HostPosition
 from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
-from diloco.launch.place import Place
-from diloco.launch.process.ending import Interrupted, Request, exit_at_once, heeding_signals
-from diloco.launch.process.restarts import Outage, RestartBudget
-from diloco.launch.process.room import wait_for_room
-from diloco.launch.ranks import End, RankCommand, Ranks
+from diloco.launch.process.disk_full_retry import retry_disk_full
+from diloco.launch.process.ending import Interrupted, StopRequest, exit_at_once, note_signals
+from diloco.launch.process.restarts import OutageBudget, RestartBudget
+from diloco.launch.ranks import RankCommand, Ranks, RanksEnd
 from diloco.transport.addresses import split_address
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def run_island(
     island: str,
     coordinator_address: str,
     output_dir: Path,
-    place: Place | None = None,
+    position: HostPosition | None = None,
 ) -> int:
     """Run an island, or this host's part of it, until it ends; call it from the main thread.
 
@@ -58,7 +58,7 @@ def run_island(
         island: Name of the island.
         coordinator_address: HOST:PORT.
         output_dir: Where events, logs and resolved-ISLAND.toml go; made when missing.
-        place: This host among several; None: the only one.
+        position: This host among several; None: the only one.
 
     Returns:
         0; the exit code of the last failure that no restart followed: one of ours, 40 if a rank
@@ -74,13 +74,13 @@ def run_island(
         raise ConfigError(f"--island {island}: not in the run file; islands: {names}")
     config = config.model_copy(update={"island_id": island})
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        if place is not None and place.num_hosts > 1:
+        if position is not None and position.num_hosts > 1:
             raise ConfigError(
-                f"--nnodes {place.num_hosts}: RANK, WORLD_SIZE and MASTER_ADDR are set, so a "
+                f"--nnodes {position.num_hosts}: RANK, WORLD_SIZE and MASTER_ADDR are set, so a "
                 f"launcher has spread this island already; leave it out, or unset them"
             )
         return _join_job(config, coordinator_address, output_dir)
-    supervisor = _Supervisor(config, coordinator_address, output_dir, place or Place())
+    supervisor = _Supervisor(config, coordinator_address, output_dir, position or HostPosition())
     return supervisor.run()
 
 
@@ -105,20 +105,20 @@ class _Supervisor:
     config: Config
     coordinator_address: str
     output_dir: Path
-    place: Place
+    position: HostPosition
 
     def run(self) -> int:
         """Supervise until the island ends; returns its exit code."""
         has_copies = self.config.island.memory_checkpoint_steps > 0
         kept = self._island_ranks if has_copies else ()
-        with HostMemory(self.config.island_id, kept) as memory, heeding_signals() as request:
+        with HostMemory(self.config.island_id, kept) as memory, note_signals() as request:
             try:
-                command = wait_for_room(
+                command = retry_disk_full(
                     f"island {self.config.island_id}",
                     lambda: self._command(memory),
                     lambda seconds: _pause(seconds, request),
                 )
-                if self.place.host_index == 0:
+                if self.position.host_index == 0:
                     return self._lead(command, request)
                 return self._follow(command, request)
             except Interrupted as interrupted:
@@ -128,24 +128,26 @@ class _Supervisor:
 
     # -- the first host ------------------------------------------------------------------------
 
-    def _lead(self, command: RankCommand, request: Request) -> int:
-        with FirstHost(self.place, self._hello()) as others:
+    def _lead(self, command: RankCommand, request: StopRequest) -> int:
+        with FirstHost(self.position, self._hello()) as others:
             try:
                 end = self._lead_starts(command, request, others)
             except Interrupted as interrupted:
                 others.over(self._stopped(interrupted))
                 raise
             except IslandFailed as error:
-                others.over(End(error.exit_code, str(error)))
+                others.over(RanksEnd(error.exit_code, str(error)))
                 raise
             others.over(end)
         return end.exit_code
 
-    def _lead_starts(self, command: RankCommand, request: Request, others: FirstHost) -> End:
+    def _lead_starts(
+        self, command: RankCommand, request: StopRequest, others: FirstHost
+    ) -> RanksEnd:
         """Start the island until it ends for good."""
         island, name = self.config.island, self.config.island_id
         budget = RestartBudget(island.max_restarts, island.restart_wait_s, island.restart_reset_s)
-        outage = Outage(island.restart_wait_s, island.restart_reset_s)
+        outage = OutageBudget(island.restart_wait_s, island.restart_reset_s)
         while True:
             patience_s = self.config.transport.unreachable_s
             lived_s = 0.0
@@ -180,12 +182,12 @@ class _Supervisor:
             _pause(wait_s, request)
 
     def _lead_one(
-        self, command: RankCommand, request: Request, others: FirstHost
-    ) -> tuple[End, float]:
+        self, command: RankCommand, request: StopRequest, others: FirstHost
+    ) -> tuple[RanksEnd, float]:
         """Make one start on all hosts; says how it ended and how many seconds it lived."""
         began = time.monotonic()
         with Ranks(command) as ranks:
-            with self.place.listen(0) as listener:
+            with self.position.listen(0) as listener:
                 rendezvous = self._rendezvous(listener.getsockname()[1])
                 ranks.start(self._island_ranks, rendezvous, listener)
             others.start(rendezvous)
@@ -194,11 +196,11 @@ class _Supervisor:
                 time.sleep(_LOOK_S)
             lived_s = time.monotonic() - began
             ranks.settle(seen)
-            here = ranks.look() or End(0)  # its log has its last words by now
-        elsewhere = others.end() if seen.code else End(0)
+            here = ranks.look() or RanksEnd(0)  # its log has its last words by now
+        elsewhere = others.end() if seen.code else RanksEnd(0)
         return min((here, elsewhere, seen), key=lambda end: end.telling), lived_s
 
-    def _used_up(self, end: End, outage: Outage | None) -> str:
+    def _used_up(self, end: RanksEnd, outage: OutageBudget | None) -> str:
         island = self.config.island_id
         why = (
             f"its restarts (islands.{island}.max_restarts = {self.config.island.max_restarts}) are "
@@ -209,18 +211,18 @@ class _Supervisor:
         return (
             f"island {island} ends, exit_code={end.exit_code}: {why}. "
             f"When the cause is removed, start it again; it returns to the run as long as the "
-            f"others wait for it: diloco island RUN.toml --island {island}{self.place.options()} "
-            f"--coordinator {self.coordinator_address}"
+            f"others wait for it: diloco island RUN.toml --island {island}"
+            f"{self.position.options()} --coordinator {self.coordinator_address}"
         )
 
     # -- another host --------------------------------------------------------------------------
 
-    def _follow(self, command: RankCommand, request: Request) -> int:
+    def _follow(self, command: RankCommand, request: StopRequest) -> int:
         """Do what the first host says, and reach for it again when its connection breaks."""
         patience_s = self.config.transport.unreachable_s
         until = time.monotonic() + patience_s
         while True:
-            with OtherHost(self.place, self._hello()) as first:
+            with OtherHost(self.position, self._hello()) as first:
                 try:
                     first.connect(request.check, until)
                     return self._follow_starts(command, request, first)
@@ -231,15 +233,15 @@ class _Supervisor:
                 logger.warning(
                     "the first host of island %s at %s is gone, the ranks here have ended; waiting "
                     "for it: %s",
-                    self.config.island_id, self.place.meeting, lost,
+                    self.config.island_id, self.position.meeting, lost,
                 )  # fmt: skip
             elif time.monotonic() > until:
                 raise IslandFailed(
-                    f"no first host of this island is at --rdzv {self.place.meeting}: {lost}"
+                    f"no first host of this island is at --rdzv {self.position.meeting}: {lost}"
                 ) from lost
             _pause(_AGAIN_S, request)
 
-    def _follow_starts(self, command: RankCommand, request: Request, first: OtherHost) -> int:
+    def _follow_starts(self, command: RankCommand, request: StopRequest, first: OtherHost) -> int:
         try:
             while (told := self._await(request, first))["kind"] != "over":
                 if told["kind"] == "start":
@@ -252,21 +254,21 @@ class _Supervisor:
             logger.error("the first host says: %s", told["reason"])
         return int(told["code"])
 
-    def _await(self, request: Request, first: OtherHost) -> Message:
+    def _await(self, request: StopRequest, first: OtherHost) -> Message:
         while (told := first.next()) is None:
             request.check()
             time.sleep(_LOOK_S)
         return told
 
     def _follow_one(
-        self, command: RankCommand, request: Request, first: OtherHost, rendezvous: str
+        self, command: RankCommand, request: StopRequest, first: OtherHost, rendezvous: str
     ) -> None:
         """Run this host's ranks of one start, and report how they ended."""
         with Ranks(command) as ranks:
             ranks.start(self._island_ranks, rendezvous, None)
             while (end := ranks.look()) is None:
                 if first.peek() is not None:
-                    end = End(0)
+                    end = RanksEnd(0)
                     break
                 request.check()
                 time.sleep(_LOOK_S)
@@ -280,22 +282,22 @@ class _Supervisor:
 
     def _command(self, memory: HostMemory) -> RankCommand:
         island, config = self.config.island_id, self.config
-        index = self.place.host_index
+        index = self.position.host_index
         name = f"resolved-{island}.toml" if index == 0 else f"resolved-{island}-host-{index}.toml"
         with telling_full():
             self.output_dir.mkdir(parents=True, exist_ok=True)
         resolved = self.output_dir / name
         write_durably(resolved, [resolved_toml(config).encode()])
-        interface = self.place.interface()
-        if not interface and self.place.num_hosts > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = self.position.interface()
+        if not interface and self.position.num_hosts > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
             logger.warning(
                 "cannot tell which network interface faces %s, gloo chooses by this host's name; "
                 "if the ranks do not meet, set GLOO_SOCKET_IFNAME",
-                self.place.meeting,
+                self.position.meeting,
             )
         arguments = ["--config", str(resolved), "--island", island, "--supervised"]
         arguments += ["--coordinator", self.coordinator_address, "--output", str(self.output_dir)]
-        arguments += ["--hosts", str(self.place.num_hosts)]
+        arguments += ["--hosts", str(self.position.num_hosts)]
         return RankCommand(
             island=island,
             num_ranks=config.island.ranks,
@@ -308,10 +310,12 @@ class _Supervisor:
 
     @property
     def _island_ranks(self) -> range:
-        return self.place.island_ranks(self.config.island.ranks)
+        return self.position.island_ranks(self.config.island.ranks)
 
     def _rendezvous(self, port: int) -> str:
-        host = split_address(self.place.meeting)[0] if self.place.meeting else self.place.host
+        host = (
+            split_address(self.position.meeting)[0] if self.position.meeting else self.position.host
+        )
         return f"tcp://{host}:{port}"
 
     def _hello(self) -> Message:
@@ -319,7 +323,7 @@ class _Supervisor:
         return {
             "run": self.config.run.name,
             "island": self.config.island_id,
-            "--nnodes": self.place.num_hosts,
+            "--nnodes": self.position.num_hosts,
             "configuration": fingerprint(self.config),
             "ranks": self.config.island.ranks,
             "mesh": self.config.island.mesh.model_dump(),
@@ -330,23 +334,23 @@ class _Supervisor:
             "memory_copies": self.config.island.memory_copies,
         }
 
-    def _stopped(self, interrupted: Interrupted) -> End:
+    def _stopped(self, interrupted: Interrupted) -> RanksEnd:
         name = signal.Signals(interrupted.number).name
-        host = f" on host {self.place.host_index}" if self.place.num_hosts > 1 else ""
+        host = f" on host {self.position.host_index}" if self.position.num_hosts > 1 else ""
         reason = f"{name} asked the supervisor of island {self.config.island_id}{host} to end"
-        return End(interrupted.exit_code, reason, is_final=True)
+        return RanksEnd(interrupted.exit_code, reason, is_final=True)
 
 
-def _seen(ranks: Ranks, others: FirstHost) -> End | None:
+def _seen(ranks: Ranks, others: FirstHost) -> RanksEnd | None:
     """Say how a start ended on all hosts; None while one is at work and none has failed."""
     here, elsewhere = ranks.look(), others.look()
     failed = [end for end in (here, elsewhere) if end is not None and end.code]
     if failed:
         return min(failed, key=lambda end: end.telling)
-    return End(0) if here is not None and elsewhere is not None else None
+    return RanksEnd(0) if here is not None and elsewhere is not None else None
 
 
-def _pause(seconds: float, request: Request) -> None:
+def _pause(seconds: float, request: StopRequest) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         request.check()

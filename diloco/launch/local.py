@@ -31,7 +31,7 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.process.emulated import Emulated
-from diloco.launch.process.ending import Interrupted, Request
+from diloco.launch.process.ending import Interrupted, StopRequest
 from diloco.launch.process.logs import tail
 from diloco.launch.process.restarts import RestartBudget
 from diloco.state_dir import (
@@ -73,7 +73,7 @@ class LocalRun:
     """
 
     config: Config
-    request: Request = field(default_factory=lambda: Request(num_graceful=1))
+    request: StopRequest = field(default_factory=lambda: StopRequest(num_graceful=1))
     resume_step: int | None = None
     emulated: Emulated | None = None
     environment: Mapping[str, str] = field(default_factory=dict)

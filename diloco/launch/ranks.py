@@ -35,7 +35,7 @@ _END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class RanksEnd:
     """How one start of an island's ranks ended.
 
     Args:
@@ -168,25 +168,25 @@ class Ranks:
                 )
             self._ranks.append(_RankProcess(island_rank, process, log))
 
-    def look(self) -> End | None:
+    def look(self) -> RanksEnd | None:
         """Say how the ranks ended as soon as one has failed or all are done; None before that."""
         if failed := [rank for rank in self._ranks if rank.code]:
             return min(map(self._end_of, failed), key=lambda end: end.telling)
-        return End(0) if all(rank.code == 0 for rank in self._ranks) else None
+        return RanksEnd(0) if all(rank.code == 0 for rank in self._ranks) else None
 
-    def settle(self, end: End) -> None:
+    def settle(self, end: RanksEnd) -> None:
         """Give ranks that agreed on `end` time to end by themselves."""
         if end.code in _OWN_EXIT_CODES:
             self._wait(_AGREED_S)
 
-    def _end_of(self, rank: _RankProcess) -> End:
+    def _end_of(self, rank: _RankProcess) -> RanksEnd:
         code = rank.code
         assert code is not None
         how = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
         pid = rank.process.pid
-        return End(
+        return RanksEnd(
             code,
             f"rank {rank.island_rank} of island {self._command.island} (pid {pid}) {how}; "
             f"{rank.log} ends with:\n{tail(rank.log)}",

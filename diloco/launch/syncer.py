@@ -36,10 +36,10 @@ from diloco.errors import ConfigError, DilocoError
 from diloco.faults.chaos import wall_clock
 from diloco.forecast.disk import check_room
 from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
-from diloco.launch.process.ending import first_of, heed_signals
+from diloco.launch.process.disk_full_retry import retry_disk_full_async
+from diloco.launch.process.ending import first_of, note_signals_async
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.orphaned import end_once_orphaned
-from diloco.launch.process.room import having_room
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
@@ -120,16 +120,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run_syncer(state: StateDir) -> int:
-    stopping = heed_signals().forced
+    stopping = note_signals_async().forced
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
-    epoch = await having_room(
+    epoch = await retry_disk_full_async(
         "the syncer's epoch",
         lambda: _next_epoch(state.syncer_epoch, time.time()),
         given_up=stopping,
     )
     starting = Endpoint("", os.getpid())
-    await having_room("the syncer's word", lambda: starting.write(state.syncer), given_up=stopping)
+    await retry_disk_full_async(
+        "the syncer's word", lambda: starting.write(state.syncer), given_up=stopping
+    )
     logger.info(
         "%s starting, run=%s epoch=%d pid=%d",
         state.syncer_name, config.run.name, epoch, os.getpid(),
@@ -166,7 +168,7 @@ async def _keep_what_is_asked(state: StateDir, reporter: Reporter, stopping: asy
         logger.error("asking the coordinator which starts of islands count: %s", error)
         reply = await reporter.learn_plan()
         granted = dict(zip(reply.islands, reply.incarnations, strict=True))
-        await having_room(
+        await retry_disk_full_async(
             "which starts of islands count",
             lambda: write_json(state.incarnations, {i: n for i, n in granted.items() if n}),
             given_up=stopping,
@@ -188,7 +190,7 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
             write_json(state.fragments, list(reply.fragment_ids))
         write_durably(state.plan, [reply.plan_json.encode()])
 
-    await having_room("the plan", keep, given_up=stopping)
+    await retry_disk_full_async("the plan", keep, given_up=stopping)
 
 
 async def _serve(
@@ -238,7 +240,7 @@ async def _serve(
             write_json(state.bound, server.address)
             Endpoint(address, os.getpid()).write(state.syncer)
 
-        await having_room("the syncer's address", tell_address, given_up=stopping)
+        await retry_disk_full_async("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
         warming = asyncio.create_task(workers.donations.run(lambda: _warm_up(config, plan)))

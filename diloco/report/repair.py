@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diloco.checkpoint.lost_journal import has_journal, rebuild_journal, stores_of
 from diloco.checkpoint.run_checkpoints import open_journal
-from diloco.checkpoint.stores import Part, known_plan, parts_of
+from diloco.checkpoint.stores import StorePart, known_plan, parts_of
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import AuditEntry, Journal
@@ -156,7 +156,7 @@ def _tell(state: StateDir, found: Sequence[Finding]) -> None:
             journal.close()
 
 
-def _findings(part: Part, config: Config) -> Iterator[Finding]:
+def _findings(part: StorePart, config: Config) -> Iterator[Finding]:
     state = part.state
     if not state.store.is_dir():
         for fragment in part.fragments:

@@ -2,7 +2,7 @@
 
 Every figure is read or recomputed; `as_text` says them in words, `summary.json` keeps them. An
 island that returned, and all of them in a run that was resumed, had several starts: figures are
-sums over starts, of what stands (`diloco.report.lives`).
+sums over starts, of what stands (`diloco.report.island_starts`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from diloco.config.schema import Config
 from diloco.forecast.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
-from diloco.report.lives import IslandLife, effective, has_ended
+from diloco.report.island_starts import IslandStarts, effective, has_ended
 from diloco.report.summary_parts import (
-    Alternative,
     ArrivalSummary,
     FragmentSummary,
     IslandSummary,
+    TrafficAlternative,
 )
 from diloco.report.summary_text import (
     alternative_text,
@@ -58,7 +58,7 @@ class Summary:
     link: str
     islands: tuple[IslandSummary, ...]
     fragments: tuple[FragmentSummary, ...]
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[TrafficAlternative, ...]
     resumed_after: tuple[int, ...]
     max_nats_per_byte: float
     arrival: ArrivalSummary | None = None
@@ -182,17 +182,17 @@ def summarise(
         if config.outer.is_on_arrival
         else []
     )
-    lives = {
-        island: IslandLife.of(island, config.islands[island].ranks, events[island])
+    starts = {
+        island: IslandStarts.of(island, config.islands[island].ranks, events[island])
         for island in sorted(events)
         if island not in away
     }
-    resumed = {step for life in lives.values() for step in life.resumed_after}
+    resumed = {step for life in starts.values() for step in life.resumed_after}
     return Summary(
         run=config.run.name,
         link=link_text(link),
         islands=tuple(
-            _island_summary(island, config.islands[island], life) for island, life in lives.items()
+            _island_summary(island, config.islands[island], life) for island, life in starts.items()
         ),
         fragments=tuple(
             _fragment_summary(store, plan, rules, config.outer.retained_versions)
@@ -204,7 +204,7 @@ def summarise(
             plan,
             schedule,
             link,
-            start_step=min(life.inner_steps - life.num_steps for life in lives.values()),
+            start_step=min(life.inner_steps - life.num_steps for life in starts.values()),
         ),
         resumed_after=tuple(sorted(resumed)),
         max_nats_per_byte=config.evaluation.max_nats_per_byte,
@@ -268,7 +268,7 @@ def event_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _island_summary(island: str, config: IslandConfig, life: IslandLife) -> IslandSummary:
+def _island_summary(island: str, config: IslandConfig, life: IslandStarts) -> IslandSummary:
     return IslandSummary(
         island=island,
         shape=shape_text(config),
@@ -327,7 +327,7 @@ def _fragment_summary(
 
 def _alternatives(
     plan: Plan, schedule: Schedule, link: LinkProfile | None, start_step: int
-) -> tuple[Alternative, ...]:
+) -> tuple[TrafficAlternative, ...]:
     fragments = diloco_traffic(
         plan, schedule, uplink_codec="float32", downlink_codec="float32", start_step=start_step
     )
@@ -338,8 +338,8 @@ def _alternatives(
     )
 
 
-def _alternative(name: str, traffic: Traffic, link: LinkProfile | None) -> Alternative:
-    return Alternative(
+def _alternative(name: str, traffic: Traffic, link: LinkProfile | None) -> TrafficAlternative:
+    return TrafficAlternative(
         name,
         traffic.bytes_up,
         traffic.bytes_down,

@@ -89,7 +89,7 @@ class ArrivalSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class TrafficAlternative:
     """What another way of training would have moved, and its time on the same link."""
 
     name: str

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from diloco.config.island import IslandConfig
 from diloco.report.summary_parts import (
     WORTH_SAYING,
-    Alternative,
     ArrivalSummary,
     FragmentSummary,
     IslandSummary,
+    TrafficAlternative,
 )
 from diloco.transport.shaping.link import LinkProfile
 from diloco.transport.units import format_bandwidth, format_bytes, format_duration
@@ -89,7 +89,7 @@ def recomputed_text(fragments: Sequence[FragmentSummary]) -> str:
     return f"{num_done} bit-equal{none_of}"
 
 
-def alternative_text(alternative: Alternative, islands: Sequence[IslandSummary]) -> str:
+def alternative_text(alternative: TrafficAlternative, islands: Sequence[IslandSummary]) -> str:
     """Say what another way of training would have moved."""
     moved = max(island.bytes_up + island.bytes_down for island in islands)
     total = alternative.bytes_up + alternative.bytes_down

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from diloco.baseline.group import BaselineMember
 from diloco.baseline.members import Members
-from diloco.baseline.place import Member
 from diloco.checkpoint.host_memory import available_bytes
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
@@ -80,7 +80,9 @@ def measure_step(
         with Members("diloco.simulations.planner.timed_rank", Path(directory), on_look) as members:
             for rank in range(ranks):
                 threads = config.islands[island].threads
-                members.start(Member(island, rank), {**order, "island_rank": rank}, threads=threads)
+                members.start(
+                    BaselineMember(island, rank), {**order, "island_rank": rank}, threads=threads
+                )
             said = members.results().values()
     return MeasuredStep(
         max(each["step_s"] for each in said), ", ".join(sorted({e["device"] for e in said}))

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.exchange import Bounds, ValueExchange
 from diloco.baseline.gradients import GradientSum, ParameterMean
+from diloco.baseline.group import BaselineGroup, BaselineMember
 from diloco.baseline.hops import GroupHop, TransportHop
-from diloco.baseline.place import Member, Place
 from diloco.baseline.reduction import (
     FlatReduction,
     HierarchicalReduction,
@@ -60,10 +60,10 @@ class Site:
     """One member, put together by hand over the default group of all four."""
 
     def __init__(self, rank):
-        self.place = Place(Member(("east", "west")[rank // 2], rank % 2), ISLANDS)
+        self.place = BaselineGroup(BaselineMember(("east", "west")[rank // 2], rank % 2), ISLANDS)
         members = self.place.members
         bounds = Bounds(max_bytes=1 << 20, max_vectors=1000, patience_s=20.0, streams=4)
-        self.exchange = Exchange(self.place.own, "test", frozenset(members), bounds)
+        self.exchange = ValueExchange(self.place.own, "test", frozenset(members), bounds)
         self.io = IoThread()
         self.io.start()
         self.server = GrpcServer("127.0.0.1:0", self.exchange.handlers)
@@ -277,9 +277,9 @@ def test_a_hierarchical_reduction_sends_each_shard_once_each_way():
 
 
 def test_a_silent_member_is_named_within_its_deadline():
-    east, west = Member("east", 0), Member("west", 1)
+    east, west = BaselineMember("east", 0), BaselineMember("west", 1)
     bounds = Bounds(max_bytes=100, max_vectors=1, patience_s=0.1, streams=1)
-    exchange = Exchange(east, "test", frozenset({east, west}), bounds)
+    exchange = ValueExchange(east, "test", frozenset({east, west}), bounds)
 
     with pytest.raises(Exception, match=r"rank 1 of island west has sent nothing for 1 s, and chu"):
         asyncio.run(exchange.receive(west, (0, 3, 0)))

@@ -571,7 +571,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
         for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
     ]
     seen = []
-    wait_until(lambda: chaos.is_heeded(scene.environment.chaos_dir, "east"))
+    wait_until(lambda: chaos.is_read(scene.environment.chaos_dir, "east"))
 
     with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
         director = Director(scene.environment, log, faults, lambda done, all_of: None, 60.0)
@@ -601,7 +601,7 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
     assert links is not None
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     fault = TimedFault(0, Kind.DELAY, "east", 0.0, 1.0, 0.01, 1e6, 1.0, 3600.0, 77)
-    wait_until(lambda: chaos.is_heeded(scene.environment.chaos_dir, "east"))
+    wait_until(lambda: chaos.is_read(scene.environment.chaos_dir, "east"))
 
     with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
         director = Director(scene.environment, log, [fault], lambda done, all_of: None, 60.0)

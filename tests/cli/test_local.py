@@ -26,7 +26,7 @@ from diloco.forecast.build import build_publication_rules
 from diloco.forecast.traffic import data_parallel_traffic
 from diloco.launch.local import check_no_events, check_place, make_room, without_links
 from diloco.launch.local_resume import find_resume_step
-from diloco.launch.process.ending import Interrupted, Request
+from diloco.launch.process.ending import Interrupted, StopRequest
 from diloco.outer.fragments import Plan
 from diloco.state_dir import StateDir, hold, holder
 from diloco.versions.store import FragmentStore
@@ -309,7 +309,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
     run_file = write_run(tmp_path, {"east": "", "west": ""})
     finished = SimpleNamespace(is_finished=True, is_stopped=False, checkpoints=(4,))
 
-    def run(_: object, __: object, request: Request, *___: object) -> tuple[int, bool]:
+    def run(_: object, __: object, request: StopRequest, *___: object) -> tuple[int, bool]:
         request.note(signal.SIGINT)
         if is_forced:
             raise Interrupted(signal.SIGINT)

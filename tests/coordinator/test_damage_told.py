@@ -13,7 +13,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from diloco.launch.coordinator import _asked_to_stop
-from diloco.launch.process.ending import Request
+from diloco.launch.process.ending import StopRequest
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
 from tests.coordinator_in_memory import SECRET, CoordinatorInMemory, joined, tell
@@ -28,7 +28,7 @@ def test_a_stop_by_signal_waits_for_the_repair_and_is_made_then(tmp_path: Path) 
         (east, _) = await joined(coord)
         damaged = control.FragmentStatus(fragment_id=1, version=4, damage="fragment 1 is damaged")
         await coord.round_report(fragments=[damaged])
-        signals, said = Request(num_graceful=1), list[str]()
+        signals, said = StopRequest(num_graceful=1), list[str]()
         stopping = asyncio.create_task(
             _asked_to_stop(coord.coordinator, coord.membership, signals, said.append)
         )
@@ -247,7 +247,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         refused = await coord.operate("stop", checkpoint="true")
         assert not refused.is_done
         assert "fragment 1 is damaged, and no checkpoint is kept without it" in refused.message
-        signals, said = Request(num_graceful=1), list[str]()
+        signals, said = StopRequest(num_graceful=1), list[str]()
         stopping = asyncio.create_task(
             _asked_to_stop(coord.coordinator, coord.membership, signals, said.append)
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.data.files import Part, find_files, first_difference, kind_of, parts_of
+from diloco.data.files import TextFile, find_files, first_difference, kind_of, parts_of
 from diloco.errors import ConfigError
 
 
@@ -65,7 +65,7 @@ def test_digest_sees_every_size_and_changes_at_start_middle_and_end(num_bytes, t
     path.write_bytes(content)
     (part,) = parts_of([path], "x")
 
-    assert part == Part("text", num_bytes, part.digest)
+    assert part == TextFile("text", num_bytes, part.digest)
     for changed in {0, num_bytes // 2, num_bytes - 1} if num_bytes else ():
         content[changed] ^= 1
         path.write_bytes(content)
@@ -85,7 +85,7 @@ def test_digest_reads_little_of_a_large_file(tmp_path):
     assert part.num_bytes == 1 << 40
 
 
-A, B, C = (Part(name, 10, name * 20) for name in "abc")
+A, B, C = (TextFile(name, 10, name * 20) for name in "abc")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ A, B, C = (Part(name, 10, name * 20) for name in "abc")
     [
         ([A, B], [A, B], ""),
         ([A, C], [A, B], "part 2 was b (10 bytes, bbbbbbbbbbbb) and is c (10 bytes, cccccccccccc)"),
-        ([A, Part("b", 11, B.digest)], [A, B], "it has another size"),
-        ([A, Part("b", 10, "d")], [A, B], "it has other content"),
-        ([Part("d", 10, A.digest)], [A, B], "it has another name"),
+        ([A, TextFile("b", 11, B.digest)], [A, B], "it has another size"),
+        ([A, TextFile("b", 10, "d")], [A, B], "it has other content"),
+        ([TextFile("d", 10, A.digest)], [A, B], "it has another name"),
         ([A, B, C], [A, B], "c (10 bytes, cccccccccccc) was not there"),
         ([A], [A, B], "b (10 bytes, bbbbbbbbbbbb) is gone"),
     ],

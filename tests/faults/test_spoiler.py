@@ -12,7 +12,7 @@ import torch
 from diloco.chaos.plan import Kind
 from diloco.durable import write_json
 from diloco.faults import spoiler as module
-from diloco.faults.chaos import VARIABLE, fired, is_heeded, spoilt_name, spoilt_path
+from diloco.faults.chaos import VARIABLE, fired, is_read, spoilt_name, spoilt_path
 from diloco.faults.spoiler import Spoiler, spoiler_of
 
 WHO = spoilt_name("east")
@@ -56,7 +56,7 @@ def test_without_chaos_nothing_is_spoilt() -> None:
 @pytest.mark.parametrize("what", ["model", "exp_avg", "exp_avg_sq"])
 def test_one_bit_flips_once(tmp_path: Path, spoiler: Spoiler, what: str) -> None:
     trainer = Trainer()
-    assert is_heeded(tmp_path, WHO)
+    assert is_read(tmp_path, WHO)
     entry = {"number": 5, "what": what, "bit": 30, "seed": 7}
     write_json(spoilt_path(tmp_path), {WHO: entry})
     state = trainer.optimizer.state[trainer.model.weight]

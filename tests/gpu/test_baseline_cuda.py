@@ -14,8 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from diloco.baseline.gradients import GradientSum
+from diloco.baseline.group import BaselineGroup, BaselineMember
 from diloco.baseline.hops import GroupHop
-from diloco.baseline.place import Member, Place
 from diloco.baseline.reduction import HierarchicalReduction, all_reduce
 from diloco.cli.main import app
 from diloco.compression.registry import get_codec
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-ALONE = Place(Member("east", 0), {"east": 1})
+ALONE = BaselineGroup(BaselineMember("east", 0), {"east": 1})
 CHUNK_NUMEL = 1 << 17
 
 

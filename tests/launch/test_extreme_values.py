@@ -24,7 +24,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from diloco.baseline.exchange import Bounds, Exchange
-from diloco.baseline.place import Member
+from diloco.baseline.group import BaselineMember
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
 from diloco.coordinator.daemon import Coordinator
@@ -528,9 +528,9 @@ class AllReduceSite:
         self.run.intercept = lambda name, handlers: guarded(handlers, self.limits)
         self.islands: dict[str, AllReduceIsland] = {}
         self.tasks: list[asyncio.Task[None]] = []
-        member = Member("a", 0)
+        member = BaselineMember("a", 0)
         bounds = Bounds(max_bytes=1 << 16, max_vectors=4, patience_s=1.0, streams=1)
-        self.baseline = Exchange(member, "", frozenset({member, Member("c", 0)}), bounds)
+        self.baseline = Exchange(member, "", frozenset({member, BaselineMember("c", 0)}), bounds)
 
     async def start(self) -> None:
         await self.run.start_decider()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from diloco.errors import IslandFailed
+from diloco.launch.host_position import HostPosition
 from diloco.launch.hosts import FirstHost, HostLost, OtherHost
-from diloco.launch.place import Place
-from diloco.launch.ranks import End
+from diloco.launch.ranks import RanksEnd
 from tests.launch.island_site import free_port
 from tests.waiting import wait_until
 
@@ -31,13 +31,13 @@ class Island:
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
         self.meeting = f"127.0.0.1:{free_port()}"
-        self.first = stack.enter_context(FirstHost(self.place(0), HELLO))
+        self.first = stack.enter_context(FirstHost(self.position(0), HELLO))
 
-    def place(self, index: int) -> Place:
-        return Place(3, index, self.meeting)
+    def position(self, index: int) -> HostPosition:
+        return HostPosition(3, index, self.meeting)
 
     def other(self, index: int, **changes: Any) -> OtherHost:
-        other = self.stack.enter_context(OtherHost(self.place(index), {**HELLO, **changes}))
+        other = self.stack.enter_context(OtherHost(self.position(index), {**HELLO, **changes}))
         other.connect(nothing, time.monotonic() + SOON_S)
         return other
 
@@ -62,15 +62,15 @@ def test_a_start_ends_well_when_it_has_on_every_host(island: Island) -> None:
 
     island.first.start("tcp://127.0.0.1:4711")
     starts = [heard(one), heard(two)]
-    one.ended(End(0))
+    one.ended(RanksEnd(0))
     before = island.first.look()
-    two.ended(End(0))
+    two.ended(RanksEnd(0))
     after = wait_until(island.first.look)
     island.first.over(after)
 
     assert starts == [{"kind": "start", "rendezvous": "tcp://127.0.0.1:4711"}] * 2
     assert before is None
-    assert after == End(0)
+    assert after == RanksEnd(0)
     assert heard(one) == {"kind": "over", "code": 0, "reason": ""}
 
 
@@ -78,11 +78,11 @@ def test_the_end_that_tells_most_is_the_islands(island: Island) -> None:
     one, two = island.both()
     island.first.start("tcp://127.0.0.1:4711")
 
-    one.ended(End(1, "rank 2 lost its neighbour"))
+    one.ended(RanksEnd(1, "rank 2 lost its neighbour"))
     assert wait_until(island.first.look).code == 1
-    two.ended(End(-9, "rank 4 was killed"))
+    two.ended(RanksEnd(-9, "rank 4 was killed"))
 
-    assert island.first.end() == End(-9, "rank 4 was killed")
+    assert island.first.end() == RanksEnd(-9, "rank 4 was killed")
     assert [heard(one)["kind"], heard(one)["kind"]] == ["start", "end"]
 
 
@@ -92,7 +92,7 @@ def test_a_host_that_is_gone_has_failed_and_may_come_again(island: Island) -> No
 
     two.__exit__()
     end = wait_until(island.first.look)
-    one.ended(End(0))
+    one.ended(RanksEnd(0))
     island.first.end()
     island.other(2)
 
@@ -116,7 +116,7 @@ def test_a_second_supervisor_of_a_host_replaces_the_first(island: Island) -> Non
 def test_an_ordered_end_is_heard_between_two_starts(island: Island) -> None:
     one, _ = island.both()
 
-    one.ended(End(143, "SIGTERM asked", is_final=True))
+    one.ended(RanksEnd(143, "SIGTERM asked", is_final=True))
     end = wait_until(lambda: island.first.gather(nothing, SOON_S))
 
     assert (end.exit_code, end.is_worth_a_restart) == (143, False)
@@ -126,7 +126,7 @@ def test_who_does_not_belong_is_told_why(island: Island) -> None:
     island.both()
 
     differing = island.other(1, mesh={"tp": 2}, ranks=4)
-    beyond = OtherHost(Place(9, 5, island.meeting), HELLO)
+    beyond = OtherHost(HostPosition(9, 5, island.meeting), HELLO)
     with beyond:
         beyond.connect(nothing, time.monotonic() + SOON_S)
 

@@ -21,7 +21,7 @@ import yaml
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError, Fenced, FingerprintMismatch, PlanMismatch
-from diloco.launch.place import Place
+from diloco.launch.host_position import HostPosition
 from tests.run_files import write_run
 from tests.waiting import wait_until
 
@@ -79,8 +79,8 @@ def parsed(arguments: Sequence[str]) -> dict[str, Any]:
     return dict(group.commands[name].make_context(name, list(rest)).params)
 
 
-def place(options: Mapping[str, Any], num_ranks: int) -> Place:
-    return Place.of(
+def position(options: Mapping[str, Any], num_ranks: int) -> HostPosition:
+    return HostPosition.of(
         num_ranks, nnodes=options["nnodes"], node_rank=options["node_rank"], rdzv=options["rdzv"]
     )
 
@@ -111,7 +111,9 @@ def test_slurm_starts_an_island_of_two_hosts(recorder: Recorder) -> None:
     recorder.run("bash", script, "island", "run.toml", "eu-west", COORDINATOR, **slurm)
 
     hosts = [parsed(arguments) for arguments in recorder.noted(2)]
-    assert [place(host, 2) for host in hosts] == [Place(2, i, "node7:29400") for i in range(2)]
+    assert [position(host, 2) for host in hosts] == [
+        HostPosition(2, i, "node7:29400") for i in range(2)
+    ]
     assert {(h["name"], h["coordinator"]) for h in hosts} == {("eu-west", COORDINATOR)}
 
 
@@ -129,7 +131,11 @@ def test_ssh_starts_the_coordinator_and_every_host(recorder: Recorder, action: s
         ("us-east", COORDINATOR),
     ]
     first = "gpu1.eu.example.org:29400"
-    assert [place(o, 2) for o in options] == [Place(2, 0, first), Place(2, 1, first), Place()]
+    assert [position(o, 2) for o in options] == [
+        HostPosition(2, 0, first),
+        HostPosition(2, 1, first),
+        HostPosition(),
+    ]
     assert (recorder.root / "hosts").read_text().split() == [
         "head.example.org",
         "gpu1.eu.example.org",
@@ -205,7 +211,7 @@ def test_kubernetes_pods_type_what_is_understood(recorder: Recorder, run_file: P
     listening = (config.coordinator.listen, config.coordinator.syncer_listen)
     assert {int(address.rpartition(":")[2]) for address in listening} == ports
     meeting = "diloco-eu-west-0.diloco-eu-west:29400"
-    assert [place(o, 2) for o in islands] == [Place(2, i, meeting) for i in range(2)]
+    assert [position(o, 2) for o in islands] == [HostPosition(2, i, meeting) for i in range(2)]
     for options in islands:
         assert options["coordinator"] == config.coordinator.address
         load_config(run_file, options["overrides"], island=options["name"])

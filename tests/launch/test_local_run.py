@@ -16,7 +16,7 @@ from diloco.config.load import load_config
 from diloco.errors import CoordinatorUnavailable
 from diloco.launch import local
 from diloco.launch.local import LocalRun
-from diloco.launch.process.ending import Interrupted, Request
+from diloco.launch.process.ending import Interrupted, StopRequest
 from diloco.launch.process.restarts import RestartBudget
 from tests.run_files import write_run
 
@@ -56,7 +56,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
         monkeypatch.setattr(LocalRun, "_spawn", spawn)
         config = load_config(write_run(tmp_path, {"east": "", "west": ""}))
-        request, budget = Request(num_graceful), RestartBudget(2, 0.01, 60.0)
+        request, budget = StopRequest(num_graceful), RestartBudget(2, 0.01, 60.0)
         run = LocalRun(config, request, resume_step, _budget=budget)
         runs.append(run)
         return run

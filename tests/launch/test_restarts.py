@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.launch.process.restarts import MAX_OUTAGE_S, Outage, RestartBudget
+from diloco.launch.process.restarts import MAX_OUTAGE_S, OutageBudget, RestartBudget
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_long_life_gives_every_restart_back() -> None:
 
 
 def test_who_reaches_nobody_is_started_again_for_hours_not_so_many_times() -> None:
-    outage, waits = Outage(1.0, reset_s=600.0), list[float]()
+    outage, waits = OutageBudget(1.0, reset_s=600.0), list[float]()
     while (wait_s := outage.failed(0.0, 10.0)) is not None:
         waits.append(wait_s)
 

@@ -14,7 +14,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.protocol.run.slots import Account
-from diloco.report.lives import effective
+from diloco.report.island_starts import effective
 from diloco.report.summary import Summary, read_events, summarise
 from diloco.telemetry.events import (
     Evaluated,

@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco.baseline.exchange import Bounds, Exchange
-from diloco.baseline.place import Member
+from diloco.baseline.group import BaselineMember
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
 from diloco.config.schema import Config
@@ -76,7 +76,7 @@ from tests.virtual_run import RUN, Setting, VirtualRun, grant
 
 SECRET = bytes(32)
 IDENTITY = json.dumps({"run.seed": 7})
-MEMBERS = frozenset(Member(island, rank) for island in ("a", "b") for rank in range(2))
+MEMBERS = frozenset(BaselineMember(island, rank) for island in ("a", "b") for rank in range(2))
 BOUNDS = Bounds(max_bytes=1 << 16, max_vectors=4, patience_s=1.0, streams=1)
 _OPEN_RUN = ["outer.preset=decoupled", "run.open=true", "run.max_islands=4"]
 _RUN_FILE = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
@@ -554,7 +554,7 @@ class Service:
             **self.run.syncer.handlers,
             **self.allreduce.decider.handlers,
             **{m: h for m, h in self.peer.handlers.items() if m.startswith("allreduce.")},
-            **Exchange(Member("a", 0), "", MEMBERS, BOUNDS).handlers,
+            **Exchange(BaselineMember("a", 0), "", MEMBERS, BOUNDS).handlers,
         }
         self.handlers = guarded(together)
         self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})

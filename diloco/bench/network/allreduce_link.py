@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.baseline.group import BaselineMember
 from diloco.baseline.members import Members
-from diloco.baseline.place import Member
 from diloco.bench.network.link_row import ISLANDS
 from diloco.launch.process.emulated import Emulated
 
@@ -65,7 +65,9 @@ def measure_link(
                     each = {"site": site, "repetitions": order["repetitions"]}
                     each |= {"link": order.get("link")}
                     prefix = emulated.prefix(island) if emulated else ()
-                    members.start(Member(island, island_rank), each, threads=1, prefix=prefix)
+                    members.start(
+                        BaselineMember(island, island_rank), each, threads=1, prefix=prefix
+                    )
             results = list(members.results().values())
         found[kind] = {
             key: {size: _spans([result[key][size] for result in results]) for size in sizes}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from diloco.baseline.reduction import Reduction, all_reduce, padded_numel
-from diloco.baseline.site import Channel, Site, SiteOrder
+from diloco.baseline.reduction import GradientReduction, all_reduce, padded_numel
+from diloco.baseline.site import BaselineSite, Channel, SiteOrder
 from diloco.errors import DilocoError
 from diloco.launch.process.ending import exit_at_once
 from diloco.launch.process.logs import log_to
@@ -25,7 +25,11 @@ _FLOAT_BYTES = 4
 
 
 def _timed(
-    site: Site, reduction: Reduction, num_bytes: int, repetitions: int, num_members: int
+    site: BaselineSite,
+    reduction: GradientReduction,
+    num_bytes: int,
+    repetitions: int,
+    num_members: int,
 ) -> list[tuple[float, float]]:
     """Sum vectors of ones; when each began and ended, on the clock that all processes share.
 
@@ -55,7 +59,7 @@ def measure(order: dict[str, Any], channel: Channel) -> None:
     link = Link(chosen["bandwidth_bps"], chosen["delay_s"]) if chosen else None
     profile = LinkProfile("measured", link, link, "diloco bench allreduce") if link else None
     security = Security(insecure=True)
-    site = Site(
+    site = BaselineSite(
         SiteOrder(**order["site"]),
         security,
         profile,

@@ -21,11 +21,11 @@ from typing import Any
 
 from diloco.bench.outer_loop.recovery_site import SYNCER, Event, Site, running
 from diloco.chaos.experiment import run_plan
-from diloco.chaos.plan import Plan, PlanConfig
+from diloco.chaos.plan import ChaosPlan, PlanConfig
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.forecast.forecast import forecast
-from diloco.launch.process.ending import Request
+from diloco.launch.process.ending import StopRequest
 from diloco.report.row_choice import matching
 from diloco.report.rows import Column, Report, Requirement
 from diloco.transport.units import parse_duration
@@ -357,7 +357,7 @@ def _control_plane(setting: Setting, place: Path) -> list[Figure]:
             "judge": {"coordinator_back": "2s", "syncer_back": "2s"},
         }
     )
-    report = run_plan(Plan(place / "plan.toml", plan), place / "chaos", Request())
+    report = run_plan(ChaosPlan(place / "plan.toml", plan), place / "chaos", StopRequest())
     fired = sum(history.fired for history in report.faults)
     return [
         Figure("kills that took effect", fired, "kills"),

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.baseline.group import BaselineMember
 from diloco.baseline.members import Members
-from diloco.baseline.place import Member
 from diloco.bench.training.scaling_rank import ISLAND
 from diloco.launch.process.emulated import Emulated
 
@@ -70,7 +70,7 @@ def measure_ranks(
                     each["host"] = islands[NODE.format(0)]["address"]
                     each["interface"] = islands[node]["interface"]
                     prefix = emulated.prefix(node) + emulated.interface(node)
-                members.start(Member(ISLAND, island_rank), each, threads=1, prefix=prefix)
+                members.start(BaselineMember(ISLAND, island_rank), each, threads=1, prefix=prefix)
             said = [result for _, result in sorted(members.results().items())]
         found |= {name: [result[name] for result in said] for name in rows}
     return found

@@ -78,7 +78,7 @@ def baseline(
     from diloco.compression.registry import get_codec
     from diloco.config.load import load_config
     from diloco.launch.process.emulated import Emulated
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.launch.rank.inputs import open_inputs
 
     config = load_config(run_file, overrides or ())
@@ -93,7 +93,7 @@ def baseline(
     console = Console(quiet=as_json, markup=False)
     console.print(f"baseline {name} of run {config.run.name}; logs in {directory}", highlight=False)
     try:
-        with heeding_signals() as request:
+        with note_signals() as request:
             summary = run_baseline(
                 config, options, directory, emulated=emulated, on_look=request.check
             )

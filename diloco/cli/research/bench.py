@@ -284,10 +284,10 @@ def wan(
     """
     from diloco.bench.network.wan import SETTING, run_wan
     from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
 
     try:
-        with heeding_signals() as request, counting(progress_console(json_target)) as show:
+        with note_signals() as request, counting(progress_console(json_target)) as show:
             report = run_wan(SETTING, rows or [], on_progress=show, on_look=request.check)
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None

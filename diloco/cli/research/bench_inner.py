@@ -95,10 +95,10 @@ def allreduce(
     """
     from diloco.bench.network.allreduce import SETTING, run_allreduce
     from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
 
     try:
-        with heeding_signals() as request, counting(progress_console(json_target)) as show:
+        with note_signals() as request, counting(progress_console(json_target)) as show:
             report = run_allreduce(
                 SETTING,
                 rows or [],

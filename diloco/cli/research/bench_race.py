@@ -53,12 +53,12 @@ def race(
     from diloco.bench.training.race import QUICK, SETTING, chosen_links, run_race
     from diloco.bench.training.race_plot import write_plot
     from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
 
     setting = QUICK if quick else SETTING
     links = chosen_links(setting, rows or [], is_emulated=emulate)
     try:
-        with heeding_signals() as request, counting(progress_console(json_target)) as show:
+        with note_signals() as request, counting(progress_console(json_target)) as show:
             report = run_race(
                 setting, links, is_emulated=emulate, on_progress=show, on_look=request.check
             )
@@ -105,14 +105,14 @@ def scaling(
     from diloco.bench.training.scaling import SETTING, chosen_rows, run_scaling
     from diloco.cli.terminal.progress import counting
     from diloco.errors import ConfigError
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
 
     words = ranks.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"--ranks {ranks}: give numbers of ranks with commas, such as 2,4")
     chosen = chosen_rows(SETTING, [int(word) for word in words], rows or [])
     try:
-        with heeding_signals() as request, counting(progress_console(json_target)) as show:
+        with note_signals() as request, counting(progress_console(json_target)) as show:
             report = run_scaling(
                 SETTING, chosen, is_emulated=emulate, on_progress=show, on_look=request.check
             )

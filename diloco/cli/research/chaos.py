@@ -55,13 +55,13 @@ def chaos(
     from diloco.chaos.experiment import run_plan
     from diloco.chaos.plan import load_plan
     from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
 
     plan = load_plan(plan_file)
     directory = Path(tempfile.mkdtemp(prefix="diloco-chaos-"))
     try:
         with (
-            heeding_signals() as request,
+            note_signals() as request,
             counting(Console(stderr=True, quiet=json_target == "-")) as show,
         ):
             report = run_plan(plan, directory, request, show)

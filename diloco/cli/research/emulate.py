@@ -14,7 +14,7 @@ from diloco.cli.terminal.options import JsonTarget, write_json
 if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
-    from diloco.launch.process.ending import Request
+    from diloco.launch.process.ending import StopRequest
     from diloco.simulations.emulate.check import Finding
     from diloco.simulations.emulate.config import Wan
     from diloco.simulations.emulate.emulation import Emulation
@@ -60,7 +60,7 @@ def emulate(
     """
     from rich.console import Console
 
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.simulations.emulate.config import load_wan
     from diloco.simulations.emulate.emulation import Emulation
 
@@ -69,7 +69,7 @@ def emulate(
     # The command's output is its own: what is told beside it goes to standard error.
     console = Console(stderr=bool(words), quiet=json_target == "-", markup=False, highlight=False)
     record: dict[str, Any] = {}
-    with heeding_signals() as request:
+    with note_signals() as request:
         try:
             with Emulation(wan) as emulation:
                 code = _use(emulation, words, shell, request, console, record, with_check=check)
@@ -106,7 +106,7 @@ def _use(
     emulation: Emulation,
     words: list[str],
     shell: str,
-    request: Request,
+    request: StopRequest,
     console: Console,
     record: dict[str, Any],
     *,
@@ -164,7 +164,7 @@ def _tell(emulation: Emulation, console: Console) -> None:
         )
 
 
-def _checked(emulation: Emulation, request: Request, console: Console) -> list[Finding]:
+def _checked(emulation: Emulation, request: StopRequest, console: Console) -> list[Finding]:
     """Measure and print."""
     from rich.table import Table
 

@@ -206,7 +206,7 @@ def validate(
 def _validated(sweep: Sweep, console: Console) -> Report:
     """Make the runs that are missing, showing progress, and judge all."""
     from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.simulations.validation.validate import missing_points, run_validation
 
     known = len(sweep.calibrations) + len(sweep.points) - len(missing_points(sweep))
@@ -214,7 +214,7 @@ def _validated(sweep: Sweep, console: Console) -> Report:
         said = f"{known} runs were measured before, in {sweep.directory}; --fresh measures them "
         console.print(f"{said}again", highlight=False, soft_wrap=True)
     try:
-        with heeding_signals() as request, counting(console) as show:
+        with note_signals() as request, counting(console) as show:
             return run_validation(sweep, on_progress=show, on_look=request.check)
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None

@@ -80,13 +80,13 @@ def island(
     from diloco.checkpoint.mirror import Mirror
     from diloco.cli.run.doctor import tell_at_start
     from diloco.config.load import load_config
+    from diloco.launch.host_position import HostPosition
     from diloco.launch.island import run_island
-    from diloco.launch.place import Place
     from diloco.security.address import find_coordinator
     from diloco.security.security import INSECURE_WARNING
 
     config = load_config(run_file, overrides or (), island=name)
-    place = Place.of(config.island.ranks, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
+    position = HostPosition.of(config.island.ranks, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
     address = find_coordinator(config, coordinator)
     directory = output or config.telemetry_dir
     if config.checkpoint.mirror and os.environ.get("RANK", "0") == "0":
@@ -98,7 +98,7 @@ def island(
     tell_at_start(address)
     typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
     with _showing(config, name, address):
-        code = run_island(config, name, address, directory, place)
+        code = run_island(config, name, address, directory, position)
     if code == 0:
         typer.echo(f"island {name} is done: the run has finished, or was stopped at a checkpoint")
     raise typer.Exit(code)

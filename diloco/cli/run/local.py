@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.config.schema import Config
     from diloco.launch.local import LocalRun
     from diloco.launch.process.emulated import Emulated
-    from diloco.launch.process.ending import Request
+    from diloco.launch.process.ending import StopRequest
     from diloco.protos.control_pb2 import StatusReply
     from diloco.report.summary import Summary
     from diloco.transport.contracts import Transport
@@ -79,7 +79,7 @@ def local(
     from diloco.config.load import load_config
     from diloco.launch.local import without_links
     from diloco.launch.process.emulated import Emulated
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
 
     console = Console(quiet=as_json, markup=False)  # logs and keys have brackets of their own
     config = load_config(run_file, overrides or ())
@@ -89,7 +89,7 @@ def local(
         config = emulated.placed(config)
     command = _command(run_file, overrides or (), islands)
     step = _prepare(config, console, command, fresh=fresh, resume=resume, at=at)
-    with heeding_signals(num_graceful=1) as request:
+    with note_signals(num_graceful=1) as request:
         try:
             code, is_stopped = _run(config, console, request, step, emulated)
         except Interrupted:
@@ -165,7 +165,7 @@ def _command(run_file: Path, overrides: Sequence[str], islands: int) -> str:
 def _run(
     config: Config,
     console: Console,
-    request: Request,
+    request: StopRequest,
     resume_step: int | None,
     emulated: Emulated | None,
 ) -> tuple[int, bool]:

@@ -259,13 +259,13 @@ def _measured_steps(
 ) -> dict[str, MeasuredStep]:
     """Time inner steps of the islands of which nothing was told, one after the other."""
     from diloco.cli.terminal.progress import waiting
-    from diloco.launch.process.ending import Interrupted, heeding_signals
+    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.simulations.planner.assumptions import told_steps
     from diloco.simulations.planner.measure import measure_step
 
     steps = {}
     try:
-        with heeding_signals() as request:
+        with note_signals() as request:
             for island in sorted(config.islands.keys() - told_steps(config, told)):
                 with waiting(notes, f"timing inner steps of island {island}"):
                     planned = foreseen.ranks[island]

@@ -28,7 +28,7 @@ class Interrupted(BaseException):
         self.number = number
 
 
-class Request:
+class StopRequest:
     """What signals have asked of this process: a kind stop first, then one that waits for nothing.
 
     Args:
@@ -70,14 +70,14 @@ class Request:
             raise Interrupted(self.number)
 
 
-def heed_signals(num_graceful: int = 0) -> Request:
+def note_signals_async(num_graceful: int = 0) -> StopRequest:
     """Note SIGINT, SIGTERM and SIGHUP of a program with an event loop, which runs.
 
     A signal after the first forced one ends the process.
     """
     loop = asyncio.get_running_loop()
-    request = Request(num_graceful)
-    numbers = _heeded()
+    request = StopRequest(num_graceful)
+    numbers = _ending_signals()
 
     def note(number: int) -> None:
         request.note(number)
@@ -91,13 +91,13 @@ def heed_signals(num_graceful: int = 0) -> Request:
 
 
 @contextlib.contextmanager
-def heeding_signals(num_graceful: int = 0) -> Iterator[Request]:
-    """Note signals as `heed_signals` does, in a program without an event loop.
+def note_signals(num_graceful: int = 0) -> Iterator[StopRequest]:
+    """Note signals as `note_signals_async` does, in a program without an event loop.
 
     Call it in the main thread.
     """
-    request = Request(num_graceful)
-    numbers = _heeded()
+    request = StopRequest(num_graceful)
+    numbers = _ending_signals()
 
     def note(number: int, _: FrameType | None) -> None:
         request.note(number)
@@ -149,7 +149,7 @@ def exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _heeded() -> list[signal.Signals]:
+def _ending_signals() -> list[signal.Signals]:
     """Signals that ask for the end; one that our starter ignores (nohup) stays ignored."""
     return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 

@@ -49,7 +49,7 @@ class RestartBudget:
 
 
 @dataclass(slots=True)
-class Outage:
+class OutageBudget:
     """Restarts of what reaches nobody, however many: the time of all of them is bounded instead.
 
     Waits grow as those of a `RestartBudget`.

@@ -18,7 +18,7 @@ def build_sinks(config: Config, island_rank: int, output_dir: Path) -> Sink:
 
     Args:
         config: `telemetry` is read, with an island selected.
-        island_rank: Place of the rank in its island; metrics are written by rank 0 alone.
+        island_rank: Position of the rank in its island; metrics are written by rank 0 alone.
         output_dir: Directory of events and logs; must be there.
     """
     run, island = config.run.name, config.island_id

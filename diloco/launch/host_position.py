@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostPosition:
     """This host among those of its island.
 
     Args:
@@ -30,7 +30,7 @@ class Place:
     meeting: str = ""
 
     @classmethod
-    def of(cls, num_ranks: int, *, nnodes: int | None, node_rank: int, rdzv: str) -> Place:
+    def of(cls, num_ranks: int, *, nnodes: int | None, node_rank: int, rdzv: str) -> HostPosition:
         """Check what was typed: ``--nnodes``, ``--node-rank`` and ``--rdzv``.
 
         One host needs none of them, but may be given all of them, as a script does.

@@ -16,9 +16,9 @@ from diloco.config.load import load_config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.launch import coordinator, island
-from diloco.launch.process import room
-from diloco.launch.process.ending import Request
-from diloco.launch.process.room import having_room
+from diloco.launch.process import disk_full_retry
+from diloco.launch.process.disk_full_retry import retry_disk_full_async
+from diloco.launch.process.ending import StopRequest
 from diloco.state_dir import StateDir
 from diloco.transport.calls.loopback import run_virtual
 from tests.launch.island_site import RUN
@@ -34,7 +34,7 @@ def test_it_is_written_once_there_is_room_and_said_once(caplog: pytest.LogCaptur
         return len(tries)
 
     with caplog.at_level(logging.INFO):
-        assert run_virtual(having_room("the epoch", work)) == 4
+        assert run_virtual(retry_disk_full_async("the epoch", work)) == 4
 
     assert tries == [0.0, 1.0, 2.0, 3.0]
     said = [record.getMessage() for record in caplog.records]
@@ -51,7 +51,7 @@ def test_who_is_asked_to_end_waits_no_longer() -> None:
         stopping = asyncio.Event()
         asyncio.get_running_loop().call_later(2.5, stopping.set)
         with pytest.raises(DiskFull):
-            await having_room("the epoch", full, given_up=stopping)
+            await retry_disk_full_async("the epoch", full, given_up=stopping)
         assert asyncio.get_running_loop().time() == 3.0
 
     run_virtual(scenario())
@@ -64,7 +64,7 @@ def test_a_second_signal_stops_a_coordinator_on_a_full_disk() -> None:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
     async def scenario() -> None:
-        signals = Request(num_graceful=1)
+        signals = StopRequest(num_graceful=1)
         signals.note(signal.SIGTERM)
         asyncio.get_running_loop().call_later(2.5, signals.note, signal.SIGTERM)
         full_one: Any = SimpleNamespace(request_stop=full)
@@ -108,14 +108,16 @@ def test_an_island_that_starts_on_a_full_disk_waits_for_room(
         write(path, pieces)
 
     monkeypatch.setattr(island, "write_durably", write_with_luck)
-    monkeypatch.setattr(room, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(disk_full_retry, "_AGAIN_S", 0.01)
     monkeypatch.setattr(island._Supervisor, "_lead", lambda self, command, request: 0)
 
     with caplog.at_level(logging.INFO):
         assert island.run_island(config, "west", "127.0.0.1:9", tmp_path / "out") == 0
 
     assert (tmp_path / "out" / "resolved-west.toml").exists()
-    assert [record.getMessage() for record in caplog.records if record.name == room.__name__] == [
+    assert [
+        record.getMessage() for record in caplog.records if record.name == disk_full_retry.__name__
+    ] == [
         "the disk is full, island west waits for room: make some: [Errno 28] No space left on "
         "device",
         "there is room on the disk again for island west",

@@ -41,12 +41,12 @@ def _tries(
             return done
 
 
-def wait_for_room(what: str, work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
-    """Do as `having_room`, in a program without an event loop.
+def retry_disk_full(what: str, work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
+    """Do as `retry_disk_full_async`, in a program without an event loop.
 
     Args:
         what: Is written, in words.
-        work: As for `having_room`.
+        work: As for `retry_disk_full_async`.
         sleep: Waits so many seconds; what it raises ends the wait.
     """
     tries = _tries(what, work, lambda: False)
@@ -59,7 +59,7 @@ def wait_for_room(what: str, work: Callable[[], _T], sleep: Callable[[float], No
         sleep(wait_s)
 
 
-async def having_room(
+async def retry_disk_full_async(
     what: str, work: Callable[[], _T], *, given_up: asyncio.Event | None = None
 ) -> _T:
     """Return what `work` returns, done again each second while the disk is full.

@@ -14,7 +14,7 @@ HOPS = (TRANSPORT, GLOO, NCCL)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Member:
+class BaselineMember:
     """One rank of one island; ordered by island, then by rank, which is the order of all sums."""
 
     island: str
@@ -26,7 +26,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BaselineGroup:
     """One member among all.
 
     Attributes:
@@ -34,14 +34,14 @@ class Place:
         islands: Number of ranks by island, at least one each.
     """
 
-    own: Member
+    own: BaselineMember
     islands: Mapping[str, int]
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[BaselineMember, ...]:
         """All members, in order."""
         return tuple(
-            Member(island, rank)
+            BaselineMember(island, rank)
             for island in sorted(self.islands)
             for rank in range(self.islands[island])
         )
@@ -52,14 +52,16 @@ class Place:
         return self.islands[self.own.island]
 
     @property
-    def column(self) -> tuple[Member, ...]:
+    def column(self) -> tuple[BaselineMember, ...]:
         """The ranks of all islands that hold the same shard as this one, by island.
 
         Raises:
             ConfigError: If islands have unequally many ranks, whose shards are not the same.
         """
         check_equal_ranks(self.islands)
-        return tuple(Member(island, self.own.island_rank) for island in sorted(self.islands))
+        return tuple(
+            BaselineMember(island, self.own.island_rank) for island in sorted(self.islands)
+        )
 
 
 def check_equal_ranks(islands: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.report.lives import IslandLife, effective
+from diloco.report.island_starts import IslandStarts, effective
 from diloco.telemetry.events import (
     BytesMoved,
     Evaluated,
@@ -123,7 +123,7 @@ def test_sums_of_a_start_that_was_killed_are_those_of_its_events() -> None:
         *start(2, [ended(6, bytes_up=30, bytes_down=300)], rank=1),
     ]
 
-    life = IslandLife.of("east", 2, effective(events))
+    life = IslandStarts.of("east", 2, effective(events))
 
     assert (life.inner_steps, life.num_steps, life.tokens) == (6, 6, 600)
     # Its steps 1 to 3 were written 3 seconds apart; the step before the first line counts too.
@@ -137,7 +137,7 @@ def test_sums_of_a_start_that_was_killed_are_those_of_its_events() -> None:
 
 
 def test_a_resumed_run_says_after_which_inner_step() -> None:
-    life = IslandLife.of("east", 1, effective(RESUMED))
+    life = IslandStarts.of("east", 1, effective(RESUMED))
 
     assert life.resumed_after == (4,)
     assert (life.inner_steps, life.tokens, life.num_returns) == (6, 600, 0)
@@ -146,7 +146,7 @@ def test_a_resumed_run_says_after_which_inner_step() -> None:
 def test_a_start_with_nothing_left_to_train_counts() -> None:
     events = [*start(1, steps(1, 2)), *start(2, [IslandRejoined(2, 0), ended(2)])]
 
-    life = IslandLife.of("east", 1, effective(events))
+    life = IslandStarts.of("east", 1, effective(events))
 
     assert (life.num_starts, life.num_steps, life.inner_steps) == (2, 2, 2)
 
@@ -155,7 +155,7 @@ def test_two_runs_in_one_directory_are_refused() -> None:
     other = [*start(1, steps(1, 2)), *start(1, [*steps(1, 2), ended(2)])]
 
     with pytest.raises(ConfigError, match=r"events of island east .* 4 times of which 2 differ"):
-        IslandLife.of("east", 1, effective(other))
+        IslandStarts.of("east", 1, effective(other))
 
 
 def test_a_start_after_the_end_made_no_step_and_has_no_step_time_of_its_own() -> None:
@@ -164,7 +164,7 @@ def test_a_start_after_the_end_made_no_step_and_has_no_step_time_of_its_own() ->
         *start(2, [IslandRejoined(3, 0), ended(3, undisturbed_step_s=0.0)]),
     ]
 
-    life = IslandLife.of("east", 1, effective(events))
+    life = IslandStarts.of("east", 1, effective(events))
 
     assert (life.num_starts, life.num_steps, life.inner_steps) == (2, 3, 3)
     assert life.undisturbed_step_s == STEP_S

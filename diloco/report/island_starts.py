@@ -43,7 +43,7 @@ def has_ended(events: Sequence[Event]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class IslandLife:
+class IslandStarts:
     """Sums over the starts of an island, of what stands.
 
     Only the last start of a finished run has told its own sums; those of the others are those of
@@ -87,7 +87,7 @@ class IslandLife:
     memory_bytes: int = 0
 
     @classmethod
-    def of(cls, island: str, num_ranks: int, events: Sequence[Event]) -> IslandLife:
+    def of(cls, island: str, num_ranks: int, events: Sequence[Event]) -> IslandStarts:
         """Sum up the effective events of all ranks of an island.
 
         Raises:

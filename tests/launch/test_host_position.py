@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.launch.place import Place
+from diloco.launch.host_position import HostPosition
 
 RDZV = "10.0.0.1:29400"
 
@@ -31,33 +31,33 @@ def test_what_does_not_fit_is_refused_by_name(
     nnodes: int | None, node_rank: int, rdzv: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        Place.of(4, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
+        HostPosition.of(4, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
 
 
 def test_hosts_hold_consecutive_ranks_and_say_their_options() -> None:
-    places = [Place.of(4, nnodes=2, node_rank=index, rdzv=RDZV) for index in range(2)]
+    positions = [HostPosition.of(4, nnodes=2, node_rank=index, rdzv=RDZV) for index in range(2)]
 
-    assert [list(place.island_ranks(4)) for place in places] == [[0, 1], [2, 3]]
-    assert places[1].options() == f" --nnodes 2 --node-rank 1 --rdzv {RDZV}"
+    assert [list(position.island_ranks(4)) for position in positions] == [[0, 1], [2, 3]]
+    assert positions[1].options() == f" --nnodes 2 --node-rank 1 --rdzv {RDZV}"
 
 
 @pytest.mark.parametrize(("nnodes", "rdzv"), [(None, ""), (1, ""), (1, RDZV)])
 def test_one_host_holds_all_ranks_and_meets_nobody(nnodes: int | None, rdzv: str) -> None:
-    alone = Place.of(4, nnodes=nnodes, node_rank=0, rdzv=rdzv)
+    alone = HostPosition.of(4, nnodes=nnodes, node_rank=0, rdzv=rdzv)
 
     assert (list(alone.island_ranks(4)), alone.options()) == ([0, 1, 2, 3], "")
     assert alone.host == "127.0.0.1"
 
 
 def test_the_first_host_listens_where_it_was_told() -> None:
-    with Place(2, 0, "127.0.0.2:29400").listen(0) as listener:
+    with HostPosition(2, 0, "127.0.0.2:29400").listen(0) as listener:
         assert listener.getsockname()[0] == "127.0.0.2"
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_refused_on_the_first_host(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"--rdzv {host}:29400: .* cannot listen at {host}"):
-        Place(2, 0, f"{host}:29400").listen(29400)
+        HostPosition(2, 0, f"{host}:29400").listen(29400)
 
 
 def test_a_taken_port_is_refused() -> None:
@@ -65,7 +65,7 @@ def test_a_taken_port_is_refused() -> None:
         port = taken.getsockname()[1]
 
         with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{port}: .* in use"):
-            Place(2, 0, f"127.0.0.1:{port}").listen(port)
+            HostPosition(2, 0, f"127.0.0.1:{port}").listen(port)
 
 
 def test_a_name_that_means_this_machine_only_here_is_refused(
@@ -77,10 +77,10 @@ def test_a_name_that_means_this_machine_only_here_is_refused(
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
     with pytest.raises(ConfigError, match=r"box is 127.0.1.1 on this host, .* give its address"):
-        Place(2, 0, "box:29400").listen(0)
+        HostPosition(2, 0, "box:29400").listen(0)
 
 
 def test_the_interface_that_faces_the_first_host_is_named() -> None:
-    assert Place().interface() == "lo"
-    assert Place(2, 1, "127.0.0.2:29400").interface() == "lo"
-    assert Place(2, 1, "no-such-host.invalid:29400").interface() == ""
+    assert HostPosition().interface() == "lo"
+    assert HostPosition(2, 1, "127.0.0.2:29400").interface() == "lo"
+    assert HostPosition(2, 1, "no-such-host.invalid:29400").interface() == ""
