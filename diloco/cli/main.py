@@ -6,10 +6,12 @@ import inspect
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from diloco.cli.operate import operate, repair, replay
@@ -57,46 +59,122 @@ def _options(
         log_to(None, levels[log_level.upper()])
 
 
-for subject in (
-    control,
-    operate,
-    plan,
-    island,
-    local,
-    baseline,
-    export,
-    repair,
-    replay,
-    emulate,
-    certs,
-    doctor,
-    bench,
-    sim,
-    lab,
-    chaos,
-    configuration,
-):
-    subject.register(app)
+#: Every command in the panel of its group, in the order in which help shows them.
+_PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Run": {
+        "plan": plan.plan,
+        "coordinator": control.coordinator,
+        "island": island.island,
+        "local": local.local,
+        "status": control.status,
+        "export": export.export,
+        "doctor": doctor.doctor,
+        "certs": certs.certs,
+        "config": configuration.config,
+    },
+    "Operate": {
+        "pause": operate.pause,
+        "unpause": operate.unpause,
+        "drain": operate.drain,
+        "kick": operate.kick,
+        "set": operate.set_,
+        "stop": operate.stop,
+        "backup": operate.backup,
+        "repair": repair.repair,
+        "replay": replay.replay,
+    },
+    "Research": {
+        "sim": sim.sim,
+        "lab": lab.lab,
+        "emulate": emulate.emulate,
+        "chaos": chaos.chaos,
+        "bench": bench.bench,
+        "baseline": baseline.baseline,
+    },
+}
+for panel, commands in _PANELS.items():
+    for name, body in commands.items():
+        if isinstance(body, typer.Typer):
+            app.add_typer(body, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(body)
 bench_inner.register(bench.bench)
 bench_race.register(bench.bench)
 sim_goodput.register(sim.sim)
 sim_utilization.register(sim.sim)
 sim_validate.register(sim.sim)
 
+#: What is typed for example, at the end of each command's help.
+EXAMPLES = {
+    "plan": "diloco plan configs/runs/demo.toml --step-time 0.2s --link thin-5M-60ms --suggest",
+    "coordinator": "diloco coordinator configs/runs/two-islands.toml",
+    "island": "diloco island RUN.toml --island eu-west --coordinator 10.0.0.1:29400",
+    "local": "diloco local configs/runs/demo.toml --set run.inner_steps=100",
+    "status": "diloco status 127.0.0.1:29400 --watch",
+    "export": "diloco export runs/demo --out model",
+    "doctor": "diloco doctor RUN.toml --island eu-west --coordinator 10.0.0.1:29400",
+    "certs init": "diloco certs init RUN.toml --dir certs",
+    "certs issue": "diloco certs issue island/asia-south --dir certs",
+    "certs rotate": "diloco certs rotate island/eu-west --dir certs",
+    "certs revoke": "diloco certs revoke island/eu-west 10.0.0.1:29400 --dir certs",
+    "certs token": "diloco certs token operator --dir certs",
+    "certs show": "diloco certs show --dir certs",
+    "config": "diloco config configs/runs/demo.toml --set outer.num_fragments=4",
+    "pause": "diloco pause 127.0.0.1:29400",
+    "unpause": "diloco unpause 127.0.0.1:29400",
+    "drain": "diloco drain 10.0.0.1:29400 eu-west --certs certs",
+    "kick": 'diloco kick 10.0.0.1:29400 eu-west --reason "disk broken" --certs certs',
+    "set": "diloco set 127.0.0.1:29400 outer.optimizer.lr=0.5",
+    "stop": "diloco stop 127.0.0.1:29400 --checkpoint",
+    "backup": "diloco backup 127.0.0.1:29400 /backups/demo",
+    "repair": "diloco repair runs/demo",
+    "replay": "diloco replay runs/demo --fragment 0 --from 3",
+    "sim goodput": "diloco sim goodput configs/simulations/goodput/2.4M-chips.toml --learners 16",
+    "sim check": "diloco sim check --target T4",
+    "sim utilization": "diloco sim utilization --method overlap --bandwidth 1Gbit/s",
+    "sim bandwidth": "diloco sim bandwidth --method 4-bit --rtt 100ms",
+    "sim trace": "diloco sim trace configs/runs/demo.toml --step-time 200ms --plot timeline.png",
+    "sim validate": "diloco sim validate --quick",
+    "lab run": "diloco lab run configs/simulations/lab.toml --seeds 1,2,3 --plot lab.png",
+    "lab suite": "diloco lab suite overlap quorum",
+    "emulate": "diloco emulate configs/wan/star-100M-60ms.toml --check -- diloco local RUN.toml",
+    "chaos": "diloco chaos configs/chaos/quick.toml --require",
+    "bench parity": "diloco bench parity --seeds 3",
+    "bench overhead": "diloco bench overhead --require",
+    "bench stragglers": "diloco bench stragglers --require",
+    "bench utilisation": "diloco bench utilisation --require",
+    "bench codec": "diloco bench codec --codec int4 --codec topk64",
+    "bench publish": "diloco bench publish --require",
+    "bench syncer": "diloco bench syncer --require",
+    "bench heartbeat": "diloco bench heartbeat --require",
+    "bench wan": "diloco bench wan --json wan.json",
+    "bench recovery": "diloco bench recovery --require",
+    "bench guard": "diloco bench guard --full",
+    "bench parity-inner": "diloco bench parity-inner --ranks 2",
+    "bench plain": "diloco bench plain --require",
+    "bench memory": "diloco bench memory --require",
+    "bench allreduce": "diloco bench allreduce --json -",
+    "bench race": "diloco bench race --quick --plot race.png",
+    "bench scaling": "diloco bench scaling --json scaling.json",
+    "baseline": "diloco baseline configs/runs/demo.toml --name flat",
+}
 
-def _flow(group: typer.Typer) -> None:
-    """Let help pages wrap paragraphs by the terminal's width, not where the source breaks them."""
+
+def _complete(group: typer.Typer, path: str = "") -> None:
+    """Let help pages wrap paragraphs by the terminal's width, and end them with an example."""
     for command in group.registered_commands:
-        if command.callback is not None:
-            text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
-            paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
-            command.help = "\n\n".join(paragraphs)
+        assert command.callback is not None
+        text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
+        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+        name = command.name or command.callback.__name__.replace("_", "-")
+        if example := EXAMPLES.get(f"{path}{name}"):
+            command.epilog = f"Example: {escape(example)}"
     for below in group.registered_groups:
-        if below.typer_instance is not None:
-            _flow(below.typer_instance)
+        assert below.typer_instance is not None
+        _complete(below.typer_instance, f"{below.name} ")
 
 
-_flow(app)
+_complete(app)
 
 
 def main() -> None:

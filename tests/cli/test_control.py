@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-import typer
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from diloco.cli.run import control, island
+from diloco.cli.main import app
+from diloco.cli.run import island
 from diloco.cli.run.control import as_plain
 from diloco.cli.terminal.tables import (
     fragments_table,
@@ -118,12 +118,6 @@ def rows(table: Table) -> list[list[object]]:
     return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)]
 
 
-def app() -> typer.Typer:
-    app = typer.Typer()
-    control.register(app)
-    return app
-
-
 @pytest.fixture
 def coordinator() -> Iterator[str]:
     """Address of a coordinator that answers operators and islands with REPLY."""
@@ -210,7 +204,7 @@ def test_plain_values_keep_integers_and_say_what_is_not_set() -> None:
 
 
 def test_status_prints_tables(coordinator: str) -> None:
-    result = CliRunner().invoke(app(), ["status", coordinator], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["status", coordinator], env={"COLUMNS": "200"})
 
     assert result.exit_code == 0
     assert "training" in result.output
@@ -218,7 +212,7 @@ def test_status_prints_tables(coordinator: str) -> None:
 
 
 def test_status_prints_one_line_of_json(coordinator: str) -> None:
-    result = CliRunner().invoke(app(), ["status", coordinator, "--json"])
+    result = CliRunner().invoke(app, ["status", coordinator, "--json"])
 
     assert json.loads(result.output) == as_plain(REPLY)
     assert result.output.count("\n") == 1
@@ -274,15 +268,12 @@ def test_an_island_says_where_it_stands_while_it_lives(
     monkeypatch.setattr("diloco.coordinator.status.ask_standing", counted)
     monkeypatch.setattr("diloco.launch.island.run_island", run_island)
     monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
-    typed = typer.Typer()
-    typed.callback()(lambda: None)  # a group, of one command
-    island.register(typed)
     run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 
     with serving({"control.standing": answer or standing}, tls) as address:
         arguments = ["island", str(run_file), "--island", "east", "--coordinator"]
         arguments += [address if answer else "127.0.0.1:1"]
-        result = CliRunner().invoke(typed, [*arguments, "--set", f"transport.certs={tmp_path}"])
+        result = CliRunner().invoke(app, [*arguments, "--set", f"transport.certs={tmp_path}"])
 
     assert result.exit_code == 0, result.output
     assert words in result.stderr, result.output
@@ -323,7 +314,7 @@ def test_a_call_that_did_not_arrive_is_made_once_more() -> None:
 
 
 def test_coordinator_that_cannot_be_reached_is_named_with_the_next_command() -> None:
-    result = CliRunner().invoke(app(), ["status", "127.0.0.1:1"])
+    result = CliRunner().invoke(app, ["status", "127.0.0.1:1"])
 
     assert isinstance(result.exception, CoordinatorUnavailable)
     assert result.exception.exit_code == 30
@@ -334,7 +325,7 @@ def test_coordinator_that_cannot_be_reached_is_named_with_the_next_command() -> 
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:", ":4711", "host:0", "host:65536"])
 def test_address_without_host_or_port_is_refused(address: str) -> None:
-    result = CliRunner().invoke(app(), ["status", address])
+    result = CliRunner().invoke(app, ["status", address])
 
     assert isinstance(result.exception, ConfigError)
     assert repr(address) in str(result.exception)
@@ -345,7 +336,7 @@ def test_coordinator_refuses_a_bad_override_before_it_starts(tmp_path: Path) -> 
     state_dir = tmp_path / "state"
     arguments = ["--set", f"coordinator.state_dir={state_dir}", "--set", "outer.overlap_steps=-1"]
 
-    result = CliRunner().invoke(app(), ["coordinator", str(run_file), *arguments])
+    result = CliRunner().invoke(app, ["coordinator", str(run_file), *arguments])
 
     assert isinstance(result.exception, ConfigError)
     assert "outer.overlap_steps" in str(result.exception)
@@ -357,8 +348,8 @@ def test_a_step_to_resume_at_needs_resume_and_a_run_to_resume(tmp_path: Path) ->
     state_dir = tmp_path / "state"
     arguments = ["coordinator", str(run_file), "--set", f"coordinator.state_dir={state_dir}"]
 
-    without = CliRunner().invoke(app(), [*arguments, "--at", "60"])
-    nothing = CliRunner().invoke(app(), [*arguments, "--resume", "--at", "60"])
+    without = CliRunner().invoke(app, [*arguments, "--at", "60"])
+    nothing = CliRunner().invoke(app, [*arguments, "--resume", "--at", "60"])
 
     assert isinstance(without.exception, ConfigError)
     assert str(without.exception) == "--at 60 says where to resume: add --resume, or leave it out"

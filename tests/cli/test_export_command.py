@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from diloco.cli.run import export
+from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.state_dir import StateDir
@@ -30,9 +29,6 @@ def stored(
 
 
 def invoke(*arguments: str | Path) -> Result:
-    app = typer.Typer()
-    app.callback()(lambda: None)  # with one command only, its name would not be wanted
-    export.register(app)
     return CliRunner().invoke(app, ["export", *map(str, arguments)], env={"COLUMNS": "200"})
 
 

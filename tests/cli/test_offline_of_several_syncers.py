@@ -10,14 +10,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from diloco.checkpoint.backup import Backups
 from diloco.checkpoint.published import read_published
 from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.checkpoint.stores import known_plan, part_of, state_by_fragment
-from diloco.cli.operate import repair, replay
+from diloco.cli.main import app
 from diloco.config.load import load_config, resolved_toml
 from diloco.errors import ConfigError
 from diloco.state_dir import StateDir, hold
@@ -61,9 +60,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
 
 
 def invoke(*arguments: str | Path) -> Result:
-    app = typer.Typer()
-    for command in (replay, repair):
-        command.register(app)
     return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
 
 

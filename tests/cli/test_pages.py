@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from diloco.cli.main import app
+from diloco.cli.main import EXAMPLES, app
+from diloco.cli.run.configuration import FIRST_KEYS
+from diloco.config.classes import explain
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from tests.waiting import said_by
 
@@ -43,6 +50,43 @@ def test_help_is_wrapped_once(command: tuple[str, ...]) -> None:
         if line and below and not line.startswith("Usage"):
             first_word = below.split()[0]
             assert len(line) + 1 + len(first_word) > WIDTH - 2, f"room for {first_word!r}: {line}"
+
+
+def test_every_command_has_an_example_that_can_be_typed() -> None:
+    assert {" ".join(command) for command in commands(app)} == EXAMPLES.keys()
+    for name, example in EXAMPLES.items():
+        program, *words = shlex.split(example)
+        group: Any = get_command(app)
+        path = name.split()
+
+        for part in path:
+            group = group.commands[part]
+        group.make_context(name, words[len(path) :])
+
+        assert [program, *words[: len(path)]] == ["diloco", *path]
+
+
+def test_the_commands_are_in_three_groups() -> None:
+    page = CliRunner().invoke(app, ["--help"], env={"COLUMNS": str(WIDTH)}).stdout
+
+    titles = re.findall(r"^\u256d\u2500 (\w+)", page, re.MULTILINE)
+    assert titles == ["Options", "Run", "Operate", "Research"]
+
+
+def test_help_ends_with_the_example() -> None:
+    page = CliRunner().invoke(app, ["set", "--help"], env={"COLUMNS": str(WIDTH)}).stdout
+
+    assert page.rstrip().splitlines()[-1].strip() == f"Example: {EXAMPLES['set']}"
+
+
+def test_keys_are_explained_those_used_first_or_all() -> None:
+    first = CliRunner().invoke(app, ["config", "--explain"])
+    every = CliRunner().invoke(app, ["config", "--explain", "--all"])
+
+    keys = [line.split()[0] for line in every.stdout.splitlines() if line[0] != " "]
+    assert keys == [row.path for row in explain(Config)]
+    shown = [line.split()[0] for line in first.stdout.splitlines() if line[0] != " "][:-1]
+    assert set(shown) == set(FIRST_KEYS) and len(FIRST_KEYS) == 40
 
 
 def test_a_reader_that_has_enough_is_no_defect() -> None:

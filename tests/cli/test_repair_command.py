@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from diloco.checkpoint.run_checkpoints import open_journal
-from diloco.cli.operate import repair
+from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.state_dir import StateDir, hold
@@ -27,9 +26,6 @@ def state(tmp_path: Path) -> StateDir:
 
 
 def invoke(*arguments: str | Path) -> Result:
-    app = typer.Typer()
-    app.callback()(lambda: None)  # with one command only, its name would not be wanted
-    repair.register(app)
     return CliRunner().invoke(app, ["repair", *map(str, arguments)], env={"COLUMNS": "200"})
 
 

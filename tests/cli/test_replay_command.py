@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from diloco.checkpoint.run_checkpoints import open_journal
-from diloco.cli.operate import replay
+from diloco.cli.main import app
 from diloco.config.load import load_config, resolved_toml
 from diloco.coordinator.audit_log import audit_entries_of, expiry_entry
 from diloco.coordinator.journal import Told
@@ -50,9 +49,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
 
 
 def invoke(*arguments: str | Path) -> Result:
-    app = typer.Typer()
-    app.callback()(lambda: None)  # with one command only, its name would not be wanted
-    replay.register(app)
     return CliRunner().invoke(app, ["replay", *map(str, arguments)], env={"COLUMNS": "200"})
 
 

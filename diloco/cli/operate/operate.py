@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +11,6 @@ from diloco.cli.run.control import talk, tell
 from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens
 
 Island = Annotated[str, typer.Argument(metavar="ISLAND", help="Name of the island.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    commands: tuple[Callable[..., None], ...] = (pause, unpause, drain, kick, set_, stop, backup)
-    for command in commands:
-        app.command(command.__name__.rstrip("_"))(command)
 
 
 def pause(

@@ -12,11 +12,6 @@ import typer
 from diloco.cli.terminal.options import Certs, Insecure, Tokens
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("repair")(repair)
-
-
 def repair(
     run: Annotated[
         str,

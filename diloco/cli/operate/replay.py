@@ -17,11 +17,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.versions.replay import Replayed
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command("replay")(replay)
-
-
 def replay(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")

@@ -15,11 +15,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.baseline.local import BaselineOptions
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("baseline")(baseline)
-
-
 def baseline(
     run_file: RunFile,
     name: Annotated[

@@ -23,11 +23,6 @@ Require = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.add_typer(bench, name="bench")
-
-
 @bench.command()
 def parity(
     seeds: Annotated[

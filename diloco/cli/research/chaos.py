@@ -19,11 +19,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="What happens to which run.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this module."""
-    app.command("chaos")(chaos)
-
-
 def chaos(
     plan_file: PlanFile,
     json_target: JsonTarget = "",

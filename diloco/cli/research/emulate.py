@@ -20,11 +20,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.simulations.emulate.emulation import Emulation
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("emulate")(emulate)
-
-
 def emulate(
     wan_file: Annotated[Path, typer.Argument(metavar="WAN.toml", help="The network.")],
     command: Annotated[

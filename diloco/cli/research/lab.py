@@ -51,11 +51,6 @@ Processes = Annotated[
 _CACHE = Path("runs") / "lab"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.add_typer(lab, name="lab")
-
-
 @lab.command(_RUN)
 def run_lab(
     lab_file: Annotated[

@@ -33,11 +33,6 @@ _CA = "ca"
 _MOST = 64
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.add_typer(certs, name="certs")
-
-
 @certs.command()
 def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
     """Make the CA of a run, and certificates for its coordinator, operator and islands."""

@@ -9,10 +9,49 @@ import typer
 
 from diloco.cli.terminal.options import Overrides
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("config")(config)
+#: What people set first: the keys of shipped run files, and those of a site of one's own.
+FIRST_KEYS = (
+    "run.name",
+    "run.seed",
+    "run.inner_steps",
+    "run.warm_start",
+    "model.family",
+    "model.name",
+    "model.preset",
+    "model.dim",
+    "model.num_layers",
+    "model.num_heads",
+    "data.sequence_length",
+    "data.sources.NAME.files",
+    "data.sources.NAME.hub",
+    "data.tokenizer",
+    "inner.optimizer.lr",
+    "inner.optimizer.schedule",
+    "inner.optimizer.warmup_steps",
+    "outer.preset",
+    "outer.inner_steps_per_round",
+    "outer.num_fragments",
+    "outer.overlap_steps",
+    "outer.optimizer.lr",
+    "outer.optimizer.momentum",
+    "outer.uplink_codec",
+    "outer.downlink_codec",
+    "outer.min_contributions",
+    "transport.certs",
+    "transport.insecure",
+    "transport.link",
+    "coordinator.listen",
+    "coordinator.address",
+    "coordinator.state_dir",
+    "checkpoint.every_inner_steps",
+    "evaluation.every_inner_steps",
+    "islands.NAME.ranks",
+    "islands.NAME.mesh.dp_shard",
+    "islands.NAME.mesh.tp",
+    "islands.NAME.tokens_per_inner_step",
+    "islands.NAME.precision",
+    "islands.NAME.device",
+)
 
 
 def config(
@@ -20,33 +59,45 @@ def config(
         Path | None, typer.Argument(metavar="RUN.toml", help="Resolve this run file.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="List every key: class, default, range, meaning.")
+        bool,
+        typer.Option("--explain", help="List the keys used first: class, default, range, meaning."),
     ] = False,
+    every: Annotated[bool, typer.Option("--all", help="With --explain: every key.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check a run file and print it with every default filled in, or explain all keys.
+    """Check a run file and print it with every default filled in, or explain the keys.
 
     Keys of class identity must be equal on every island, those of class policy are decided by the
     coordinator's file, local ones are each site's own.
     """
-    from rich.console import Console
-    from rich.text import Text
-
-    from diloco.config.classes import explain as explain_section
     from diloco.config.classes import fingerprint
     from diloco.config.load import load_config, resolved_toml
-    from diloco.config.schema import Config
 
+    if every and not explain:
+        raise typer.BadParameter("--all is of --explain: add it")
     if explain:
-        console = Console(highlight=False, soft_wrap=True)
-        for row in explain_section(Config):
-            facts = ", ".join(
-                part for part in (row.config_class, f"default {row.default}", row.allowed) if part
-            )
-            console.print(Text.assemble((row.path, "bold"), f"  {facts}\n    {row.description}"))
+        _explain(every=every)
         return
     if run_file is None:
         raise typer.BadParameter("give a RUN.toml, or --explain")
     resolved = load_config(run_file, overrides or ())
     typer.echo(f"# identity fingerprint {fingerprint(resolved)}")
     typer.echo(resolved_toml(resolved), nl=False)
+
+
+def _explain(*, every: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from diloco.config.classes import explain
+    from diloco.config.schema import Config
+
+    console = Console(highlight=False, soft_wrap=True)
+    rows = explain(Config)
+    for row in rows:
+        if every or row.path in FIRST_KEYS:
+            facts = [row.config_class, f"default {row.default}", row.allowed]
+            said = f"  {', '.join(filter(None, facts))}\n    {row.description}"
+            console.print(Text.assemble((row.path, "bold"), said))
+    if not every:
+        console.print(f"{len(FIRST_KEYS)} of {len(rows)} keys; all of them: --explain --all")

@@ -21,12 +21,6 @@ _WATCH_S = 1.0
 _RESTART_S = 15.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("coordinator")(coordinator)
-    app.command("status")(status)
-
-
 def coordinator(
     run_file: RunFile,
     overrides: Overrides = None,

@@ -16,11 +16,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
 _STYLES = {"ok": "green", "unknown": "dim", "slow": "yellow", "broken": "bold red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     run_file: Annotated[
         Path | None, typer.Argument(metavar="RUN.toml", help="The run; none: the machine alone.")

@@ -18,11 +18,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
 Layout: TypeAlias = Literal["hf", "dcp"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("export")(export)
-
-
 def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")

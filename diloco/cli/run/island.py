@@ -18,11 +18,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
 _LINE_EVERY_S = 30.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("island")(island)
-
-
 def island(
     run_file: RunFile,
     name: Annotated[

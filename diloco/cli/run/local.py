@@ -36,11 +36,6 @@ _STOPPING = (
 _FINISHED_BEFORE = "The run finished before the step at which it would have stopped."
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("local")(local)
-
-
 def local(
     run_file: RunFile,
     overrides: Overrides = None,

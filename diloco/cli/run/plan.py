@@ -55,11 +55,6 @@ class _Shown:
     plot: str
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("plan")(plan)
-
-
 def plan(
     context: typer.Context,
     run_file: RunFile,
