@@ -22,7 +22,7 @@ from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.island.lanes.shards import LaneShards
-from diloco.island.outer_loop import Arrival, OuterLoop
+from diloco.island.outer_loop import OuterLoop
 from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
@@ -141,7 +141,6 @@ class Setting:
     lease_s: float = 10.0
     total_tokens: int = 0
     merges_at_once: int = 1
-    late: Literal["drop", "carry"] = "drop"
     weights: Weights = field(default_factory=Weights)
     #: Names of those that are no parameters but buffers.
     buffers: tuple[str, ...] = ()
@@ -280,7 +279,6 @@ class VirtualIsland:
                 setting.unreachable_s,
                 seed=0,
                 on_arrival=setting.min_members is not None,
-                is_carried=setting.late == "carry",
                 error_feedback_decay=setting.error_feedback_decay,
             ),
             rng=random.Random(0),
@@ -298,9 +296,7 @@ class VirtualIsland:
             clock=asyncio.get_running_loop().time,
             on_event=self.events.append,
             start_step=setting.start_step,
-            arrival=None
-            if setting.min_members is None
-            else Arrival(setting.total_tokens, is_carried=setting.late == "carry"),
+            total_tokens=None if setting.min_members is None else setting.total_tokens,
         )
 
     def values(self) -> dict[str, list[float]]:

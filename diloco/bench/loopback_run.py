@@ -27,7 +27,7 @@ from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerWay
 from diloco.island.lanes.shards import LaneShards, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
-from diloco.island.outer_loop import Arrival, OuterLoop
+from diloco.island.outer_loop import OuterLoop
 from diloco.outer.fragments import Fragment, Plan
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.island.soundness import Mend
@@ -359,7 +359,6 @@ class _Island:
                 unreachable_s=_DEADLINE_S,
                 seed=config.run.seed,
                 on_arrival=config.outer.is_on_arrival,
-                is_carried=config.outer.late == "carry",
             ),
             rng=random.Random(self.name),
             on_event=on_event,
@@ -377,9 +376,7 @@ class _Island:
             clock=asyncio.get_running_loop().time,
             on_event=on_event,
             start_step=self._start_step,
-            arrival=Arrival(config.total_tokens, is_carried=config.outer.late == "carry")
-            if config.outer.is_on_arrival
-            else None,
+            total_tokens=config.total_tokens if config.outer.is_on_arrival else None,
         )
 
         self.outer.loss_of = self._training.evaluate

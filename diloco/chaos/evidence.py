@@ -68,7 +68,6 @@ def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
         problem=ended.problem,
         local_mix=config.outer.local_mix,
         is_on_arrival=config.outer.is_on_arrival,
-        carries=config.outer.late == "carry",
         contribution_bytes=contribution_bytes,
         most_steps=Weights(config.outer.inner_steps_per_round).most_steps,
     )

@@ -59,7 +59,6 @@ class Evidence:
         problem: Why the run did not come to its end; empty: it did.
         local_mix: alpha of the run.
         is_on_arrival: Whether islands merge on arrival and may jump over versions.
-        carries: Whether contributions that come too late are carried on.
         contribution_bytes: Fragment -> what one contribution to it weighs on the line.
         most_steps: Inner steps that one contribution counts; 0: any number.
     """
@@ -74,7 +73,6 @@ class Evidence:
     problem: str = ""
     local_mix: float = 0.0
     is_on_arrival: bool = False
-    carries: bool = False
     contribution_bytes: Mapping[int, int] = field(default_factory=dict)
     most_steps: int = 0
 
@@ -426,7 +424,6 @@ def accounts_of(evidence: Evidence, headers: Headers) -> dict[tuple[str, int], T
             events,
             headers,
             local_mix=evidence.local_mix,
-            carries=evidence.carries,
             most_steps=evidence.most_steps,
         )
         for island, events in evidence.events.items()

@@ -103,7 +103,6 @@ def account(
     headers: Headers,
     *,
     local_mix: float,
-    carries: bool,
     most_steps: int = 0,
 ) -> TokenAccount:
     """Recount one fragment of one island.
@@ -114,7 +113,6 @@ def account(
         events: All events of the island.
         headers: Of the run.
         local_mix: alpha of the merges.
-        carries: Whether what came too late is carried on (`outer.late`).
         most_steps: Inner steps that one contribution counts; what was trained beyond them waits for
             the next one. 0: any number.
     """
@@ -122,15 +120,7 @@ def account(
     for incarnation, start in starts_of(events).items():
         counted = _counted(headers, fragment_id, island, incarnation)
         total.included += sum(counted.values())
-        _recount(
-            total,
-            start,
-            fragment_id,
-            counted,
-            local_mix=local_mix,
-            carries=carries,
-            most_steps=most_steps,
-        )
+        _recount(total, start, fragment_id, counted, local_mix=local_mix, most_steps=most_steps)
     if total.missing:
         total.problems.append(
             f"{island} fragment {fragment_id}: {total.trained} tokens trained, {total.included} "
@@ -147,7 +137,6 @@ def _recount(
     counted: Mapping[tuple[int, int], int],
     *,
     local_mix: float,
-    carries: bool,
     most_steps: int,
 ) -> None:
     """Follow the counter of one start; `counted` is what the audit log counts of it, by key."""
@@ -173,10 +162,10 @@ def _recount(
         elif what in ("declined", "refused", "expired"):  # kept, unless it was given up meanwhile
             total.dropped += void
             tokens -= void
-        elif what == "included" or (what == "not_included" and local_mix > 0 and not carries):
+        elif what == "included" or (what == "not_included" and local_mix > 0):
             tokens -= event["weight_tokens"]
             total.dropped += event["weight_tokens"] if what == "not_included" else 0
-        elif what in ("absent", "not_included") and not carries and local_mix == 0:
+        elif what in ("absent", "not_included") and local_mix == 0:
             total.dropped += tokens
             tokens = 0
         elif what == "unknown":  # the audit log knows

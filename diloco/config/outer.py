@@ -291,11 +291,6 @@ class OuterConfig(Section):
     round_deadline_floor: Policy[Deadline] = Field(
         default="5s", description="Shortest deadline that merge on_arrival measures"
     )
-    late: Policy[Literal["drop", "carry"]] = Field(
-        default="drop",
-        description="What an island does with work that a round did not wait for: drop it, or "
-        "carry it into its next contribution (outer.local_mix keeps its share either way)",
-    )
     on_member_lost: Policy[Literal["stop", "wait", "shrink"]] = Field(
         default="stop",
         description="What a scheduled run does when an island stays away for coordinator.lease: "
@@ -409,7 +404,7 @@ class OuterConfig(Section):
         """Refuse what only rounds of one way of merging have."""
         if self.merge == "scheduled":
             others = ["min_contributions", "grace", "grace_share", "grace_cap"]
-            others += ["round_deadline_floor", "late"]
+            others += ["round_deadline_floor"]
             needed = "on_arrival"
         else:
             others, needed = ["phases", "on_member_lost"], "scheduled"

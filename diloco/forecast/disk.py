@@ -1,8 +1,7 @@
 """What a run keeps on disk, from its configuration and number of parameters; whether that fits.
 
     checkpoint of an island  (16 + payload) B a parameter: weights, two moments, anchor and what is
-                             in flight, 8 more with error feedback or late work carried, 16 with
-                             both; `keep` complete ones, those
+                             in flight, 8 more with error feedback; `keep` complete ones, those
                              that may become complete, one being written
     record of the syncer     (12 + M payloads up + one down) B a parameter: theta, published,
                              momentum (4 more: adam's second moment) and what they were made
@@ -96,7 +95,7 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     """Compute what a run keeps on disk; `num_parameters` are the trained ones."""
     outer = config.outer
     up, down = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
-    residuals = _RESIDUALS_BYTES * (outer.error_feedback + (outer.late == "carry"))
+    residuals = _RESIDUALS_BYTES * outer.error_feedback
     num_checkpoints = config.checkpoint.keep + config.num_unsure_checkpoints + 1
     second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0.0
     frame = len(config.islands) * up + down

@@ -33,7 +33,7 @@ On the host, for the outer loop, of each of the island's values, dealt to its ra
 
     4            anchor
     4            local values, while published ones are evaluated in their place
-    8            with error feedback, 8 with late = "carry"
+    8            with error feedback
     8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads
 
 and for a checkpoint that is written behind the training, while it is:
@@ -331,7 +331,7 @@ def _outer_device_bytes(
 
 def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) -> int:
     outer = config.outer
-    lasting = 8 + 8 * (outer.error_feedback + (outer.late == "carry"))
+    lasting = 8 + 8 * outer.error_feedback
     period = outer.inner_steps_per_round
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     wire = PAYLOAD_BYTES[outer.uplink_codec] + PAYLOAD_BYTES[outer.downlink_codec]

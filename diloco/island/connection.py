@@ -286,7 +286,6 @@ class Connection:
                 first_wait_s=config.transport.retry.first_wait_s,
                 max_wait_s=config.transport.retry.max_wait_s,
                 on_arrival=config.outer.is_on_arrival,
-                is_carried=config.outer.late == "carry",
             ),
             rng=self._rng,
             on_event=on_event,

@@ -55,22 +55,16 @@ class Merging:
         *,
         local_mix: float,
         most_steps: int,
-        is_carried: bool,
         clock: Callable[[], float],
         on_event: Callable[[Event], None],
     ) -> None:
-        """Assign only.
-
-        A contribution weighs `most_steps` inner steps at most; `is_carried`: work that no version
-        counts joins the next contribution.
-        """
+        """Assign only. A contribution weighs `most_steps` inner steps at most."""
         self._plan = plan
         self._shards = shards
         self._exchange = exchange
         self._runner = runner
         self._local_mix = local_mix
         self._most_steps = most_steps
-        self._is_carried = is_carried
         self._clock = clock
         self._on_event = on_event
         numel = sum(fragment.numel for fragment in plan.fragments)
@@ -207,13 +201,11 @@ class Merging:
             self._on_event(event)
             return
         view = self._exchange.view(p)
-        is_carried = self._carry_over(ledger, verdict, target, local_mix)
         settled = ledger.settle(
             verdict,
             attempt=standing.attempt,
             local_mix=local_mix,
             merged=target,
-            is_carried=is_carried,
         )
         self.overwritten_steps += settled.overwritten_steps * self.shares[p]
         self.dropped_tokens += settled.dropped_tokens * self.shares[p]
@@ -233,23 +225,6 @@ class Merging:
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
         self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))
-
-    def _carry_over(
-        self, ledger: FragmentLedger, verdict: Verdict, target: Target, local_mix: float
-    ) -> bool:
-        """Keep work that no version counts for the next contribution, where that is the policy."""
-        if not self._is_carried or target.is_flush:
-            return False
-        p = ledger.fragment_id
-        if verdict is Verdict.NOT_INCLUDED:
-            self._runner.post(self._exchange.miss, p, None, local_mix)
-        elif verdict is Verdict.ABSENT and ledger.steps:
-            local = self._shards.collect(p)
-            self._runner.post(self._exchange.miss, p, local, local_mix)
-            self._runner.post(self._shards.reuse, local)
-        else:
-            return False
-        return True
 
     def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
         self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)

@@ -16,7 +16,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -50,19 +49,6 @@ _RECENT_STEPS = 5
 _UNBOUNDED = StepBound()
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What islands that merge on arrival obey.
-
-    Args:
-        total_tokens: Of all islands together, which end the run.
-        is_carried: Whether work that a round did not wait for joins the next contribution.
-    """
-
-    total_tokens: int
-    is_carried: bool = False
-
-
 class OuterLoop:
     """The outer loop of one rank of an island.
 
@@ -90,12 +76,13 @@ class OuterLoop:
         clock: Callable[[], float],
         on_event: Callable[[Event], None],
         start_step: int = 0,
-        arrival: Arrival | None = None,
+        total_tokens: int | None = None,
     ) -> None:
         """Assign only.
 
-        `start_step` is where the run began: 0, or a warm start's position; without `arrival`
-        everything happens at the steps of the schedule.
+        `start_step` is where the run began: 0, or a warm start's position. `total_tokens`, where
+        islands merge on arrival, are those of all islands together, which end the run; without
+        them everything happens at the steps of the schedule.
         """
         self._plan = plan
         self._schedule = schedule
@@ -125,7 +112,6 @@ class OuterLoop:
             runner,
             local_mix=local_mix,
             most_steps=Weights(schedule.inner_steps_per_round).most_steps,
-            is_carried=arrival is not None and arrival.is_carried,
             clock=clock,
             on_event=on_event,
         )
@@ -138,9 +124,9 @@ class OuterLoop:
             on_event=on_event,
         )
         self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
-        self._arrival = arrival
-        self._pace: Pace = ScheduledPace(schedule) if arrival is None else ArrivalPace()
-        self._agrees_at_once = arrival is not None and agreement.is_alone  # nobody to wait for
+        self._total_tokens = total_tokens
+        self._pace: Pace = ScheduledPace(schedule) if total_tokens is None else ArrivalPace()
+        self._agrees_at_once = total_tokens is not None and agreement.is_alone  # nobody to wait for
         self._is_over = False
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stepped_at: float | None = None
@@ -177,7 +163,7 @@ class OuterLoop:
     @property
     def is_over(self) -> bool:
         """Whether training ends here: by the run's inner steps, its tokens, or an early leave."""
-        if self._arrival is None:
+        if self._total_tokens is None:
             return self.inner_step >= self._schedule.inner_steps
         return self._is_over or self.is_leaving
 
@@ -189,9 +175,9 @@ class OuterLoop:
         run's tokens that this island has merged, of the fragment that has merged fewest, and its
         own inner steps since. Equal on all ranks.
         """
-        if self._arrival is None:
+        if self._total_tokens is None:
             return self.inner_step
-        inner_steps, total_tokens = self._schedule.inner_steps, self._arrival.total_tokens
+        inner_steps, total_tokens = self._schedule.inner_steps, self._total_tokens
         since = min(
             inner_steps * ledger.merged_tokens / total_tokens + ledger.steps
             for ledger in self._ledgers
@@ -276,7 +262,7 @@ class OuterLoop:
         """
         resumed = yield from self._keeper.resuming(state)
         self._take(resumed)
-        if self._arrival is not None:
+        if self._total_tokens is not None:
             yield from self._catching_up(resumed.newest)
 
     def _catching_up(self, versions: Sequence[int]) -> Waits[None]:
@@ -385,7 +371,7 @@ class OuterLoop:
 
     def _measure_step(self) -> None:
         """Tell the syncer how long this island's inner steps take."""
-        if self._arrival is None:
+        if self._total_tokens is None:
             return
         if self._stepped_at is not None:
             self._steps_s.append(self._clock() - self._stepped_at)
@@ -408,7 +394,7 @@ class OuterLoop:
 
     def _acting(self, agreed: Agreed | None) -> Waits[list[int]]:
         """Merge what has arrived and send what is due; returns the fragments that were sent."""
-        if self._arrival is not None and agreed is not None:
+        if self._total_tokens is not None and agreed is not None:
             self.is_leaving = self.is_leaving or agreed.is_leaving
             self._is_over = self._is_over or all(each.is_ending for each in agreed.standings)
             self._take_in(agreed)
@@ -417,7 +403,7 @@ class OuterLoop:
         due = self._pace.due(self._ledgers, self.inner_step, agreed, is_over=self._is_over)
         for fragment_id in due:
             is_flush = False
-            if self._arrival is not None and agreed is not None:
+            if self._total_tokens is not None and agreed is not None:
                 standing = agreed.standings[fragment_id]
                 self._ledgers[fragment_id].attempt = standing.attempt
                 is_flush = standing.is_ending
@@ -461,7 +447,7 @@ class OuterLoop:
             IslandFailed: On all ranks, if what the parameters hold is not what was published.
         """
         self._raise_failure(self._agreement.read())
-        if self._arrival is not None:
+        if self._total_tokens is not None:
             yield from self._ending()
             if not self.is_leaving:
                 for ledger in self._ledgers:
@@ -523,7 +509,7 @@ class OuterLoop:
         Nothing on arrival: it is merged as soon as they have it.
         """
         in_flight = [(x.outstanding, x.fragment_id) for x in self._ledgers if x.outstanding]
-        if agreed is None or self._arrival is not None or not in_flight:
+        if agreed is None or self._total_tokens is not None or not in_flight:
             return
         sent, p = min(in_flight, key=lambda each: each[0].sent_at_inner_step)
         if _is_staged(agreed.standings[p], sent):
@@ -564,7 +550,7 @@ class OuterLoop:
         standings = []
         for ledger in self._ledgers:
             view = self._exchange.view(ledger.fragment_id)
-            if self._arrival is not None:
+            if self._total_tokens is not None:
                 standings.append(arrival_standing(ledger, view))
                 continue
             # What was posted to the exchange may not have been carried out yet.

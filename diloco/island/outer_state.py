@@ -144,7 +144,6 @@ class StateKeeper:
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             exchange.rules.uplink_codec,
             exchange.rules.error_feedback,
-            exchange.rules.is_carried,
         )
 
     def starting(self, *, overwrite_initial: bool, last_inner_step: int) -> Waits[OuterState]:

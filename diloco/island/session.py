@@ -68,7 +68,7 @@ from diloco.island.groups import island_sums, make_groups
 from diloco.island.lanes.parameters import Trained, TrainedParameters
 from diloco.island.lanes.shards import LaneShards, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
-from diloco.island.outer_loop import Arrival, OuterLoop
+from diloco.island.outer_loop import OuterLoop
 from diloco.island.position import Position
 from diloco.island.registration import IslandState, Progress
 from diloco.island.stopping import Stopping
@@ -224,7 +224,6 @@ class DiLoCo(Position):
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
             config.outer.uplink,
             config.outer.error_feedback,
-            config.outer.late == "carry",
         )
         agreement = Agreement(self._groups.agreement)
         self._stopping = Stopping(
@@ -246,13 +245,8 @@ class DiLoCo(Position):
             clock=time.monotonic,
             on_event=self._hear,
             start_step=start_step,
-            arrival=Arrival(
-                # The coordinator's word: its file may name islands that this one does not.
-                reply.total_tokens or config.total_tokens,
-                is_carried=config.outer.late == "carry",
-            )
-            if self._on_arrival
-            else None,
+            # The coordinator's word: its file may name islands that this one does not.
+            total_tokens=(reply.total_tokens or config.total_tokens) if self._on_arrival else None,
         )
         self._loop.loss_of = self._trial_loss
         self._loop.must_leave = lambda: self._graceful_stop.must_leave

@@ -31,11 +31,8 @@ def diagrams() -> str:
             _rows(("phase", "event", "then", "when"), TRANSITIONS),
             "### A contribution",
             _rows(
-                ("outcome", "`outer.late`", "merges", "counters, alpha = 0", "alpha > 0"),
-                [
-                    (o.verdict, o.late or "any", _MERGED[o.merges], o.counters, o.mixed)
-                    for o in OUTCOMES
-                ],
+                ("outcome", "merges", "counters, alpha = 0", "alpha > 0"),
+                [(o.verdict, _MERGED[o.merges], o.counters, o.mixed) for o in OUTCOMES],
             ),
             "### A lease",
             _diagram(Lease.ABSENT, leases),

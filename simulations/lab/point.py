@@ -284,11 +284,6 @@ def _check(lab: LabConfig, config: Config) -> None:
             f'prune.share = {lab.prune.share}: with method = "data_parallel" there are no '
             "pseudo-gradients; leave it out"
         )
-    if lab.prune.share and outer.late == "carry":
-        raise ConfigError(
-            f'prune.share = {lab.prune.share}: with outer.late = "carry" late work would join what '
-            'is sent as it is; set outer.late = "drop"'
-        )
     for island in config.islands:
         Point(lab, config, {}).link_of(island)
 

@@ -89,7 +89,6 @@ class Exchanging:
     sizes: Sequence[FragmentSize]
     local_mix: float
     on_arrival: bool
-    is_carried: bool
     plain_up: bool
     plain_down: bool
 
@@ -371,13 +370,11 @@ class SimulatedIsland:
             carried.settle(is_merged=False, is_included=False)
             return
         target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
-        is_late = verdict in (Verdict.NOT_INCLUDED, Verdict.ABSENT)
         settled = ledger.settle(
             verdict,
             attempt=attempt,
             local_mix=0.0 if target.is_flush else self._common.local_mix,
             merged=target,
-            is_carried=self._common.is_carried and is_late and not target.is_flush,
         )
         self.sums.overwritten_steps += settled.overwritten_steps
         self.sums.merges += 1

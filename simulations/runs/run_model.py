@@ -258,7 +258,6 @@ class _World:
             sizes=sizes,
             local_mix=outer.local_mix,
             on_arrival=outer.is_on_arrival,
-            is_carried=outer.late == "carry",
             plain_up=outer.uplink == "float32",
             plain_down=outer.downlink == "float32",
         )

@@ -258,7 +258,6 @@ def _common(scenario: Scenario, plan: Plan) -> Exchanging:
         sizes,
         local_mix=0.0,
         on_arrival=True,
-        is_carried=False,
         plain_up=False,
         plain_down=False,
     )

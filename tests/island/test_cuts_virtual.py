@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -223,8 +223,7 @@ def test_a_run_is_cut_at_random_and_goes_on_with_every_token_accounted(
     setting: Setting, seed: int, is_stop: bool, num_syncers: int
 ) -> None:
     rng = random.Random(100 + seed)
-    late: Literal["drop", "carry"] = rng.choice(["drop", "carry"])
-    changed = replace(setting, late=late, local_mix=rng.choice([0.0, 0.5]))
+    changed = replace(setting, local_mix=rng.choice([0.0, 0.5]))
     beyond_s = 0.0 if is_stop else rng.uniform(3.0, 10.0)
     story = Story(changed, seed, beyond_s=beyond_s, num_syncers=num_syncers)
 

@@ -30,7 +30,7 @@ from diloco.io_thread import IoThread
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
 from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
-from diloco.island.outer_loop import Arrival, OuterLoop
+from diloco.island.outer_loop import OuterLoop
 from diloco.outer.fragments import Plan, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
@@ -288,7 +288,7 @@ def island(
             local_mix=local_mix,
             clock=time.monotonic,
             on_event=events.append,
-            arrival=Arrival(total_tokens) if total_tokens else None,
+            total_tokens=total_tokens or None,
         )  # fmt: skip
         if kept is None:
             io.drive(session.starting(overwrite_initial=False, last_inner_step=0))

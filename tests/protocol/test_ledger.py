@@ -60,21 +60,18 @@ def test_the_outcome_table(verdict: Verdict, local_mix: float) -> None:
     assert made.outstanding is None
 
 
-# (what came, local_mix) -> steps counted, steps overwritten, steps dropped, with carry and without
+# (what came, local_mix) -> steps counted, steps overwritten, steps dropped
 LATE = {
-    (Verdict.NOT_INCLUDED, 0.0): ((6, 6, 0), (0, 6, 6)),
-    (Verdict.NOT_INCLUDED, 0.5): ((6, 0, 0), (2, 0, 4)),
-    (Verdict.ABSENT, 0.0): ((6, 6, 0), (0, 6, 6)),
-    (Verdict.ABSENT, 0.5): ((6, 0, 0), (6, 0, 0)),
+    (Verdict.NOT_INCLUDED, 0.0): (0, 6, 6),
+    (Verdict.NOT_INCLUDED, 0.5): (2, 0, 4),
+    (Verdict.ABSENT, 0.0): (0, 6, 6),
+    (Verdict.ABSENT, 0.5): (6, 0, 0),
 }
 
 
-@pytest.mark.parametrize("is_carried", [True, False], ids=["carry", "drop"])
 @pytest.mark.parametrize(("verdict", "local_mix"), LATE, ids=str)
-def test_a_merge_several_versions_ahead_drops_or_keeps_late_work(
-    verdict: Verdict, local_mix: float, is_carried: bool
-) -> None:
-    steps, overwritten, dropped = LATE[verdict, local_mix][not is_carried]
+def test_a_merge_several_versions_ahead_drops_late_work(verdict: Verdict, local_mix: float) -> None:
+    steps, overwritten, dropped = LATE[verdict, local_mix]
     made = ledger()
     if verdict is Verdict.ABSENT:
         made.outstanding = None
@@ -84,7 +81,6 @@ def test_a_merge_several_versions_ahead_drops_or_keeps_late_work(
         attempt=0,
         local_mix=local_mix,
         merged=Target(9, merged_tokens=77),
-        is_carried=is_carried,
     )
 
     assert settled == Settled(overwritten, dropped * TOKENS)

@@ -344,7 +344,7 @@ def test_a_setting_counts_is_told_and_outlives_the_coordinator(tmp_path: Path, c
         assert coord.in_force.outer.optimizer.lr == 0.25
         policy = json.loads((await coord.join("west", "b")).policy_json)
         assert policy["outer.optimizer.lr"] == 0.25
-        assert (await coord.operate("set", key="outer.late", value="carry")).is_done
+        assert (await coord.operate("set", key="outer.grace", value="100ms")).is_done
         assert (await coord.told_to_syncer()).policy_revision == 2
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
@@ -375,7 +375,7 @@ def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config
         ("set", {"key": "outer.optimiser.lr", "value": "1"}, ['did you mean "optimizer"']),
         ("set", {"key": "outer.optimizer.lr", "value": "-1"}, ["-1", ">"]),
         ("set", {"key": "outer.grace", "value": "soon"}, ["outer.grace", '"auto" or 0s to 1h']),
-        ("set", {"key": "run.seed", "value": "8"}, ["the same for the whole run", "outer.late"]),
+        ("set", {"key": "run.seed", "value": "8"}, ["the same for the whole run", "outer.grace"]),
         (
             "set",
             {"key": "model.preset", "value": "tiny"},

@@ -342,10 +342,10 @@ def test_settings_keep_their_order() -> None:
     run = Run()
     for n in range(1, 12):
         run.do(run.membership.settings.changed("outer.optimizer.lr", n / 10))
-    run.do(run.membership.settings.changed("outer.late", "carry"))
+    run.do(run.membership.settings.changed("outer.grace", "2s"))
 
     after = run.new().settings
-    assert after.policy == {"outer.optimizer.lr": 1.1, "outer.late": "carry"}
+    assert after.policy == {"outer.optimizer.lr": 1.1, "outer.grace": "2s"}
     assert after.revision == 12
 
 

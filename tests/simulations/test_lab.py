@@ -234,9 +234,6 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "pruned data parallel": (
         (), {"prune": {"share": 0.5}, "method": "data_parallel"}, "prune.share = 0.5: .*leave it",
     ),
-    "pruned, and carried over": (
-        (*ON_ARRIVAL, "outer.late=carry"), {"prune": {"share": 0.5}}, "prune.share = 0.5: .*drop",
-    ),
     "tokens that cannot be shared": (
         (), {"tokens_per_inner_step": 97}, "tokens_per_inner_step = 97: .*nearest is 96",
     ),

@@ -7,7 +7,6 @@ vary by 10 %. Time is virtual and nothing is shaped, so that only the rounds dif
     all         on arrival, and a round counts everybody
     k1-grace    on arrival, a round closes 3 s (of steps of 1 s) after the first contribution
     k1          on arrival, a round closes with the first contribution
-    k1-carry    like k1, and what a round did not wait for goes into the next contribution
 
 All rows end with the same merged tokens; the flush is evaluated.
 
@@ -51,7 +50,6 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "all": {**_ON_ARRIVAL, "min_contributions": "all"},
     _GRACE: {**_ON_ARRIVAL, "grace": "3s"},
     "k1": _ON_ARRIVAL,
-    "k1-carry": {**_ON_ARRIVAL, "late": "carry"},
 }
 
 

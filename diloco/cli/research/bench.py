@@ -109,8 +109,8 @@ def stragglers(
 
     Four islands, a byte model of 0.87M parameters, 300 inner steps of each on average, from the
     seed; step times 1, 1, 1, 2 s with 10 % noise on a virtual clock; H = 30, one fragment. Rounds
-    that wait for all, on arrival with all, with a quorum of one and 3 s of grace, without grace,
-    and with late work carried over. About a quarter of an hour of CPU time.
+    that wait for all, on arrival with all, with a quorum of one and 3 s of grace, and without
+    grace. About a quarter of an hour of CPU time.
 
     Read "fast islands busy": 100 % means that nobody waited; "over scheduled" what that costs in
     held-out loss at the same merged tokens; "solo": rounds that counted one island only.

@@ -7,13 +7,10 @@
     payload/{p}/{lane}        uint8 [wire bytes]: what is in flight; zeros when nothing is
     residual/{p}/{lane}       float32 [lane.numel], with error feedback only
     residual_after/{p}/{lane} float32 [lane.numel], with error feedback only: of what is in flight
-    carried/{p}/{lane}        float32 [lane.numel], with late work carried only; zeros: nothing is
-    carried_norm/{p}/{lane}   float64 [1], likewise: bound of its norm; -1: none yet
-    delta/{p}/{lane}          float32 [lane.numel], likewise: pseudo-gradient that is in flight
 
 A rank holds the lanes that it carries; `meta`, `reach/{p}` and `ledger/{p}` are equal on all ranks,
 so that the union over the ranks serves any number of ranks. Names and shapes follow from the plan,
-the codec, error feedback, what is carried, and the lanes alone, never from the moment.
+the codec, error feedback and the lanes alone, never from the moment.
 
 Source: PROTOCOL.md, "Run checkpoints and pins".
 """
@@ -21,7 +18,7 @@ Source: PROTOCOL.md, "Run checkpoints and pins".
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +34,6 @@ _FORMAT = 3
 _LEDGER_NUMBERS = 15
 _ALWAYS: tuple[str, ...] = ("anchor", "payload")
 _WITH_FEEDBACK = ("residual", "residual_after")
-_WITH_CARRY = ("carried", "carried_norm", "delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +60,8 @@ class LaneCheckpoint:
     `is_declined`: what is in flight is a decline; `broken_in_a_row`: how many of the last
     pseudo-gradients were not finite.
 
-    The tensors are those in use: they are replaced and never written to, here and by whoever reads
-    them. Residuals are empty without error feedback, and the last three where late work is not
-    carried (`late`).
+    The tensors are those in use: they are replaced, never written to. Residuals are empty without
+    error feedback.
     """
 
     anchor: Mapping[int, Tensor]
@@ -75,9 +70,6 @@ class LaneCheckpoint:
     residual_after: Mapping[int, Tensor]
     is_declined: bool
     broken_in_a_row: int
-    carried: Mapping[int, Tensor] = field(default_factory=dict)
-    carried_norm: Mapping[int, Tensor] = field(default_factory=dict)
-    delta: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +94,6 @@ class StateLayout:
     lanes: Mapping[int, Sequence[int]]
     codec: str
     error_feedback: bool
-    is_carried: bool = False
 
     def expected(self) -> dict[str, tuple[list[int], torch.dtype]]:
         """Return what `to_tensors` gives, name by name."""
@@ -117,8 +108,6 @@ class StateLayout:
                 if section == "payload":
                     codec = lane_codec(self.codec, fragment, lane_id)
                     shape = [codec.wire_bytes(numel)], torch.uint8
-                elif section == "carried_norm":
-                    shape = [1], torch.float64
                 shapes[f"{section}/{p}/{lane_id}"] = shape
         return shapes
 
@@ -157,9 +146,9 @@ class StateLayout:
                 what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
                 raise ConfigError(
                     f"the outer state cannot be resumed: {name!r} must be {dtype} {shape}, found "
-                    f"{what}. It was captured with another plan, outer.uplink_codec, "
-                    f"outer.error_feedback or outer.late, by another version of diloco, or lanes "
-                    f"of some ranks are missing from it"
+                    f"{what}. It was captured with another plan, outer.uplink_codec or "
+                    f"outer.error_feedback, by another version of diloco, or lanes of some ranks "
+                    f"are missing from it"
                 )
         _, *moment = state["meta"].tolist()
         return Moment(*moment), [self._fragment(state, timeline, p) for p in self.lanes]
@@ -189,9 +178,7 @@ class StateLayout:
             ledger.outstanding = Outstanding(
                 key, sent_at_inner_step, weight_tokens, weight_steps, bool(is_flush)
             )
-        parts: dict[str, dict[int, Tensor]] = {
-            name: {} for name in (*_ALWAYS, *_WITH_FEEDBACK, *_WITH_CARRY)
-        }
+        parts: dict[str, dict[int, Tensor]] = {name: {} for name in (*_ALWAYS, *_WITH_FEEDBACK)}
         for section, lane_id in self._parts(p):
             values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
@@ -200,9 +187,7 @@ class StateLayout:
         return FragmentCheckpoint(ledger, lanes, reach, sent_as)
 
     def _parts(self, p: int) -> Iterator[tuple[str, int]]:
-        sections = _ALWAYS
-        sections += _WITH_FEEDBACK if self.error_feedback else ()
-        sections += _WITH_CARRY if self.is_carried else ()
+        sections = _ALWAYS + (_WITH_FEEDBACK if self.error_feedback else ())
         for section in sections:
             for lane_id in self.lanes[p]:
                 yield section, lane_id

@@ -51,7 +51,6 @@ class ContributionRules:
     Args:
         codec: Of contributions (`lane_codec`).
         error_feedback: Whether the quantisation error joins the next contribution.
-        is_carried: Whether work that a round did not wait for joins the next contribution.
         seed: Of the run; stochastic rounding draws from it.
         island: Whose they are.
         decay: Share of the quantisation error that joins it.
@@ -59,7 +58,6 @@ class ContributionRules:
 
     codec: str
     error_feedback: bool
-    is_carried: bool
     seed: int
     island: str
     decay: float = 1.0
@@ -188,9 +186,7 @@ class Contributions:
             self._start_decline(carried, sent, reason)
             return
         for lane_id, payload in lanes.payload.items():
-            lane = SentLane.of(payload, lanes.residual_after.get(lane_id))
-            lane.delta = lanes.delta.get(lane_id)
-            carried.sending[lane_id] = lane
+            carried.sending[lane_id] = SentLane.of(payload, lanes.residual_after.get(lane_id))
         if not is_asking:
             self._submit_all(carried, sent)
 
@@ -232,13 +228,8 @@ class Contributions:
         drawn_by = rounding_key(
             rules.seed, key.fragment_id, lane_id, key.version, key.attempt, rules.island
         )
-        late = carried.over.of(lane_id)
-        whole = delta if late is None else delta + late
         with record_function("diloco/encode"):
-            lane = SentLane.of(*encode_with_feedback(codec, whole, residual, drawn_by, rules.decay))
-        if rules.is_carried:
-            lane.delta = delta.clone()  # the memory of `local` is used again
-        return lane
+            return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by, rules.decay))
 
     def forget_flipped(self, carried: IslandFragment, lane_id: int) -> None:
         """Forget what a lane has left over if a bit of it has flipped, and tell that."""

@@ -27,7 +27,6 @@ from diloco.island.exchange.fragment_state import FragmentView, IslandFragment
 from diloco.island.exchange.retried_calls import Reach
 from diloco.island.exchange.syncer_link import SyncerLink
 from diloco.outer.fragments import Plan
-from diloco.outer.pseudo_gradient import pseudo_gradient_
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protos.control_pb2 import Grant
 from diloco.tasks import Tasks, wait_for
@@ -53,7 +52,6 @@ class ExchangeRules:
         first_wait_s: Wait after the first call without an answer, at most.
         max_wait_s: Longest wait between two calls.
         on_arrival: Whether rounds open and versions come at any time, and some are left out.
-        is_carried: Whether work that a round did not wait for joins the next contribution.
         error_feedback_decay: Share of the quantisation error that joins it.
     """
 
@@ -65,7 +63,6 @@ class ExchangeRules:
     first_wait_s: float = 0.1
     max_wait_s: float = 1.0
     on_arrival: bool = False
-    is_carried: bool = False
     error_feedback_decay: float = 1.0
 
 
@@ -167,7 +164,6 @@ class Exchange:
             rules=ContributionRules(
                 rules.uplink_codec,
                 rules.error_feedback,
-                rules.is_carried,
                 rules.seed,
                 grant.island,
                 rules.error_feedback_decay,
@@ -340,23 +336,6 @@ class Exchange:
         self._link_of[fragment_id].stager.aim(self._carried[fragment_id], version)
         self._tasks.notify()
 
-    def miss(self, fragment_id: int, local: Mapping[int, Tensor] | None, local_mix: float) -> None:
-        """Carry work over that no version counts; before `settle`.
-
-        Args:
-            fragment_id: The fragment.
-            local: Lane id -> local values at the merge, overwritten; None: what was sent missed.
-            local_mix: alpha of the merge.
-        """
-        carried = self._carried[fragment_id]
-        for lane_id in carried.lanes:
-            lane = carried.sending.get(lane_id)
-            delta = None if lane is None else lane.delta
-            if local is not None:
-                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
-            if delta is not None:
-                carried.over.missed(lane_id, delta, local_mix)
-
     @property
     def news(self) -> asyncio.Event:
         """What the next change of what is shown sets; to be asked for before looking."""
@@ -379,7 +358,6 @@ class Exchange:
                 self._plan.fragments[p],
                 self.rules.uplink_codec,
                 error_feedback=self.rules.error_feedback,
-                is_carried=self.rules.is_carried,
             )
 
     async def verify_anchors(self) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from diloco.compression.base import from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.island.exchange.checkpoint_state import LaneCheckpoint
-from diloco.island.exchange.late import Over
 from diloco.outer.fragments import Fragment
 from diloco.outer.pseudo_gradient import bit_sum
 from diloco.protocol.island.ledger import Outstanding, Target, Verdict
@@ -103,7 +102,6 @@ class SentLane:
     """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet.
 
     `residual_sum` is the `bit_sum` of the residual as it was made.
-    `delta` is the pseudo-gradient itself, where late work is carried over.
     """
 
     payload: Buffer
@@ -111,7 +109,6 @@ class SentLane:
     residual_after: Tensor | None
     residual_sum: int = 0
     received_epoch: int = -1
-    delta: Tensor | None = None
 
     @classmethod
     def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
@@ -131,8 +128,8 @@ class IslandFragment:
     `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is what the
     syncer last announced, and `heard` what it announced of versions after the anchor.
     `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
-    agreed on; `over` is late work that the next contribution carries, by lane (`late`);
-    `anchor_digests` are those of all lanes of the anchor's version, empty where none are known.
+    agreed on; `anchor_digests` are those of all lanes of the anchor's version, empty where none are
+    known.
     """
 
     fragment_id: int
@@ -156,7 +153,6 @@ class IslandFragment:
     aimed_version: int = -1
     gone_version: int = -1
     heard: dict[int, wire.FragmentState] = field(default_factory=dict)
-    over: Over = field(default_factory=Over)
     anchor_digests: tuple[bytes, ...] = ()
 
     def hear(self, state: wire.FragmentState) -> None:
@@ -200,16 +196,14 @@ class IslandFragment:
     def settle(self, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding.
 
-        INCLUDED keeps the residual after the send and uses up what was carried over, everything
-        else keeps both as before; a merge makes the staged version the anchor.
+        INCLUDED keeps the residual after the send, everything else keeps it as before; a merge
+        makes the staged version the anchor.
         """
         if is_included:
             for lane_id, lane in self.sending.items():
                 if lane.residual_after is not None:
                     self.residual[lane_id] = lane.residual_after
                     self.residual_sums[lane_id] = lane.residual_sum
-                if lane.delta is not None:
-                    self.over.included(lane_id, lane.delta)
         if is_merged:
             self.anchor, self.anchor_version = self.staged, self.staged_version
             heard = self.heard.get(self.anchor_version)
@@ -225,10 +219,10 @@ class IslandFragment:
             Whether one has. What is kept is as it was when it was made.
         """
         residual = self.residual.get(lane_id)
-        is_flipped = residual is not None and bit_sum(residual) != self.residual_sums[lane_id]
-        if is_flipped:
-            del self.residual[lane_id]
-        return self.over.forget_flipped(lane_id) or is_flipped
+        if residual is None or bit_sum(residual) == self.residual_sums[lane_id]:
+            return False
+        del self.residual[lane_id]
+        return True
 
     def verdict(self) -> Verdict | None:
         """Say how what is outstanding ended; a refused one waits for the round's end."""
@@ -279,13 +273,8 @@ class IslandFragment:
         target = Target(version, state.merged_tokens, state.is_flush, is_tried)
         return Announced(target, state.digest.hex(), tuple(state.contributors))
 
-    def captured(
-        self, fragment: Fragment, codec: str, *, error_feedback: bool, is_carried: bool
-    ) -> LaneCheckpoint:
+    def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> LaneCheckpoint:
         """Return the state of the lanes, zeros where there is none; tensors are not copied."""
-        carried: dict[int, Tensor] = {}
-        carried_norm: dict[int, Tensor] = {}
-        delta: dict[int, Tensor] = {}
         payload: dict[int, Tensor] = {}
         residual: dict[int, Tensor] = {}
         residual_after: dict[int, Tensor] = {}
@@ -304,10 +293,6 @@ class IslandFragment:
                     after = None
                 residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
                 residual_after[lane_id] = torch.zeros(numel) if after is None else after
-            if is_carried:
-                missed = None if sent is None else sent.delta
-                carried[lane_id], carried_norm[lane_id] = self.over.captured(lane_id, numel)
-                delta[lane_id] = torch.zeros(numel) if missed is None else missed
         return LaneCheckpoint(
             dict(self.anchor),
             payload,
@@ -315,9 +300,6 @@ class IslandFragment:
             residual_after,
             is_declined=bool(self.decline_reason),
             broken_in_a_row=self.broken_in_a_row,
-            carried=carried,
-            carried_norm=carried_norm,
-            delta=delta,
         )
 
     def restore(self, version: int, lanes: LaneCheckpoint) -> None:
@@ -328,12 +310,10 @@ class IslandFragment:
         self.residual = dict(lanes.residual)
         self.residual_sums = {lane_id: bit_sum(values) for lane_id, values in self.residual.items()}
         self.broken_in_a_row = lanes.broken_in_a_row
-        for lane_id, carried in lanes.carried.items():
-            self.over.restore(lane_id, carried, lanes.carried_norm[lane_id])
 
     def begin_anew(self) -> None:
         """Forget work that was captured, and counts already."""
-        self.residual, self.over = {}, Over()
+        self.residual = {}
 
     def known(self) -> wire.FragmentState:
         """Return what a poll compares with the syncer's state.

@@ -49,14 +49,12 @@ class Settlement(NamedTuple):
 
     Args:
         verdict: The outcome.
-        late: For which `outer.late` ("drop" or "carry"); empty: for both.
         merges: Whether a version is merged.
         counters: Where alpha is 0: the merge overwrites what was done since the send.
         mixed: Where alpha is greater.
     """
 
     verdict: Verdict
-    late: str
     merges: bool
     counters: Counters
     mixed: Counters
@@ -64,23 +62,17 @@ class Settlement(NamedTuple):
 
 _SEND, _MERGE, _KEEP = Counters
 OUTCOMES = (
-    Settlement(Verdict.INCLUDED, "", True, _SEND, _SEND),
-    Settlement(Verdict.NOT_INCLUDED, "drop", True, _MERGE, _SEND),
-    Settlement(Verdict.NOT_INCLUDED, "carry", True, _KEEP, _KEEP),
-    Settlement(Verdict.REFUSED, "", True, _KEEP, _KEEP),
-    Settlement(Verdict.DECLINED, "", True, _KEEP, _KEEP),
-    Settlement(Verdict.ABSENT, "drop", True, _MERGE, _KEEP),
-    Settlement(Verdict.ABSENT, "carry", True, _KEEP, _KEEP),
-    Settlement(Verdict.EXPIRED, "", False, _KEEP, _KEEP),
-    Settlement(Verdict.REFUSED_EXPIRED, "", False, _KEEP, _KEEP),
+    Settlement(Verdict.INCLUDED, True, _SEND, _SEND),
+    Settlement(Verdict.NOT_INCLUDED, True, _MERGE, _SEND),
+    Settlement(Verdict.REFUSED, True, _KEEP, _KEEP),
+    Settlement(Verdict.DECLINED, True, _KEEP, _KEEP),
+    Settlement(Verdict.ABSENT, True, _MERGE, _KEEP),
+    Settlement(Verdict.EXPIRED, False, _KEEP, _KEEP),
+    Settlement(Verdict.REFUSED_EXPIRED, False, _KEEP, _KEEP),
 )
 #: After these, what was sent is in the next contribution, too.
 _KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
-_SETTLEMENTS = {
-    (each.verdict, late): each
-    for each in OUTCOMES
-    for late in ((each.late,) if each.late else ("drop", "carry"))
-}
+_SETTLEMENTS = {each.verdict: each for each in OUTCOMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +195,6 @@ class FragmentLedger:
         attempt: int,
         local_mix: float,
         merged: Target | None = None,
-        is_carried: bool = False,
     ) -> Settled:
         """Apply the outcome of what is outstanding, as `OUTCOMES` says.
 
@@ -213,14 +204,13 @@ class FragmentLedger:
                 skipped, which no due step served (`MAX_EXPIRED`).
             local_mix: alpha of the merge.
             merged: The version that is merged; None: the one after what was sent.
-            is_carried: Whether work that no version has goes into the next contribution.
         """
         sent, self.outstanding = self.outstanding, None
         has_sent = sent is not None
         assert has_sent != (verdict is Verdict.ABSENT), (
             f"{verdict}: fragment {self.fragment_id} has {sent or 'nothing'} outstanding"
         )
-        settlement = _SETTLEMENTS[verdict, "carry" if is_carried else "drop"]
+        settlement = _SETTLEMENTS[verdict]
         weight_tokens, weight_steps = (0, 0) if sent is None else _weight(sent)
         void = 0
         if self.is_void and verdict in _KEEPING:

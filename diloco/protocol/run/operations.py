@@ -26,7 +26,6 @@ from diloco.transport.identity import Identity
 _HEARD = "the syncer hears it within 2 s"
 #: Keys that count while the run is under way, and from when on.
 _AT_SYNCER = f"{_HEARD}, and it counts from each fragment's next opening on, as the records say"
-_AT_ISLANDS = "each island obeys it from its next start on"
 _HERE = "it counts from now on"
 LIVE_KEYS: Mapping[str, str] = {
     "outer.optimizer.lr": _AT_SYNCER,
@@ -41,7 +40,6 @@ LIVE_KEYS: Mapping[str, str] = {
     "outer.grace_cap": _AT_SYNCER,
     "outer.round_deadline": _AT_SYNCER,
     "outer.round_deadline_floor": _AT_SYNCER,
-    "outer.late": _AT_ISLANDS,
     "outer.on_member_lost": _HERE,
     "run.min_islands": _HERE,
     "run.open": _HERE,
