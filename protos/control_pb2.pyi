@@ -442,7 +442,7 @@ class OperateReply(_message.Message):
     message: str
     def __init__(self, is_done: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
-class StandingRequest(_message.Message):
+class RunStateRequest(_message.Message):
     __slots__ = ("protocol_version", "island")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
@@ -450,7 +450,7 @@ class StandingRequest(_message.Message):
     island: str
     def __init__(self, protocol_version: _Optional[int] = ..., island: _Optional[str] = ...) -> None: ...
 
-class StandingReply(_message.Message):
+class RunStateReply(_message.Message):
     __slots__ = ("run", "timeline", "state", "start_step", "has_published", "inner_steps", "island", "syncer_addresses")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]

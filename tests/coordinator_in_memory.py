@@ -131,9 +131,9 @@ class CoordinatorInMemory:
         reply = control.RoundReportReply.FromString(await self.call("round_report", request))
         return list(reply.checkpoint_steps)
 
-    async def standing(self, island: str) -> control.StandingReply:
-        request = control.StandingRequest(protocol_version=PROTOCOL_VERSION, island=island)
-        return control.StandingReply.FromString(await self.call("standing", request))
+    async def run_state(self, island: str) -> control.RunStateReply:
+        request = control.RunStateRequest(protocol_version=PROTOCOL_VERSION, island=island)
+        return control.RunStateReply.FromString(await self.call("standing", request))
 
     async def operate(self, command: str, **arguments: str) -> control.OperateReply:
         request = control.OperateRequest(command=command, arguments=arguments)

@@ -39,7 +39,7 @@ from diloco.protos.control_pb2 import (
     ClockReply,
     FragmentStatus,
     Grant,
-    StandingRequest,
+    RunStateRequest,
     StatusReply,
     StatusRequest,
 )
@@ -124,7 +124,7 @@ class Coordinator:
         """Method name -> handler."""
         return {
             "control.status": self._status,
-            "control.standing": self._standing,
+            "control.standing": self._run_state,
             "control.clock": self._clock,
             **self._island_service.handlers,
             **self._syncer_service.handlers,
@@ -335,9 +335,9 @@ class Coordinator:
         StatusRequest.FromString(call.header)
         return Reply.of(self.status())
 
-    async def _standing(self, call: IncomingCall) -> Reply:
-        island = StandingRequest.FromString(call.header).island
-        reply = self.run_status.standing()
+    async def _run_state(self, call: IncomingCall) -> Reply:
+        island = RunStateRequest.FromString(call.header).island
+        reply = self.run_status.for_islands()
         # A stranger on a trusted network could name any island: that is `control.status`.
         is_proved = call.caller is not None or call.is_local
         if is_proved and island in self._membership.members:

@@ -52,7 +52,7 @@ class DeciderRules:
 
 
 @dataclass(slots=True)
-class Standing:
+class DecidedFragment:
     """A fragment's machine, and what is durable of it; None before it is founded.
 
     `empty_handed` are the starts of islands that a resumed run cannot go on from. What was
@@ -69,7 +69,7 @@ class DecidedRounds:
     """The rounds of one timeline.
 
     Attributes:
-        standings: How every fragment stands; none before the plan is known.
+        fragments: How every fragment stands; none before the plan is known.
         failure: Why the journal could not be written; None: it could.
     """
 
@@ -99,7 +99,7 @@ class DecidedRounds:
         self._on_status = on_status
         self._on_lost = on_lost
         self._on_change = on_change
-        self.standings: dict[int, Standing] = {}
+        self.fragments: dict[int, DecidedFragment] = {}
         self.failure: JournalUnwritable | None = None
         self._failed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -123,33 +123,33 @@ class DecidedRounds:
     def granted(self, island: str, incarnation: int) -> None:
         """Begin, if the plan is known; a new start of an island fences its earlier ones."""
         self._begin()
-        for standing in self.standings.values():
-            instructions = standing.rounds.granted(island, incarnation, loop_now())
+        for fragment in self.fragments.values():
+            instructions = fragment.rounds.granted(island, incarnation, loop_now())
             if instructions:
-                self.perform(standing, instructions)
+                self.perform(fragment, instructions)
 
     def _begin(self) -> None:
         """Take the fragments from the plan, and what is durable of them from the journal."""
-        if self.standings or not self._membership.plan_json:
+        if self.fragments or not self._membership.plan_json:
             return
         membership, now = self._membership, loop_now()
-        for fragment in Plan.from_json(membership.plan_json).fragments:
-            p = fragment.fragment_id
+        for planned in Plan.from_json(membership.plan_json).fragments:
+            p = planned.fragment_id
             rounds = AllReduceRounds(
                 p,
                 membership.timeline,
                 RoundRules(
                     members=membership.islands,
-                    num_lanes=len(fragment.lanes),
+                    num_lanes=len(planned.lanes),
                     deadline_s=self._rules.round_deadline_s,
                     weights=self._rules.weights,
                 ),
             )
-            standing = self.standings[p] = Standing(rounds, published_at=now)
+            fragment = self.fragments[p] = DecidedFragment(rounds, published_at=now)
             for island, member in membership.members.items():
                 if member.incarnation and member.timeline == membership.timeline:
                     rounds.granted(island, member.incarnation, now)
-            saved = standing.saved = self._journal.saved(p)
+            saved = fragment.saved = self._journal.saved(p)
             if saved is None:
                 continue
             instructions: list[DeciderInstruction] = list(
@@ -164,21 +164,25 @@ class DecidedRounds:
                     reason=saved.reason,
                 )
             )
-            self.perform(standing, instructions)
+            self.perform(fragment, instructions)
 
     def has_committed(self, record: Mapping[str, Any]) -> bool:
         """Whether this very record is that of a version, of whichever timeline."""
         return self._journal.has_committed(record)
 
-    def found(self, standing: Standing, record: Mapping[str, Any], state_digest: bytes) -> None:
+    def found(
+        self, fragment: DecidedFragment, record: Mapping[str, Any], state_digest: bytes
+    ) -> None:
         """Go on from a version that an island holds; it is durable first."""
-        self._write(standing, SavedRound(record, state_digest))
-        founded = standing.rounds.rounds.founded(record["version"], 0, {}, loop_now())
-        self.perform(standing, list(founded))
+        self._write(fragment, SavedRound(record, state_digest))
+        founded = fragment.rounds.rounds.founded(record["version"], 0, {}, loop_now())
+        self.perform(fragment, list(founded))
 
-    def perform(self, standing: Standing, instructions: Iterable[DeciderInstruction]) -> None:
+    def perform(
+        self, fragment: DecidedFragment, instructions: Iterable[DeciderInstruction]
+    ) -> None:
         """Carry out what a machine decided, in order; then set the alarm and tell the news."""
-        rounds = standing.rounds
+        rounds = fragment.rounds
         for instruction in instructions:
             match instruction:
                 case Assigned(assignment):
@@ -186,31 +190,31 @@ class DecidedRounds:
                 case Commit(assignment, prepared):
                     codec = "float32" if assignment.is_flush else self._rules.downlink_codec
                     record = commit_record(assignment, prepared, codec)
-                    self._write(standing, SavedRound(record, prepared.state_digest))
+                    self._write(fragment, SavedRound(record, prepared.state_digest))
                     follow = rounds.committed(assignment.key, loop_now())
                     oldest = rounds.rounds.version - self._rules.retained_versions
                     rounds.rounds.forget_before(oldest)
-                    self.perform(standing, follow)
+                    self.perform(fragment, follow)
                 case RecordExpiry(key, reason, missing, broken_in_a_row):
                     logger.warning("round expired, key=%s: %s", key, reason)
-                    assert standing.saved is not None
+                    assert fragment.saved is not None
                     expired = replace(
-                        standing.saved,
+                        fragment.saved,
                         attempt=key.attempt + 1,
-                        expired_in_a_row=standing.saved.expired_in_a_row + 1,
+                        expired_in_a_row=fragment.saved.expired_in_a_row + 1,
                         broken_in_a_row=broken_in_a_row,
                         missing=missing,
                         reason=reason,
                     )
-                    self._write(standing, expired)
-                    self.perform(standing, rounds.expiry_recorded(key, loop_now()))
+                    self._write(fragment, expired)
+                    self.perform(fragment, rounds.expiry_recorded(key, loop_now()))
                 case Lost():
                     self._on_lost(instruction)
-        self._on_status(self._status(standing))
+        self._on_status(self._status(fragment))
         self._on_change()
         self._set_alarm()
 
-    def _write(self, standing: Standing, saved: SavedRound) -> None:
+    def _write(self, fragment: DecidedFragment, saved: SavedRound) -> None:
         """Make the newest version, and the next attempt at the one after it, durable."""
         try:
             self._journal.write(saved)
@@ -219,31 +223,31 @@ class DecidedRounds:
             self._failed.set()
             self.stop()
             raise
-        if standing.saved is None or saved.record is not standing.saved.record:
-            standing.published_at = loop_now()
-        standing.saved = saved
+        if fragment.saved is None or saved.record is not fragment.saved.record:
+            fragment.published_at = loop_now()
+        fragment.saved = saved
 
-    def _status(self, standing: Standing) -> FragmentStatus:
-        rounds, record = standing.rounds.rounds, standing.saved and standing.saved.record
+    def _status(self, fragment: DecidedFragment) -> FragmentStatus:
+        rounds, record = fragment.rounds.rounds, fragment.saved and fragment.saved.record
         return FragmentStatus(
             fragment_id=rounds.fragment_id,
             version=rounds.version,
             attempt=rounds.attempt,
             digest=record["digest"] if record else "",
             contributors=[c["island"] for c in record["contributors"]] if record else [],
-            age_s=loop_now() - standing.published_at,
-            phase=standing.rounds.phase,
+            age_s=loop_now() - fragment.published_at,
+            phase=fragment.rounds.phase,
         )
 
     def _set_alarm(self) -> None:
         self.stop()
-        wake = min(standing.rounds.next_wake for standing in self.standings.values())
+        wake = min(fragment.rounds.next_wake for fragment in self.fragments.values())
         if wake < float("inf"):
             self._timer = asyncio.get_running_loop().call_at(wake, self._tick)
 
     def _tick(self) -> None:
         with contextlib.suppress(JournalUnwritable):  # the watch tells
-            for standing in self.standings.values():
-                if standing.rounds.next_wake <= loop_now():
-                    self.perform(standing, standing.rounds.tick(loop_now()))
+            for fragment in self.fragments.values():
+                if fragment.rounds.next_wake <= loop_now():
+                    self.perform(fragment, fragment.rounds.tick(loop_now()))
             self._set_alarm()

@@ -20,7 +20,7 @@ from typing import Any
 import blake3
 
 from diloco.bounded_text import MOST_ENDING, MOST_TEXT, bounded_text
-from diloco.coordinator.decided_rounds import DecidedRounds, DeciderRules, Standing
+from diloco.coordinator.decided_rounds import DecidedFragment, DecidedRounds, DeciderRules
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.round_journal import JournalUnwritable, check_initial, read_record
@@ -147,7 +147,7 @@ class Decider:
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed, "
                 f"printable ones"
             )
-        keys = keys_of(request.outstanding, len(self._rounds.standings))
+        keys = keys_of(request.outstanding, len(self._rounds.fragments))
         island = request.grant.island
         self._unreached[island] = sorted(
             set(request.unreached).intersection(self._membership.islands)
@@ -180,8 +180,8 @@ class Decider:
             decider_id=self._id,
             sequence=self._sequence,
             fragments=[
-                self._announcement(standing, request.grant.island)
-                for standing in self._rounds.standings.values()
+                self._announcement(fragment, request.grant.island)
+                for fragment in self._rounds.fragments.values()
             ],
             outcomes=self._outcomes(request.grant, keys),
             peers=self._peers.values(),
@@ -192,25 +192,25 @@ class Decider:
     def _outcomes(self, grant: Grant, keys: Iterable[RoundKey]) -> list[fragment_pb2.Outcome]:
         found = []
         for key in keys:
-            standing = self._rounds.standings.get(key.fragment_id)
-            outcome = standing and standing.rounds.rounds.outcome(
+            fragment = self._rounds.fragments.get(key.fragment_id)
+            outcome = fragment and fragment.rounds.rounds.outcome(
                 key, grant.island, grant.incarnation
             )
             if outcome:
                 found.append(outcome_message(outcome))
         return found
 
-    def _announcement(self, standing: Standing, island: str) -> wire.Announcement:
-        rounds = standing.rounds.rounds
-        assignment = standing.rounds.assignment
+    def _announcement(self, fragment: DecidedFragment, island: str) -> wire.Announcement:
+        rounds = fragment.rounds.rounds
+        assignment = fragment.rounds.assignment
         return wire.Announcement(
             fragment_id=rounds.fragment_id,
-            is_founded=standing.saved is not None,
+            is_founded=fragment.saved is not None,
             version=rounds.version,
             attempt=rounds.attempt,
             is_open=rounds.is_open,
-            wants_initial=standing.saved is None and self._is_founder(island),
-            state_digest=standing.saved.state_digest if standing.saved else b"",
+            wants_initial=fragment.saved is None and self._is_founder(island),
+            state_digest=fragment.saved.state_digest if fragment.saved else b"",
             assignment=None if assignment is None else assignment_message(assignment),
         )
 
@@ -220,38 +220,38 @@ class Decider:
         if not self._accepts(request.grant):
             reply.status, reply.message = SUBMIT_STATUS[Admission.FENCED], _NOT_CURRENT
             return Reply.of(reply)
-        standing = self._rounds.standings.get(request.key.fragment_id)
-        if standing is None:
+        fragment = self._rounds.fragments.get(request.key.fragment_id)
+        if fragment is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
             reply.message = self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT)
             return Reply.of(reply)
-        if problem := self._digests_problem(standing, request.lane_digests):
+        if problem := self._digests_problem(fragment, request.lane_digests):
             reply.status, reply.message = SUBMIT_STATUS[Admission.INVALID], problem
             self._refuse(request.grant, Cause.DIGEST, problem)
             return Reply.of(reply)
-        rounds, grant, lanes = standing.rounds.rounds, request.grant, arrivals_of(request)
+        rounds, grant, lanes = fragment.rounds.rounds, request.grant, arrivals_of(request)
         if rounds.admit(lanes[0]) is Admission.ACCEPTED and (
             problem := rounds.weight_problem(lanes[0])
         ):
             self._refuse(grant, Cause.WEIGHT, problem)
             start = grant.island, grant.incarnation
-            refused = standing.rounds.refused(lanes[0].key, *start, problem, loop_now())
-            self._rounds.perform(standing, refused)
-        admission, instructions = standing.rounds.declared(lanes, loop_now())
+            refused = fragment.rounds.refused(lanes[0].key, *start, problem, loop_now())
+            self._rounds.perform(fragment, refused)
+        admission, instructions = fragment.rounds.declared(lanes, loop_now())
         if (objection := rounds.objection(lanes[0])) is not None:
             self._refuse(grant, objection.cause, objection.words)
         elif admission is Admission.CONFLICT:
             self._refuse(grant, Cause.CONFLICT, f"a second contribution to {lanes[0].key}")
-        self._rounds.perform(standing, instructions)
+        self._rounds.perform(fragment, instructions)
         outcome = rounds.outcome(lanes[0].key, grant.island, grant.incarnation)
         if outcome is not None:
             reply.outcome.CopyFrom(outcome_message(outcome))
         reply.status, reply.message = SUBMIT_STATUS[admission], rounds.history_of(lanes[0])
         return Reply.of(reply)
 
-    def _digests_problem(self, standing: Standing, digests: Sequence[bytes]) -> str:
+    def _digests_problem(self, fragment: DecidedFragment, digests: Sequence[bytes]) -> str:
         """Say why these cannot be the digests of a fragment's lanes; empty if they can."""
-        num_lanes = standing.rounds.rounds.rules.num_lanes
+        num_lanes = fragment.rounds.rounds.rules.num_lanes
         if len(digests) != num_lanes:
             return f"{len(digests)} digests of lanes, the fragment has {num_lanes} lanes"
         return digest_problem(digests)
@@ -264,15 +264,15 @@ class Decider:
 
     async def _decline(self, call: IncomingCall) -> Reply:
         request = fragment_pb2.DeclineRequest.FromString(call.header)
-        standing = self._rounds.standings.get(request.key.fragment_id)
+        fragment = self._rounds.fragments.get(request.key.fragment_id)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        if standing is not None:
+        if fragment is not None:
             key, grant = key_of(request.key), request.grant
             reason = f"declined: {request.reason}"
             self._rounds.perform(
-                standing,
-                standing.rounds.refused(key, grant.island, grant.incarnation, reason, loop_now()),
+                fragment,
+                fragment.rounds.refused(key, grant.island, grant.incarnation, reason, loop_now()),
             )
         return _ack("")
 
@@ -280,45 +280,47 @@ class Decider:
         request = wire.PreparedRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        standing = self._rounds.standings.get(request.fragment_id)
-        if standing is not None:
+        fragment = self._rounds.fragments.get(request.fragment_id)
+        if fragment is not None:
             voter = request.grant.island, request.grant.incarnation, request.assignment_id
             if request.broken:
                 broken = bounded_text(request.broken)
                 logger.error("result refused, island=%s: %s", voter[0], broken)
-                instructions = standing.rounds.broken(
+                instructions = fragment.rounds.broken(
                     *voter, broken, loop_now(), malformed=request.malformed
                 )
-            elif problem := self._digests_problem(standing, request.lane_digests) or digest_problem(
+            elif problem := self._digests_problem(fragment, request.lane_digests) or digest_problem(
                 [request.state_digest]
             ):
                 return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
             else:
                 prepared = Prepared(tuple(request.lane_digests), request.state_digest)
-                instructions = standing.rounds.prepared(*voter, prepared, loop_now())
-            self._rounds.perform(standing, instructions)
+                instructions = fragment.rounds.prepared(*voter, prepared, loop_now())
+            self._rounds.perform(fragment, instructions)
         return _ack("")
 
     async def _found(self, call: IncomingCall) -> Reply:
         request = wire.FoundRequest.FromString(call.header)
         if not self._accepts(request.grant):
             return _ack(_NOT_CURRENT, is_fenced=True)
-        standing = self._rounds.standings.get(request.fragment_id)
-        if standing is None:
+        fragment = self._rounds.fragments.get(request.fragment_id)
+        if fragment is None:
             return _ack(self._refuse(request.grant, Cause.KEY, _NO_FRAGMENT))
         if not request.record_json:
-            self._found_nothing(standing, request.grant)
+            self._found_nothing(fragment, request.grant)
             return _ack("")
-        if standing.saved is None:
+        if fragment.saved is None:
             record = read_record(request.record_json, request.fragment_id)
-            if refusal := self._found_refusal(standing, record, request.grant.island):
+            if refusal := self._found_refusal(fragment, record, request.grant.island):
                 return _ack(refusal)
             if problem := digest_problem([request.state_digest]):
                 return _ack(self._refuse(request.grant, Cause.DIGEST, problem))
-            self._rounds.found(standing, record, request.state_digest)
+            self._rounds.found(fragment, record, request.state_digest)
         return _ack("")
 
-    def _found_refusal(self, standing: Standing, record: Mapping[str, Any], island: str) -> str:
+    def _found_refusal(
+        self, fragment: DecidedFragment, record: Mapping[str, Any], island: str
+    ) -> str:
         """Say why an island cannot found a fragment with its record; empty if it can.
 
         Raises:
@@ -332,16 +334,16 @@ class Decider:
         elif record["version"] > 0:
             return f"the journal knows nothing of version {record['version']}"
         else:
-            check_initial(record, standing.rounds.rounds.rules.num_lanes)
+            check_initial(record, fragment.rounds.rounds.rules.num_lanes)
         return ""
 
-    def _found_nothing(self, standing: Standing, grant: Grant) -> None:
+    def _found_nothing(self, fragment: DecidedFragment, grant: Grant) -> None:
         """Note that an island has nothing to go on from; when none has, the run is lost."""
-        standing.empty_handed[grant.island] = grant.incarnation
-        starts = standing.rounds.rounds.incarnations
+        fragment.empty_handed[grant.island] = grant.incarnation
+        starts = fragment.rounds.rounds.incarnations
         have_all_come = len(starts) == len(self._membership.islands)
-        if standing.saved is None and have_all_come and standing.empty_handed == starts:
-            p, step = standing.rounds.rounds.fragment_id, self._membership.resume_step
+        if fragment.saved is None and have_all_come and fragment.empty_handed == starts:
+            p, step = fragment.rounds.rounds.fragment_id, self._membership.resume_step
             reason = (
                 f"fragment {p}: no island holds its version of the checkpoint of inner step "
                 f"{step}. Bring the directory of an island's peer back (peers/ISLAND in its "
@@ -353,15 +355,15 @@ class Decider:
 
     async def _record(self, call: IncomingCall) -> Reply:
         request = wire.RecordRequest.FromString(call.header)
-        standing = self._rounds.standings.get(request.fragment_id)
+        fragment = self._rounds.fragments.get(request.fragment_id)
         if not self._accepts(request.grant):
             return Reply.of(wire.RecordReply(message=_NOT_CURRENT))
-        if standing is None or standing.saved is None:
+        if fragment is None or fragment.saved is None:
             return Reply.of(wire.RecordReply(message="no version is committed"))
         return Reply.of(
             wire.RecordReply(
-                record_json=json.dumps(standing.saved.record),
-                state_digest=standing.saved.state_digest,
+                record_json=json.dumps(fragment.saved.record),
+                state_digest=fragment.saved.state_digest,
             )
         )
 

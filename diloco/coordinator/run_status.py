@@ -24,7 +24,7 @@ from diloco.protos.control_pb2 import (
     IslandStatus,
     RefusalCount,
     ReportRequest,
-    StandingReply,
+    RunStateReply,
     StatusReply,
     SyncerAssignment,
 )
@@ -254,10 +254,10 @@ class RunStatus:
     def _fragments_of(self, syncer_id: int) -> list[int]:
         return self._membership.assignment.of(syncer_id, self._membership.plan_json)
 
-    def standing(self) -> StandingReply:
+    def for_islands(self) -> RunStateReply:
         """What any island may know of the run; nothing of the islands."""
         membership = self._membership
-        return StandingReply(
+        return RunStateReply(
             run=membership.run,
             timeline=membership.timeline,
             state=self.state,
@@ -275,7 +275,7 @@ class RunStatus:
             island=island,
             incarnation=member.incarnation,
             island_slot=member.slot,
-            lease=membership.standing(island),
+            lease=membership.lease_of(island),
         )
         if island in membership.holders:
             status.lease_left_s = self._leases.left_s(island, now)

@@ -12,8 +12,8 @@ from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.protos.control_pb2 import (
     OperateReply,
     OperateRequest,
-    StandingReply,
-    StandingRequest,
+    RunStateReply,
+    RunStateRequest,
     StatusReply,
     StatusRequest,
 )
@@ -45,17 +45,17 @@ async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> Status
     return StatusReply.FromString(reply.header)
 
 
-async def ask_standing(
+async def ask_run_state(
     transport: Transport, island: str, *, patience_s: float = 0.0
-) -> StandingReply:
+) -> RunStateReply:
     """Ask a coordinator, as an island, how the run and this island stand.
 
     Raises:
         CoordinatorUnavailable: As `ask_status`.
     """
-    request = StandingRequest(protocol_version=PROTOCOL_VERSION, island=island)
+    request = RunStateRequest(protocol_version=PROTOCOL_VERSION, island=island)
     reply = await _ask(transport, "control.standing", request, patience_s)
-    return StandingReply.FromString(reply.header)
+    return RunStateReply.FromString(reply.header)
 
 
 async def operate(transport: Transport, command: str, arguments: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import Config
-from diloco.coordinator.status import ask_standing
+from diloco.coordinator.status import ask_run_state
 from diloco.doctor.site_facts import (
     CallFacts,
     CertificateFacts,
@@ -297,7 +297,7 @@ async def _ask(security: Security, address: str, island: str) -> CallFacts:
         began = time.time()
         reply = await transport.call("control.clock", request, deadline_s=_CALL_S)
         took_s = time.time() - began
-        syncers = (await ask_standing(transport, island)).syncer_addresses if island else ()
+        syncers = (await ask_run_state(transport, island)).syncer_addresses if island else ()
     except TransportError as error:
         return CallFacts(address, error=str(error))
     except CoordinatorUnavailable as error:

@@ -56,7 +56,7 @@ def find_resume_step(
     return choose_checkpoint(config, state, membership, at, tell, start=start)
 
 
-def read_standing(config: Config) -> Membership | None:
+def membership_of(config: Config) -> Membership | None:
     """Read what the run's coordinator has noted, once it has ended; None if it noted nothing.
 
     Raises:

@@ -28,7 +28,7 @@ from diloco.protos.control_pb2 import (
     OperateRequest,
     ReportRequest,
     RoundReport,
-    StandingRequest,
+    RunStateRequest,
     StatusRequest,
     SyncerHelloRequest,
 )
@@ -83,7 +83,7 @@ RULES: Mapping[str, Rule] = {
     "control.leave": Rule(Role.ISLAND, LeaveRequest, _granted),
     "control.status": Rule(Role.OPERATOR, StatusRequest, is_private=True),
     "control.operate": Rule(Role.OPERATOR, OperateRequest, is_private=True),
-    "control.standing": Rule(Role.ISLAND, StandingRequest, _named),
+    "control.standing": Rule(Role.ISLAND, RunStateRequest, _named),
     "control.clock": Rule(None, ClockRequest),
     "control.syncer_hello": Rule(Role.SYNCER, SyncerHelloRequest),
     "control.round_report": Rule(Role.SYNCER, RoundReport),

@@ -21,7 +21,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
-from diloco.launch.local_resume import find_resume_step, read_standing
+from diloco.launch.local_resume import find_resume_step, membership_of
 from diloco.launch.syncer import take_to_timeline
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import Member
@@ -233,7 +233,7 @@ def test_a_damaged_journal_is_named_with_the_next_command(stored: Stored, damage
 
     for find in (
         lambda: find_resume_step(stored.config, None, print, start="diloco local my.toml"),
-        lambda: read_standing(stored.config),
+        lambda: membership_of(stored.config),
     ):
         with pytest.raises(ConfigError) as caught:
             find()
@@ -251,7 +251,7 @@ def test_on_a_full_disk_a_command_ends_and_says_what_to_do(
     monkeypatch.setattr(Journal, "open", full)
 
     with pytest.raises(ConfigError, match=r"disk is full\. Make room on its disk"):
-        read_standing(stored.config)
+        membership_of(stored.config)
 
 
 def test_verification_that_takes_long_says_how_far_it_is(

@@ -28,15 +28,15 @@ from diloco.cli.terminal.tables import (
     run_text,
     status_view,
 )
-from diloco.coordinator.status import ask_standing, ask_status, operate
+from diloco.coordinator.status import ask_run_state, ask_status, operate
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.protos.control_pb2 import (
     FragmentStatus,
     Grant,
     IslandStatus,
     ReportRequest,
-    StandingReply,
-    StandingRequest,
+    RunStateReply,
+    RunStateRequest,
     StatusReply,
 )
 from diloco.transport.contracts import Handler, IncomingCall, Reply, Transport
@@ -94,17 +94,17 @@ async def status(_: IncomingCall) -> Reply:
     return Reply(REPLY.SerializeToString())
 
 
-async def standing(call: IncomingCall) -> Reply:
-    name = StandingRequest.FromString(call.header).island
+async def run_state(call: IncomingCall) -> Reply:
+    name = RunStateRequest.FromString(call.header).island
     own = next(island for island in REPLY.islands if island.island == name)
-    return Reply(StandingReply(island=own, inner_steps=REPLY.inner_steps).SerializeToString())
+    return Reply(RunStateReply(island=own, inner_steps=REPLY.inner_steps).SerializeToString())
 
 
-async def standing_of_the_run(_: IncomingCall) -> Reply:
-    return Reply(StandingReply(state="running", inner_steps=325).SerializeToString())
+async def run_state_of_all(_: IncomingCall) -> Reply:
+    return Reply(RunStateReply(state="running", inner_steps=325).SerializeToString())
 
 
-ANSWERS = {"control.status": status, "control.standing": standing}
+ANSWERS = {"control.status": status, "control.standing": run_state}
 
 
 def shown(renderable: object, width: int = 200) -> str:
@@ -238,8 +238,8 @@ def test_one_line_says_where_every_island_stands() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        pytest.param(standing, "island east training, step 120/325 loss", id="there"),
-        pytest.param(standing_of_the_run, "island east: the run is running", id="unproved"),
+        pytest.param(run_state, "island east training, step 120/325 loss", id="there"),
+        pytest.param(run_state_of_all, "island east: the run is running", id="unproved"),
         pytest.param(None, "does not run, start it: diloco coordinator", id="away"),
     ],
 )
@@ -255,9 +255,9 @@ def test_an_island_says_where_it_stands_while_it_lives(
     tls = pki.tls(Identity("two-islands", Role.COORDINATOR))
     looks = threading.Semaphore(0)
 
-    async def counted(transport: Transport, name: str) -> StandingReply:
+    async def counted(transport: Transport, name: str) -> RunStateReply:
         looks.release()
-        return await ask_standing(transport, name)
+        return await ask_run_state(transport, name)
 
     def run_island(*_: object) -> int:
         # At the second look the first has been shown.
@@ -265,12 +265,12 @@ def test_an_island_says_where_it_stands_while_it_lives(
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("diloco.coordinator.status.ask_standing", counted)
+    monkeypatch.setattr("diloco.coordinator.status.ask_run_state", counted)
     monkeypatch.setattr("diloco.launch.island.run_island", run_island)
     monkeypatch.setattr(island, "_LINE_EVERY_S", 0.05)
     run_file = Path(__file__).resolve().parents[2] / "configs" / "runs" / "two-islands.toml"
 
-    with serving({"control.standing": answer or standing}, tls) as address:
+    with serving({"control.standing": answer or run_state}, tls) as address:
         arguments = ["island", str(run_file), "--island", "east", "--coordinator"]
         arguments += [address if answer else "127.0.0.1:1"]
         result = CliRunner().invoke(app, [*arguments, "--set", f"transport.certs={tmp_path}"])

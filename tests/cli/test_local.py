@@ -315,7 +315,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
             raise Interrupted(signal.SIGINT)
         return 0, False
 
-    monkeypatch.setattr("diloco.launch.local_resume.read_standing", lambda _: finished)
+    monkeypatch.setattr("diloco.launch.local_resume.membership_of", lambda _: finished)
     monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(local_command, "_run", run)
     monkeypatch.setattr(local_command, "_tell_end", lambda *_, **__: None)

@@ -266,7 +266,7 @@ def test_what_is_published_is_known_though_the_syncer_has_not_yet_reported(play:
 
 def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
-        before = await coord.standing("east")
+        before = await coord.run_state("east")
         assert (before.run, before.state, before.island.incarnation) == (
             "demo", "waiting for islands", 0,
         )  # fmt: skip
@@ -276,12 +276,12 @@ def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
         await coord.report(west, inner_step=8, state="waiting")
         await coord.round_report(record={"timeline": 0, "fragment_id": 0, "version": 1})
 
-        told = await coord.standing("east")
+        told = await coord.run_state("east")
 
         whole = coord.coordinator.status()
         (own,) = [island for island in whole.islands if island.island == "east"]
         assert own.last_report.inner_step == 9
-        assert told == control.StandingReply(
+        assert told == control.RunStateReply(
             run="demo",
             state="running",
             start_step=7,
@@ -290,7 +290,7 @@ def test_an_island_is_told_of_the_run_and_of_itself_alone(play: Play) -> None:
             island=own,
             syncer_addresses=[""],  # it has told none
         )
-        assert not (await coord.standing("south")).HasField("island")
+        assert not (await coord.run_state("south")).HasField("island")
 
     play(story)
 
@@ -301,7 +301,7 @@ def test_how_an_island_stands_is_told_to_known_callers_and_on_this_machine(
 ) -> None:
     class Call:
         method, peer, payload_bytes, is_local = "control.standing", "test", 0, False
-        header = control.StandingRequest(island="east").SerializeToString()
+        header = control.RunStateRequest(island="east").SerializeToString()
 
         def __init__(self) -> None:
             self.caller = caller
@@ -315,10 +315,10 @@ def test_how_an_island_stands_is_told_to_known_callers_and_on_this_machine(
 
         answer = await coord.coordinator.handlers["control.standing"](Call())
 
-        told = control.StandingReply.FromString(answer.header)
+        told = control.RunStateReply.FromString(answer.header)
         assert (told.run, told.state, told.inner_steps) == ("demo", "running", 100)
         assert told.HasField("island") == (caller is not None)
-        assert (await coord.standing("east")).HasField("island")  # a call on its own machine
+        assert (await coord.run_state("east")).HasField("island")  # a call on its own machine
 
     play(story)
 

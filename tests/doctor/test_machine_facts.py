@@ -21,7 +21,7 @@ from diloco.config.load import load_config
 from diloco.doctor.diagnosis import Finding, State
 from diloco.doctor.machine_facts import _hosts_of, are_local, gather, read_tcp, try_path
 from diloco.durable import write_json
-from diloco.protos.control_pb2 import ClockReply, StandingReply
+from diloco.protos.control_pb2 import ClockReply, RunStateReply
 from diloco.security.run_ca import RunCa
 from diloco.simulations.emulate.namespaces import Namespaces, inside
 from diloco.state_dir import Endpoint, StateDir, acquire, write_pid
@@ -49,10 +49,10 @@ def coordinator(
     async def clock(_: IncomingCall) -> Reply:
         return Reply(ClockReply(unix_s=time.time() + ahead_s).SerializeToString())
 
-    async def standing(_: IncomingCall) -> Reply:
-        return Reply(StandingReply(syncer_addresses=[syncer]).SerializeToString())
+    async def run_state(_: IncomingCall) -> Reply:
+        return Reply(RunStateReply(syncer_addresses=[syncer]).SerializeToString())
 
-    return serving({"control.clock": clock, "control.standing": standing}, tls)
+    return serving({"control.clock": clock, "control.standing": run_state}, tls)
 
 
 def doctor(*words: object) -> tuple[int, dict[str, list[dict[str, str]]]]:

@@ -21,7 +21,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.island.layout import build_schedule
 from diloco.launch.local import LocalRun
-from diloco.launch.local_resume import find_resume_step, read_standing
+from diloco.launch.local_resume import find_resume_step, membership_of
 from diloco.report.repair import repair_run
 from diloco.report.replay import replay_run
 from diloco.state_dir import StateDir, holder, read_endpoint
@@ -214,8 +214,8 @@ def test_a_run_in_which_nobody_waits_is_cut_resumed_and_made_again(tmp_path: Pat
         run.wait_for_coordinator()
         assert code == 0 and run.is_stopped, f"exit code {code}\n{all_logs(run.state.root)}"
     number = find_resume_step(config, None, print, start="diloco local")
-    standing = read_standing(config)
-    assert standing is not None and standing.checkpoints[-1] == number
+    membership = membership_of(config)
+    assert membership is not None and membership.checkpoints[-1] == number
     assert all(number in pinned_steps(each.store) for each in run.state.syncers)
     stopped = replay_run(run.state)
     with LocalRun(config, resume_step=number) as resumed:

@@ -18,7 +18,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.faults.chaos import STEP_VARIABLE
 from diloco.launch.local import LocalRun
-from diloco.launch.local_resume import find_resume_step, read_standing
+from diloco.launch.local_resume import find_resume_step, membership_of
 from diloco.report.summary import read_events
 from diloco.versions.pins import pinned_steps
 from tests.data.text_files import write_jsonl
@@ -69,12 +69,12 @@ def test_a_run_in_which_nobody_waits_is_stopped_with_a_cut_and_resumed(tmp_path:
     config = config_of(tmp_path)
     run_until_stopped(config)
 
-    standing = read_standing(config)
-    assert standing is not None and standing.is_stopped
-    number = standing.checkpoints[-1]
-    cut = standing.cuts[number]
+    membership = membership_of(config)
+    assert membership is not None and membership.is_stopped
+    number = membership.checkpoints[-1]
+    cut = membership.cuts[number]
     assert (cut.is_last, sorted(cut.parts)) == (True, ["fsdp", "one"])
-    assert 2 <= len(standing.checkpoints) <= 3, "those before are by tokens, two good ones"
+    assert 2 <= len(membership.checkpoints) <= 3, "those before are by tokens, two good ones"
     for island, part in cut.parts.items():
         assert number in valid_steps(config.checkpoint_dir, island)
         path = step_directory(config.checkpoint_dir, island, number, is_cut=True)

@@ -43,9 +43,9 @@ async def opened(run: AllReduceRun) -> tuple[Living, FragmentRounds]:
     """Islands at work, and the first rounds that are open."""
     islands = await living(run)
     while True:
-        for standing in run.decider._rounds.standings.values():
-            if standing.rounds.rounds.is_open:
-                return islands, standing.rounds.rounds
+        for fragment in run.decider._rounds.fragments.values():
+            if fragment.rounds.rounds.is_open:
+                return islands, fragment.rounds.rounds
         await asyncio.sleep(0.1)
 
 

@@ -393,7 +393,7 @@ class ArrivalSite:
                     command="set", arguments={"key": "outer.optimizer.lr", "value": "0.5"}
                 )
             ),
-            "control.standing": lambda: Said(control_pb2.StandingRequest(island="c")),
+            "control.standing": lambda: Said(control_pb2.RunStateRequest(island="c")),
             "control.clock": lambda: Said(control_pb2.ClockRequest()),
             "control.syncer_hello": lambda: Said(
                 control_pb2.SyncerHelloRequest(grant=SYNCER, address="syncer", syncer_epoch=1)
@@ -552,11 +552,11 @@ class AllReduceSite:
 
     @property
     def version(self) -> int:
-        return self._rounds.version if self.run.decider._rounds.standings else 0
+        return self._rounds.version if self.run.decider._rounds.fragments else 0
 
     @property
     def _rounds(self) -> FragmentRounds:
-        return self.run.decider._rounds.standings[0].rounds.rounds
+        return self.run.decider._rounds.fragments[0].rounds.rounds
 
     async def end(self) -> None:
         for task in self.tasks:

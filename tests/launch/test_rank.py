@@ -19,7 +19,7 @@ from diloco.launch.rank.beginning import find_beginning
 from diloco.launch.rank.connect import connect
 from diloco.launch.rank.job import Job
 from diloco.launch.rank.main import _Rank, run_rank
-from diloco.protos.control_pb2 import StandingReply
+from diloco.protos.control_pb2 import RunStateReply
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.distributed import run_ranks
 from tests.guarded_server import serving
@@ -80,24 +80,24 @@ def test_all_ranks_wait_for_a_coordinator_that_is_away_and_end_alike(tmp_path: P
 @pytest.mark.parametrize(
     ("told", "start_step"),
     [
-        pytest.param(StandingReply(start_step=7, has_published=True), 7, id="published"),
-        pytest.param(StandingReply(start_step=9, timeline=1), 9, id="resumed"),
+        pytest.param(RunStateReply(start_step=7, has_published=True), 7, id="published"),
+        pytest.param(RunStateReply(start_step=9, timeline=1), 9, id="resumed"),
     ],
 )
 def test_a_warm_start_under_certificates_is_told_where_the_run_began(
-    tmp_path: Path, told: StandingReply, start_step: int
+    tmp_path: Path, told: RunStateReply, start_step: int
 ) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
     overrides = ["run.warm_start=./gone", f"transport.certs={pki.directory}"]
     config = load_config(write_run(tmp_path, {"east": ""}), overrides, island="east")
 
-    async def standing(call: IncomingCall) -> Reply:
+    async def run_state(call: IncomingCall) -> Reply:
         assert call.caller == EAST
         return Reply(told.SerializeToString())
 
     with (
-        serving({"control.standing": standing}, pki.tls(COORDINATOR)) as address,
+        serving({"control.standing": run_state}, pki.tls(COORDINATOR)) as address,
         connect(config, address) as connection,
     ):
         found = find_beginning(config, address, connection.io)

@@ -73,9 +73,9 @@ def test_an_island_is_sent_to_all_syncers_or_to_none(tmp_path: Path) -> None:
             list(each.fragment_ids) for each in told
         ]
         assert status.syncer_address == "127.0.0.1:4712, 127.0.0.1:4713"
-        request = control.StandingRequest(protocol_version=PROTOCOL_VERSION)
-        standing = control.StandingReply.FromString(await coord.call("standing", request))
-        assert list(standing.syncer_addresses) == ["127.0.0.1:4712", "127.0.0.1:4713"]
+        request = control.RunStateRequest(protocol_version=PROTOCOL_VERSION)
+        run_state = control.RunStateReply.FromString(await coord.call("standing", request))
+        assert list(run_state.syncer_addresses) == ["127.0.0.1:4712", "127.0.0.1:4713"]
         await coord.close()
 
     asyncio.run(story())

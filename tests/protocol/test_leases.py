@@ -36,8 +36,8 @@ def test_every_event_does_to_every_lease_what_the_table_says(
 def test_a_new_timeline_begins_with_nobody() -> None:
     kicked = Member(0, {"a": 1}).kicked("why", 0)
 
-    assert kicked.standing(0) is KICKED
-    assert kicked.standing(1) is ABSENT
+    assert kicked.lease_in(0) is KICKED
+    assert kicked.lease_in(1) is ABSENT
     assert kicked.started("b", 2, 1).lease is ACTIVE
 
 

@@ -131,10 +131,10 @@ def test_a_drained_island_is_in_no_opening_until_it_starts_again() -> None:
     assert not run.do(run.membership.drained("west"))
     assert (run.roster.live, run.membership.holders) == (("east", "north"), NAMES)
     run.join("west", "b")
-    assert run.membership.standing("west") is Lease.DRAINING, "a restart does not forget it"
+    assert run.membership.lease_of("west") is Lease.DRAINING, "a restart does not forget it"
     run.do(run.membership.left("west", 0, is_stopped=False))
 
-    assert run.membership.standing("west") is Lease.LEFT
+    assert run.membership.lease_of("west") is Lease.LEFT
     assert not run.membership.is_finished
     run.join("west", "c")
     assert run.roster.live == NAMES
@@ -215,7 +215,7 @@ def test_a_resume_takes_everybody_back() -> None:
     run.do(run.membership.resumed(0))
 
     assert (run.roster.live, run.roster.is_paused) == ((), False)
-    assert [run.membership.standing(name) for name in NAMES] == [Lease.ABSENT] * 3
+    assert [run.membership.lease_of(name) for name in NAMES] == [Lease.ABSENT] * 3
     for name in NAMES:
         assert run.join(name, "b").verdict is JoinVerdict.ACCEPTED
     assert run.roster.live == NAMES
@@ -381,7 +381,7 @@ class Histories(RuleBasedStateMachine):
             self.leases.renewed(island, self.now)
             self.alive[island] = joined.incarnation
             self.frozen.pop(island, None)
-            if self.run.membership.standing(island) is Lease.ACTIVE:
+            if self.run.membership.lease_of(island) is Lease.ACTIVE:
                 self.out.discard(island)
 
     def report(self, island: str, incarnation: int) -> bool:
@@ -482,7 +482,7 @@ class Histories(RuleBasedStateMachine):
         for island in live - self.alive.keys():
             assert self.leases.silent_s(island, self.now) < TERM_S
         assert all(membership.is_current(i, n, 0) for i, n in self.alive.items())
-        assert not live & {i for i in NAMES if membership.standing(i) is Lease.KICKED}
+        assert not live & {i for i in NAMES if membership.lease_of(i) is Lease.KICKED}
         assert self.run.roster.generation >= self.generation_seen
         self.generation_seen = self.run.roster.generation
 

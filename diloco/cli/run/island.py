@@ -106,7 +106,7 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
 
     from diloco.cli.terminal.progress import waiting
     from diloco.cli.terminal.tables import island_text
-    from diloco.coordinator.status import ask_standing
+    from diloco.coordinator.status import ask_run_state
     from diloco.errors import CoordinatorUnavailable
     from diloco.io_thread import IoThread
     from diloco.security.security import Security
@@ -121,15 +121,15 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
 
     def tell() -> str:
         try:
-            standing = io.run(ask_standing(transport, name))
+            run_state = io.run(ask_run_state(transport, name))
         except CoordinatorUnavailable as error:
             return f"island {name}: {' '.join(str(error).split())}"
-        if not standing.HasField("island"):  # it answers callers elsewhere, whom it cannot know
+        if not run_state.HasField("island"):  # it answers callers elsewhere, whom it cannot know
             return (
-                f"island {name}: the run is {standing.state}; the coordinator tells how an island "
+                f"island {name}: the run is {run_state.state}; the coordinator tells how an island "
                 f"stands to callers it knows: diloco status RUN.toml on its machine"
             )
-        return f"island {name} {island_text(standing.island, standing.inner_steps)}"
+        return f"island {name} {island_text(run_state.island, run_state.inner_steps)}"
 
     io.start()
     try:

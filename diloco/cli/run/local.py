@@ -255,7 +255,7 @@ async def _status(transport: Transport) -> StatusReply | None:
 
 
 def _failure_text(config: Config, command: str) -> str:
-    from diloco.launch.local_resume import read_standing
+    from diloco.launch.local_resume import membership_of
     from diloco.launch.process.logs import tail
 
     lines = ["The run failed. What the islands said last:"]
@@ -263,38 +263,38 @@ def _failure_text(config: Config, command: str) -> str:
         log = Path(config.coordinator.state_dir) / f"island-{island}.log"
         said = tail(log, _SHOWN_LINES).splitlines()
         lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
-    standing = read_standing(config)
-    if standing is not None and standing.checkpoints:
-        name = standing.checkpoint_name(standing.to_resume)
+    membership = membership_of(config)
+    if membership is not None and membership.checkpoints:
+        name = membership.checkpoint_name(membership.to_resume)
         lines.append(f"Once the cause is removed, go on from {name}: {command} --resume")
     return "\n".join(lines)
 
 
 def _stopped_text(config: Config, command: str) -> str:
     """Say where a run stands that was asked to stop, and what to type next."""
-    from diloco.launch.local_resume import read_standing
+    from diloco.launch.local_resume import membership_of
 
-    standing = read_standing(config)
-    if standing is not None and standing.is_finished:
+    membership = membership_of(config)
+    if membership is not None and membership.is_finished:
         root = config.coordinator.state_dir
         return f"{_FINISHED_BEFORE} Take its parameters: diloco export {shlex.quote(root)}"
-    if standing is not None and standing.is_stopped and config.outer.is_on_arrival:
+    if membership is not None and membership.is_stopped and config.outer.is_on_arrival:
         root = config.coordinator.state_dir
         return (
             f"stopped: every island has left, without a checkpoint, as outer.merge = "
             f'"on_arrival" has none yet, so the run ends here. What it published: diloco export '
             f"{shlex.quote(root)}"
         )
-    if standing is not None and standing.is_stopped:
+    if membership is not None and membership.is_stopped:
         of = "" if config.outer.is_on_arrival else f" of {config.run.inner_steps}"
         return (
-            f"stopped {standing.stop_name}{of}, every island with a checkpoint in "
+            f"stopped {membership.stop_name}{of}, every island with a checkpoint in "
             f"{config.checkpoint_dir}. Go on: {command} --resume"
         )
-    if standing is not None and standing.checkpoints:
+    if membership is not None and membership.checkpoints:
         return (
             f"stopped: every process has ended, without a checkpoint of this moment. Go on from "
-            f"{standing.checkpoint_name(standing.to_resume)}: {command} --resume"
+            f"{membership.checkpoint_name(membership.to_resume)}: {command} --resume"
         )
     return (
         f"stopped: every process has ended; there is no checkpoint yet. Start anew: {command} "

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from diloco.checkpoint.warm_start import WarmStart, find_warm_start
 from diloco.config.schema import Config
-from diloco.coordinator.status import ask_standing
+from diloco.coordinator.status import ask_run_state
 from diloco.io_thread import IoThread
 from diloco.island.groups import make_groups
-from diloco.protos.control_pb2 import StandingReply
+from diloco.protos.control_pb2 import RunStateReply
 from diloco.security.security import Security
 from diloco.transport.identity import Role
 
@@ -44,14 +44,14 @@ def find_beginning(
         security = Security.of(config, Role.ISLAND, config.island_id).knowing(coordinator_address)
         transport = security.transport(coordinator_address, Role.COORDINATOR)
 
-        async def ask() -> StandingReply:
+        async def ask() -> RunStateReply:
             try:
-                return await ask_standing(transport, config.island_id, patience_s=patience_s)
+                return await ask_run_state(transport, config.island_id, patience_s=patience_s)
             finally:
                 await transport.close()
 
-        standing = io.run(ask())
-        return standing.start_step if standing.timeline or standing.has_published else None
+        run_state = io.run(ask())
+        return run_state.start_step if run_state.timeline or run_state.has_published else None
 
     # The default group would give up while the leader still waits for the coordinator.
     timeout_s = config.island.collective_timeout_s

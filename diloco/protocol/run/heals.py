@@ -127,7 +127,7 @@ class Heals:
         return [
             other
             for other in membership.holders
-            if other not in {island, *self._wishes} and membership.standing(other) is Lease.ACTIVE
+            if other not in {island, *self._wishes} and membership.lease_of(other) is Lease.ACTIVE
         ]
 
     def _donors(self, island: str, wish: _Wish) -> dict[str, int]:

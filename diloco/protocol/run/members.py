@@ -104,13 +104,13 @@ class Member:
         """Whether its newest start ended well, and not because somebody asked it to end."""
         return self.exit_code == 0 and not (self.is_stopped or self.is_drained)
 
-    def standing(self, timeline: int) -> Lease:
+    def lease_in(self, timeline: int) -> Lease:
         """How it stands in a timeline; a resume begins with nobody, kicked or not."""
         return self.lease if self.timeline == timeline else Lease.ABSENT
 
     def after(self, event: LeaseEvent, timeline: int) -> Member:
         """Return the member after an event, itself where that changes nothing."""
-        before = self.standing(timeline)
+        before = self.lease_in(timeline)
         lease = TRANSITIONS.get((before, event), before)
         if event is LeaseEvent.DRAINED and lease in (Lease.DRAINING, Lease.LEFT):
             return replace(self, lease=lease, is_drained=self.is_drained or before is not lease)

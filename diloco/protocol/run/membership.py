@@ -160,7 +160,7 @@ class Membership(Roll):
         """Give the text to those who are there, go on with a cut without the others, tidy up."""
         if self.claims is None:
             return ()
-        absent = [i for i in self.islands if self.standing(i) is Lease.ABSENT]
+        absent = [i for i in self.islands if self.lease_of(i) is Lease.ABSENT]
         return (
             *self.claims.shared_out(self.holders, absent),
             *self.cuts.without(self.timeline, self.holders),
@@ -274,7 +274,7 @@ class Membership(Roll):
                 f"start one of these, in place of one that has left",
                 cause=Cause.FULL,
             )
-        if member is not None and member.standing(self.timeline) is Lease.KICKED:
+        if member is not None and member.lease_in(self.timeline) is Lease.KICKED:
             return Joined(JoinVerdict.KICKED, self.kicked_text(island), cause=Cause.KICKED)
         return None
 
@@ -307,7 +307,7 @@ class Membership(Roll):
             return Cause.GRANT
         if timeline != self.timeline:
             return Cause.TIMELINE
-        if self.standing(island) is Lease.KICKED:
+        if self.lease_of(island) is Lease.KICKED:
             return Cause.KICKED
         is_old = incarnation < max(member.incarnation, member.fenced_below)
         return Cause.INCARNATION if is_old else Cause.GRANT
@@ -569,7 +569,7 @@ class Membership(Roll):
 
     def has_returned_from(self, island: str, timeline: int) -> bool:
         """Whether the run has returned by itself from the timeline of an island's start."""
-        is_old = timeline < self.timeline and self.standing(island) is not Lease.KICKED
+        is_old = timeline < self.timeline and self.lease_of(island) is not Lease.KICKED
         return is_old and self.candidates.is_followed(timeline)
 
     def voted(self, island: str, number: int, loss: float, rules: JudgeRules) -> Entries:

@@ -134,7 +134,7 @@ def _drain(arguments: Mapping[str, str], membership: Membership, config: Config)
             f"diloco kick HOST:PORT {island} takes it out of all rounds, without what it has not "
             f"sent; diloco stop HOST:PORT --checkpoint stops all of them"
         )
-    match membership.standing(island):
+    match membership.lease_of(island):
         case Lease.ABSENT:
             return _refused(f"{island} has not joined: there is nothing to drain")
         case Lease.KICKED:
@@ -158,7 +158,7 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
     island = arguments.get("island", "")
     if (refusal := _unknown(island, membership)) is not None:
         return refusal
-    is_out = membership.standing(island) is Lease.KICKED
+    is_out = membership.lease_of(island) is Lease.KICKED
     if arguments.get("undo"):
         if not is_out:
             return Decision(f"{island} is not out of the run")
@@ -262,7 +262,7 @@ def _repair(arguments: Mapping[str, str], membership: Membership, config: Config
         )
     if (refusal := _unknown(island, membership)) is not None:
         return refusal
-    if membership.standing(island) is not Lease.ACTIVE:
+    if membership.lease_of(island) is not Lease.ACTIVE:
         at_work = ", ".join(membership.holders) or "none"
         return _refused(f"{island} is not at work, and cannot give anything; at work: {at_work}")
     if refusal_text := membership.repairs.refusal(int(number), island):

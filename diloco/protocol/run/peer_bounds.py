@@ -260,7 +260,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "diloco.control.v1.StatusRequest": _SPEAKS,
     "diloco.control.v1.ClockRequest": _SPEAKS,
-    "diloco.control.v1.StandingRequest": {**_SPEAKS, "island": _SAID},
+    "diloco.control.v1.RunStateRequest": {**_SPEAKS, "island": _SAID},
     "diloco.control.v1.OperateRequest": {
         **_SPEAKS,
         "command": _SAID,

@@ -27,25 +27,25 @@ class Roll:
     is_paused: bool
     _was_paused: bool
 
-    def standing(self, island: str) -> Lease:
+    def lease_of(self, island: str) -> Lease:
         """How an island stands in this timeline."""
-        return self.members[island].standing(self.timeline)
+        return self.members[island].lease_in(self.timeline)
 
     @property
     def holders(self) -> tuple[str, ...]:
         """Islands that must be heard of within a term, sorted."""
-        return self._standing(Lease.ACTIVE, Lease.DRAINING)
+        return self._with_lease(Lease.ACTIVE, Lease.DRAINING)
 
     @property
     def away(self) -> tuple[str, ...]:
         """Islands whose lease has ended and that have not left, sorted: they may come back."""
-        return self._standing(Lease.LAPSED)
+        return self._with_lease(Lease.LAPSED)
 
     @property
     def live(self) -> tuple[str, ...]:
         """Islands that rounds open with, sorted."""
         if self.rules.is_elastic:
-            return self._standing(Lease.ACTIVE)
+            return self._with_lease(Lease.ACTIVE)
         return tuple(sorted(self.counted))
 
     def roster(self) -> Roster | None:
@@ -80,7 +80,7 @@ class Roll:
         changed = {
             island: self.members[island].kicked(reason, self.timeline)
             for island in islands
-            if self.standing(island) is not Lease.KICKED
+            if self.lease_of(island) is not Lease.KICKED
         }
         return self._all_changed(changed)
 
@@ -118,8 +118,8 @@ class Roll:
     def _next_generation(self) -> tuple[str, str]:
         return "generation", str(self.generation + 1)
 
-    def _standing(self, *leases: Lease) -> tuple[str, ...]:
-        return tuple(sorted(i for i in self.members if self.standing(i) in leases))
+    def _with_lease(self, *leases: Lease) -> tuple[str, ...]:
+        return tuple(sorted(i for i in self.members if self.lease_of(i) in leases))
 
     @property
     def guests(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ class Roll:
         gone = [Lease.KICKED]
         if self.rules.is_elastic:
             gone += [Lease.ABSENT, Lease.LEFT]
-        return {i: m for i, m in self.members.items() if self.standing(i) not in gone}
+        return {i: m for i, m in self.members.items() if self.lease_of(i) not in gone}
 
     def kicked_text(self, island: str) -> str:
         """Say why an island is out, and how it comes back."""
