@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 from diloco.bench.network import heartbeat, wan
 from diloco.bench.outer_loop import codec, guard, overhead, recovery, utilisation
 from diloco.bench.syncer import publish, syncer
-from diloco.bench.training import parity, plain
+from diloco.bench.training import plain
 from diloco.cli.main import app
 from diloco.report.rows import Column, Report, Requirement
 
 COMMANDS = {
-    "parity": (parity, "run_parity"),
     "plain": (plain, "run_plain"),
     "overhead": (overhead, "run_overhead"),
     "utilisation": (utilisation, "run_utilisation"),
@@ -117,13 +116,6 @@ def test_json_goes_to_a_file_or_alone_to_standard_output(
     assert json.loads(alone.stdout)["required"][1]["is_met"] is False
     assert alone.exit_code == 1
     assert alone.stderr.splitlines()[-1] == MISSED.as_text()
-
-
-def test_parity_refuses_rows_that_it_does_not_have() -> None:
-    result = bench("parity", "--rows", "m8-*")
-
-    assert result.exit_code != 0
-    assert "--rows m8-* matches no row" in str(result.exception)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

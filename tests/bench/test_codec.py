@@ -11,7 +11,7 @@ import torch
 
 from diloco.bench.outer_loop import codec as bench
 from diloco.bench.outer_loop.codec import SETTING, Setting, run_codec
-from diloco.bench.training.parity_row import Task, pseudo_gradient
+from diloco.bench.training.byte_model import ByteTask, pseudo_gradient
 from diloco.compression import compiled as compiling
 from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.compression.registry import CODECS
@@ -122,7 +122,7 @@ def test_zstd_pays_below_the_rate_at_which_it_takes_as_long_as_it_saves(
 
 
 def test_a_pseudo_gradient_is_what_an_island_would_send() -> None:
-    task = Task(sequences=2, sequence_length=16)
+    task = ByteTask(sequences=2, sequence_length=16)
 
     delta = pseudo_gradient(task, 1, first=0, inner_steps=1)
 

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from diloco.bench.loopback_run import World, run_islands
-from diloco.bench.training.parity_row import SLOT, RowTraining, Task, open_row_data, row_config
+from diloco.bench.training.byte_model import SLOT, ByteTask, ByteTraining, byte_config, open_bytes
 from diloco.island.outer_loop import OuterLoop
 from diloco.telemetry.events import Event
 from diloco.trainer.trainer import InnerMetrics
 
-TASK = Task(
+TASK = ByteTask(
     inner_steps=160,
     warm_start_step=0,
     sequences=12,
@@ -86,7 +86,7 @@ class Flip:
 class FlippingTraining:
     """An island's training to which the flip happens; without one, only training."""
 
-    def __init__(self, training: RowTraining, flip: Flip | None) -> None:
+    def __init__(self, training: ByteTraining, flip: Flip | None) -> None:
         self._training, self._flip = training, flip
         self.parameters = training.parameters
         self.losses: list[float] = []
@@ -150,10 +150,10 @@ def run(
 ) -> Ended:
     """Train a run, to whose island 1 something happens."""
     torch.set_num_threads(1)
-    data, ended = open_row_data(TASK, 1), Ended()
+    data, ended = open_bytes(TASK, 1), Ended()
     trainings = {
         name: FlippingTraining(
-            RowTraining(TASK, 1, data, num_islands=num_islands, island_slot=slot),
+            ByteTraining(TASK, 1, data, num_islands=num_islands, island_slot=slot),
             flip if name == ISLAND else None,
         )
         for slot in range(num_islands)
@@ -172,7 +172,7 @@ def run(
     world = World(on_step=on_step, on_event=lambda island, e: ended.events.append((island, e)))
     directory.mkdir()
     result = run_islands(
-        row_config(TASK, 1, num_islands, OUTER[mode]),
+        byte_config(TASK, 1, num_islands, OUTER[mode]),
         trainings,
         directory=directory,
         start_step=0,

@@ -28,7 +28,7 @@ from diloco.bench.outer_loop.guard_cell import (
     Setting,
     run_cell,
 )
-from diloco.bench.training.parity_row import SLOT
+from diloco.bench.training.byte_model import SLOT
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.outer.combination import mean_of

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from diloco.bench.loopback_run import Lanes, World, run_islands
-from diloco.bench.training.parity_row import (
+from diloco.bench.training.byte_model import (
     SLOT,
-    RowTraining,
-    Task,
-    open_row_data,
-    row_config,
+    ByteTask,
+    ByteTraining,
+    byte_config,
+    open_bytes,
     write_start,
 )
 from diloco.errors import AggregationError, DilocoError
@@ -54,8 +54,8 @@ _MATRIX, _INDEX = "layers.0.attention.o.weight", 123
 class Setting:
     """What every cell trains: a small Llama on bytes, in two fragments."""
 
-    task: Task = field(
-        default_factory=lambda: Task(
+    task: ByteTask = field(
+        default_factory=lambda: ByteTask(
             inner_steps=200,
             warm_start_step=0,
             sequences=12,
@@ -112,9 +112,9 @@ def run_cell(setting: Setting, cell: Cell, seed: int) -> CellResult:
     """Train one cell to its end and evaluate it; in a process of its own."""
     torch.set_num_threads(1)
     task, num = setting.task, cell.num_islands
-    data = open_row_data(task, seed)
+    data = open_bytes(task, seed)
     trainings = {
-        SLOT.format(slot): RowTraining(task, seed, data, num_islands=num, island_slot=slot)
+        SLOT.format(slot): ByteTraining(task, seed, data, num_islands=num, island_slot=slot)
         for slot in range(num)
     }
     faulty = SLOT.format(num - 1)
@@ -149,7 +149,7 @@ def run_cell(setting: Setting, cell: Cell, seed: int) -> CellResult:
         loss, ended = float("nan"), ""
         try:
             loss = run_islands(
-                row_config(task, seed, num, outer),
+                byte_config(task, seed, num, outer),
                 of_islands,
                 directory=Path(directory) / "store",
                 start_step=start_step,
@@ -212,7 +212,7 @@ class _Watched:
     """
 
     def __init__(
-        self, training: RowTraining, restarting: Task | None, seen: _Seen, island: str
+        self, training: ByteTraining, restarting: ByteTask | None, seen: _Seen, island: str
     ) -> None:
         self._training, self._restarting, self._seen = training, restarting, seen
         self._island = island
@@ -232,7 +232,7 @@ class _Watched:
 class _Fault:
     """What is wrong with one island, from its `fault_step` on."""
 
-    def __init__(self, setting: Setting, cell: Cell, island: str, training: RowTraining) -> None:
+    def __init__(self, setting: Setting, cell: Cell, island: str, training: ByteTraining) -> None:
         self._at, self._island, self._training = setting.fault_step, island, training
         self._what, _, bit = cell.fault.partition("-")
         self._mask = 1 << int(bit) if self._what in PLACES else 0

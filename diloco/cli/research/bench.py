@@ -1,4 +1,4 @@
-"""`diloco bench`: what the outer loop costs, and whether training with it learns as well."""
+"""`diloco bench`: what the outer loop costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.report.rows import Report
 
 bench = typer.Typer(
-    help="Measure the outer loop: what it learns, what it costs, how busy it keeps an island.",
+    help="Measure the outer loop: what it costs, how busy it keeps an island.",
     no_args_is_help=True,
 )
 
@@ -21,52 +21,6 @@ Require = Annotated[
     bool,
     typer.Option("--require", help="Exit with 1 if a figure misses its bar; the last line says."),
 ]
-
-
-@bench.command()
-def parity(
-    seeds: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Train everything with seeds 1 to N.")
-    ] = 1,
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
-    ] = None,
-    processes: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Rows trained at once, one thread each; 0: by CPUs."),
-    ] = 0,
-    json_target: JsonTarget = "",
-    require: Require = False,
-) -> None:
-    """Compare held-out loss with data parallel: same model, same sequences, islands apart.
-
-    A byte model of 0.87M parameters, 24 sequences of 128 bytes a step split over M islands, 600
-    steps. Warm rows go on from step 300 of the data-parallel run; scratch rows start from the
-    seed. Real syncer, codecs and outer loop over a loopback network in one process; what is
-    published after the flush is evaluated on 256 held-out sequences. About half an hour of CPU
-    time a seed.
-
-    Read "over data parallel": within 1 to 7 % (wider for a larger H) the islands' training is as
-    good; "int4 over float32" says what 4-bit exchange costs. Differences under 0.5 % of rows that
-    differ in more than the codec are noise with one seed, and m4-h10 is that near to its bar: judge
-    it with --seeds 3.
-    """
-    from diloco.bench.training.parity import SETTING, chosen_rows, num_steps, run_parity
-    from diloco.cli.terminal.progress import counting
-    from diloco.report.rows import usable_cpus
-
-    chosen = chosen_rows(SETTING, rows or [])
-    total = num_steps(SETTING, chosen, seeds)
-    with counting(progress_console(json_target)) as show:
-        report = run_parity(
-            SETTING,
-            chosen,
-            seeds=range(1, seeds + 1),
-            num_processes=processes or usable_cpus(),
-            on_progress=lambda done: show("inner steps", done, total),
-        )
-    show_report(report, json_target, require=require)
 
 
 @bench.command()
@@ -88,45 +42,6 @@ def overhead(json_target: JsonTarget = "", require: Require = False) -> None:
     with counting(progress_console(json_target)) as show:
         report = run_overhead(
             SETTING, on_progress=lambda done: show("cycles", done, SETTING.num_cycles)
-        )
-    show_report(report, json_target, require=require)
-
-
-@bench.command()
-def stragglers(
-    rows: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only these rows; repeatable.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=1, help="Of text and step times.")] = 1,
-    processes: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Rows trained at once, one thread each; 0: by CPUs."),
-    ] = 0,
-    json_target: JsonTarget = "",
-    require: Require = False,
-) -> None:
-    """Measure what an island costs the others whose steps take twice as long.
-
-    Four islands, a byte model of 0.87M parameters, 300 inner steps of each on average, from the
-    seed; step times 1, 1, 1, 2 s with 10 % noise on a virtual clock; H = 30, one fragment. Rounds
-    that wait for all, on arrival with all, with a quorum of one and 3 s of grace, and without
-    grace. About a quarter of an hour of CPU time.
-
-    Read "fast islands busy": 100 % means that nobody waited; "over scheduled" what that costs in
-    held-out loss at the same merged tokens; "solo": rounds that counted one island only.
-    """
-    from diloco.bench.training.stragglers import SETTING, chosen_rows, run_stragglers
-    from diloco.cli.terminal.progress import counting
-    from diloco.report.rows import usable_cpus
-
-    chosen = chosen_rows(rows or [])
-    with counting(progress_console(json_target)) as show:
-        report = run_stragglers(
-            SETTING,
-            chosen,
-            seed=seed,
-            num_processes=processes or usable_cpus(),
-            on_progress=lambda done: show("rows", done, len(chosen)),
         )
     show_report(report, json_target, require=require)
 

@@ -48,7 +48,8 @@ def race(
     island sent to and got from others in the whole run; "loss ratio": held-out loss over that of
     hierarchical all-reduce. The bar, on 100 Mbit/s 60 ms:
     streaming-int4 ends earlier than hierarchical all-reduce, and with a held-out loss at most 5 %
-    above it; that is one seed and few steps, learning is compared by diloco bench parity.
+    above it; that is one seed and few steps, learning is compared by diloco lab
+    suite parity.
     """
     from diloco.bench.training.race import QUICK, SETTING, chosen_links, run_race
     from diloco.bench.training.race_plot import write_plot

@@ -258,7 +258,8 @@ def suite(
 
     Each is a claim of a paper: loss by H, by islands, by codec, by pruning, by tau and alpha, by
     outer learning rate, by quorum and grace, by failures. Rows train a byte model of 0.13M
-    parameters with three seeds, over an hour on two CPUs without other work. Finished points are
+    parameters with three seeds, over an hour on two CPUs without other work; those of parity, which
+    is about data parallel, one of 0.87M, half an hour of CPU time a seed. Finished points are
     kept: a suite that was killed goes on, and one that was changed trains what has changed.
 
     Read "found": excess of the held-out loss, paired by seed; the verdict is computed from it, and

@@ -1,12 +1,7 @@
-"""One row of `diloco bench parity`: train it, and measure what it ends with. Runs in a process.
-
-Source: see `diloco.bench.training.parity`.
-"""
+"""A small byte model in training, whose global batch islands share, for benches and tests."""
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bench.counted_process import count_one
-from diloco.bench.loopback_run import run_islands
 from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
@@ -27,13 +20,13 @@ from diloco.trainer.trainer import InnerMetrics
 
 #: Names of islands, by slot.
 SLOT = "island-{}"
-#: For what is built alike in all rows; a row's own [outer] is for its run.
+#: For what is built whatever the rounds; a run has an [outer] of its own.
 _NO_OUTER: Mapping[str, Any] = {"preset": "classic", "inner_steps_per_round": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What all rows train: a Llama of 0.87M parameters on bytes, and for how long."""
+class ByteTask:
+    """What is trained: a Llama of 0.87M parameters on bytes, and for how long."""
 
     inner_steps: int = 600
     warm_start_step: int = 300
@@ -55,86 +48,15 @@ class Task:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to train.
-
-    Attributes:
-        name: What `--rows` and the table call it.
-        num_islands: M; each takes `Task.sequences` / M sequences a step.
-        outer: Section [outer] of a run file; None trains without an outer loop: data parallel.
-        is_warm: Whether it goes on from the data-parallel run's middle, or from the seed.
-    """
-
-    name: str
-    num_islands: int
-    outer: Mapping[str, Any] | None
-    is_warm: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What a row came to: held-out loss in nats a byte, and what it took."""
-
-    row: str
-    seed: int
-    loss: float
-    train_s: float
-    num_parameters: int
-    data_digest: str
-
-
-def write_start(task: Task, seed: int, path: Path) -> None:
+def write_start(task: ByteTask, seed: int, path: Path) -> None:
     """Train data parallel up to the warm start and write weights and moments to `path`."""
-    training = RowTraining(task, seed, open_row_data(task, seed), num_islands=1, island_slot=0)
+    training = ByteTraining(task, seed, open_bytes(task, seed), num_islands=1, island_slot=0)
     for inner_step in range(task.warm_start_step):
         training.inner_step(inner_step, inner_step)
     training.save(path)
 
 
-def train_row(task: Task, row: Row, seed: int, start: Path) -> RowResult:
-    """Train one row to its end and evaluate it.
-
-    Args:
-        task: What is trained.
-        row: How.
-        seed: Of initial parameters and text.
-        start: What `write_start` wrote for this seed; not read by a row that is not warm.
-    """
-    began = time.process_time()
-    start_step = task.warm_start_step if row.is_warm else 0
-    data = open_row_data(task, seed)
-    trainings = [
-        RowTraining(task, seed, data, num_islands=row.num_islands, island_slot=slot)
-        for slot in range(row.num_islands)
-    ]
-    for training in trainings:
-        if row.is_warm:
-            training.load(start, start_step)
-    if row.outer is None:
-        (alone,) = trainings
-        for inner_step in range(start_step, task.inner_steps):
-            alone.inner_step(inner_step, inner_step)
-        loss = alone.evaluate()
-    else:
-        with tempfile.TemporaryDirectory(prefix="diloco-parity-") as directory:
-            loss = run_islands(
-                row_config(task, seed, row.num_islands, row.outer),
-                {SLOT.format(slot): training for slot, training in enumerate(trainings)},
-                directory=Path(directory),
-                start_step=start_step,
-            ).figure
-    return RowResult(
-        row=row.name,
-        seed=seed,
-        loss=loss,
-        train_s=time.process_time() - began,
-        num_parameters=sum(p.numel() for p in trainings[0].parameters.values()),
-        data_digest=data.digest,
-    )
-
-
-def pseudo_gradient(task: Task, seed: int, *, first: int, inner_steps: int) -> Tensor:
+def pseudo_gradient(task: ByteTask, seed: int, *, first: int, inner_steps: int) -> Tensor:
     """Train one island alone and return what it would send after a round.
 
     Args:
@@ -147,7 +69,7 @@ def pseudo_gradient(task: Task, seed: int, *, first: int, inner_steps: int) -> T
         Delta = anchor - parameters, flat float32, every tensor filled up to whole blocks with zeros
         as in a fragment.
     """
-    training = RowTraining(task, seed, open_row_data(task, seed), num_islands=1, island_slot=0)
+    training = ByteTraining(task, seed, open_bytes(task, seed), num_islands=1, island_slot=0)
     for inner_step in range(first):
         training.inner_step(inner_step, inner_step)
     anchor = training.blocks()
@@ -156,14 +78,14 @@ def pseudo_gradient(task: Task, seed: int, *, first: int, inner_steps: int) -> T
     return anchor - training.blocks()
 
 
-class RowTraining:
+class ByteTraining:
     """One island's model, optimizer and its part of the global batch."""
 
     def __init__(
-        self, task: Task, seed: int, data: Data, *, num_islands: int, island_slot: int
+        self, task: ByteTask, seed: int, data: Data, *, num_islands: int, island_slot: int
     ) -> None:
         """Build them, with the values that the seed gives."""
-        config = row_config(task, seed, num_islands, _NO_OUTER)
+        config = byte_config(task, seed, num_islands, _NO_OUTER)
         config = config.model_copy(update={"island_id": SLOT.format(island_slot)})
         # One slot's batch, cut among the islands: the same sequences whatever their number.
         batches = data.batches(
@@ -174,13 +96,10 @@ class RowTraining:
             dp_size=num_islands,
         )
         self._trainer = island_trainer(config, data, batches)
-        self._is_counted = island_slot == 0
         self.parameters: Mapping[str, Tensor] = canonical_parameters(self._trainer.model)
 
     def inner_step(self, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `loopback_run.Training`."""
-        if self._is_counted:
-            count_one()
         return self._trainer.inner_step(inner_step, schedule_step)
 
     def mend(self, *, is_new: bool) -> int:
@@ -206,18 +125,18 @@ class RowTraining:
         load_training(self._trainer, path, inner_step)
 
 
-def open_row_data(task: Task, seed: int) -> Data:
-    """Open the text of a seed, the same for all rows."""
-    return open_data(row_config(task, seed, 1, _NO_OUTER))
+def open_bytes(task: ByteTask, seed: int) -> Data:
+    """Open the text of a seed."""
+    return open_data(byte_config(task, seed, 1, _NO_OUTER))
 
 
-def row_config(task: Task, seed: int, num_islands: int, outer: Mapping[str, Any]) -> Config:
-    """Give the configuration of a row with this section [outer]."""
+def byte_config(task: ByteTask, seed: int, num_islands: int, outer: Mapping[str, Any]) -> Config:
+    """Give the configuration of a run with this section [outer]."""
     tokens = task.sequences // num_islands * task.sequence_length
     island = {"ranks": 1, "tokens_per_inner_step": tokens}
     return Config.model_validate(
         {
-            "run": {"name": "parity", "seed": seed, "inner_steps": task.inner_steps},
+            "run": {"name": "bench", "seed": seed, "inner_steps": task.inner_steps},
             "model": dict(task.model),
             "data": {"sequence_length": task.sequence_length},
             "inner": {
