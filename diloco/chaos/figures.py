@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +74,96 @@ def island_figures(
             )
         )
     return tuple(figures)
+
+
+@dataclass(frozen=True, slots=True)
+class AccidentFigures:
+    """What a kill, restart or freeze of an island cost the other islands, and itself.
+
+    Figures of the others are the worst of them, from the fault until the island's contributions are
+    included again. None: not known, for the run ended before.
+
+    Attributes:
+        kind: Of the fault.
+        target: The island, or a rank of it.
+        longest_step: Longest time from one inner step of another to its next, over 1.05 times the
+            usual one and 20 ms.
+        slower: By how much the time that a step takes rises on average, as a share.
+        next_merge_s: From the fault to the next merge of every other island.
+        num_expired: Rounds of the others that expired.
+        back_s: From when the island may go on to its next inner step.
+        own_steps: Inner steps that it then makes until a contribution is included.
+    """
+
+    kind: str
+    target: str
+    longest_step: float | None
+    slower: float | None
+    next_merge_s: float | None
+    num_expired: int
+    back_s: float | None
+    own_steps: int | None
+
+
+def accident_figures(evidence: Evidence) -> tuple[AccidentFigures, ...]:
+    """Compute what every fault cost that kept an island from training."""
+    return tuple(
+        _accident(evidence, history, history.began_unix_s)
+        for history in evidence.history.faults
+        if history.fired and history.began_unix_s is not None and history.fault.island
+        if history.fault.kind in (*STARTING_AGAIN, Kind.FREEZE)
+    )
+
+
+def _accident(evidence: Evidence, history: FaultHistory, began: float) -> AccidentFigures:
+    fault, ready = history.fault, began + history.lasted_s
+    mine = [event for event in evidence.events[fault.island] if event["island_rank"] == 0]
+    if fault.kind in STARTING_AGAIN:
+        was = max((e.get("incarnation", 0) for e in mine if e["unix_s"] <= began), default=0)
+        mine = [event for event in mine if event.get("incarnation", 0) > was]
+    own = _times(mine, "inner_step", after=ready)
+    first = min(own, default=math.inf)
+    included = _times(mine, "fragment_merged", after=first, outcome="included")
+    until = min(included, default=math.inf)
+    others = [events for island, events in evidence.events.items() if island != fault.island]
+    slower, longest, usual = [], [], []
+    for events in others:
+        steps = _times(events, "inner_step")
+        gaps = [(earlier, later - earlier) for earlier, later in itertools.pairwise(steps)]
+        before = [gap for at, gap in gaps if at + gap <= began]
+        during = [gap for at, gap in gaps if at + gap > began and at <= until]
+        usual += before
+        longest += during
+        if before and during:
+            slower.append(statistics.fmean(during) / statistics.fmean(before) - 1)
+    merges = [min(_times(e, "fragment_merged", after=began), default=math.inf) for e in others]
+    next_merge = max(merges, default=math.inf)
+    return AccidentFigures(
+        kind=fault.kind,
+        target=fault.target,
+        longest_step=(
+            max(longest) / (1.05 * statistics.median(usual) + 0.020) if usual and longest else None
+        ),
+        slower=max(slower, default=None),
+        next_merge_s=next_merge - began if math.isfinite(next_merge) else None,
+        num_expired=sum(
+            at <= until for e in others for at in _times(e, "round_expired", after=began)
+        ),
+        back_s=own[0] - ready if own else None,
+        own_steps=sum(at <= until for at in own) if included else None,
+    )
+
+
+def _times(
+    events: Sequence[Event], kind: str, *, after: float = 0.0, **values: object
+) -> list[float]:
+    """Give when a leader's events of a kind happened, ascending, in unix time."""
+    return sorted(
+        e["unix_s"]
+        for e in events
+        if e["kind"] == kind and e["island_rank"] == 0 and e["unix_s"] > after
+        if all(e[name] == value for name, value in values.items())
+    )
 
 
 def next_publication_s(fault: FaultHistory, history: RunHistory) -> float | None:

@@ -190,6 +190,21 @@ class JudgeConfig(Section):
     published_again: Duration = Field(
         default="0s", description="Longest time from a fault's end to every fragment's next version"
     )
+    others_slower: float = Field(
+        default=0.0,
+        ge=0,
+        description="Largest rise of the time that a step of the other islands takes while one is "
+        "killed or frozen, as a share; then nothing of theirs may wait or expire for it, either",
+    )
+    others_merge: Duration = Field(
+        default="2s", description="With others_slower: longest time until all others' next merge"
+    )
+    included_steps: int = Field(
+        default=26,
+        ge=1,
+        description="With others_slower: most inner steps of an island that starts again or goes "
+        "on, until a contribution of it is included: H + tau",
+    )
     loss_rise: float = Field(
         default=0.0,
         ge=0,

@@ -8,7 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco.chaos.fault_log import FaultHistory
-from diloco.chaos.figures import FaultFigures, island_figures, next_publication_s
+from diloco.chaos.figures import (
+    AccidentFigures,
+    FaultFigures,
+    accident_figures,
+    island_figures,
+    next_publication_s,
+)
 from diloco.chaos.judge import CheckResult, Evidence, island_back_s, judge
 from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
 from diloco.report.rows import Column, Requirement, machine
@@ -35,6 +41,17 @@ ISLAND_COLUMNS = (
     Column("nats_per_byte", "loss, nats/byte", ".4f"),
 )
 
+ACCIDENT_COLUMNS = (
+    Column("kind", "to an island"),
+    Column("target", "target"),
+    Column("longest_step", "others' longest step", ".2f"),
+    Column("slower", "slower", "+.1%"),
+    Column("next_merge_s", "their next merge, s", ".2f"),
+    Column("num_expired", "expired", "d"),
+    Column("back_s", "first step, s", ".2f"),
+    Column("own_steps", "steps until included", "d"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
@@ -44,6 +61,7 @@ class ChaosReport:
         findings: Every invariant.
         faults: What became of each fault.
         islands: How each island fared.
+        accidents: What faults of islands cost the others, and them.
         requirements: What `--require` asks for beyond the invariants.
         rows: Of the table of faults.
         import_s: What importing a syncer's modules takes here; 0: not measured.
@@ -53,6 +71,7 @@ class ChaosReport:
     findings: Sequence[CheckResult]
     faults: Sequence[FaultHistory]
     islands: Sequence[FaultFigures]
+    accidents: Sequence[AccidentFigures]
     requirements: Sequence[Requirement]
     rows: Sequence[Mapping[str, Any]]
     import_s: float
@@ -76,6 +95,7 @@ class ChaosReport:
             "required": [requirement.as_dict() for requirement in self.requirements],
             "faults": [_fault_dict(history) for history in self.faults],
             "islands": [asdict(island) for island in self.islands],
+            "accidents": [asdict(accident) for accident in self.accidents],
             "import_s": self.import_s,
             "wall_s": self.wall_s,
         }
@@ -98,13 +118,18 @@ def report_on(
     """
     without = island_figures(undisturbed) if undisturbed is not None else ()
     islands = island_figures(evidence, {island.island: island.goodput for island in without})
-    requirements = [*_requirements(evidence, bars, import_s)]
+    accidents = accident_figures(evidence)
+    requirements = [
+        *_requirements(evidence, bars, import_s),
+        *_accident_requirements(accidents, bars),
+    ]
     if without:
         requirements.append(_loss_requirement(islands, without, bars))
     return ChaosReport(
         findings=judge(evidence),
         faults=evidence.history.faults,
         islands=islands,
+        accidents=accidents,
         requirements=requirements,
         rows=[*_rows(evidence)],
         import_s=import_s,
@@ -143,6 +168,25 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
         waits = [next_publication_s(history, evidence.history) for history in faults]
         worst = max((wait for wait in waits if wait is not None), default=float("nan"))
         yield Requirement("next version of every fragment after a fault", worst, limit_s, "s")
+
+
+def _accident_requirements(
+    accidents: Sequence[AccidentFigures], bars: JudgeConfig
+) -> Iterator[Requirement]:
+    """Judge the worst of all faults of islands; one that is not known misses its bar."""
+    after = "after a fault of an island"
+    for what, key, limit, unit in (
+        ("others' longest step over 1.05 x the usual one + 20 ms", "longest_step", 1.0, "x"),
+        ("others' time a step rises by", "slower", bars.others_slower, "x"),
+        ("others' next merge", "next_merge_s", parse_duration(bars.others_merge), "s"),
+        ("rounds of the others that expired", "num_expired", 0.0, "rounds"),
+        ("own steps until it is included again", "own_steps", bars.included_steps, "steps"),
+    ):
+        if not bars.others_slower:
+            continue
+        figures = [getattr(each, key) for each in accidents]
+        worst = math.nan if None in figures else max(figures, default=math.nan)
+        yield Requirement(f"{what}, {after}", worst, limit, unit)
 
 
 def is_alone(history: FaultHistory, faults: Sequence[FaultHistory]) -> bool:

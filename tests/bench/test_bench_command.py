@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.bench.network import heartbeat, wan
-from diloco.bench.outer_loop import codec, guard, overhead, recovery, utilisation
+from diloco.bench.outer_loop import codec, guard, overhead, utilisation
 from diloco.bench.syncer import publish, syncer
 from diloco.bench.training import plain
 from diloco.cli.main import app
@@ -26,7 +26,6 @@ COMMANDS = {
     "syncer": (syncer, "run_syncer"),
     "heartbeat": (heartbeat, "run_heartbeat"),
     "wan": (wan, "run_wan"),
-    "recovery": (recovery, "run_recovery"),
     "guard": (guard, "run_guard"),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.chaos.fault_log import FaultHistory, RunHistory, read_fault_log
-from diloco.chaos.figures import island_figures, next_publication_s
+from diloco.chaos.figures import accident_figures, island_figures, next_publication_s
 from diloco.chaos.judge import (
     Evidence,
     Newest,
@@ -496,6 +496,32 @@ def test_figures_are_of_what_was_done() -> None:
     # Its first step after the kill is that of inner step 5: 1007 in unix time.
     assert island_back_s(fault, Run.good().events["west"]) == 2.5
     assert next_publication_s(FaultHistory(KILL), history) is None
+
+
+def test_what_a_kill_costs_the_others_and_the_island_is_measured() -> None:
+    (accident,) = accident_figures(Run.good().evidence())
+
+    # Killed at 1004.5; the other's steps take 1 s all along, and its next merge is that of 1006.
+    assert (accident.kind, accident.target) == ("kill", "west")
+    assert accident.longest_step == pytest.approx(1.0 / 1.07)
+    assert (accident.slower, accident.next_merge_s, accident.num_expired) == (0.0, 1.5, 0)
+    # It begins again with inner step 5, at 1007, and is included after two of them.
+    assert (accident.back_s, accident.own_steps) == (2.5, 2)
+
+
+def test_an_island_that_is_never_included_again_has_no_figure_and_misses_its_bar() -> None:
+    run = Run.good()
+    for merged in run.of("west", "fragment_merged"):
+        if merged["incarnation"] == 2:
+            merged["outcome"] = "expired"
+
+    bars = JudgeConfig(others_slower=0.03)
+    report = report_on(run.evidence(), bars, import_s=0.0, undisturbed=None)
+
+    assert report.accidents[0].own_steps is None
+    assert [missed.what for missed in report.missed] == [
+        "own steps until it is included again, after a fault of an island"
+    ]
 
 
 def test_a_kill_that_meets_another_fault_is_not_alone() -> None:

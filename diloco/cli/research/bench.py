@@ -205,36 +205,6 @@ def wan(
 
 
 @bench.command()
-def recovery(
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
-    ] = None,
-    json_target: JsonTarget = "",
-    require: Require = False,
-) -> None:
-    """Measure what an accident costs those whom it does not befall, and the victim.
-
-    Real processes; an inner step is a sleep of 0.1 s, links carry 5 Mbit/s. One of three islands is
-    killed in the middle of a send and started again, one is frozen; coordinator and syncer are
-    killed again and again (10M parameters, the judge of diloco chaos looks on); a syncer's writes
-    are counted, and the time until another one serves, by size and by store policy. Ten to twenty
-    minutes, on a machine without other work.
-
-    Read "next merge after the kill" and "longest step": what the others lost; "its own steps until
-    it is included again": after the victim's start, whose time stands apart; "syncer back" is
-    judged against the time that importing its modules takes here. Scheduled islands wait for each
-    other, so only rows of preset decoupled have bars.
-    """
-    from diloco.bench.outer_loop.recovery import SETTING, run_recovery
-    from diloco.cli.terminal.progress import counting
-
-    with counting(progress_console(json_target)) as show:
-        report = run_recovery(SETTING, rows or [], on_progress=show)
-    show_report(report, json_target, require=require)
-
-
-@bench.command()
 def guard(
     full: Annotated[
         bool, typer.Option("--full", help="All faults, two to four islands: 90 cells, not 20.")

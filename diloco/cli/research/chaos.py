@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,9 +42,12 @@ def chaos(
     same file gives the same faults. Shipped ones are in configs/chaos.
 
     Prints what was planned, what took effect, how long until the process was back and until every
-    fragment had its next version; then whether what must hold did: one digest a version, each
-    version once, one outcome a contribution, every token accounted for, no island that ends
-    unasked, versions that can be recomputed. Exits with 1 if one did not; the last line says which.
+    fragment had its next version; what faults of an island cost the others (their longest step over
+    1.05 times the usual one + 20 ms, "slower": their mean step, their next merge, rounds that
+    expired) and itself (its first step, and steps until a contribution is included); then whether
+    what must hold did: one digest a version, each version once, one outcome a contribution, every
+    token accounted for, no island that ends unasked, versions that can be recomputed. Exits with 1
+    if one did not; the last line says which.
     """
     from rich.console import Console
 
@@ -75,7 +79,7 @@ def chaos(
 
 
 def _show(report: ChaosReport, console: Console) -> None:
-    from diloco.chaos.report import FAULT_COLUMNS, ISLAND_COLUMNS
+    from diloco.chaos.report import ACCIDENT_COLUMNS, FAULT_COLUMNS, ISLAND_COLUMNS
     from diloco.cli.terminal.report_tables import print_rows
 
     fired = sum(history.fired for history in report.faults)
@@ -85,6 +89,9 @@ def _show(report: ChaosReport, console: Console) -> None:
     print_rows(console, FAULT_COLUMNS, report.rows, title)
     rows = [{c.key: getattr(island, c.key) for c in ISLAND_COLUMNS} for island in report.islands]
     print_rows(console, ISLAND_COLUMNS, rows, "islands")
+    if report.accidents:
+        accidents = [asdict(accident) for accident in report.accidents]
+        print_rows(console, ACCIDENT_COLUMNS, accidents, "what faults of islands cost")
     for finding in report.findings:
         style = "green" if finding.holds else "red"
         console.print(finding.text, style=style, highlight=False, soft_wrap=True)
