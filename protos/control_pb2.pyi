@@ -126,7 +126,7 @@ class JoinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut", "heal", "alarms", "held_out")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut", "transfer", "alarms", "held_out")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -146,7 +146,7 @@ class ReportRequest(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     POSITION_JSON_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
-    HEAL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -168,10 +168,10 @@ class ReportRequest(_message.Message):
     step_s: float
     position_json: str
     cut: CutPart
-    heal: HealWord
+    transfer: TransferReport
     alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
     held_out: _containers.RepeatedCompositeFieldContainer[HeldOut]
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., heal: _Optional[_Union[HealWord, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
 
 class Alarm(_message.Message):
     __slots__ = ("kind", "island", "fragment_id", "text", "count")
@@ -209,25 +209,25 @@ class AlarmStatus(_message.Message):
     holds: bool
     def __init__(self, alarm: _Optional[_Union[Alarm, _Mapping]] = ..., reporter: _Optional[str] = ..., first_age_s: _Optional[float] = ..., last_age_s: _Optional[float] = ..., holds: _Optional[bool] = ...) -> None: ...
 
-class HealWord(_message.Message):
-    __slots__ = ("is_wished", "declined", "reason")
-    IS_WISHED_FIELD_NUMBER: _ClassVar[int]
+class TransferReport(_message.Message):
+    __slots__ = ("is_requested", "declined", "reason")
+    IS_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    is_wished: bool
+    is_requested: bool
     declined: int
     reason: str
-    def __init__(self, is_wished: _Optional[bool] = ..., declined: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, is_requested: _Optional[bool] = ..., declined: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class HealAnswer(_message.Message):
-    __slots__ = ("donor", "checkpoint", "refusal")
-    DONOR_FIELD_NUMBER: _ClassVar[int]
+class TransferAnswer(_message.Message):
+    __slots__ = ("source", "checkpoint", "refusal")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
-    donor: str
+    source: str
     checkpoint: int
     refusal: str
-    def __init__(self, donor: _Optional[str] = ..., checkpoint: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
+    def __init__(self, source: _Optional[str] = ..., checkpoint: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class CutPart(_message.Message):
     __slots__ = ("number", "versions", "inner_step", "text_json", "is_being_written")
@@ -244,7 +244,7 @@ class CutPart(_message.Message):
     def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., inner_step: _Optional[int] = ..., text_json: _Optional[str] = ..., is_being_written: _Optional[bool] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut", "heal", "donate")
+    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut", "transfer", "provide")
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
@@ -258,8 +258,8 @@ class ReportReply(_message.Message):
     CLAIMS_JSON_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_CUT_FIELD_NUMBER: _ClassVar[int]
-    HEAL_FIELD_NUMBER: _ClassVar[int]
-    DONATE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PROVIDE_FIELD_NUMBER: _ClassVar[int]
     stop: bool
     reason: str
     exit_code: int
@@ -273,9 +273,9 @@ class ReportReply(_message.Message):
     claims_json: str
     cut: int
     is_last_cut: bool
-    heal: HealAnswer
-    donate: int
-    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ..., heal: _Optional[_Union[HealAnswer, _Mapping]] = ..., donate: _Optional[int] = ...) -> None: ...
+    transfer: TransferAnswer
+    provide: int
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ..., transfer: _Optional[_Union[TransferAnswer, _Mapping]] = ..., provide: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped")

@@ -306,7 +306,7 @@ class Ack(_message.Message):
     is_fenced: bool
     def __init__(self, syncer_epoch: _Optional[int] = ..., is_accepted: _Optional[bool] = ..., message: _Optional[str] = ..., is_fenced: _Optional[bool] = ...) -> None: ...
 
-class HealPutHeader(_message.Message):
+class StatePutHeader(_message.Message):
     __slots__ = ("protocol_version", "grant", "checkpoint", "is_manifest", "fragment_id", "lane_id", "digest")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -324,20 +324,20 @@ class HealPutHeader(_message.Message):
     digest: bytes
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
-class HealGetHeader(_message.Message):
-    __slots__ = ("protocol_version", "grant", "donor", "checkpoint", "is_manifest", "fragment_id", "lane_id")
+class StateGetHeader(_message.Message):
+    __slots__ = ("protocol_version", "grant", "source", "checkpoint", "is_manifest", "fragment_id", "lane_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
-    DONOR_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     IS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: _control_pb2.Grant
-    donor: str
+    source: str
     checkpoint: int
     is_manifest: bool
     fragment_id: int
     lane_id: int
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., donor: _Optional[str] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., source: _Optional[str] = ..., checkpoint: _Optional[int] = ..., is_manifest: _Optional[bool] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ...) -> None: ...

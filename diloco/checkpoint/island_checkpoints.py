@@ -4,7 +4,8 @@
                     islands merge on arrival, of those that have a part of it
     return          parameters as published; inner optimizer from the newest of the island's
                     checkpoints and of its copies in memory (`diloco.checkpoint.memory_copies`); of
-                    neither, from another island, where it is to (`diloco.checkpoint.healing`)
+                    neither, from another island, where it is to
+                    (`diloco.checkpoint.state_transfer`)
     warm start      parameters and, from one of our checkpoints, inner optimizer and data position
     new run         nothing
 
@@ -32,16 +33,16 @@ from diloco.checkpoint.checkpoints import (
     remove_old,
     written_steps,
 )
-from diloco.checkpoint.healing import Healing
 from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.checkpoint.mirror import Mirror, Mirroring
 from diloco.checkpoint.save_thread import SaveThread
+from diloco.checkpoint.state_transfer import StateReceiver
 from diloco.checkpoint.warm_start import WarmStart
 from diloco.config.classes import fingerprint
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError, DilocoError
 from diloco.island.connection import Connection
-from diloco.island.exchange.heal import NotHealed
+from diloco.island.exchange.state_transfer import NotTransferred
 from diloco.island.session import DiLoCo
 from diloco.launch.process.progress import progress_bar
 from diloco.outer.fragments import plan_difference, tensor_difference
@@ -80,7 +81,7 @@ class IslandCheckpoints:
         batches: Batches,
         *,
         memory: MemoryCopies | None,
-        healing: Healing | None = None,
+        receiver: StateReceiver | None = None,
         mirror: Mirror | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
@@ -92,7 +93,7 @@ class IslandCheckpoints:
             trainer: Whose model and inner optimizer are kept.
             batches: The island's text.
             memory: Opened; None: no copies in memory.
-            healing: Takes an inner optimizer from another island; None: it is not to.
+            receiver: Takes an inner optimizer from another island; None: it is not to.
             mirror: Second place of the checkpoints; None: there is none.
             on_event: Hears of the leader's checkpoints.
         """
@@ -104,7 +105,7 @@ class IslandCheckpoints:
         self._trainer = trainer
         self._batches = batches
         self._memory = memory
-        self._healing = healing
+        self._receiver = receiver
         self._on_event = on_event
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
@@ -390,20 +391,22 @@ class IslandCheckpoints:
         self._begin_anew(began)
 
     def _take_anothers(self, began: float) -> str | None:
-        """Take a donor's optimizer, if this island is to; returns why not, None: it was taken."""
-        if self._healing is None:
+        """Take a source's optimizer, if this island is to; returns why not, None: it was taken."""
+        if self._receiver is None:
             return ""
         try:
-            taken = self._healing.take_(self._trainer.model, self._trainer.optimizer)
-        except NotHealed as error:
+            taken = self._receiver.take_(self._trainer.model, self._trainer.optimizer)
+        except NotTransferred as error:
             return str(error)
-        where = f"island {taken.donor} (checkpoint {taken.checkpoint})"
+        where = f"island {taken.source} (checkpoint {taken.checkpoint})"
         logger.info("inner optimizer of its inner step %d: %s", taken.inner_step, where)
-        self._tell(began, taken.inner_step, "donor", donor=taken.donor, checkpoint=taken.checkpoint)
+        self._tell(
+            began, taken.inner_step, "island", from_island=taken.source, checkpoint=taken.checkpoint
+        )
         return None
 
     def _begin_anew(self, began: float) -> None:
-        """Go on without any state of this island: with a donor's optimizer, or with a new one."""
+        """Go on without any state of this island: with a source's optimizer, or with a new one."""
         config = self._config
         if (reason := self._take_anothers(began)) is None:
             return
@@ -411,7 +414,7 @@ class IslandCheckpoints:
         unset = [f"checkpoint.{every}"]
         if self._memory is None:
             unset.append(f"islands.{config.island_id}.memory_checkpoint_steps")
-        if self._healing is None and config.outer.exchange == "syncer":
+        if self._receiver is None and config.outer.exchange == "syncer":
             unset.append(f"islands.{config.island_id}.heal_optimizer")
         logger.warning(
             "no checkpoint of island %s in %s, no copy in memory%s: its inner optimizer begins "
@@ -434,7 +437,7 @@ class IslandCheckpoints:
         source: str,
         received_bytes: int = 0,
         *,
-        donor: str = "",
+        from_island: str = "",
         checkpoint: int = 0,
         reason: str = "",
     ) -> None:
@@ -442,7 +445,7 @@ class IslandCheckpoints:
             at, seconds = self._outer.start_step, time.monotonic() - began
             self._on_event(
                 InnerStateTaken(
-                    at, step, source, received_bytes, seconds, donor, checkpoint, reason
+                    at, step, source, received_bytes, seconds, from_island, checkpoint, reason
                 )
             )
 

@@ -19,9 +19,9 @@ from diloco.loop_clock import loop_now
 from diloco.protocol.run.admission import Entries, Joined, JoinVerdict
 from diloco.protocol.run.cut_patience import CutPatience
 from diloco.protocol.run.cuts import Part
-from diloco.protocol.run.heals import Heals
 from diloco.protocol.run.leases import Lease, Leases
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.state_transfers import StateTransfers
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_BATCH_TOO_LARGE,
@@ -114,7 +114,7 @@ class IslandService:
         self._is_granted = is_granted
         self._keep = keep
         self._end_if_over = end_if_over
-        self._heals = Heals(membership, keep=keep)
+        self._state_transfers = StateTransfers(membership, keep=keep)
         # Island -> its newest start and how far that came, as was reported, durable or not.
         self._reached: dict[str, tuple[int, int]] = {}
 
@@ -241,7 +241,7 @@ class IslandService:
         claims_json = self._take_positions(grant.island, request.position_json)
         self._take_part(grant.island, request.cut)
         reply = self._answer(grant.island, claims_json)
-        self._heals.heard(grant.island, request.heal, reply)
+        self._state_transfers.reported(grant.island, request.transfer, reply)
         return Reply.of(reply)
 
     def _check_bounds(self, request: ReportRequest) -> None:

@@ -31,7 +31,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, Moved, SyncerWay
-from diloco.island.exchange.heal import HealTalk, Ways
+from diloco.island.exchange.state_transfer import SyncerRoutes, TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.registration import Island, IslandState, Progress, Registration, TextWord
@@ -325,13 +325,13 @@ class Connection:
         if self._registration is not None:
             self.io.post(self._registration.report_soon)
 
-    def report_heals(self, talk: HealTalk) -> None:
+    def report_transfers(self, reports: TransferReports) -> None:
         """Let reports tell of inner optimizers that islands give each other; the leader's do."""
         if self._registration is not None:
-            self._registration.heal = talk
+            self._registration.transfer = reports
 
     @property
-    def ways(self) -> Ways:
+    def routes(self) -> SyncerRoutes:
         """To the syncers, once the run has been joined."""
         assert self._exchange is not None
         return self._exchange

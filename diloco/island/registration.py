@@ -28,7 +28,7 @@ from diloco.errors import (
     error_of_exit_code,
 )
 from diloco.island.agreement import Cut
-from diloco.island.exchange.heal import HealTalk
+from diloco.island.exchange.state_transfer import TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.alarms import Alarms, alarm_message
@@ -136,9 +136,9 @@ class Registration:
 
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
     say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
-    cut, replaced whole, too. `text` is what they say of the island's text, if anything, and `heal`
-    what of inner optimizers that are given; `alarms` hold at this island, and `held_out` are its
-    losses of the newest checkpoints, replaced whole. `on_answer` is called when a report is
+    cut, replaced whole, too. `text` is what they say of the island's text, if anything, and
+    `transfer` what of inner optimizers that are given; `alarms` hold at this island, and `held_out`
+    are its losses of the newest checkpoints, replaced whole. `on_answer` is called when a report is
     answered. `complete_checkpoints` are those of the run that every island has, as the coordinator
     last said; None before it has.
     """
@@ -163,7 +163,7 @@ class Registration:
         self.cut = CutPart()
         self._told_cut = 0
         self.text: TextWord | None = None
-        self.heal: HealTalk | None = None
+        self.transfer: TransferReports | None = None
         self.alarms = Alarms()
         self.held_out: tuple[HeldOut, ...] = ()
         self.on_answer: Callable[[], None] = lambda: None
@@ -334,9 +334,9 @@ class Registration:
         text = self.text
         if text is not None:
             request.position_json = text.say()
-        heal = self.heal
-        if heal is not None:
-            request.heal.CopyFrom(heal.say())
+        transfer = self.transfer
+        if transfer is not None:
+            request.transfer.CopyFrom(transfer.report())
         answer = await self._transport.call(
             "control.report", request.SerializeToString(), deadline_s=self._rpc_deadline_s
         )
@@ -346,8 +346,8 @@ class Registration:
             self._told_cut = cut.number
         if text is not None and not reply.stop:
             text.hear(reply.claims_json)
-        if heal is not None and not reply.stop:
-            heal.hear(reply)
+        if transfer is not None and not reply.stop:
+            transfer.set_answer(reply)
         return reply
 
     async def _report_forever(

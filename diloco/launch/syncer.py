@@ -243,7 +243,7 @@ async def _serve(
         await retry_disk_full_async("the syncer's address", tell_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
-        warming = asyncio.create_task(workers.donations.run(lambda: _warm_up(config, plan)))
+        warming = asyncio.create_task(workers.transfers.run(lambda: _warm_up(config, plan)))
         metrics = MetricsServer(
             of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
             lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),

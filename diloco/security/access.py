@@ -35,10 +35,10 @@ from diloco.protos.control_pb2 import (
 from diloco.protos.fragment_pb2 import (
     DeclineRequest,
     FetchHeader,
-    HealGetHeader,
-    HealPutHeader,
     PinRequest,
     PollRequest,
+    StateGetHeader,
+    StatePutHeader,
     SubmitHeader,
     UploadHeader,
 )
@@ -93,8 +93,8 @@ RULES: Mapping[str, Rule] = {
     "fragment.poll": Rule(Role.ISLAND, PollRequest, _granted),
     "fragment.fetch": Rule(Role.ISLAND, FetchHeader, _granted),
     "fragment.pin": Rule(Role.ISLAND, PinRequest, _granted),
-    "heal.put": Rule(Role.ISLAND, HealPutHeader, _granted),
-    "heal.get": Rule(Role.ISLAND, HealGetHeader, _granted),
+    "heal.put": Rule(Role.ISLAND, StatePutHeader, _granted),
+    "heal.get": Rule(Role.ISLAND, StateGetHeader, _granted),
     "allreduce.poll": Rule(Role.ISLAND, allreduce_pb2.PollRequest, _granted),
     "allreduce.declare": Rule(Role.ISLAND, allreduce_pb2.DeclareRequest, _granted),
     "allreduce.decline": Rule(Role.ISLAND, DeclineRequest, _granted),

@@ -46,7 +46,7 @@ NO_LANE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gift:
+class RecoveredVersion:
     """A version as islands have given it back: its indexed header, and every lane.
 
     `island` names who sent lanes; several with commas.
@@ -352,15 +352,15 @@ class Damage:
             self._moved_at = now
 
     @property
-    def gift(self) -> Gift | None:
+    def recovered(self) -> RecoveredVersion | None:
         """The lost version, once every lane is here; None: not yet."""
         if len(self._lanes) < len(self._fragment.lanes):
             return None
-        return Gift(", ".join(sorted(self._givers)), self._header, dict(self._lanes))
+        return RecoveredVersion(", ".join(sorted(self._givers)), self._header, dict(self._lanes))
 
-    def mended(self, gift: Gift) -> None:
+    def mended(self, recovered: RecoveredVersion) -> None:
         """Take note that the version is durable again."""
-        p, version = self._fragment.fragment_id, gift.header["version"]
-        logger.warning("fragment %d repaired: version %d from %s", p, version, gift.island)
-        self._on_event(FragmentRepaired(p, version, gift.island))
+        p, version = self._fragment.fragment_id, recovered.header["version"]
+        logger.warning("fragment %d repaired: version %d from %s", p, version, recovered.island)
+        self._on_event(FragmentRepaired(p, version, recovered.island))
         self._begin()

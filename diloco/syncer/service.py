@@ -234,7 +234,7 @@ class FragmentService(RoundRunner):
             self._hooks.meter.refusal(island, error.cause)
             self._hooks.on_change()  # another may have to be asked
             return f"published parameters refused: {error}"
-        if self.damage.gift is not None:
+        if self.damage.recovered is not None:
             self._hooks.spawn(self._finish_repair(attendance))
         return ""
 

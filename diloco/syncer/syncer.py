@@ -40,7 +40,6 @@ from diloco.syncer.attendance import (
     Listeners,
     OrderStore,
 )
-from diloco.syncer.donations import Donations
 from diloco.syncer.hooks import Hooks
 from diloco.syncer.pinning import Pinning
 from diloco.syncer.polls import Polls
@@ -48,6 +47,7 @@ from diloco.syncer.room import Room
 from diloco.syncer.rules import SyncerRules
 from diloco.syncer.service import FragmentService
 from diloco.syncer.spool import Spool
+from diloco.syncer.state_transfers import TransferStore
 from diloco.syncer.worker import Workers
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
@@ -96,11 +96,11 @@ class Syncer:
         self._tasks: set[asyncio.Task[None]] = set()
         self.meter = SyncerMeter(time.perf_counter)
         self._spool = Spool(stores[0].store_dir / "spool", rules.spool_bytes)
-        self._donations = Donations(
-            stores[0].store_dir / "donations",
+        self._transfers = TransferStore(
+            stores[0].store_dir / "transfers",
             plan,
             rules.timeline,
-            worker=workers.donations,
+            worker=workers.transfers,
             spool=self._spool,
             spawn=self._spawn,
         )
@@ -116,7 +116,7 @@ class Syncer:
                 on_roster=self._take_roster,
                 on_rules=self._take_rules,
                 spawn=self._spawn,
-                on_full=self._donations.let_go,
+                on_full=self._transfers.let_go,
             ),
         )
         hooks = Hooks(
@@ -127,7 +127,7 @@ class Syncer:
             on_change=self._notify,
             on_lost=self._lose,
             on_event=on_event,
-            room=Room(self.meter, self._hold_openings, self._donations.let_go),
+            room=Room(self.meter, self._hold_openings, self._transfers.let_go),
             meter=self.meter,
             spool=self._spool,
             unix_clock=unix_clock,
@@ -144,7 +144,7 @@ class Syncer:
             workers.pins,
             spawn=self._spawn,
             on_change=on_change,
-            on_full=self._donations.let_go,
+            on_full=self._transfers.let_go,
         )
         self._polls = Polls(
             self._services,
@@ -183,8 +183,8 @@ class Syncer:
             "fragment.poll": self._polls.poll,
             "fragment.fetch": self._fetch,
             "fragment.pin": self._pin,
-            "heal.put": self._heal_put,
-            "heal.get": self._heal_get,
+            "heal.put": self._state_put,
+            "heal.get": self._state_get,
         }
         return {method: self._guarded(handler) for method, handler in handlers.items()}
 
@@ -251,7 +251,7 @@ class Syncer:
         """Read the durable state; after this the handlers may be served."""
         await self._workers.notes.run(self._spool.start)
         await self._attendance.start()
-        await self._donations.start()
+        await self._transfers.start()
         for service in self._services.values():
             await service.start(self._attendance)
 
@@ -260,7 +260,7 @@ class Syncer:
 
         Then look again at what rots, as long as it does: the alarm holds so long.
         """
-        worker = self._workers.donations
+        worker = self._workers.transfers
         rots = []
         for p, service in self._services.items():
             try:
@@ -313,7 +313,7 @@ class Syncer:
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
         self._attendance.stop()
-        self._donations.stop()
+        self._transfers.stop()
         for service in self._services.values():
             service.stop()
         for task in self._tasks:
@@ -415,21 +415,21 @@ class Syncer:
             return self._ack(str(error), is_fenced=not self._attendance.is_current(request.grant))
         return self._ack("")
 
-    async def _heal_put(self, call: IncomingCall) -> Reply:
-        header = wire.HealPutHeader.FromString(call.header)
+    async def _state_put(self, call: IncomingCall) -> Reply:
+        header = wire.StatePutHeader.FromString(call.header)
         if not await self._attendance.accept(header.grant, header.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         try:
-            await self._donations.put(header, call)
+            await self._transfers.put(header, call)
         except PayloadRefused as error:
             return self._ack(self._refuse(header.grant, error.cause, str(error)))
         return self._ack("")
 
-    async def _heal_get(self, call: IncomingCall) -> Reply:
-        header = wire.HealGetHeader.FromString(call.header)
+    async def _state_get(self, call: IncomingCall) -> Reply:
+        header = wire.StateGetHeader.FromString(call.header)
         payload: Buffer = b""
         if await self._attendance.accept(header.grant, header.protocol_version):
-            reply, payload = await self._donations.get(header)
+            reply, payload = await self._transfers.get(header)
         else:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
         reply.syncer_epoch = self._epoch
@@ -477,7 +477,7 @@ class Syncer:
             try:
                 return await handler(call)
             except DiskFull as error:
-                self._donations.let_go()
+                self._transfers.let_go()
                 raise Overloaded(f"the syncer's disk is full, call again: {error}") from error
             except OSError as error:
                 self._fail(error)

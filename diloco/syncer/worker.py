@@ -34,7 +34,7 @@ class Workers:
         checks: Verifies and spools what arrives, several pieces at once.
         reads: Reads older versions from the disk, several pieces at once.
         pins: Keeps versions for checkpoints, one piece at a time.
-        donations: Keeps what islands give each other of inner optimizers.
+        transfers: Keeps what islands give each other of inner optimizers.
         lanes: Merges lanes side by side, for all fragments.
     """
 
@@ -43,7 +43,7 @@ class Workers:
     checks: Worker
     reads: Worker
     pins: Worker
-    donations: Worker
+    transfers: Worker
     lanes: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, "lanes"))
 
     @classmethod

@@ -352,10 +352,10 @@ class MemoryCopyFailed(Event):
 class InnerStateTaken(Event):
     """An island that joins or returns has taken its inner optimizer, as of inner step `taken_step`.
 
-    `source` is "memory" (copies in host memory), "checkpoint" (storage), "donor" (another island,
-    `donor`, as its `checkpoint` has it, by its own count of inner steps), or "fresh": it begins
-    anew, and `reason` says why it was given none where it wished for one. `received_bytes` is what
-    came from other hosts' memory, of all ranks.
+    `source` is "memory" (copies in host memory), "checkpoint" (storage), "island" (another island,
+    `from_island`, as its `checkpoint` has it, by its own count of inner steps), or "fresh": it
+    begins anew, and `reason` says why it was given none where it asked for one. `received_bytes` is
+    what came from other hosts' memory, of all ranks.
     """
 
     kind: ClassVar[str] = "inner_state_taken"
@@ -364,7 +364,7 @@ class InnerStateTaken(Event):
     source: str
     received_bytes: int
     seconds: float
-    donor: str = ""
+    from_island: str = ""
     checkpoint: int = 0
     reason: str = ""
 

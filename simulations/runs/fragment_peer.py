@@ -453,26 +453,26 @@ class SimulatedFragmentPeer:
         while self._announced == wanted:
             digest = yield from self._asked(self._setting.decider.record(p))
             for island in sorted(set(self._setting.islands) - {self.name}):
-                donor = self._setting.peers[island][p]
-                if (yield from self._is_healed_by(donor, digest)):
+                source = self._setting.peers[island][p]
+                if (yield from self._is_healed_by(source, digest)):
                     return
             again = self._engine.timeout(ASK_AGAIN_S)
             yield self._engine.any_of([self.changed.next, again])
 
-    def _is_healed_by(self, donor: SimulatedFragmentPeer, digest: bytes) -> Call[bool]:
+    def _is_healed_by(self, source: SimulatedFragmentPeer, digest: bytes) -> Call[bool]:
         """Take its state lane by lane, one part after the other; false if it has another one."""
-        version, began = donor._version, self._engine.now
+        version, began = source._version, self._engine.now
         codec = self._setting.rules.payload_codec(version.is_flush)
         for lane in self.fragment.lanes:
             payload = lane_codec(codec, self.fragment, lane.lane_id)
             for section in SECTIONS:
-                request_s = self._setting.mesh.request_s(self.name, donor.name)
+                request_s = self._setting.mesh.request_s(self.name, source.name)
                 yield self._engine.timeout(request_s + self._costs.peer_call_s)
-                if not donor.is_here or donor._version.digest != digest:
+                if not source.is_here or source._version.digest != digest:
                     return False
                 is_payload = section == "payload"
                 num_bytes = payload.wire_bytes(lane.numel) if is_payload else 4 * lane.numel
-                if not (yield from self._is_crossed(donor, num_bytes)):
+                if not (yield from self._is_crossed(source, num_bytes)):
                     return False
         self._span("fetch", began, None)
         seconds = self._costs.commit_s * self.fragment.padded_numel + self._costs.commit_round_s

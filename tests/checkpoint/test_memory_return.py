@@ -10,8 +10,8 @@ import pytest
 
 from diloco.checkpoint.checkpoints import MANIFEST, step_directory
 from diloco.checkpoint.island_checkpoints import IslandCheckpoints
-from diloco.island.exchange.heal import NotHealed
-from diloco.protocol.rounds.donation import Manifest
+from diloco.island.exchange.state_transfer import NotTransferred
+from diloco.protocol.rounds.transfer_manifest import TransferManifest
 from diloco.telemetry.events import Event, InnerStateTaken
 from diloco.trainer.state import optimizer_step
 from tests.checkpoint.small_checkpoint import ISLAND, Trained
@@ -53,11 +53,11 @@ class Other:
         self.refusal = refusal
         self.was_asked = False
 
-    def take_(self, model: Any, optimizer: Any) -> Manifest:
+    def take_(self, model: Any, optimizer: Any) -> TransferManifest:
         self.was_asked = True
         if self.refusal:
-            raise NotHealed(self.refusal)
-        return Manifest("run", 0, "west", 12, 5, "adamw", 5, (3,), "", {})
+            raise NotTransferred(self.refusal)
+        return TransferManifest("run", 0, "west", 12, 5, "adamw", 5, (3,), "", {})
 
 
 def take_up(
@@ -84,7 +84,7 @@ def take_up(
         plan=trained.plan(), versions=[1], resume_step=None, start_step=START_STEP
     )
     checkpoints = IslandCheckpoints(
-        site, outer, trained, batches, memory=memory, healing=other, on_event=told.append
+        site, outer, trained, batches, memory=memory, receiver=other, on_event=told.append
     )
     checkpoints.take_up(None)
 
@@ -178,7 +178,7 @@ def test_where_nobody_waits_an_island_returns_with_the_optimizer_of_its_newest_c
     [
         pytest.param(True, None, "", ("checkpoint", 2, "", 0, ""), id="own-checkpoint"),
         pytest.param(False, 4, "", ("memory", 4, "", 0, ""), id="own-memory"),
-        pytest.param(False, None, "", ("donor", 5, "west", 12, ""), id="neither"),
+        pytest.param(False, None, "", ("island", 5, "west", 12, ""), id="neither"),
         pytest.param(False, None, "it is away", ("fresh", 0, "", 0, "it is away"), id="nobody"),
     ],
 )
@@ -199,6 +199,6 @@ def test_another_island_is_asked_by_who_has_nothing_of_its_own(
     )  # fmt: skip
 
     (taken,) = [event for event in told if isinstance(event, InnerStateTaken)]
-    said = taken.source, taken.taken_step, taken.donor, taken.checkpoint, taken.reason
+    said = taken.source, taken.taken_step, taken.from_island, taken.checkpoint, taken.reason
     assert said == expected
-    assert other.was_asked == (expected[0] in ("donor", "fresh"))
+    assert other.was_asked == (expected[0] in ("island", "fresh"))

@@ -8,16 +8,16 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from diloco.checkpoint.healing import Healing
+from diloco.checkpoint.state_transfer import StateReceiver
 from diloco.launch.process.ending import exit_at_once
 from diloco.launch.rank.main import main
-from diloco.protocol.rounds.donation import Manifest
+from diloco.protocol.rounds.transfer_manifest import TransferManifest
 from diloco.trainer.state import moments
 
-_take = Healing.take_
+_take = StateReceiver.take_
 
 
-def _observed(self: Healing, model: Any, optimizer: Any) -> Manifest:
+def _observed(self: StateReceiver, model: Any, optimizer: Any) -> TransferManifest:
     taken = _take(self, model, optimizer)
     tensors = {
         f"{moment} {name}": values
@@ -29,5 +29,5 @@ def _observed(self: Healing, model: Any, optimizer: Any) -> Manifest:
 
 
 if __name__ == "__main__":
-    Healing.take_ = _observed  # type: ignore[method-assign]
+    StateReceiver.take_ = _observed  # type: ignore[method-assign]
     exit_at_once(main(sys.argv[1:]))

@@ -9,9 +9,16 @@ from pathlib import Path
 import blake3
 import pytest
 
-from diloco.island.exchange.heal import HealTalk, Lane, fetch_lanes, find_manifest, give, lanes_of
-from diloco.protocol.rounds.donation import LaneGiven, Manifest, lane_name
-from diloco.protos.control_pb2 import HealAnswer, ReportReply
+from diloco.island.exchange.state_transfer import (
+    LaneKey,
+    TransferReports,
+    fetch_lanes,
+    find_manifest,
+    give,
+    lanes_of,
+)
+from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest, lane_name
+from diloco.protos.control_pb2 import ReportReply, TransferAnswer
 from diloco.telemetry.round_events import FragmentRepaired
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.record import fragment_directory, record_path, versions_in
@@ -78,34 +85,36 @@ def test_an_inner_optimizer_is_given_over_the_syncers_that_have_its_fragments(
         (p, i): bytes([p, i]) * (4 * plan.fragments[p].lanes[i].numel) for p, i in lanes_of(plan)
     }
     given = {
-        lane_name(*lane): LaneGiven(len(data), blake3.blake3(data).hexdigest())
+        lane_name(*lane): LaneDigest(len(data), blake3.blake3(data).hexdigest())
         for lane, data in lanes.items()
     }
-    manifest = Manifest(RUN, 0, "a", CUT, 40, "adamw", 3, (5,) * 4, plan.fingerprint(), given)
+    manifest = TransferManifest(
+        RUN, 0, "a", CUT, 40, "adamw", 3, (5,) * 4, plan.fingerprint(), given
+    )
 
     async def nothing(number: int) -> None:
         raise AssertionError
 
-    async def scenario() -> dict[Lane, bytes]:
+    async def scenario() -> dict[LaneKey, bytes]:
         run = Several(setting)
         await run.start()
-        donor, joiner = (run.island(name).exchange for name in "ab")
-        talk = HealTalk(nothing)
-        talk.wish(is_wished=True)
-        talk.hear(ReportReply(heal=HealAnswer(donor="a", checkpoint=CUT)))
+        source, joiner = (run.island(name).exchange for name in "ab")
+        reports = TransferReports(nothing)
+        reports.request(is_requested=True)
+        reports.set_answer(ReportReply(transfer=TransferAnswer(source="a", checkpoint=CUT)))
 
-        async def taken() -> dict[Lane, bytes]:
-            found = await find_manifest(joiner, plan, grant("b"), talk, 30.0)
+        async def taken() -> dict[LaneKey, bytes]:
+            found = await find_manifest(joiner, plan, grant("b"), reports, 30.0)
             fetched = await fetch_lanes(joiner, found, lanes, at_most_s=30.0, is_given=lambda: True)
             return {lane: bytes(data) for lane, data in fetched.items()}
 
         taking = asyncio.create_task(taken())
-        await give(donor, plan, manifest, lanes.__getitem__)
+        await give(source, plan, manifest, lanes.__getitem__)
         result = await taking
         for part in run.parts:
-            kept = [path.stem for path in part.setting.directory.glob("donations/*/*.safetensors")]
+            kept = [path.stem for path in part.setting.directory.glob("transfers/*/*.safetensors")]
             assert {int(name.partition("-")[0]) for name in kept} == set(part.own)
-        for exchange in (donor, joiner):
+        for exchange in (source, joiner):
             await exchange.stop()
         await run.kill()
         return result

@@ -32,10 +32,10 @@ from diloco.coordinator.grants import is_valid, sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.operator_service import Operations
 from diloco.errors import DilocoError
-from diloco.protocol.rounds.donation import LaneGiven, Manifest
 from diloco.protocol.rounds.messages import key_message
 from diloco.protocol.rounds.state import FragmentRounds
 from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_ROUNDS, Weights
+from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.peer_bounds import BOUNDS, RunLimits, bound_of, is_bounded_by_type
@@ -424,15 +424,15 @@ class ArrivalSite:
                 )
             ),
             "heal.put": lambda: Said(
-                fragment_pb2.HealPutHeader(
+                fragment_pb2.StatePutHeader(
                     grant=self.grant, checkpoint=1, is_manifest=True,
                     digest=blake3.blake3(self._manifest).digest(),
                 ),
                 self._manifest,
             ),
             "heal.get": lambda: Said(
-                fragment_pb2.HealGetHeader(
-                    grant=self.grant, donor="c", checkpoint=1, is_manifest=True
+                fragment_pb2.StateGetHeader(
+                    grant=self.grant, source="c", checkpoint=1, is_manifest=True
                 )
             ),
         }  # fmt: skip
@@ -452,9 +452,9 @@ class ArrivalSite:
 
     @property
     def _manifest(self) -> bytes:
-        lanes = {"0/0": LaneGiven(2 * len(LANE) + 100, bytes(32).hex())}
+        lanes = {"0/0": LaneDigest(2 * len(LANE) + 100, bytes(32).hex())}
         plan = self.setting.plan().fingerprint()
-        return Manifest(RUN, 0, "c", 1, 2, "adamw", 2, (0,), plan, lanes).to_json()
+        return TransferManifest(RUN, 0, "c", 1, 2, "adamw", 2, (0,), plan, lanes).to_json()
 
 
 async def stop(tasks: list[asyncio.Task[None]], islands: Iterable[VirtualIsland]) -> None:

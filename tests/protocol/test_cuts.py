@@ -162,7 +162,9 @@ def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
         grants[:] = [(await coord.join(name, "b")).grant for name in NAMES]
         assert not await taken(3, 600), "nothing was merged since"
         await coord.restart()
-        coord.coordinator._keep(coord.membership.cut())  # for a heal, before a syncer has reported
+        coord.coordinator._keep(
+            coord.membership.cut()
+        )  # for a state transfer, before a syncer has reported
         assert await taken(3, 700)
         assert not await taken(4, 700)
         assert await taken(4, 1100)

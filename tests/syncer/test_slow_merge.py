@@ -71,9 +71,9 @@ def _merges_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_merges(*, check_s: float = PIECE_S) -> Workers:
-    notes, checks, reads, pins, donations = (SlowWorker(PIECE_S) for _ in range(5))
+    notes, checks, reads, pins, transfers = (SlowWorker(PIECE_S) for _ in range(5))
     checks.before_s = check_s
-    return Workers(SlowMerges, notes, checks, reads, pins, donations)
+    return Workers(SlowMerges, notes, checks, reads, pins, transfers)
 
 
 async def begun(setting: Setting, workers: Workers) -> tuple[VirtualRun, list[RawIsland]]:

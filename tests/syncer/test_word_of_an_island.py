@@ -14,7 +14,7 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
-from diloco.syncer.damaged import Gift
+from diloco.syncer.damaged import RecoveredVersion
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.store import FragmentStore
 from tests.raw_island import NUMEL, RawIsland
@@ -42,8 +42,8 @@ def test_an_island_with_another_version_under_the_same_number_says_so(setting: S
         assert held is not None
         lanes = {i: to_bytes((v.published + 1).view(torch.uint8)) for i, v in enumerate(held.lanes)}
         digests = [blake3.blake3(lane).hexdigest() for lane in lanes.values()]
-        gift = Gift("b", {**held.header(), "lane_digests": digests}, lanes)
-        store.commit(gift.record(fragment, None, has_second_moment=False))
+        recovered = RecoveredVersion("b", {**held.header(), "lane_digests": digests}, lanes)
+        store.commit(recovered.record(fragment, None, has_second_moment=False))
         await run.start_syncer()
         assert not run.syncer.damage(0)
 

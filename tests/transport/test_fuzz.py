@@ -43,8 +43,8 @@ from diloco.coordinator.operator_service import Operations
 from diloco.errors import ConfigError, DilocoError
 from diloco.island.peer import peer as peer_module
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.protocol.rounds.donation import LaneGiven, Manifest
 from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.terms import Terms, terms_of
@@ -285,11 +285,11 @@ _PLAN = make_plan([TensorSpec("w", (NUMEL,))], num_fragments=1)
 #: Of a lane as float32: initial parameters and contributions.
 _LANE_BYTES = [4 * lane.numel for lane in _PLAN.fragments[0].lanes]
 _MUCH = MAX_HEADER_BYTES - 2000
-#: Of a donation of an inner optimizer: every lane's safetensors are zeros, as far as syncers look.
+#: Of a transfer of an inner optimizer: every lane's safetensors are zeros, as far as syncers look.
 _GIVEN = {f"0/{n}": bytes(2 * size + 100) for n, size in enumerate(_LANE_BYTES)}
-_MANIFEST = Manifest(
+_MANIFEST = TransferManifest(
     RUN, 0, "a", 1, 2, "adamw", 2, (0,), _PLAN.fingerprint(),
-    {name: LaneGiven(len(data), blake3.blake3(data).hexdigest()) for name, data in _GIVEN.items()},
+    {name: LaneDigest(len(data), blake3.blake3(data).hexdigest()) for name, data in _GIVEN.items()},
 ).to_json()  # fmt: skip
 
 _INTEGERS = {
@@ -374,7 +374,7 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "codec": st.just("float32"),
     "command": st.sampled_from(["pause", "unpause", "drain", "kick", "set", "stop", "backup"]),
     "digest": st.sampled_from(_DIGESTS),
-    "donor": st.just("a"),
+    "source": st.just("a"),
     "is_flush": st.just(False),
     "island": st.sampled_from(["a", "b", "c", "d"]),
     "key": st.sampled_from(
@@ -444,7 +444,7 @@ def calls(draw: st.DrawFn, methods: list[str]) -> tuple[str, bytes, bytes]:
     """Draw a method, a header for it, sound or damaged, and a payload."""
     method = draw(st.sampled_from(methods))
     message = draw(message_of(RULES[method].message))
-    given = draw(donated(message)) if method == "heal.put" else None
+    given = draw(transferred(message)) if method == "heal.put" else None
     header = message.SerializeToString()
     if draw(st.integers(0, 4)) == 0:
         damaged = bytearray(header)
@@ -456,8 +456,8 @@ def calls(draw: st.DrawFn, methods: list[str]) -> tuple[str, bytes, bytes]:
 
 
 @st.composite
-def donated(draw: st.DrawFn, header: Any) -> bytes | None:
-    """Draw a payload of a donation, and let its header have the digest; None: anything else."""
+def transferred(draw: st.DrawFn, header: Any) -> bytes | None:
+    """Draw a payload of a transfer, and let its header have the digest; None: anything else."""
     if not draw(st.integers(0, 3)):
         return None
     payload = _MANIFEST if header.is_manifest else _GIVEN.get(f"0/{header.lane_id}", b"")

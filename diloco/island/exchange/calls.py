@@ -211,7 +211,7 @@ class SyncerCalls:
 
         The syncer is asked first: nothing of what it has already travels.
         """
-        header = wire.HealPutHeader(
+        header = wire.StatePutHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
             checkpoint=checkpoint,
@@ -227,13 +227,13 @@ class SyncerCalls:
         return wire.Ack.FromString(reply.header)
 
     async def get(
-        self, donor: str, checkpoint: int, lane: tuple[int, int] | None, *, max_reply_bytes: int
+        self, source: str, checkpoint: int, lane: tuple[int, int] | None, *, max_reply_bytes: int
     ) -> tuple[wire.FetchReply, Buffer]:
         """Take what another island has given: a lane (fragment id, lane id), or the manifest."""
-        header = wire.HealGetHeader(
+        header = wire.StateGetHeader(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
-            donor=donor,
+            source=source,
             checkpoint=checkpoint,
             is_manifest=lane is None,
         )

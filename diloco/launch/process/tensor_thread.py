@@ -55,6 +55,6 @@ def syncer_workers(num_threads: int) -> Iterator[Workers]:
             checks=thread("checks", min(num_threads, _MOST_CHECKING)),
             reads=thread("reads", _NUM_READING),
             pins=thread("pins"),
-            donations=thread("donations"),
+            transfers=thread("transfers"),
             lanes=lanes,
         )

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diloco.checkpoint.healing import open_healing
 from diloco.checkpoint.island_checkpoints import IslandCheckpoints
 from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.checkpoint.mirror import Mirror
+from diloco.checkpoint.state_transfer import open_state_transfer
 from diloco.checkpoint.warm_start import WarmStart
 from diloco.config.hugging_face import check_version
 from diloco.config.load import load_config
@@ -197,7 +197,7 @@ class _Rank:
             self._trainer,
             batches,
             memory=self._open_memory(),
-            healing=open_healing(connection, self._reply.grant, self._outer.plan),
+            receiver=open_state_transfer(connection, self._reply.grant, self._outer.plan),
             mirror=mirror,
             on_event=self.record.write,
         )

@@ -239,7 +239,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "checkpoint": _COUNT,
         "nats_per_byte": Real(-MOST_NUMBER, or_none=True),
     },
-    "diloco.control.v1.HealWord": {"declined": _COUNT, "reason": _SAID},
+    "diloco.control.v1.TransferReport": {"declined": _COUNT, "reason": _SAID},
     "diloco.control.v1.CutPart": {
         "number": _COUNT,
         "versions": Many("num_fragments", _COUNT),
@@ -366,8 +366,8 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "version": _COUNT,
         "lane_ids": Many("num_lanes", _LANE),
     },
-    "diloco.fragment.v1.HealPutHeader": {**_OF_A_LANE, "checkpoint": _COUNT, "digest": _SAID},
-    "diloco.fragment.v1.HealGetHeader": {**_OF_A_LANE, "donor": _SAID, "checkpoint": _COUNT},
+    "diloco.fragment.v1.StatePutHeader": {**_OF_A_LANE, "checkpoint": _COUNT, "digest": _SAID},
+    "diloco.fragment.v1.StateGetHeader": {**_OF_A_LANE, "source": _SAID, "checkpoint": _COUNT},
     "diloco.allreduce.v1.PollRequest": {
         **_SPEAKS,
         "address": _SAID,

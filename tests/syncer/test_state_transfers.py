@@ -1,4 +1,4 @@
-"""Donations at the syncer: what is taken, what is refused, what a restart leaves, what expires."""
+"""Transfers at the syncer: what is taken, what is refused, what a restart leaves, what expires."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 
 from diloco import durable
 from diloco.durable import DiskFull
-from diloco.protocol.rounds.donation import LaneGiven, Manifest, lane_name
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
+from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest, lane_name
 from diloco.protos import fragment_pb2 as wire
-from diloco.syncer import donations
+from diloco.syncer import transfers
 from diloco.syncer.worker import Workers
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.store import FragmentStore
@@ -42,34 +42,38 @@ def lane_bytes(run: VirtualRun, lane_id: int) -> bytes:
     return bytes([lane_id + 1]) * (8 * numel + 100)
 
 
-def manifest_of(run: VirtualRun, donor: str = "a", checkpoint: int = CHECKPOINT) -> Manifest:
+def manifest_of(
+    run: VirtualRun, source: str = "a", checkpoint: int = CHECKPOINT
+) -> TransferManifest:
     plan = run.setting.plan()
     lanes = [lane.lane_id for lane in plan.fragments[0].lanes]
     payloads = {lane_name(0, n): lane_bytes(run, n) for n in lanes}
-    given = {n: LaneGiven(len(p), blake3.blake3(p).hexdigest()) for n, p in payloads.items()}
-    return Manifest(RUN, 0, donor, checkpoint, 9, "adamw", 8, (2,), plan.fingerprint(), given)
+    given = {n: LaneDigest(len(p), blake3.blake3(p).hexdigest()) for n, p in payloads.items()}
+    return TransferManifest(
+        RUN, 0, source, checkpoint, 9, "adamw", 8, (2,), plan.fingerprint(), given
+    )
 
 
 async def put(island: RawIsland, payload: bytes, lane_id: int | None = None, **fields: Any) -> str:
     """Returns why it was refused, or nothing."""
-    header = wire.HealPutHeader(
+    header = wire.StatePutHeader(
         checkpoint=CHECKPOINT,
         is_manifest=lane_id is None,
         lane_id=lane_id or 0,
         digest=blake3.blake3(payload).digest(),
     )
-    header.MergeFrom(wire.HealPutHeader(**fields))
+    header.MergeFrom(wire.StatePutHeader(**fields))
     ack = wire.Ack.FromString((await island.call("heal.put", header, payload)).header)
     assert ack.is_accepted == (not ack.message)
     return ack.message
 
 
 async def get(
-    island: RawIsland, lane_id: int | None = None, donor: str = "a", checkpoint: int = CHECKPOINT
+    island: RawIsland, lane_id: int | None = None, source: str = "a", checkpoint: int = CHECKPOINT
 ) -> bytes | None:
     """Returns what is there; None: nothing."""
-    header = wire.HealGetHeader(
-        donor=donor, checkpoint=checkpoint, is_manifest=lane_id is None, lane_id=lane_id or 0
+    header = wire.StateGetHeader(
+        source=source, checkpoint=checkpoint, is_manifest=lane_id is None, lane_id=lane_id or 0
     )
     reply = await island.call("heal.get", header)
     said = wire.FetchReply.FromString(reply.header)
@@ -92,7 +96,7 @@ def test_what_one_island_gives_another_takes_lane_by_lane_as_it_comes(setting: S
         for lane_id in (0, 1, 1):
             assert await put(a, lane_bytes(run, lane_id), lane_id) == ""
         assert await get(b, 1) == lane_bytes(run, 1)
-        assert await get(b, 0, donor="b") is None
+        assert await get(b, 0, source="b") is None
         assert await get(b, 0, checkpoint=CHECKPOINT + 1) is None
 
     run_virtual(scenario())
@@ -109,15 +113,15 @@ def _changed(**changes: Any) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (_not_json, "no manifest of a donation"),
-        (_changed(lanes=None), "no manifest of a donation"),
-        (_changed(optimizer_step=-1), "no manifest of a donation"),
-        (_changed(optimizer_step=2.5), "no manifest of a donation"),
+        (_not_json, "no manifest of a transfer"),
+        (_changed(lanes=None), "no manifest of a transfer"),
+        (_changed(optimizer_step=-1), "no manifest of a transfer"),
+        (_changed(optimizer_step=2.5), "no manifest of a transfer"),
         (_changed(plan="0" * 64), "of another model"),
         (_changed(versions=[1, 2]), "2 versions; the plan has 1"),
         (_changed(lanes={}), "0 lanes are listed, the plan has these 2"),
-        (_changed(donor="b"), "another donation than its header"),
-        (_changed(timeline=1), "another donation than its header"),
+        (_changed(source="b"), "another transfer than its header"),
+        (_changed(timeline=1), "another transfer than its header"),
         (_changed(lanes={f"0/{n}": {"num_bytes": 9, "blake3": "0" * 64} for n in (0, 1)}), "asks"),
         (lambda text: text + b" " * 100_000, "are allowed"),
     ],
@@ -164,9 +168,9 @@ def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(
         await put(a, manifest_of(run).to_json())
         for lane_id in (0, 1):
             await put(a, lane_bytes(run, lane_id), lane_id)
-        (torn,) = (setting.directory / "donations").glob("*/0-1.safetensors")
+        (torn,) = (setting.directory / "transfers").glob("*/0-1.safetensors")
         torn.write_bytes(torn.read_bytes()[:num_left])
-        left = setting.directory / "donations" / "half"
+        left = setting.directory / "transfers" / "half"
         left.mkdir()
 
         await restart(run)
@@ -190,20 +194,20 @@ def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
         text = manifest_of(run, checkpoint=5).to_json()
         third = asyncio.ensure_future(put(a, text, checkpoint=5))
 
-        await asyncio.sleep(donations.IDLE_S / 2)
+        await asyncio.sleep(transfers.IDLE_S / 2)
         assert await get(b, checkpoint=4) is not None
         assert not third.done(), "told to call again, not refused"
         assert await third == "", "in the place of what nobody asks for"
         assert await get(b, checkpoint=3) is None
         assert await get(b, checkpoint=4) is not None
 
-        await asyncio.sleep(donations.EXPIRES_S / 2)
+        await asyncio.sleep(transfers.EXPIRES_S / 2)
         assert await get(b, checkpoint=5) is not None
-        await asyncio.sleep(donations.EXPIRES_S / 2 + 1.0)
+        await asyncio.sleep(transfers.EXPIRES_S / 2 + 1.0)
         assert await get(b, checkpoint=4) is None
         assert await get(b, checkpoint=5) is not None
-        await asyncio.sleep(donations.EXPIRES_S + 1.0)
-        assert not list((setting.directory / "donations").iterdir())
+        await asyncio.sleep(transfers.EXPIRES_S + 1.0)
+        assert not list((setting.directory / "transfers").iterdir())
 
     run_virtual(scenario())
 
@@ -219,21 +223,21 @@ def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) ->
             return await put(a, manifest_of(run, "a", number).to_json(), checkpoint=number)
 
         assert [await begin(3), await begin(4)] == ["", ""]
-        await asyncio.sleep(donations.IDLE_S)
+        await asyncio.sleep(transfers.IDLE_S)
         assert await get(b, checkpoint=4) is not None
 
         assert await asyncio.gather(begin(5), begin(6)) == ["", ""]
 
-        assert len(list((setting.directory / "donations").iterdir())) == donations.MOST_DONATIONS
+        assert len(list((setting.directory / "transfers").iterdir())) == transfers.MOST_TRANSFERS
 
     run_virtual(scenario())
 
 
-def test_rounds_and_donations_do_not_wait_for_each_other(setting: Setting) -> None:
+def test_rounds_and_transfers_do_not_wait_for_each_other(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)
         slow = SlowWorker(before_s=20.0)
-        run.workers = replace(Workers.all_by(SlowWorker(before_s=1.0)), donations=slow)
+        run.workers = replace(Workers.all_by(SlowWorker(before_s=1.0)), transfers=slow)
         await run.start_syncer()
         a, b = (RawIsland(run, name) for name in "ab")
         loop = asyncio.get_running_loop()
@@ -259,19 +263,19 @@ def test_a_lane_takes_no_memory_while_it_is_sent(setting: Setting) -> None:
         run, (a, _) = await founded(setting)
         await put(a, manifest_of(run).to_json())
         await put(a, lane_bytes(run, 0), 0)
-        header = wire.HealGetHeader(donor="a", checkpoint=CHECKPOINT)
+        header = wire.StateGetHeader(source="a", checkpoint=CHECKPOINT)
 
-        reply, payload = await run.syncer._donations.get(header)
+        reply, payload = await run.syncer._transfers.get(header)
 
         assert isinstance(payload, memoryview) and isinstance(payload.obj, mmap.mmap)
-        for path in (setting.directory / "donations").glob("*/*.safetensors"):
+        for path in (setting.directory / "transfers").glob("*/*.safetensors"):
             path.unlink()
         assert blake3.blake3(payload).digest() == reply.digest
 
     run_virtual(scenario())
 
 
-def test_a_full_disk_lets_donations_go_and_not_the_syncer(
+def test_a_full_disk_lets_transfers_go_and_not_the_syncer(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -284,7 +288,7 @@ def test_a_full_disk_lets_donations_go_and_not_the_syncer(
 
         assert "disk is full" in await put(a, lane_bytes(run, 1), 1)
 
-        assert not list((setting.directory / "donations").iterdir())
+        assert not list((setting.directory / "transfers").iterdir())
         assert await get(b) is None
         disk.is_full = False
         assert await put(a, manifest_of(run).to_json()) == ""
@@ -295,16 +299,16 @@ def test_a_full_disk_lets_donations_go_and_not_the_syncer(
 
 
 @pytest.mark.parametrize("spool_bytes", [1 << 20, 0], ids=["version", "lane"])
-def test_what_finds_no_room_has_that_of_donations(
+def test_what_finds_no_room_has_that_of_transfers(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, spool_bytes: int
 ) -> None:
     setting.spool_bytes = spool_bytes
-    of_donations = setting.directory / "donations"
+    of_transfers = setting.directory / "transfers"
     reserve, write_bytes = durable.reserve, Path.write_bytes
 
     def check_room() -> None:
-        if list(of_donations.glob("*/*.safetensors")):
-            raise DiskFull(errno.ENOSPC, "no room beside a donation")
+        if list(of_transfers.glob("*/*.safetensors")):
+            raise DiskFull(errno.ENOSPC, "no room beside a transfer")
 
     def reserve_if_room(*arguments: Any) -> None:
         check_room()
@@ -321,21 +325,21 @@ def test_what_finds_no_room_has_that_of_donations(
         monkeypatch.setattr(durable, "reserve", reserve_if_room)
         monkeypatch.setattr(Path, "write_bytes", write_if_room)
 
-        async with asyncio.timeout(30.0):  # of virtual time; donations expire much later
+        async with asyncio.timeout(30.0):  # of virtual time; transfers expire much later
             for island, lane_id in itertools.product((a, b), (0, 1)):
                 while (await island.submit(KEY, lane_id)).status != wire.SUBMIT_STATUS_RECEIVED:
                     await asyncio.sleep(0.5)
         await asyncio.sleep(5.0)
 
         assert run.syncer.states[0].version == 1
-        assert not list(of_donations.iterdir())
+        assert not list(of_transfers.iterdir())
         assert await get(b) is None
 
     run_virtual(scenario())
 
 
 @pytest.mark.parametrize("what", ["a cut", "orders"])
-def test_what_the_coordinator_asks_for_has_the_room_of_donations(
+def test_what_the_coordinator_asks_for_has_the_room_of_transfers(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     async def scenario() -> None:
@@ -344,8 +348,8 @@ def test_what_the_coordinator_asks_for_has_the_room_of_donations(
         await put(a, lane_bytes(run, 0), 0)
 
         def full(*_: int) -> None:
-            if list((setting.directory / "donations").iterdir()):
-                raise DiskFull(errno.ENOSPC, "no room beside a donation")
+            if list((setting.directory / "transfers").iterdir()):
+                raise DiskFull(errno.ENOSPC, "no room beside a transfer")
 
         pin = FragmentStore.pin
         monkeypatch.setattr(FragmentStore, "pin", lambda *of: (full(), pin(*of)))
@@ -371,10 +375,10 @@ def test_who_is_fenced_neither_gives_nor_takes(setting: Setting) -> None:
         run, (a, b) = await founded(setting)
         await RawIsland(run, "a", incarnation=2).poll()
         assert "newer start" in await put(a, manifest_of(run).to_json())
-        header = wire.HealGetHeader(donor="a", checkpoint=CHECKPOINT, is_manifest=True)
+        header = wire.StateGetHeader(source="a", checkpoint=CHECKPOINT, is_manifest=True)
         reply = wire.FetchReply.FromString((await a.call("heal.get", header)).header)
         assert reply.status == wire.FETCH_STATUS_FENCED
-        other = replace(manifest_of(run), donor="b")
+        other = replace(manifest_of(run), source="b")
         assert await put(b, other.to_json()) == ""
 
     run_virtual(scenario())

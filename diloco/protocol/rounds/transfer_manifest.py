@@ -1,4 +1,4 @@
-"""What one island gives another of its inner optimizer: the manifest of a donation.
+"""The manifest of a state transfer: what one island sends another of its inner optimizer.
 
     manifest    JSON: whose it is, of which checkpoint, and size and digest of every lane
     lane        safetensors: `exp_avg` and `exp_avg_sq`, float32 [lane.numel]
@@ -31,44 +31,46 @@ _MOST_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
-class LaneGiven:
-    """One lane of a donation: bytes of its safetensors, and their blake3 in hex."""
+class LaneDigest:
+    """One lane of a transfer: bytes of its safetensors, and their blake3 in hex."""
 
     num_bytes: int
     blake3: str
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """A whole donation.
+class TransferManifest:
+    """A whole transfer.
 
     Args:
         run: Name of the run.
         timeline: In which it is given.
-        donor: The island that gives it.
-        checkpoint: Of the donor, from which it is: an inner step, or the number of a cut.
-        inner_step: At which the donor stood then.
+        source: The island that gives it.
+        checkpoint: Of the source, from which it is: an inner step, or the number of a cut.
+        inner_step: At which the source stood then.
         inner_optimizer: Name of the optimizer that the moments are of.
         optimizer_step: Age of the moments.
-        versions: That the donor held then, in plan order.
+        versions: That the source held then, in plan order.
         plan: Fingerprint of the plan.
         lanes: Lane by lane, under `lane_name`.
     """
 
     run: str
     timeline: int
-    donor: str
+    source: str
     checkpoint: int
     inner_step: int
     inner_optimizer: str
     optimizer_step: int
     versions: tuple[int, ...]
     plan: str
-    lanes: Mapping[str, LaneGiven]
+    lanes: Mapping[str, LaneDigest]
 
     def to_json(self) -> bytes:
-        """Return the JSON text that crosses the link."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        """Return the JSON text that crosses the link; `source` is "donor" there."""
+        said = asdict(self)
+        said["donor"] = said.pop("source")
+        return json.dumps(said, sort_keys=True).encode()
 
 
 def lane_name(fragment_id: int, lane_id: int) -> str:
@@ -82,7 +84,7 @@ def most_manifest_bytes(plan: Plan) -> int:
     return _TEXT + _LANE_TEXT * num_lanes + 24 * len(plan.fragments)
 
 
-def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> Manifest:
+def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> TransferManifest:
     """Read what a peer sent as a manifest.
 
     Raises:
@@ -91,13 +93,13 @@ def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> Manifest:
     try:
         said: dict[str, Any] = json.loads(bytes(text))
         lanes = {
-            str(name): LaneGiven(_number(lane["num_bytes"]), _text(lane["blake3"], _DIGEST_HEX))
+            str(name): LaneDigest(_number(lane["num_bytes"]), _text(lane["blake3"], _DIGEST_HEX))
             for name, lane in dict(said["lanes"]).items()
         }
-        manifest = Manifest(
+        manifest = TransferManifest(
             run=_text(said["run"]),
             timeline=_number(said["timeline"]),
-            donor=_text(said["donor"]),
+            source=_text(said["donor"]),
             checkpoint=_number(said["checkpoint"]),
             inner_step=_number(said["inner_step"]),
             inner_optimizer=_text(said["inner_optimizer"]),
@@ -108,7 +110,7 @@ def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> Manifest:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         why = bounded_text(f"{type(error).__name__}: {error}", 100)
-        raise PayloadRefused(Cause.FRAME, f"no manifest of a donation: {why}") from error
+        raise PayloadRefused(Cause.FRAME, f"no manifest of a transfer: {why}") from error
     if manifest.plan != plan.fingerprint():
         shown = bounded_text(manifest.plan, 16)
         raise PayloadRefused(
@@ -123,7 +125,7 @@ def read_manifest(text: bytes | bytearray | memoryview, plan: Plan) -> Manifest:
     return manifest
 
 
-def _check_lanes(lanes: Mapping[str, LaneGiven], fragments: Sequence[Fragment]) -> None:
+def _check_lanes(lanes: Mapping[str, LaneDigest], fragments: Sequence[Fragment]) -> None:
     numels = {lane_name(f.fragment_id, n.lane_id): n.numel for f in fragments for n in f.lanes}
     if lanes.keys() != numels.keys():
         raise PayloadRefused(

@@ -1,4 +1,4 @@
-"""Wishes for an inner optimizer: of which checkpoint it is given, by whom, and why it is not."""
+"""Requests for an inner optimizer: of which checkpoint it is given, by whom, and why it is not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.island.exchange.heal import HealTalk, NotHealed
+from diloco.island.exchange.state_transfer import NotTransferred, TransferReports
 from diloco.protos import control_pb2 as control
 from tests.coordinator_in_memory import CoordinatorInMemory, tell
 from tests.protocol.test_cuts import part_of
 from tests.run_files import write_run
 
 NAMES = ("east", "west")
-WISH = control.HealWord(is_wished=True)
+REQUEST = control.TransferReport(is_requested=True)
 
 
 @pytest.fixture
@@ -39,20 +39,22 @@ def test_where_nobody_waits_it_is_of_the_cut_that_is_named_for_it(
     async def story(coord: CoordinatorInMemory) -> None:
         east, west, guest = await work(coord, "east", "west", "guest")
 
-        told = await coord.report(guest, heal=WISH)
-        assert told.heal == control.HealAnswer(), "it waits for the cut"
+        told = await coord.report(guest, transfer=REQUEST)
+        assert told.transfer == control.TransferAnswer(), "it waits for the cut"
         assert [(await coord.report(grant)).cut for grant in (east, west)] == [1, 1]
-        assert (await coord.report(east)).donate == 0
+        assert (await coord.report(east)).provide == 0
 
         await coord.report(west, cut=part_of(1, 3, 3, at=9))
-        told = await coord.report(guest, heal=WISH)
-        assert (told.heal.donor, told.heal.checkpoint) == ("west", 1)
+        told = await coord.report(guest, transfer=REQUEST)
+        assert (told.transfer.source, told.transfer.checkpoint) == ("west", 1)
         await coord.report(east, cut=part_of(1, 3, 3, at=40))
-        assert (await coord.report(guest, heal=WISH)).heal.donor == "west", "it has begun to give"
-        assert [(await coord.report(grant)).donate for grant in (east, west)] == [0, 1]
+        assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "west", (
+            "it has begun to give"
+        )
+        assert [(await coord.report(grant)).provide for grant in (east, west)] == [0, 1]
 
-        assert not (await coord.report(guest, cut=part_of(1, 3, 3))).HasField("heal")
-        assert (await coord.report(west)).donate == 0, "nobody wishes any more"
+        assert not (await coord.report(guest, cut=part_of(1, 3, 3))).HasField("transfer")
+        assert (await coord.report(west)).provide == 0, "nobody asking any more"
 
     tell(tmp_path, story, config=elastic)
 
@@ -60,30 +62,30 @@ def test_where_nobody_waits_it_is_of_the_cut_that_is_named_for_it(
 def test_of_several_the_one_that_has_trained_most_gives(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west, guest = await work(coord, "east", "west", "guest")
-        await coord.report(guest, heal=WISH)
+        await coord.report(guest, transfer=REQUEST)
         await coord.report(east, cut=part_of(1, 3, 3, at=40))
         await coord.report(west, cut=part_of(1, 3, 3, at=9))
 
-        assert (await coord.report(guest, heal=WISH)).heal.donor == "east"
+        assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "east"
 
     tell(tmp_path, story, config=elastic)
 
 
-def test_a_donor_that_declines_is_followed_by_another_and_then_by_none(
+def test_a_source_that_declines_is_followed_by_another_and_then_by_none(
     tmp_path: Path, elastic: Config
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west, guest = await work(coord, "east", "west", "guest")
-        await coord.report(guest, heal=WISH)
+        await coord.report(guest, transfer=REQUEST)
         for grant in (east, west):
             await coord.report(grant, cut=part_of(1, 3, 3, at=9))
-        await coord.report(guest, heal=WISH)
+        await coord.report(guest, transfer=REQUEST)
 
-        word = control.HealWord(declined=1, reason="its disk is broken")
-        assert (await coord.report(west, heal=word)).donate == 0
-        assert (await coord.report(guest, heal=WISH)).heal.donor == "east"
-        await coord.report(east, heal=control.HealWord(declined=1, reason="so is mine"))
-        told = (await coord.report(guest, heal=WISH)).heal
+        word = control.TransferReport(declined=1, reason="its disk is broken")
+        assert (await coord.report(west, transfer=word)).provide == 0
+        assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "east"
+        await coord.report(east, transfer=control.TransferReport(declined=1, reason="so is mine"))
+        told = (await coord.report(guest, transfer=REQUEST)).transfer
         assert told.refusal == (
             "no island at work can give that of cut 1. east: so is mine; west: its disk is broken"
         )
@@ -91,10 +93,10 @@ def test_a_donor_that_declines_is_followed_by_another_and_then_by_none(
     tell(tmp_path, story, config=elastic)
 
 
-def test_a_donor_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path: Path) -> None:
+def test_a_source_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path: Path) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         given: list[int] = []
-        failures = [NotHealed("its manifest was refused: the disk is full")]
+        failures = [NotTransferred("its manifest was refused: the disk is full")]
 
         async def give(checkpoint: int) -> None:
             if failures:
@@ -104,94 +106,98 @@ def test_a_donor_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path:
         east, west = await work(coord, *NAMES)
         for grant in (east, west):
             await coord.report(grant, inner_step=9, checkpoint_steps=[8])
-        talk = HealTalk(give)
+        talk = TransferReports(give)
 
-        async def told(start: str) -> control.HealAnswer:
-            """Answer to the wish of a start of west, after east has reported twice."""
+        async def told(start: str) -> control.TransferAnswer:
+            """Answer to the request of a start of west, after east has reported twice."""
             west = (await coord.join("west", start)).grant
-            await coord.report(west, heal=WISH)
+            await coord.report(west, transfer=REQUEST)
             for _ in range(2):
-                talk.hear(await coord.report(east, heal=talk.say()))
+                talk.hear(await coord.report(east, transfer=talk.say()))
                 await asyncio.sleep(0.1)
-            return (await coord.report(west, heal=WISH)).heal
+            return (await coord.report(west, transfer=REQUEST)).transfer
 
         assert "the disk is full" in (await told("b")).refusal
-        assert (await told("c")).donor == "east"
+        assert (await told("c")).source == "east"
         assert given == [8]
 
     tell(tmp_path, story)
 
 
-def test_who_wishes_first_is_given_first_and_whole(tmp_path: Path, elastic: Config) -> None:
+def test_who_asks_first_is_given_first_and_whole(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, guest, other = await work(coord, "east", "guest", "other")
 
-        async def cut(number: int, wishes: control.Grant) -> control.HealAnswer:
-            """Have the cut that is named for a wish written by east, and kept by the syncer."""
-            await coord.report(wishes, heal=WISH)
+        async def cut(number: int, asking: control.Grant) -> control.TransferAnswer:
+            """Have the cut that is named for a request written by east, and kept by the syncer."""
+            await coord.report(asking, transfer=REQUEST)
             await coord.report(east, cut=part_of(number, 3, 3))
-            await coord.report(guest, cut=part_of(number), heal=WISH)
-            await coord.report(other, cut=part_of(number), heal=WISH if wishes is other else None)
+            await coord.report(guest, cut=part_of(number), transfer=REQUEST)
+            await coord.report(
+                other, cut=part_of(number), transfer=REQUEST if asking is other else None
+            )
             status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
             await coord.round_report(fragments=status, pinned_cut=number)
-            return (await coord.report(wishes, heal=WISH)).heal
+            return (await coord.report(asking, transfer=REQUEST)).transfer
 
         assert (await cut(1, guest)).checkpoint == 1
-        assert (await coord.report(east)).donate == 1
+        assert (await coord.report(east)).provide == 1
         assert (await cut(2, other)).checkpoint == 2
-        assert (await coord.report(east)).donate == 1, "what is under way is not broken off"
+        assert (await coord.report(east)).provide == 1, "what is under way is not broken off"
         await coord.report(guest)
-        assert (await coord.report(east)).donate == 2
+        assert (await coord.report(east)).provide == 2
 
     tell(tmp_path, story, config=elastic)
 
 
-def test_a_donor_that_gives_of_another_checkpoint_is_asked_last(
+def test_a_source_that_gives_of_another_checkpoint_is_asked_last(
     tmp_path: Path, elastic: Config
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west, guest, other = await work(coord, "east", "west", "guest", "other")
 
-        async def cut(number: int, wishes: control.Grant) -> control.HealAnswer:
-            await coord.report(wishes, heal=WISH)
+        async def cut(number: int, asking: control.Grant) -> control.TransferAnswer:
+            await coord.report(asking, transfer=REQUEST)
             await coord.report(east, cut=part_of(number, 3, 3, at=40))
             await coord.report(west, cut=part_of(number, 3, 3, at=9))
-            await coord.report(guest, cut=part_of(number), heal=WISH)
-            await coord.report(other, cut=part_of(number), heal=WISH if wishes is other else None)
-            told = (await coord.report(wishes, heal=WISH)).heal
+            await coord.report(guest, cut=part_of(number), transfer=REQUEST)
+            await coord.report(
+                other, cut=part_of(number), transfer=REQUEST if asking is other else None
+            )
+            told = (await coord.report(asking, transfer=REQUEST)).transfer
             status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
             await coord.round_report(fragments=status, pinned_cut=number)
             return told
 
-        assert (await cut(1, guest)).donor == "east", "it has trained most"
+        assert (await cut(1, guest)).source == "east", "it has trained most"
         told = await cut(2, other)
-        assert (told.donor, told.checkpoint) == ("west", 2)
+        assert (told.source, told.checkpoint) == ("west", 2)
 
     tell(tmp_path, story, config=elastic)
 
 
-def test_two_wishes_of_one_checkpoint_have_one_donor(tmp_path: Path, elastic: Config) -> None:
+def test_two_requests_of_one_checkpoint_have_one_source(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west, *guests = await work(coord, "east", "west", "guest", "other")
         for guest in guests:
-            await coord.report(guest, heal=WISH)
+            await coord.report(guest, transfer=REQUEST)
         await coord.report(east, cut=part_of(1, 3, 3, at=40))
         await coord.report(west, cut=part_of(1, 3, 3, at=9))
-        told = [(await coord.report(guest, heal=WISH)).heal.donor for guest in guests]
+        told = [(await coord.report(guest, transfer=REQUEST)).transfer.source for guest in guests]
         assert told == ["east", "east"], "it gives once"
 
     tell(tmp_path, story, config=elastic)
 
 
-def test_a_donor_whose_lease_has_ended_gives_no_more(tmp_path: Path, elastic: Config) -> None:
+def test_a_source_whose_lease_has_ended_gives_no_more(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, guest = await work(coord, "east", "guest")
-        await coord.report(guest, heal=WISH)
+        await coord.report(guest, transfer=REQUEST)
         await coord.report(east, cut=part_of(1, 3, 3))
-        assert (await coord.report(guest, heal=WISH)).heal.donor == "east"
+        assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "east"
 
         await coord.leave(east, exit_code=1)  # as its supervisor says of one that was killed
-        told = (await coord.report(guest, heal=WISH)).heal
+        told = (await coord.report(guest, transfer=REQUEST)).transfer
         assert told.refusal == "no island at work can give that of cut 1. east: it is away"
 
     tell(tmp_path, story, config=elastic)
@@ -200,30 +206,32 @@ def test_a_donor_whose_lease_has_ended_gives_no_more(tmp_path: Path, elastic: Co
 def test_who_is_alone_or_comes_at_the_end_hears_so(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         (guest,) = await work(coord, "guest")
-        told = (await coord.report(guest, heal=WISH)).heal
+        told = (await coord.report(guest, transfer=REQUEST)).transfer
         assert told.refusal == "no other island is at work"
         (other,) = await work(coord, "east")
-        assert (await coord.report(other, heal=WISH)).heal.refusal == "no other island is at work"
+        assert (
+            await coord.report(other, transfer=REQUEST)
+        ).transfer.refusal == "no other island is at work"
 
         await work(coord, "west")
         await coord.operate("stop", checkpoint="true")
-        assert (await coord.report(guest, heal=WISH)).heal.refusal == "the run is stopping"
+        assert (
+            await coord.report(guest, transfer=REQUEST)
+        ).transfer.refusal == "the run is stopping"
 
     tell(tmp_path, story, config=elastic)
 
 
-def test_a_wish_that_was_heard_before_a_restart_is_heard_again(
-    tmp_path: Path, elastic: Config
-) -> None:
+def test_a_request_from_before_a_restart_is_made_again(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, guest = await work(coord, "east", "guest")
-        await coord.report(guest, heal=WISH)
+        await coord.report(guest, transfer=REQUEST)
         await coord.report(east, cut=part_of(1, 3, 3))
         await coord.restart()
 
-        told = (await coord.report(guest, heal=WISH)).heal
-        assert (told.donor, told.checkpoint) == ("east", 1), "the cut is the same one"
-        assert (await coord.report(east)).donate == 1
+        told = (await coord.report(guest, transfer=REQUEST)).transfer
+        assert (told.source, told.checkpoint) == ("east", 1), "the cut is the same one"
+        assert (await coord.report(east)).provide == 1
 
     tell(tmp_path, story, config=elastic)
 
@@ -231,20 +239,20 @@ def test_a_wish_that_was_heard_before_a_restart_is_heard_again(
 def test_a_cut_is_not_forgotten_while_it_is_given_of(tmp_path: Path, elastic: Config) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, guest = await work(coord, "east", "guest")
-        await coord.report(guest, heal=WISH)
+        await coord.report(guest, transfer=REQUEST)
         for number in range(1, 19):
             await coord.report(east, cut=part_of(number, 3, 3))
-            await coord.report(guest, cut=part_of(number), heal=WISH)
+            await coord.report(guest, cut=part_of(number), transfer=REQUEST)
             status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
             await coord.round_report(fragments=status, pinned_cut=number)
             coord.coordinator._keep(coord.membership.cut())
         assert 1 not in coord.membership.checkpoints
 
-        assert (await coord.report(guest, heal=WISH)).heal.donor == "east"
-        assert (await coord.report(east)).donate == 1
+        assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "east"
+        assert (await coord.report(east)).provide == 1
         await coord.report(guest)
         coord.coordinator._keep(coord.membership.cut())
-        assert "cut/1" not in coord.journal.entries(), "nobody wishes any more"
+        assert "cut/1" not in coord.journal.entries(), "nobody asking any more"
 
     tell(tmp_path, story, config=elastic)
 
@@ -252,14 +260,14 @@ def test_a_cut_is_not_forgotten_while_it_is_given_of(tmp_path: Path, elastic: Co
 def test_in_a_scheduled_run_it_is_of_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = await work(coord, *NAMES)
-        told = (await coord.report(west, heal=WISH)).heal
+        told = (await coord.report(west, transfer=REQUEST)).transfer
         assert told.refusal == "no run checkpoint is complete yet (checkpoint.every_inner_steps)"
         for grant in (east, west):
             await coord.report(grant, inner_step=9, checkpoint_steps=[4, 8])
 
         west = (await coord.join("west", "b")).grant
-        told = (await coord.report(west, heal=WISH)).heal
-        assert (told.donor, told.checkpoint) == ("east", 8)
-        assert (await coord.report(east)).donate == 8
+        told = (await coord.report(west, transfer=REQUEST)).transfer
+        assert (told.source, told.checkpoint) == ("east", 8)
+        assert (await coord.report(east)).provide == 8
 
     tell(tmp_path, story)

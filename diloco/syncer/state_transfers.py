@@ -1,13 +1,13 @@
-"""Donations on their way from one island to another, on the disk of a syncer.
+"""Transfers on their way from one island to another, on the disk of a syncer.
 
-    donations/DONOR-CHECKPOINT/manifest.json
+    transfers/SOURCE-CHECKPOINT/manifest.json
                                3-0.safetensors     lane 0 of fragment 3
 
 The manifest comes first and says what may follow; a lane that is here already is not read once
-more, so a donor that starts again goes on where it was, as it does after this process did. There
-are at most `MOST_DONATIONS`, each of 8 bytes a parameter: a new one takes the place of one that
+more, so a source that starts again goes on where it was, as it does after this process did. There
+are at most `MOST_TRANSFERS`, each of 8 bytes a parameter: a new one takes the place of one that
 nobody has asked for lately, and what is not asked for expires. Rounds go first: where anything at
-the syncer finds no room on the disk, all donations are let go.
+the syncer finds no room on the disk, all transfers are let go.
 
 Source: PROTOCOL.md, "State transfer".
 """
@@ -30,7 +30,12 @@ from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
-from diloco.protocol.rounds.donation import Manifest, lane_name, most_manifest_bytes, read_manifest
+from diloco.protocol.rounds.transfer_manifest import (
+    TransferManifest,
+    lane_name,
+    most_manifest_bytes,
+    read_manifest,
+)
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
 from diloco.syncer.payloads import check_size
@@ -41,24 +46,24 @@ from diloco.transport.errors import NotYet
 
 logger = logging.getLogger(__name__)
 
-#: Of all donors and checkpoints, at a time.
-MOST_DONATIONS = 2
-#: Seconds after its last call for which a donation is kept.
+#: Of all sources and checkpoints, at a time.
+MOST_TRANSFERS = 2
+#: Seconds after its last call for which a transfer is kept.
 EXPIRES_S = 600.0
-#: Seconds without a call after which another donation may take its place.
+#: Seconds without a call after which another transfer may take its place.
 IDLE_S = 30.0
 _MANIFEST = "manifest.json"
 
 
 @dataclass(slots=True)
-class _Donation:
+class _Transfer:
     path: Path
-    manifest: Manifest
+    manifest: TransferManifest
     text: bytes
     touched: float
 
 
-class Donations:
+class TransferStore:
     """Those of one timeline, for the fragments of one syncer; on its event loop."""
 
     def __init__(
@@ -87,14 +92,14 @@ class Donations:
         self._worker = worker
         self._spool = spool
         self._spawn = spawn
-        self._all: dict[Path, _Donation] = {}
+        self._all: dict[Path, _Transfer] = {}
         self._placing = asyncio.Lock()
         self._alarm: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Take up what an earlier start of this syncer has left; what is not whole is removed."""
         for path, (manifest, text) in (await self._worker.run(self._left)).items():
-            self._all[path] = _Donation(path, manifest, text, loop_now())
+            self._all[path] = _Transfer(path, manifest, text, loop_now())
         self._set_alarm()
 
     def stop(self) -> None:
@@ -104,17 +109,18 @@ class Donations:
 
     def let_go(self) -> None:
         """Remove all of them soon: there is no room on the disk."""
-        for donation in list(self._all.values()):
-            self._spawn(self._drop(donation, "the disk is full"))
+        for transfer in list(self._all.values()):
+            self._spawn(self._drop(transfer, "the disk is full"))
 
-    # -- from the donor ----------------------------------------------------------------------------
+    # -- from the source
+    # ----------------------------------------------------------------------------
 
-    async def put(self, header: wire.HealPutHeader, call: IncomingCall) -> None:
-        """Take the manifest of a donation, or a lane of it; repeated, it changes nothing.
+    async def put(self, header: wire.StatePutHeader, call: IncomingCall) -> None:
+        """Take the manifest of a transfer, or a lane of it; repeated, it changes nothing.
 
         Raises:
             PayloadRefused: If it cannot be taken; says why.
-            NotYet: If it has to wait until another donation is not asked for any more.
+            NotYet: If it has to wait until another transfer is not asked for any more.
         """
         try:
             await (self._put_manifest if header.is_manifest else self._put_lane)(header, call)
@@ -122,7 +128,7 @@ class Donations:
             self.let_go()
             raise PayloadRefused(Cause.FULL, f"the syncer's disk is full: {error}") from error
 
-    async def _put_manifest(self, header: wire.HealPutHeader, call: IncomingCall) -> None:
+    async def _put_manifest(self, header: wire.StatePutHeader, call: IncomingCall) -> None:
         if call.payload_bytes > (most := most_manifest_bytes(self._plan)):
             raise PayloadRefused(
                 Cause.SIZE, f"a manifest of {call.payload_bytes} bytes; {most} are allowed"
@@ -138,34 +144,34 @@ class Donations:
             if before is not None:  # of a start that came to another checkpoint of that number
                 await self._drop(before, "replaced")
             await self._make_place()
-            donation = self._all[path] = _Donation(path, manifest, text, loop_now())
+            transfer = self._all[path] = _Transfer(path, manifest, text, loop_now())
             await self._worker.run(lambda: _write(path, _MANIFEST, text))
-        self._touch(donation)
+        self._touch(transfer)
         logger.info(
-            "donation of the inner optimizer, donor=%s checkpoint=%d begins",
-            manifest.donor, manifest.checkpoint,
+            "transfer of the inner optimizer, source=%s checkpoint=%d begins",
+            manifest.source, manifest.checkpoint,
         )  # fmt: skip
 
-    def _verified_manifest(self, header: wire.HealPutHeader, text: bytes) -> Manifest:
+    def _verified_manifest(self, header: wire.StatePutHeader, text: bytes) -> TransferManifest:
         _check_digest(text, header.digest)
         manifest, grant = read_manifest(text, self._plan), header.grant
-        said = manifest.run, manifest.timeline, manifest.donor, manifest.checkpoint
+        said = manifest.run, manifest.timeline, manifest.source, manifest.checkpoint
         if said != (grant.run, grant.timeline, grant.island, header.checkpoint):
-            raise PayloadRefused(Cause.KEY, "the manifest is of another donation than its header")
+            raise PayloadRefused(Cause.KEY, "the manifest is of another transfer than its header")
         return manifest
 
-    async def _put_lane(self, header: wire.HealPutHeader, call: IncomingCall) -> None:
-        donation = self._all.get(self._path(header.grant.island, header.checkpoint))
-        if donation is None:
+    async def _put_lane(self, header: wire.StatePutHeader, call: IncomingCall) -> None:
+        transfer = self._all.get(self._path(header.grant.island, header.checkpoint))
+        if transfer is None:
             raise PayloadRefused(Cause.KEY, "its manifest is not here: it goes first")
-        self._touch(donation)
-        given = donation.manifest.lanes.get(name := lane_name(header.fragment_id, header.lane_id))
+        self._touch(transfer)
+        given = transfer.manifest.lanes.get(name := lane_name(header.fragment_id, header.lane_id))
         if given is None:
             raise PayloadRefused(Cause.LANE, f"there is no lane {name}")
         if header.digest.hex() != given.blake3:
             raise PayloadRefused(Cause.DIGEST, f"lane {name} has another digest in the manifest")
         check_size(call.payload_bytes, given.num_bytes)
-        file = donation.path / _lane_file(header.fragment_id, header.lane_id)
+        file = transfer.path / _lane_file(header.fragment_id, header.lane_id)
         if file.exists():
             return
         turn = file, header.grant.incarnation
@@ -174,35 +180,35 @@ class Donations:
 
             def keep() -> None:
                 _check_digest(payload, header.digest)
-                if self._all.get(donation.path) is not donation:
-                    raise PayloadRefused(Cause.KEY, "the donation was let go meanwhile")
-                _write(donation.path, file.name, payload)
+                if self._all.get(transfer.path) is not transfer:
+                    raise PayloadRefused(Cause.KEY, "the transfer was let go meanwhile")
+                _write(transfer.path, file.name, payload)
 
             await self._worker.run(keep)
 
     async def _make_place(self) -> None:
-        if len(self._all) < MOST_DONATIONS:
+        if len(self._all) < MOST_TRANSFERS:
             return
-        longest = min(self._all.values(), key=lambda donation: donation.touched)
+        longest = min(self._all.values(), key=lambda transfer: transfer.touched)
         if loop_now() - longest.touched < IDLE_S:
-            raise NotYet(f"{MOST_DONATIONS} donations are under way already: call again")
+            raise NotYet(f"{MOST_TRANSFERS} transfers are under way already: call again")
         await self._drop(longest, "another one takes its place")
 
     # -- to the island that has none ---------------------------------------------------------------
 
-    async def get(self, header: wire.HealGetHeader) -> tuple[wire.FetchReply, Buffer]:
+    async def get(self, header: wire.StateGetHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return a manifest or a lane, and the reply that goes before it; unknown: not here yet."""
-        donation = self._all.get(self._path(header.donor, header.checkpoint))
+        transfer = self._all.get(self._path(header.source, header.checkpoint))
         payload: Buffer | None = None
         digest = b""
-        if donation is not None:
-            self._touch(donation)
+        if transfer is not None:
+            self._touch(transfer)
             if header.is_manifest:
-                payload, digest = donation.text, blake3.blake3(donation.text).digest()
-            elif given := donation.manifest.lanes.get(
+                payload, digest = transfer.text, blake3.blake3(transfer.text).digest()
+            elif given := transfer.manifest.lanes.get(
                 lane_name(header.fragment_id, header.lane_id)
             ):
-                file = donation.path / _lane_file(header.fragment_id, header.lane_id)
+                file = transfer.path / _lane_file(header.fragment_id, header.lane_id)
                 payload = await self._worker.run(lambda: _read(file, given.blake3))
                 digest = bytes.fromhex(given.blake3)
         if payload is None:
@@ -211,14 +217,14 @@ class Donations:
 
     # -- what expires ------------------------------------------------------------------------------
 
-    def _touch(self, donation: _Donation) -> None:
-        donation.touched = loop_now()
+    def _touch(self, transfer: _Transfer) -> None:
+        transfer.touched = loop_now()
         self._set_alarm()
 
     def _set_alarm(self) -> None:
         self.stop()
         if self._all:
-            first = min(donation.touched for donation in self._all.values())
+            first = min(transfer.touched for transfer in self._all.values())
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(first + EXPIRES_S, self._expire)
 
@@ -226,21 +232,21 @@ class Donations:
         self._spawn(self._drop_expired())
 
     async def _drop_expired(self) -> None:
-        for donation in list(self._all.values()):
-            if loop_now() - donation.touched >= EXPIRES_S:
-                await self._drop(donation, "nobody asks for it")
+        for transfer in list(self._all.values()):
+            if loop_now() - transfer.touched >= EXPIRES_S:
+                await self._drop(transfer, "nobody asks for it")
         self._set_alarm()
 
-    async def _drop(self, donation: _Donation, why: str) -> None:
-        if self._all.get(donation.path) is not donation:
+    async def _drop(self, transfer: _Transfer, why: str) -> None:
+        if self._all.get(transfer.path) is not transfer:
             return  # by now the files are another's
-        del self._all[donation.path]
-        logger.info("donation removed, %s: %s", donation.path.name, why)
-        await self._worker.run(lambda: _remove(donation.path))
+        del self._all[transfer.path]
+        logger.info("transfer removed, %s: %s", transfer.path.name, why)
+        await self._worker.run(lambda: _remove(transfer.path))
 
-    def _left(self) -> dict[Path, tuple[Manifest, bytes]]:
+    def _left(self) -> dict[Path, tuple[TransferManifest, bytes]]:
         """Read the manifests that are here; runs in the worker."""
-        found: dict[Path, tuple[Manifest, bytes]] = {}
+        found: dict[Path, tuple[TransferManifest, bytes]] = {}
         for path in self._directory.glob("*"):
             with contextlib.suppress(OSError, PayloadRefused):
                 text = (path / _MANIFEST).read_bytes()
@@ -251,9 +257,9 @@ class Donations:
             durable.remove_tree(path)
         return found
 
-    def _path(self, donor: str, checkpoint: int) -> Path:
+    def _path(self, source: str, checkpoint: int) -> Path:
         # Not by its name: a caller's word is no part of a path.
-        return self._directory / f"{blake3.blake3(donor.encode()).hexdigest()[:16]}-{checkpoint}"
+        return self._directory / f"{blake3.blake3(source.encode()).hexdigest()[:16]}-{checkpoint}"
 
 
 def _lane_file(fragment_id: int, lane_id: int) -> str:
@@ -285,7 +291,7 @@ def _read(file: Path, digest: str) -> Buffer | None:
             return None
         if blake3.blake3(content).hexdigest() == digest:
             return memoryview(content)
-    logger.warning("a lane of a donation is damaged, and removed: %s", file)
+    logger.warning("a lane of a transfer is damaged, and removed: %s", file)
     durable.unlink(file)
     return None
 

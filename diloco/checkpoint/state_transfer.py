@@ -1,52 +1,69 @@
-"""An inner optimizer taken from another island, by one that starts without any of its own.
+"""Takes an inner optimizer from another island at a start without any, and sends it to others.
 
-Every rank fetches the lanes that it carries; how the ranks of the donor lay is no matter. Taken is
-all of it or nothing: a donor that dies, or gives what is not what it says, leaves the optimizer as
-new as it was. The island waits for it for `islands.NAME.heal_wait`, and not longer.
+Every rank fetches the lanes that it carries, whatever the layout of the source's ranks. All of it
+is taken or nothing: if the source dies, or sends what its manifest does not say, the optimizer
+stays new. The island waits for `islands.NAME.heal_wait`, and not longer.
 
 Source: PROTOCOL.md, "State transfer".
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
+import blake3
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from diloco.checkpoint.checkpoint_writer import check_all_ranks
-from diloco.checkpoint.donor import Donor
+from diloco.checkpoint.checkpoints import Checkpoint
 from diloco.errors import PayloadRefused
 from diloco.io_thread import IoThread
 from diloco.island.connection import Connection
-from diloco.island.exchange.heal import HealTalk, Lane, NotHealed, Ways, fetch_lanes, find_manifest
+from diloco.island.exchange.state_transfer import (
+    LaneKey,
+    NotTransferred,
+    SyncerRoutes,
+    TransferReports,
+    fetch_lanes,
+    find_manifest,
+    give,
+    lanes_of,
+)
 from diloco.island.groups import Groups, make_groups
 from diloco.island.lanes.shards import LaneShards, canonical_parameters
 from diloco.outer.fragments import Plan
-from diloco.protocol.rounds.donation import Manifest, read_manifest
+from diloco.protocol.rounds.transfer_manifest import (
+    LaneDigest,
+    TransferManifest,
+    lane_name,
+    read_manifest,
+)
 from diloco.protos.control_pb2 import Grant
 from diloco.refusals import Cause
-from diloco.trainer.state import MOMENTS, new_moments_, optimizer_name
+from diloco.trainer.state import INNER_OPTIMIZER, MOMENTS, new_moments_, optimizer_name
 from diloco.transport.contracts import Buffer
 
-#: Seconds after which the ranks hear again whether the donor is still at it.
+#: Seconds after which the ranks hear again whether the source is still at it.
 _LOOK_S = 0.5
 
 
-class Healing:
+class StateReceiver:
     """One rank's part; every rank of the island makes the same calls.
 
     Args:
         io: Where the network runs.
-        ways: To the syncers.
+        routes: To the syncers.
         grant: Of this start.
         plan: Of the run.
-        talk: Of the leader; not asked of other ranks.
+        reports: Of the leader; not asked of other ranks.
         groups: The island's ranks, which may wait for `at_most_s`.
         at_most_s: Seconds for which the training waits for all of it.
     """
@@ -54,53 +71,55 @@ class Healing:
     def __init__(
         self,
         io: IoThread,
-        ways: Ways,
+        routes: SyncerRoutes,
         grant: Grant,
         plan: Plan,
-        talk: HealTalk,
+        reports: TransferReports,
         groups: Groups,
         *,
         at_most_s: float,
     ) -> None:
         """Assign only."""
         self._io = io
-        self._ways = ways
+        self._routes = routes
         self._grant = grant
         self._plan = plan
-        self._talk = talk
+        self._reports = reports
         self._groups = groups
         self._at_most_s = at_most_s
         self._is_given = True
 
-    def take_(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
-        """Give a new optimizer the moments of a donor; collective.
+    def take_(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TransferManifest:
+        """Give a new optimizer the moments of a source; collective.
 
         Returns:
             Of what was taken.
 
         Raises:
-            NotHealed: On all ranks, if there is none to be had; the optimizer is as it was.
+            NotTransferred: On all ranks, if there is none to be had; the optimizer is as it was.
             DilocoError: If the island cannot go on.
         """
         until, problem, tried = time.monotonic() + self._at_most_s, "", ("", 0)
-        self._wish(is_wished=True)
+        self._request(is_requested=True)
         try:
             while True:
                 manifest, left_s = self._find(problem, tried, until)
-                tried = manifest.donor, manifest.checkpoint
+                tried = manifest.source, manifest.checkpoint
                 try:
                     return self._take_(manifest, left_s, model, optimizer)
-                except NotHealed as error:  # another donor may have been named meanwhile
+                except NotTransferred as error:  # another source may have been named meanwhile
                     problem = str(error)
         finally:
-            self._wish(is_wished=False)
+            self._request(is_requested=False)
 
-    def _wish(self, *, is_wished: bool) -> None:
+    def _request(self, *, is_requested: bool) -> None:
         if self._groups.is_leader:
-            self._io.post(lambda: self._talk.wish(is_wished=is_wished))
+            self._io.post(lambda: self._reports.request(is_requested=is_requested))
 
-    def _find(self, problem: str, tried: tuple[str, int], until: float) -> tuple[Manifest, float]:
-        """Let the leader find a donation that is not the one that there is a problem with."""
+    def _find(
+        self, problem: str, tried: tuple[str, int], until: float
+    ) -> tuple[TransferManifest, float]:
+        """Let the leader find a transfer that is not the one that there is a problem with."""
 
         def find() -> dict[str, Any]:
             left_s = until - time.monotonic()
@@ -108,24 +127,24 @@ class Healing:
                 return {"problem": problem}
             try:
                 manifest = self._io.run(
-                    find_manifest(self._ways, self._plan, self._grant, self._talk, left_s)
+                    find_manifest(self._routes, self._plan, self._grant, self._reports, left_s)
                 )
-            except NotHealed as error:
+            except NotTransferred as error:
                 return {"problem": str(error)}
             return {"manifest": manifest.to_json(), "left_s": until - time.monotonic()}
 
         said = self._groups.leader_says("could not take an inner optimizer", find)
         if "problem" in said:
-            raise NotHealed(said["problem"])
+            raise NotTransferred(said["problem"])
         return read_manifest(said["manifest"], self._plan), said["left_s"]
 
     def _take_(
         self,
-        manifest: Manifest,
+        manifest: TransferManifest,
         left_s: float,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-    ) -> Manifest:
+    ) -> TransferManifest:
         fragments, group = self._plan.fragments, self._groups.shards
         own = LaneShards(self._plan, canonical_parameters(model), group=group)
         lanes = {
@@ -134,20 +153,20 @@ class Healing:
             for lane_id in own.lanes_of(f.fragment_id)
         }
         if (name := optimizer_name(optimizer)) != manifest.inner_optimizer:
-            raise NotHealed(
-                f"{manifest.donor} gives the state of inner.optimizer.name = "
+            raise NotTransferred(
+                f"{manifest.source} gives the state of inner.optimizer.name = "
                 f"{manifest.inner_optimizer!r}, here it is {name!r}"
             )
         problem = ""
-        found: dict[Lane, dict[str, Tensor]] = {}
+        found: dict[LaneKey, dict[str, Tensor]] = {}
         try:
             found = {
                 lane: unpacked(payload, lanes[lane])
                 for lane, payload in self._fetched(manifest, lanes, left_s).items()
             }
-        except (NotHealed, PayloadRefused) as error:
+        except (NotTransferred, PayloadRefused) as error:
             problem = str(error)
-        check_all_ranks(self._groups.start, problem, error=NotHealed)
+        check_all_ranks(self._groups.start, problem, error=NotTransferred)
         tensors = new_moments_(model, optimizer, step=manifest.optimizer_step)
         for moment in MOMENTS:
             shards = LaneShards(self._plan, tensors[moment], group=group)
@@ -158,30 +177,84 @@ class Healing:
         return manifest
 
     def _fetched(
-        self, manifest: Manifest, lanes: Collection[Lane], left_s: float
-    ) -> dict[Lane, Buffer]:
+        self, manifest: TransferManifest, lanes: Collection[LaneKey], left_s: float
+    ) -> dict[LaneKey, Buffer]:
         """Fetch the lanes of this rank; while any rank waits, all hear whether there will be more.
 
         Raises:
-            NotHealed: On this rank alone, see `fetch_lanes`.
+            NotTransferred: On this rank alone, see `fetch_lanes`.
         """
         self._is_given = True
         fetching = self._io.begin(
             fetch_lanes(
-                self._ways, manifest, lanes, at_most_s=left_s, is_given=lambda: self._is_given
+                self._routes, manifest, lanes, at_most_s=left_s, is_given=lambda: self._is_given
             )
         )
         while not self._groups.all_say(bool(wait([fetching], _LOOK_S).done)):
             self._is_given = self._groups.leader_says(
                 "could not take an inner optimizer",
-                lambda: self._is_named(manifest.donor, manifest.checkpoint),
+                lambda: self._is_named(manifest.source, manifest.checkpoint),
             )
         return fetching.result()
 
-    def _is_named(self, donor: str, checkpoint: int) -> bool:
-        """Whether this is still the donation that the coordinator names; of the leader."""
-        answer = self._talk.answer
-        return (answer.donor, answer.checkpoint) == (donor, checkpoint)
+    def _is_named(self, source: str, checkpoint: int) -> bool:
+        """Whether this is still the transfer that the coordinator names; of the leader."""
+        answer = self._reports.answer
+        return (answer.source, answer.checkpoint) == (source, checkpoint)
+
+
+class StateSource:
+    """Sends the inner optimizer of a checkpoint of this island; on the leader of one start.
+
+    Read from the checkpoint's files: training holds nothing for it, and goes on.
+
+    Args:
+        directory: Of this site's checkpoints.
+        grant: Of the start.
+        plan: Of the run.
+        routes: To the syncers.
+    """
+
+    def __init__(self, directory: Path, grant: Grant, plan: Plan, routes: SyncerRoutes) -> None:
+        """Assign only."""
+        self._directory = directory
+        self._grant = grant
+        self._plan = plan
+        self._routes = routes
+
+    async def give(self, number: int) -> None:
+        """Put the inner optimizer of a checkpoint, an inner step or a cut, at the syncers.
+
+        Raises:
+            NotTransferred: If the checkpoint is of another plan, or a syncer refuses it.
+            ConfigError: If the checkpoint is not there, or damaged.
+            DilocoError: If a syncer cannot be reached.
+        """
+        checkpoint = await asyncio.to_thread(
+            Checkpoint.open, self._directory, self._grant.island, number
+        )
+        if checkpoint.plan != self._plan:
+            raise NotTransferred(f"the checkpoint of {number} is of another plan than the run")
+
+        def lane_bytes(lane: LaneKey) -> bytes:
+            moments = {moment: checkpoint.lane(moment, *lane) for moment in MOMENTS}
+            return safetensors.torch.save(moments)
+
+        manifest = await asyncio.to_thread(
+            lambda: TransferManifest(
+                run=self._grant.run,
+                timeline=self._grant.timeline,
+                source=self._grant.island,
+                checkpoint=number,
+                inner_step=checkpoint.inner_step,
+                inner_optimizer=str(checkpoint.manifest[INNER_OPTIMIZER]),
+                optimizer_step=int(checkpoint.manifest["optimizer_step"]),
+                versions=tuple(checkpoint.manifest["versions"]),
+                plan=self._plan.fingerprint(),
+                lanes={lane_name(*n): _lane_digest(lane_bytes(n)) for n in lanes_of(self._plan)},
+            )
+        )
+        await give(self._routes, self._plan, manifest, lane_bytes)
 
 
 def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:
@@ -211,7 +284,7 @@ def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:
     return found
 
 
-def open_healing(connection: Connection, grant: Grant, plan: Plan) -> Healing | None:
+def open_state_transfer(connection: Connection, grant: Grant, plan: Plan) -> StateReceiver | None:
     """Give inner optimizers to other islands from now on; open what takes one, if this one is to.
 
     Nothing of either without a syncer.
@@ -219,10 +292,18 @@ def open_healing(connection: Connection, grant: Grant, plan: Plan) -> Healing | 
     config = connection.config
     if config.outer.exchange != "syncer":
         return None
-    talk = HealTalk(Donor(config.checkpoint_dir, grant, plan, connection.ways).give)
-    connection.report_heals(talk)
+    reports = TransferReports(
+        StateSource(config.checkpoint_dir, grant, plan, connection.routes).give
+    )
+    connection.report_transfers(reports)
     if not config.island.heal_optimizer:
         return None
     wait_s = config.island.heal_wait_s
     groups = make_groups(None, patience_s=wait_s, collective_s=config.island.collective_timeout_s)
-    return Healing(connection.io, connection.ways, grant, plan, talk, groups, at_most_s=wait_s)
+    return StateReceiver(
+        connection.io, connection.routes, grant, plan, reports, groups, at_most_s=wait_s
+    )
+
+
+def _lane_digest(data: bytes) -> LaneDigest:
+    return LaneDigest(len(data), blake3.blake3(data).hexdigest())

@@ -20,16 +20,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco.checkpoint.checkpoints import Checkpoint, step_directory
-from diloco.checkpoint.donor import Donor
-from diloco.checkpoint.healing import Healing, unpacked
+from diloco.checkpoint.state_transfer import StateReceiver, StateSource, unpacked
 from diloco.errors import DilocoError, PayloadRefused
 from diloco.io_thread import IoThread
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.heal import HealTalk, NotHealed
+from diloco.island.exchange.state_transfer import NotTransferred, TransferReports
 from diloco.island.groups import make_groups
 from diloco.outer.fragments import Plan
 from diloco.protos import fragment_pb2 as wire
-from diloco.protos.control_pb2 import Grant, HealAnswer, ReportReply
+from diloco.protos.control_pb2 import Grant, ReportReply, TransferAnswer
 from diloco.syncer.syncer import Syncer
 from diloco.syncer.worker import Workers
 from diloco.trainer.state import MOMENTS, moments, optimizer_step
@@ -53,7 +52,7 @@ def islands_end() -> Iterator[None]:
         Island.made.pop().close()
 
 
-class Ways:
+class SyncerRoutes:
     """One way to one syncer, for all fragments."""
 
     failure: DilocoError | None = None
@@ -116,48 +115,50 @@ class Island:
         self.io.start()
         self.grant = grant(name)
 
-        async def connect() -> Ways:
-            return Ways(address, self.grant)
+        async def connect() -> SyncerRoutes:
+            return SyncerRoutes(address, self.grant)
 
         self.ways = self.io.run(connect())
 
         async def nothing(number: int) -> None:
             raise AssertionError
 
-        self.talk = HealTalk(give or nothing)
+        self.reports = TransferReports(give or nothing)
         self.made.append(self)
 
     def close(self) -> None:
-        self.io.run(self.ways.transport.close())
+        self.io.run(self.routes.transport.close())
         self.io.stop()
 
-    def donor(self, directory: Path, plan: Plan) -> Donor:
-        return Donor(directory, self.grant, plan, self.ways)
+    def source(self, directory: Path, plan: Plan) -> StateSource:
+        return StateSource(directory, self.grant, plan, self.routes)
 
-    def told(self, donor: str = "", refusal: str = "", checkpoint: int = CUT) -> None:
-        """Hear an answer to the wish, as often as one would be reported."""
+    def told(self, source: str = "", refusal: str = "", checkpoint: int = CUT) -> None:
+        """Take an answer to the request, as often as one would be reported."""
 
         def hear() -> None:
-            answer = HealAnswer(donor=donor, checkpoint=checkpoint, refusal=refusal)
-            self.talk.hear(ReportReply(heal=answer))
+            answer = TransferAnswer(source=source, checkpoint=checkpoint, refusal=refusal)
+            self.reports.set_answer(ReportReply(transfer=answer))
 
         self.io.post(hear)
 
-    def healing(self, plan: Plan, at_most_s: float) -> Healing:
+    def receiver(self, plan: Plan, at_most_s: float) -> StateReceiver:
         groups = make_groups(None, patience_s=30.0)
-        return Healing(self.io, self.ways, self.grant, plan, self.talk, groups, at_most_s=at_most_s)
+        return StateReceiver(
+            self.io, self.routes, self.grant, plan, self.reports, groups, at_most_s=at_most_s
+        )
 
 
-def heal(
+def transfer(
     island: Island,
     trained: Trained,
     at_most_s: float = 20.0,
     *answers: tuple[float | threading.Event, dict[str, Any]],
 ) -> Any:
-    """Wish; each of the answers comes after some seconds, or when something has happened."""
+    """Ask; each of the answers comes after some seconds, or when something has happened."""
 
     def answer() -> None:
-        for after, said in answers or ((0.2, {"donor": ISLAND}),):
+        for after, said in answers or ((0.2, {"source": ISLAND}),):
             if isinstance(after, threading.Event):
                 assert after.wait(40.0)
             else:
@@ -167,7 +168,7 @@ def heal(
     telling = threading.Thread(target=answer)
     telling.start()
     try:
-        return island.healing(trained.plan(), at_most_s).take_(trained.model, trained.optimizer)
+        return island.receiver(trained.plan(), at_most_s).take_(trained.model, trained.optimizer)
     finally:
         telling.join()
 
@@ -208,18 +209,18 @@ def with_versions(directory: Path, cut: int = CUT) -> Path:
     return directory
 
 
-def test_moments_arrive_bit_for_bit_as_the_donors_checkpoint_has_them(
+def test_moments_arrive_bit_for_bit_as_the_source_checkpoint_has_them(
     tmp_path: Path, source: Path
 ) -> None:
     plan = Trained().plan()
     with served(tmp_path / "store", plan) as address:
         east, west = Island(address, ISLAND), Island(address, "west")
-        east.io.run(east.donor(source, plan).give(CUT))
+        east.io.run(east.source(source, plan).give(CUT))
         joiner = Trained(seed=2, num_steps=0)
 
-        taken = heal(west, joiner)
+        taken = transfer(west, joiner)
 
-    assert (taken.donor, taken.checkpoint, taken.inner_step) == (ISLAND, CUT, INNER_STEP)
+    assert (taken.source, taken.checkpoint, taken.inner_step) == (ISLAND, CUT, INNER_STEP)
     assert taken.versions == (5, 6)
     assert_equal(of_optimizer(joiner), of_checkpoint(source))
     assert optimizer_step(joiner.optimizer) == AGE
@@ -234,23 +235,23 @@ def take_as_a_rank(island_rank: int, address: str, second: str = "") -> dict[str
     trained.optimizer = make_optimizer(trained.model)
     island = Island(address, "west")
     if island_rank == 0:
-        answers: list[Any] = [(0.1, {"donor": ISLAND})]
+        answers: list[Any] = [(0.1, {"source": ISLAND})]
         if second:
-            answers.append((a_lane_was_missed(island), {"donor": second}))
-        heal(island, trained, 90.0, *answers)
+            answers.append((a_lane_was_missed(island), {"source": second}))
+        transfer(island, trained, 90.0, *answers)
     else:
-        island.healing(trained.plan(), 90.0).take_(trained.model, trained.optimizer)
+        island.receiver(trained.plan(), 90.0).take_(trained.model, trained.optimizer)
     island.io.stop()
     assert optimizer_step(trained.optimizer) == AGE
     return {name: values.flatten().tolist() for name, values in of_optimizer(trained).items()}
 
 
 def a_lane_was_missed(island: Island) -> threading.Event:
-    calls = island.ways.calls_of(0)
+    calls = island.routes.calls_of(0)
     get, is_missed = calls.get, threading.Event()
 
-    async def watched(donor: str, checkpoint: int, lane: Any, *, max_reply_bytes: int) -> Any:
-        reply, payload = await get(donor, checkpoint, lane, max_reply_bytes=max_reply_bytes)
+    async def watched(source: str, checkpoint: int, lane: Any, *, max_reply_bytes: int) -> Any:
+        reply, payload = await get(source, checkpoint, lane, max_reply_bytes=max_reply_bytes)
         if lane is not None and reply.status != wire.FETCH_STATUS_OK:
             is_missed.set()
         return reply, payload
@@ -263,7 +264,7 @@ def test_an_island_of_another_layout_takes_the_same(tmp_path: Path, source: Path
     plan = Trained().plan()
     with served(tmp_path / "store", plan) as address:
         east = Island(address, ISLAND)
-        east.io.run(east.donor(source, plan).give(CUT))
+        east.io.run(east.source(source, plan).give(CUT))
 
         for taken in run_ranks(take_as_a_rank, 2, address):
             of_rank = {name: torch.tensor(values) for name, values in taken.items()}
@@ -271,7 +272,7 @@ def test_an_island_of_another_layout_takes_the_same(tmp_path: Path, source: Path
             assert_equal(of_rank, expected)
 
 
-def test_a_donor_that_dies_in_the_middle_leaves_the_joiner_with_a_new_optimizer(
+def test_a_source_that_dies_in_the_middle_leaves_the_joiner_with_a_new_optimizer(
     tmp_path: Path, source: Path
 ) -> None:
     plan = Trained().plan()
@@ -280,26 +281,26 @@ def test_a_donor_that_dies_in_the_middle_leaves_the_joiner_with_a_new_optimizer(
         give_some(east, source, plan, num_lanes=2)
         joiner = Trained(seed=2, num_steps=0)
 
-        with pytest.raises(NotHealed, match="east: it is away"):
-            heal(
+        with pytest.raises(NotTransferred, match="east: it is away"):
+            transfer(
                 west, joiner, 60.0,
-                (0.1, {"donor": ISLAND}), (0.4, {"refusal": "east: it is away"}),
+                (0.1, {"source": ISLAND}), (0.4, {"refusal": "east: it is away"}),
             )  # fmt: skip
         assert not joiner.optimizer.state
 
-        # The same donor, started again, gives the rest of it only.
-        calls = east.ways.calls_of(0)
+        # The same source, started again, gives the rest of it only.
+        calls = east.routes.calls_of(0)
         before = calls.bytes_up
-        east.io.run(east.donor(source, plan).give(CUT))
+        east.io.run(east.source(source, plan).give(CUT))
         whole = sum(8 * lane.numel for fragment in plan.fragments for lane in fragment.lanes)
         assert calls.bytes_up - before < whole
-        heal(west, joiner)
+        transfer(west, joiner)
     assert_equal(of_optimizer(joiner), of_checkpoint(source))
 
 
 def give_some(island: Island, source: Path, plan: Plan, num_lanes: int) -> None:
     """Give the manifest and so many lanes, then no more."""
-    calls = island.ways.calls_of(0)
+    calls = island.routes.calls_of(0)
     put, are_put, num_begun, num_put = calls.put, asyncio.Event(), 0, 0
 
     async def put_some(checkpoint: int, lane: Any, payload: Any) -> Any:
@@ -314,7 +315,7 @@ def give_some(island: Island, source: Path, plan: Plan, num_lanes: int) -> None:
         return ack
 
     async def until_dead() -> None:
-        giving = asyncio.ensure_future(island.donor(source, plan).give(CUT))
+        giving = asyncio.ensure_future(island.source(source, plan).give(CUT))
         await asyncio.wait_for(are_put.wait(), 20.0)
         giving.cancel()
 
@@ -325,14 +326,14 @@ def give_some(island: Island, source: Path, plan: Plan, num_lanes: int) -> None:
         calls.put = put  # type: ignore[method-assign]
 
 
-def test_another_donor_that_is_named_meanwhile_is_taken_from(tmp_path: Path, source: Path) -> None:
+def test_another_source_that_is_named_meanwhile_is_taken_from(tmp_path: Path, source: Path) -> None:
     plan = Trained().plan()
     with served(tmp_path / "store", plan) as address:
         east = Island(address, ISLAND)
         north = Island(address, "west")  # gives under its name
         give_some(east, source, plan, num_lanes=1)
         (source / "west").symlink_to(source / ISLAND)
-        north.io.run(north.donor(source, plan).give(CUT))
+        north.io.run(north.source(source, plan).give(CUT))
 
         for taken in run_ranks(take_as_a_rank, 2, address, "west"):
             of_rank = {name: torch.tensor(values) for name, values in taken.items()}
@@ -340,7 +341,7 @@ def test_another_donor_that_is_named_meanwhile_is_taken_from(tmp_path: Path, sou
             assert_equal(of_rank, expected)
 
 
-def test_a_donor_that_is_asked_for_another_checkpoint_is_taken_from(
+def test_a_source_that_is_asked_for_another_checkpoint_is_taken_from(
     tmp_path: Path, source: Path
 ) -> None:
     trained = Trained(num_steps=AGE + 1)
@@ -350,12 +351,12 @@ def test_a_donor_that_is_asked_for_another_checkpoint_is_taken_from(
     with served(tmp_path / "store", plan) as address:
         east, west = Island(address, ISLAND), Island(address, "west")
         give_some(east, source, plan, num_lanes=1)
-        east.io.run(east.donor(source, plan).give(CUT + 1))
+        east.io.run(east.source(source, plan).give(CUT + 1))
         joiner = Trained(seed=2, num_steps=0)
 
-        second = {"donor": ISLAND, "checkpoint": CUT + 1}
-        answers = (0.1, {"donor": ISLAND}), (a_lane_was_missed(west), second)
-        taken = heal(west, joiner, 10.0, *answers)
+        second = {"source": ISLAND, "checkpoint": CUT + 1}
+        answers = (0.1, {"source": ISLAND}), (a_lane_was_missed(west), second)
+        taken = transfer(west, joiner, 10.0, *answers)
     assert taken.checkpoint == CUT + 1
     assert_equal(of_optimizer(joiner), of_optimizer(trained))
 
@@ -365,13 +366,13 @@ def test_nobody_is_waited_for_beyond_the_bound(tmp_path: Path, source: Path) -> 
     with served(tmp_path / "store", plan) as address:
         east, west = Island(address, ISLAND), Island(address, "west")
         joiner = Trained(seed=2, num_steps=0)
-        with pytest.raises(NotHealed, match="no donor was named"):
-            heal(west, joiner, 0.3, (0.0, {}))
-        with pytest.raises(NotHealed, match="east has not begun to give it"):
-            heal(west, joiner, 0.5, (0.1, {"donor": ISLAND}))
+        with pytest.raises(NotTransferred, match="no source was named"):
+            transfer(west, joiner, 0.3, (0.0, {}))
+        with pytest.raises(NotTransferred, match="east has not begun to give it"):
+            transfer(west, joiner, 0.5, (0.1, {"source": ISLAND}))
         give_some(east, source, plan, num_lanes=1)
-        with pytest.raises(NotHealed, match=r"lanes of east did not come"):
-            heal(west, joiner, 0.5)
+        with pytest.raises(NotTransferred, match=r"lanes of east did not come"):
+            transfer(west, joiner, 0.5)
         assert not joiner.optimizer.state
 
 
@@ -383,15 +384,15 @@ def test_a_checkpoint_that_is_damaged_or_of_another_plan_is_not_given(
         east = Island(address, ISLAND)
 
         def declined(number: int, own: Plan) -> str:
-            talk = HealTalk(Donor(source, east.grant, own, east.ways).give)
+            reports = TransferReports(StateSource(source, east.grant, own, east.routes).give)
 
             async def hear() -> None:
-                talk.hear(ReportReply(donate=number))
-                assert talk._giving is not None
-                await asyncio.wait([talk._giving], timeout=20.0)
+                reports.set_answer(ReportReply(provide=number))
+                assert reports._giving is not None
+                await asyncio.wait([reports._giving], timeout=20.0)
 
             east.io.run(hear())
-            word = talk.say()
+            word = reports.report()
             assert word.declined == number
             return word.reason
 

@@ -1,7 +1,7 @@
 """A real run in which nobody waits, joined by islands that it had never heard of.
 
 Each takes the inner optimizer of an island at work, bit for bit as that one's part of a cut has it;
-one donor is killed in the middle of giving, and another gives instead.
+one source is killed in the middle of giving, and another gives instead.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ class Site:
         return taken
 
     def lanes_given(self) -> dict[str, int]:
-        """Donations at the syncer, and how many lanes of each are there."""
-        donations = (self.directory / "state").glob("**/donations/*")
-        return {path.name: len(list(path.glob("*.safetensors"))) for path in donations}
+        """Transfers at the syncer, and how many lanes of each are there."""
+        transfers = (self.directory / "state").glob("**/transfers/*")
+        return {path.name: len(list(path.glob("*.safetensors"))) for path in transfers}
 
-    def assert_of_donor(self, island: str, taken: dict[str, Any]) -> None:
-        """Insist on the moments of the donor's part of the cut, to the last bit."""
+    def assert_of_source(self, island: str, taken: dict[str, Any]) -> None:
+        """Insist on the moments of the source's part of the cut, to the last bit."""
         checkpoint = Checkpoint.open(
-            Path(self.config.checkpoint_dir), taken["donor"], taken["checkpoint"]
+            Path(self.config.checkpoint_dir), taken["source"], taken["checkpoint"]
         )
         assert checkpoint.inner_step == taken["taken_step"] > 0
         found = load_file(self.directory / f"{island}.taken")
@@ -150,7 +150,7 @@ def kill(island: subprocess.Popen[bytes]) -> None:
 
 
 def while_given(site: Site, known: set[str], act: Callable[[], None]) -> None:
-    """Act while a donation that is new is half there."""
+    """Act while a transfer that is new is half there."""
 
     def is_half_there() -> bool:
         new = {name: count for name, count in site.lanes_given().items() if name not in known}
@@ -166,27 +166,27 @@ def test_islands_that_nobody_knew_take_the_inner_optimizer_of_one_at_work(tmp_pa
 
         here.join("guest")
         taken = here.taken("guest")
-        assert (taken["source"], taken["reason"]) == ("donor", "")
-        assert taken["donor"] in ("fsdp", "one")
-        here.assert_of_donor("guest", taken)
+        assert (taken["source"], taken["reason"]) == ("source", "")
+        assert taken["source"] in ("fsdp", "one")
+        here.assert_of_source("guest", taken)
         before = here.steps("guest")
         wait_until(lambda: here.steps("guest") > before + 10, 60.0)
 
         known = set(here.lanes_given())
         here.join("other")
-        donors: list[str] = []
+        sources: list[str] = []
 
-        def kill_donor() -> None:
+        def kill_source() -> None:
             log = (here.directory / "state").glob("**/coordinator*.log")
             said = "\n".join(path.read_text() for path in log)
             (line,) = [x for x in said.splitlines() if x.endswith("for other")]
-            donors.append(line.split(" is asked")[0].split()[-1])
-            kill(here.run.islands[donors[0]] if donors[0] != "guest" else here.guests[0])
+            sources.append(line.split(" is asked")[0].split()[-1])
+            kill(here.run.islands[sources[0]] if sources[0] != "guest" else here.guests[0])
 
-        while_given(here, known, kill_donor)
+        while_given(here, known, kill_source)
         taken = here.taken("other")
-        assert taken["source"] == "donor", taken
-        assert taken["donor"] != donors[0]
-        here.assert_of_donor("other", taken)
+        assert taken["source"] == "source", taken
+        assert taken["source"] != sources[0]
+        here.assert_of_source("other", taken)
         before = here.steps("other")
         wait_until(lambda: here.steps("other") > before + 10, 60.0)
