@@ -17,7 +17,7 @@ inner steps, pin at most min(n, ceil(n k / H) + 1) versions of it; those of stop
 Upper bounds, without file headers; tensors with a codec of their own are counted like all others.
 Not counted, since it is there only until the resumed run has a complete checkpoint of its own: what
 a resume abandons; nor that checkpoints which failed on one island draw the complete ones apart; nor
-what islands give each other of inner optimizers (`diloco.syncer.state_transfers`), 8 B a parameter
+what islands give each other of inner optimizers (`diloco.syncer.transfer_store`), 8 B a parameter
 each, which goes where there is no room. No torch is imported, so that a coordinator can ask.
 
 Source: PROTOCOL.md, "Records and logs" and "Run checkpoints and pins".

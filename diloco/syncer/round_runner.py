@@ -284,19 +284,19 @@ class RoundRunner:
         It stays damaged until that is durable and was read back: nobody hears of one half of it.
         """
         async with self._founding:
-            if (recovered := self.damage.recovered) is None:
+            if (found := self.damage.recovered) is None:
                 return
             newest, optimizer = self.record, self._rules.publication.optimizer
             recovered = await self._with_room(
-                lambda: recovered.write(
+                lambda: found.write(
                     self._store, newest, has_second_moment=optimizer.has_second_moment
                 ),
                 at_most_s=_RECOVERS_S,
             )
             said_by = self.damage.said_by
             lost = self.damage.lost  # a later one may have been heard of meanwhile
-            lost = max(self._store.lost, lost if lost > recovered.header["version"] else -1)
-            self.damage.mended(recovered)
+            lost = max(self._store.lost, lost if lost > found.header["version"] else -1)
+            self.damage.mended(found)
             self._fetches.given_up()
             self._rules = self._next_rules
             self.rounds, self._timing = self._machine()

@@ -47,7 +47,7 @@ from diloco.syncer.room import Room
 from diloco.syncer.rules import SyncerRules
 from diloco.syncer.service import FragmentService
 from diloco.syncer.spool import Spool
-from diloco.syncer.state_transfers import TransferStore
+from diloco.syncer.transfer_store import TransferStore
 from diloco.syncer.worker import Workers
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
