@@ -24,15 +24,15 @@ from diloco.chaos.environment import ChaosEnvironment, fragment_of, held_still, 
 from diloco.chaos.plan import COORDINATOR, Kind, TimedFault
 from diloco.chaos.storm import Storm
 from diloco.durable import read_json, write_json
-from diloco.faults.chaos import (
+from diloco.faults.process import (
     FLIPPED,
     SLOWED,
     clock_path,
     fired,
     is_read,
     links_path,
-    spoilt_name,
-    spoilt_path,
+    training_name,
+    training_path,
 )
 from diloco.security.run_ca import RunCa
 from diloco.transport.shaping.faulty import Fault, Gate
@@ -413,17 +413,17 @@ class Clock(_FromWithin):
         return self.fault.clock_s
 
 
-class Spoil(_FromWithin):
+class TrainingInjector(_FromWithin):
     """A bit of what an island trains flips, or its work is poisoned."""
 
     def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
         """Do nothing yet."""
         super().__init__(environment, fault)
-        self.place = spoilt_path(environment.chaos_dir), spoilt_name(fault.target)
+        self.place = training_path(environment.chaos_dir), training_name(fault.target)
         self.counted = fault.kind.value
 
     def value(self) -> object:
-        """The island's entry of `spoilt.json`."""
+        """The island's entry of `training.json`."""
         fault = self.fault
         if fault.kind is Kind.POISON:
             return {"how": fault.how, "seed": fault.seed}
@@ -486,8 +486,8 @@ _INJECTORS: dict[Kind, type[Injector]] = {
     Kind.DISK_FULL: DiskFullInjector,
     Kind.CLOCK: Clock,
     Kind.CONNECT_STORM: ConnectStorm,
-    Kind.FLIP_BIT: Spoil,
-    Kind.POISON: Spoil,
+    Kind.FLIP_BIT: TrainingInjector,
+    Kind.POISON: TrainingInjector,
 }
 
 

@@ -294,8 +294,8 @@ def _exit_problems(evidence: Evidence) -> Iterator[str]:
             yield f"{island} ended with exit code {code}"
         killed = [history for history in evidence.history.faults if _starts_again(history, island)]
         num_starts = len(starts_of(evidence.events[island]))
-        is_spoilt = any(history.fault.island == island for history in _spoilt(evidence))
-        if num_starts > 1 + len(killed) and not is_spoilt:  # else it may have given up on itself
+        is_corrupted = any(history.fault.island == island for history in _corrupting(evidence))
+        if num_starts > 1 + len(killed) and not is_corrupted:  # else it may have given up on itself
             yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
 
 
@@ -376,19 +376,19 @@ def _moved_around(evidence: Evidence, line: FaultHistory) -> tuple[int, int]:
 
 def _blame_problems(evidence: Evidence) -> Iterator[str]:
     """Islands that found themselves unsound, and to which nothing was done."""
-    spoilt = {history.fault.island for history in _spoilt(evidence)}
-    for island in evidence.events.keys() - spoilt:
+    corrupted = {history.fault.island for history in _corrupting(evidence)}
+    for island in evidence.events.keys() - corrupted:
         for event in _blaming(evidence, island):
             yield f"{island} after inner step {event['inner_step']}: {event['reason']}"
 
 
 def _blame_text(evidence: Evidence) -> str:
-    spoilt = sorted({history.fault.island for history in _spoilt(evidence)})
-    told = (f"{name} returned {len(_blaming(evidence, name))} times" for name in spoilt)
-    return ", ".join(told) or "nobody was spoilt, nobody returned"
+    corrupted = sorted({history.fault.island for history in _corrupting(evidence)})
+    told = (f"{name} returned {len(_blaming(evidence, name))} times" for name in corrupted)
+    return ", ".join(told) or "nobody was corrupted, nobody returned"
 
 
-def _spoilt(evidence: Evidence) -> list[FaultHistory]:
+def _corrupting(evidence: Evidence) -> list[FaultHistory]:
     return _fired(evidence, *SPOILING)
 
 

@@ -20,7 +20,7 @@ from diloco.chaos.plan import ENDING, ChaosPlan, Kind, TimedFault, expand
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError
-from diloco.faults.chaos import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
+from diloco.faults.process import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.local import LocalRun
 from diloco.launch.process.ending import StopRequest
 from diloco.security.run_ca import RunCa

@@ -48,7 +48,7 @@ from diloco.coordinator.operator_service import Operations
 from diloco.coordinator.run_status import RunStatus
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import AggregationError, ConfigError
-from diloco.faults.chaos import wall_clock
+from diloco.faults.process import wall_clock
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
 from diloco.launch.syncer_supervisor import SyncerSupervisor

@@ -33,7 +33,7 @@ from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, rename, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, DilocoError
-from diloco.faults.chaos import wall_clock
+from diloco.faults.process import wall_clock
 from diloco.forecast.disk import check_room
 from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
 from diloco.launch.process.disk_full_retry import retry_disk_full_async

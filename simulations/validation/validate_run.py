@@ -27,7 +27,7 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
 from diloco.errors import IslandFailed
-from diloco.faults.chaos import STEP_VARIABLE
+from diloco.faults.process import STEP_VARIABLE
 from diloco.report.summary import event_lines
 
 #: 9,933,696 parameters.

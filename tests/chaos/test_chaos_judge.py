@@ -240,10 +240,10 @@ def test_who_returns_to_what_is_published_was_spoilt_or_is_blamed_wrongly(kind: 
     sent["weight_tokens"] = TOKENS
     run.headers[2]["contributors"][0]["weight_tokens"] = TOKENS
     evidence = run.evidence()
-    spoilt = FaultHistory(replace(KILL, kind=kind, target="east"), fired=True)
+    corrupted = FaultHistory(replace(KILL, kind=kind, target="east"), fired=True)
 
     assert broken(evidence) == ["nobody is blamed for what he did not do"]
-    history = RunHistory([*evidence.history.faults, spoilt])
+    history = RunHistory([*evidence.history.faults, corrupted])
     assert broken(replace(evidence, history=history)) == []
     (account,) = (
         a

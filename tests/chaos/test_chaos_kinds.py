@@ -26,19 +26,16 @@ from diloco.chaos.runner import Director
 from diloco.config.load import load_config
 from diloco.durable import read_json
 from diloco.errors import ConfigError
-from diloco.faults import chaos
-from diloco.faults.chaos import (
+from diloco.faults import process as faults_of_process
+from diloco.faults.process import (
     LINES_VARIABLE,
-    STEP_VARIABLE,
     VARIABLE,
-    ChaoticLinks,
+    link_faults,
     links_path,
-    paced,
     wall_clock,
 )
 from diloco.launch.local import LocalRun
 from diloco.state_dir import Endpoint, acquire, write_pid
-from diloco.trainer.trainer import InnerMetrics
 from diloco.transport.addresses import split_address
 from diloco.transport.contracts import Reply, Transport
 from diloco.versions.log import segment_path
@@ -128,7 +125,7 @@ def scene(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Scene]:
     """Of one syncer, or of as many as the parameter says."""
-    monkeypatch.setattr(chaos, "_READ_S", READ_S)
+    monkeypatch.setattr(faults_of_process, "_READ_S", READ_S)
     monkeypatch.setattr(injectors, "_TOLD_S", 6 * READ_S)
     scene = Scene(tmp_path, getattr(request, "param", 1))
     yield scene
@@ -433,8 +430,7 @@ CALL_KINDS = [kind for kind in Kind if kind.is_of_a_link and kind is not Kind.TH
 @pytest.mark.parametrize("kind", CALL_KINDS)
 def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
     scene.island("exec sleep 60")
-    links = ChaoticLinks.of({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
-    assert links is not None
+    links = link_faults({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     injector = scene.injector_of(kind, "east", lasts_s=0.5)
     if kind is Kind.REORDER:  # there must be calls that overtake those that are held
@@ -468,8 +464,8 @@ def test_a_thin_line_delays_and_damages_what_crosses_it_until_its_end(
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         environment = {VARIABLE: str(scene.environment.chaos_dir), LINES_VARIABLE: "east,west"}
-        links = ChaoticLinks.of(environment, "east", address)
-        assert links is not None and links.route(address) == links.route(address) != address
+        links = link_faults(environment, "east", address)
+        assert links.route(address) == links.route(address) != address
         links.around(cast(Transport, Echo()), carries_fragments=True)
         near = socket.create_connection(split_address(links.route(address)))
         far, _ = server.accept()
@@ -498,8 +494,7 @@ def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Sce
     injector = scene.injector_of(Kind.CUT, "east")
 
     assert not injector.begin(), "its supervisor is there, its rank is being started"
-    links = ChaoticLinks.of({VARIABLE: str(chaos_dir)}, "east", "127.0.0.1:1")
-    assert links is not None
+    links = link_faults({VARIABLE: str(chaos_dir)}, "east", "127.0.0.1:1")
     links.around(cast(Transport, Echo()), carries_fragments=True)
     wait_until(injector.begin)
 
@@ -563,15 +558,14 @@ def test_a_run_without_faults_tells_its_tokens(scene: Scene, tmp_path: Path) -> 
 def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Path) -> None:
     scene.island("exec sleep 60")
     path = links_path(scene.environment.chaos_dir)
-    links = ChaoticLinks.of({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
-    assert links is not None
+    links = link_faults({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     faults = [
         TimedFault(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
         for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
     ]
     seen = []
-    wait_until(lambda: chaos.is_read(scene.environment.chaos_dir, "east"))
+    wait_until(lambda: faults_of_process.is_read(scene.environment.chaos_dir, "east"))
 
     with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
         director = Director(scene.environment, log, faults, lambda done, all_of: None, 60.0)
@@ -597,11 +591,10 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
 ) -> None:
     island = scene.island("exec sleep 60")
     path = links_path(scene.environment.chaos_dir)
-    links = ChaoticLinks.of({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
-    assert links is not None
+    links = link_faults({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     fault = TimedFault(0, Kind.DELAY, "east", 0.0, 1.0, 0.01, 1e6, 1.0, 3600.0, 77)
-    wait_until(lambda: chaos.is_read(scene.environment.chaos_dir, "east"))
+    wait_until(lambda: faults_of_process.is_read(scene.environment.chaos_dir, "east"))
 
     with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
         director = Director(scene.environment, log, [fault], lambda done, all_of: None, 60.0)
@@ -632,23 +625,11 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
 
 def test_faults_on_purpose_stay_on_this_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="beyond this machine's loopback"):
-        ChaoticLinks.of({VARIABLE: str(tmp_path)}, "east", "10.0.0.1:4711")
+        link_faults({VARIABLE: str(tmp_path)}, "east", "10.0.0.1:4711")
 
 
 def test_a_join_never_arrives_twice() -> None:
     script = {"rates": {"duplicate": 1.0, "delay": 0.0}}
 
-    assert "duplicate" not in chaos.script_of(script, carries_fragments=False).rates
-    assert "duplicate" in chaos.script_of(script, carries_fragments=True).rates
-
-
-def test_inner_steps_take_as_long_as_a_plan_asks_for() -> None:
-    short, long = (InnerMetrics(1, 0.0, 0.0, 0.0, 8, duration_s=s) for s in (0.01, 0.5))
-    began = time.monotonic()
-
-    assert paced({})(short) is short
-    pace = paced({STEP_VARIABLE: "0.1"})
-
-    assert pace(short).duration_s == 0.1
-    assert pace(long) is long
-    assert time.monotonic() - began >= 0.09
+    assert "duplicate" not in faults_of_process.script_of(script, carries_fragments=False).rates
+    assert "duplicate" in faults_of_process.script_of(script, carries_fragments=True).rates

@@ -18,7 +18,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.errors import CoordinatorUnavailable
-from diloco.faults.chaos import STEP_VARIABLE
+from diloco.faults.process import STEP_VARIABLE
 from diloco.launch.local import LocalRun
 from diloco.outer.fragments import Plan
 from diloco.report.repair import repair_run

@@ -22,7 +22,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.status import operate
 from diloco.durable import write_json
 from diloco.errors import CoordinatorUnavailable
-from diloco.faults.chaos import STEP_VARIABLE, VARIABLE, spoilt_name, spoilt_path
+from diloco.faults.process import STEP_VARIABLE, VARIABLE, training_name, training_path
 from diloco.launch.local import LocalRun
 from diloco.security.security import Security
 from diloco.transport.identity import Role
@@ -86,7 +86,7 @@ class Uphill:
         if self._left and newest_checkpoint(self._run.config) >= self._left[0][0]:
             _, what = self._left.pop(0)
             islands = self._run.config.islands
-            write_json(spoilt_path(self._directory), {spoilt_name(i): what for i in islands})
+            write_json(training_path(self._directory), {training_name(i): what for i in islands})
 
 
 def newest_checkpoint(config: Config) -> int:
@@ -217,7 +217,7 @@ def test_who_is_refused_is_left_out_when_the_run_is_ruined_again(tmp_path: Path)
     file = write_run(tmp_path, dict.fromkeys(("east", "north", "west"), ""), inner_steps=300)
     config = load_config(file, [*_SCHEDULED, "evaluation.num_sequences=32"])
     (chaos := tmp_path / "chaos").mkdir()
-    write_json(spoilt_path(chaos), {})
+    write_json(training_path(chaos), {})
 
     with LocalRun(config, look_s=0.1, environment={**_PACE, VARIABLE: str(chaos)}) as run:
         log, left = run.state.root / "coordinator.log", ["poison", "30", "0.7"]
@@ -226,7 +226,7 @@ def test_who_is_refused_is_left_out_when_the_run_is_ruined_again(tmp_path: Path)
             newest = newest_checkpoint(config)
             match left:
                 case ["poison", *_] if newest >= _RUIN_FROM // 2:
-                    write_json(spoilt_path(chaos), {spoilt_name("west"): {"how": "labels"}})
+                    write_json(training_path(chaos), {training_name("west"): {"how": "labels"}})
                     left.pop(0)
                 case ["30", *_] if newest >= _RUIN_FROM:
                     operated(run, "outer.optimizer.lr", left.pop(0))

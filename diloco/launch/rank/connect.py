@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from diloco.config.schema import Config
 from diloco.doctor.slow_tcp import slow_tcp
 from diloco.errors import ConfigError
-from diloco.faults.chaos import ChaoticLinks
+from diloco.faults.process import link_faults
 from diloco.forecast.build import link_profile
 from diloco.island.connection import Connection
 from diloco.launch.rank.carrier_link import carrier_link
@@ -66,7 +66,7 @@ def connect(config: Config, coordinator: str = "") -> Connection:
 
 
 class _Wires:
-    """Ways of the run's kind; those to a syncer are shaped where `transport.link` has a profile."""
+    """Connections of the run's kind; shaped to a syncer where `transport.link` has a profile."""
 
     def __init__(
         self, config: Config, address: str, security: Security, profile: LinkProfile | None
@@ -75,7 +75,7 @@ class _Wires:
         self._address = address
         self._security = security
         self._profile = profile
-        self._chaos = ChaoticLinks.of(os.environ, config.island_id, address)
+        self._faults = link_faults(os.environ, config.island_id, address)
         self._is_tcp_told = False
 
     def coordinator(self) -> Transport:
@@ -84,8 +84,9 @@ class _Wires:
             for text in slow_tcp(self._address):
                 logger.warning("%s", text)
         # Not shaped: it carries a few hundred bytes a second.
-        way = self._security.transport(self._route(self._address), Role.COORDINATOR)
-        return self._chaos.around(way, carries_fragments=False) if self._chaos else way
+        address = self._faults.route(self._address)
+        transport = self._security.transport(address, Role.COORDINATOR)
+        return self._faults.around(transport, carries_fragments=False)
 
     def syncers(
         self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
@@ -100,20 +101,16 @@ class _Wires:
     def _syncer(
         self, address: str, security: Security, link: tuple[LinkState, LinkState] | None
     ) -> tuple[Transport, Transport]:
-        chosen, address = self._config.transport, self._route(address)
+        chosen, address = self._config.transport, self._faults.route(address)
         control = security.transport(address, Role.SYNCER)
         data = security.transport(
             address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
         )
-        if self._chaos is not None:
-            control = self._chaos.around(control, carries_fragments=True)
-            data = self._chaos.around(data, carries_fragments=True)
+        control = self._faults.around(control, carries_fragments=True)
+        data = self._faults.around(data, carries_fragments=True)
         if link is None:
             return control, data
         return ShapedTransport(control, *link), ShapedTransport(data, *link)
-
-    def _route(self, address: str) -> str:
-        return self._chaos.route(address) if self._chaos else address
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:
         # Within the island: neither shaped nor paced.

@@ -36,8 +36,7 @@ from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
-from diloco.faults.chaos import paced
-from diloco.faults.spoiler import spoiler_of
+from diloco.faults.training import rank_faults
 from diloco.forecast.rank_memory import check_host_memory
 from diloco.island.connection import Connection
 from diloco.island.registration import IslandState
@@ -334,13 +333,13 @@ class _Rank:
     ) -> InnerTrainer:
         config = self._config
         job = self._job
-        self._spoiler = spoiler_of(
+        self._faults = rank_faults(
             os.environ, config.island_id, island_rank=job.island_rank, num_ranks=job.num_ranks
         )
         return InnerTrainer(
             model,
             mesh=mesh,
-            batches=batches if self._spoiler is None else self._spoiler.around(batches),
+            batches=self._faults.around(batches),
             evaluation=data.evaluation(config.evaluation.num_sequences),
             config=config.inner,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
@@ -396,7 +395,7 @@ class _Rank:
 
     def _train(self) -> None:
         """Make inner steps until the run is over, or until everybody stops."""
-        outer, record, pace = self._outer, self.record, paced(os.environ)
+        outer, record, faults = self._outer, self.record, self._faults
         every = self._config.telemetry.memory_every_inner_steps
         period = max(self._config.outer.inner_steps_per_round, _LEAST_WATCHED)
         self._loss_watch = LossWatch(period)
@@ -405,11 +404,7 @@ class _Rank:
             self._checkpoints.check()
             self._profile.before(outer.inner_step)
             is_quiet = outer.num_in_flight == 0
-            if self._spoiler is not None:
-                self._spoiler.before(self._trainer)
-            metrics = pace(self._trainer.inner_step(outer.inner_step, outer.schedule_step))
-            if self._spoiler is not None:
-                self._spoiler.after(self._trainer)
+            metrics = faults.step(self._trainer, outer.inner_step, outer.schedule_step)
             record.step(metrics, is_quiet=is_quiet)
             outer.step(num_tokens=metrics.num_tokens, loss=metrics.loss, bound=metrics.bound)
             if outer.mend is not Mend.NOTHING:

@@ -1,7 +1,7 @@
-"""What `diloco chaos` does to what this rank trains: bits that flip, work that is poisoned.
+"""Faults in the training of one rank under `diloco chaos`: flipped bits, poisoned updates.
 
-    DIR/spoilt.json    spoilt-ISLAND -> what happens to it, looked at once a second between inner
-                       steps; DIR is that of `diloco.faults.chaos`
+    DIR/training.json    training-ISLAND -> what happens to it, read once a second between inner
+                         steps; DIR is that of `diloco.faults.process`
 
     flip-bit    one bit of one value of a parameter, or of a moment of the inner optimizer, once, on
                 one rank
@@ -9,7 +9,8 @@
                 ("signs"), or noise of its size ("noise"); or the tokens of every batch in another
                 order ("labels")
 
-Nothing of this is there without `diloco chaos`: `spoiler_of` then gives None.
+A rank asks one object, `RankFaults`, for each inner step; in an ordinary run it only makes the
+step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,10 @@ import torch
 from torch import Tensor
 
 from diloco.durable import read_json, write_json
-from diloco.faults.chaos import VARIABLE, fired_path, spoilt_name, spoilt_path
+from diloco.faults.process import STEP_VARIABLE, VARIABLE, fired_path, training_name, training_path
 from diloco.island.lanes.boxes import stored
 from diloco.trainer.state import training_tensors
-from diloco.trainer.trainer import InnerTrainer, Text
+from diloco.trainer.trainer import InnerMetrics, InnerTrainer, Text
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +39,56 @@ _READ_S = 1.0
 _SCALE = 100.0
 
 
-class Spoiler:
-    """One rank's; between two inner steps, in the training thread."""
+class RankFaults:
+    """Faults in the training of one rank: none, in an ordinary run."""
+
+    def around(self, text: Text) -> Text:
+        """Wrap the text that the rank trains on."""
+        return text
+
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
+        """Make an inner step, see `InnerTrainer.inner_step`."""
+        return trainer.inner_step(inner_step, schedule_step)
+
+
+def rank_faults(
+    environment: Mapping[str, str], island: str, *, island_rank: int, num_ranks: int
+) -> RankFaults:
+    """Give the faults of this rank's training: those of `diloco chaos`, if it takes part."""
+    least_s, directory = float(environment.get(STEP_VARIABLE, 0.0)), environment.get(VARIABLE)
+    faults = RankFaults()
+    if directory:
+        faults = CorruptedTraining(Path(directory), island, island_rank, num_ranks)
+    return PacedTraining(faults, least_s) if least_s else faults
+
+
+class PacedTraining(RankFaults):
+    """Makes every inner step last so many seconds at least, asleep, beside what `faults` do."""
+
+    def __init__(self, faults: RankFaults, least_s: float) -> None:
+        """Assign only."""
+        self._faults, self._least_s = faults, least_s
+
+    def around(self, text: Text) -> Text:
+        """See `RankFaults`."""
+        return self._faults.around(text)
+
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
+        """See `RankFaults`."""
+        metrics = self._faults.step(trainer, inner_step, schedule_step)
+        if metrics.duration_s >= self._least_s:
+            return metrics
+        time.sleep(self._least_s - metrics.duration_s)
+        return replace(metrics, duration_s=self._least_s)
+
+
+class CorruptedTraining(RankFaults):
+    """Faults of `training.json`, between two inner steps of one rank, in the training thread."""
 
     def __init__(self, directory: Path, island: str, island_rank: int, num_ranks: int) -> None:
-        """Say that this rank looks."""
+        """Record that this rank reads the file."""
         self._directory = directory
-        self._who = spoilt_name(island)
+        self._who = training_name(island)
         self._island_rank, self._num_ranks = island_rank, num_ranks
         self._what: Mapping[str, Any] = {}
         self._flipped = -1
@@ -52,19 +97,26 @@ class Spoiler:
         self._counts: Counter[str] = Counter()
         self._tell()
 
-    def before(self, trainer: InnerTrainer) -> None:
-        """Look what is to happen, before an inner step."""
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
+        """See `RankFaults`."""
+        self._before_step(trainer)
+        metrics = trainer.inner_step(inner_step, schedule_step)
+        self._after_step(trainer)
+        return metrics
+
+    def _before_step(self, trainer: InnerTrainer) -> None:
+        """Read what is to happen."""
         now = time.monotonic()
         if now - self._looked_s >= _READ_S:
             self._looked_s = now
-            self._what = (read_json(spoilt_path(self._directory)) or {}).get(self._who, {})
+            self._what = (read_json(training_path(self._directory)) or {}).get(self._who, {})
             self._tell()
         if self._what.get("how") in ("scale", "signs", "noise"):
             named = training_tensors(trainer.model, trainer.optimizer)["model"]
             self._before = {name: stored(tensor).clone() for name, tensor in named.items()}
 
-    def after(self, trainer: InnerTrainer) -> None:
-        """Do it, after the inner step."""
+    def _after_step(self, trainer: InnerTrainer) -> None:
+        """Do it."""
         what, before = self._what, self._before
         self._before = {}
         if "bit" in what and what["number"] != self._flipped:
@@ -78,11 +130,10 @@ class Spoiler:
             self._count("poison")
 
     def around(self, text: Text) -> Text:
-        """Let the tokens of a batch come in another order, while that is said."""
-        return _ShuffledText(text, self)
+        """Give the tokens of a batch in another order, while `training.json` says so."""
+        return _ShuffledText(text, self._shuffled)
 
-    def shuffled(self, tokens: Tensor) -> Tensor:
-        """Return tokens as they are trained on."""
+    def _shuffled(self, tokens: Tensor) -> Tensor:
         if self._what.get("how") != "labels":
             return tokens
         self._count("poison")
@@ -116,11 +167,11 @@ class Spoiler:
 
 
 class _ShuffledText:
-    def __init__(self, text: Text, spoiler: Spoiler) -> None:
-        self._text, self._spoiler = text, spoiler
+    def __init__(self, text: Text, shuffled: Callable[[Tensor], Tensor]) -> None:
+        self._text, self._shuffled = text, shuffled
 
     def batch(self, inner_step: int) -> Tensor:
-        return self._spoiler.shuffled(self._text.batch(inner_step))
+        return self._shuffled(self._text.batch(inner_step))
 
 
 @torch.no_grad()
@@ -134,11 +185,3 @@ def _poison_(values: Tensor, before: Tensor, how: str) -> None:
         size = update.square().mean().sqrt() if update.numel() else 0.0
         update = torch.randn_like(update) * size
     torch.add(before, update, out=values)
-
-
-def spoiler_of(
-    environment: Mapping[str, str], island: str, *, island_rank: int, num_ranks: int
-) -> Spoiler | None:
-    """Give what spoils this rank's training; None: it takes no part in `diloco chaos`."""
-    directory = environment.get(VARIABLE)
-    return Spoiler(Path(directory), island, island_rank, num_ranks) if directory else None

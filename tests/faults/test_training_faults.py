@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,19 @@ import torch
 
 from diloco.chaos.plan import Kind
 from diloco.durable import write_json
-from diloco.faults import spoiler as module
-from diloco.faults.chaos import VARIABLE, fired, is_read, spoilt_name, spoilt_path
-from diloco.faults.spoiler import Spoiler, spoiler_of
+from diloco.faults import training as module
+from diloco.faults.process import (
+    STEP_VARIABLE,
+    VARIABLE,
+    fired,
+    is_read,
+    training_name,
+    training_path,
+)
+from diloco.faults.training import RankFaults, rank_faults
+from diloco.trainer.trainer import InnerMetrics
 
-WHO = spoilt_name("east")
+WHO = training_name("east")
 
 
 class Trainer(SimpleNamespace):
@@ -33,38 +42,41 @@ class Trainer(SimpleNamespace):
     def values(self) -> torch.Tensor:
         return self.model.weight.detach()
 
-    def step(self, spoiler: Spoiler) -> None:
-        made: Any = self
-        spoiler.before(made)
+    def inner_step(self, inner_step: int, schedule_step: int) -> Any:
         with torch.no_grad():
             self.model.weight -= 0.01
-        spoiler.after(made)
+
+    def step(self, faults: RankFaults) -> None:
+        made: Any = self
+        faults.step(made, 0, 0)
 
 
 @pytest.fixture
-def spoiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spoiler:
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankFaults:
     monkeypatch.setattr(module, "_READ_S", 0.0)
-    found = spoiler_of({VARIABLE: str(tmp_path)}, "east", island_rank=0, num_ranks=1)
-    assert found is not None
-    return found
+    return rank_faults({VARIABLE: str(tmp_path)}, "east", island_rank=0, num_ranks=1)
 
 
-def test_without_chaos_nothing_is_spoilt() -> None:
-    assert spoiler_of({}, "east", island_rank=0, num_ranks=1) is None
+def test_without_chaos_nothing_is_done() -> None:
+    faults = rank_faults({}, "east", island_rank=0, num_ranks=1)
+    text: Any = object()
+
+    assert type(faults) is RankFaults
+    assert faults.around(text) is text
 
 
 @pytest.mark.parametrize("what", ["model", "exp_avg", "exp_avg_sq"])
-def test_one_bit_flips_once(tmp_path: Path, spoiler: Spoiler, what: str) -> None:
+def test_one_bit_flips_once(tmp_path: Path, faults: RankFaults, what: str) -> None:
     trainer = Trainer()
     assert is_read(tmp_path, WHO)
     entry = {"number": 5, "what": what, "bit": 30, "seed": 7}
-    write_json(spoilt_path(tmp_path), {WHO: entry})
+    write_json(training_path(tmp_path), {WHO: entry})
     state = trainer.optimizer.state[trainer.model.weight]
     of = {"model": trainer.values} | {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     before = of[what].clone()
 
     for _ in range(3):
-        trainer.step(spoiler)
+        trainer.step(faults)
 
     moved = 0.03 if what == "model" else 0.0
     (odd,) = (~torch.isclose(of[what].flatten(), before.flatten() - moved)).nonzero()
@@ -74,26 +86,41 @@ def test_one_bit_flips_once(tmp_path: Path, spoiler: Spoiler, what: str) -> None
 
 @pytest.mark.parametrize(("how", "expected"), [("scale", 0.0), ("signs", 1.01)])
 def test_updates_are_poisoned_as_long_as_it_is_said(
-    tmp_path: Path, spoiler: Spoiler, how: str, expected: float
+    tmp_path: Path, faults: RankFaults, how: str, expected: float
 ) -> None:
     trainer = Trainer()
-    write_json(spoilt_path(tmp_path), {WHO: {"how": how, "seed": 1}})
+    write_json(training_path(tmp_path), {WHO: {"how": how, "seed": 1}})
 
-    trainer.step(spoiler)
-    write_json(spoilt_path(tmp_path), {})
-    trainer.step(spoiler)
+    trainer.step(faults)
+    write_json(training_path(tmp_path), {})
+    trainer.step(faults)
 
     assert torch.allclose(trainer.values, torch.tensor(expected - 0.01), atol=1e-5)
     assert fired(tmp_path, WHO) == {Kind.POISON.value: 1}
 
 
-def test_tokens_come_in_another_order(tmp_path: Path, spoiler: Spoiler) -> None:
+def test_tokens_come_in_another_order(tmp_path: Path, faults: RankFaults) -> None:
     tokens = torch.arange(200).view(2, 100)
-    text = spoiler.around(SimpleNamespace(batch=lambda inner_step: tokens))
+    text = faults.around(SimpleNamespace(batch=lambda inner_step: tokens))
     assert text.batch(0) is tokens
 
-    write_json(spoilt_path(tmp_path), {WHO: {"how": "labels", "seed": 1}})
-    Trainer().step(spoiler)
+    write_json(training_path(tmp_path), {WHO: {"how": "labels", "seed": 1}})
+    Trainer().step(faults)
 
     assert not torch.equal(text.batch(1), tokens)
     assert torch.equal(text.batch(1).flatten().sort().values, tokens.flatten())
+
+
+def test_inner_steps_take_as_long_as_a_plan_asks_for() -> None:
+    short, long = (InnerMetrics(1, 0.0, 0.0, 0.0, 8, duration_s=s) for s in (0.01, 0.5))
+    faults = rank_faults({STEP_VARIABLE: "0.1"}, "east", island_rank=0, num_ranks=1)
+
+    def step(made: InnerMetrics) -> InnerMetrics:
+        trainer: Any = SimpleNamespace(inner_step=lambda inner_step, schedule_step: made)
+        return faults.step(trainer, 0, 0)
+
+    began = time.monotonic()
+
+    assert step(short).duration_s == 0.1
+    assert step(long) is long
+    assert time.monotonic() - began >= 0.09

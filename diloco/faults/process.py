@@ -1,10 +1,10 @@
-"""What `diloco chaos` does to this process from within: its links and its wall clock.
+"""Faults that a process under `diloco chaos` has from within: of its links and its wall clock.
 
     DILOCO_CHAOS=DIR    set by `diloco chaos` for the processes of its run, by nobody else
     DIR/links.json      island -> what happens to its links, read once a second by its ranks
     DIR/clock.json      coordinator|syncer|syncer-N -> seconds by which its wall clock is wrong, the
                         same
-    DIR/spoilt.json     what happens to what islands train (`diloco.faults.spoiler`)
+    DIR/training.json   what happens to what islands train (`diloco.faults.training`)
     DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
                               reading of the files above on
     DILOCO_CHAOS_STEP_S=S    set beside it where times are judged, and by `diloco sim validate`: an
@@ -27,9 +27,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco.durable import write_json
 from diloco.errors import ConfigError
@@ -37,9 +36,6 @@ from diloco.transport.addresses import is_loopback, split_address
 from diloco.transport.contracts import Transport
 from diloco.transport.shaping.faulty import Fault, Faults, FaultScript, FaultyTransport, Gate
 from diloco.transport.shaping.line import Line, Way
-
-if TYPE_CHECKING:  # no torch in coordinators
-    from diloco.trainer.trainer import InnerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +59,14 @@ def clock_path(directory: Path) -> Path:
     return directory / "clock.json"
 
 
-def spoilt_path(directory: Path) -> Path:
-    """File that says what happens to what islands train (`diloco.faults.spoiler`)."""
-    return directory / "spoilt.json"
+def training_path(directory: Path) -> Path:
+    """File that says what happens to what islands train (`diloco.faults.training`)."""
+    return directory / "training.json"
 
 
-def spoilt_name(island: str) -> str:
+def training_name(island: str) -> str:
     """Name under which an island's ranks look at that file, and tell what has taken effect."""
-    return f"spoilt-{island}"
+    return f"training-{island}"
 
 
 def fired_path(directory: Path, who: str, pid: int) -> Path:
@@ -92,8 +88,34 @@ def is_read(directory: Path, who: str) -> bool:
     return any((Path("/proc") / path.name.split(".")[-2]).exists() for path in paths)
 
 
-class ChaoticLinks:
-    """Faults on the links of one rank; `connect.py` wraps every way of the rank in `around`."""
+class LinkFaults:
+    """Faults on the links of one rank: none, in an ordinary run."""
+
+    def route(self, address: str) -> str:
+        """Return the address at which a peer is reached."""
+        return address
+
+    def around(self, transport: Transport, *, carries_fragments: bool) -> Transport:
+        """Wrap a connection to a peer."""
+        return transport
+
+
+def link_faults(environment: Mapping[str, str], island: str, coordinator: str) -> LinkFaults:
+    """Give the faults on the links of this process: those of `diloco chaos`, if it takes part.
+
+    Raises:
+        ConfigError: If it does, and its coordinator is beyond loopback.
+    """
+    directory = environment.get(VARIABLE)
+    if not directory:
+        return LinkFaults()
+    _check_loopback(coordinator)
+    lined = environment.get(LINES_VARIABLE, "").split(",")
+    return ChaoticLinks(Path(directory), island, has_lines=island in lined)
+
+
+class ChaoticLinks(LinkFaults):
+    """Faults on the links of one rank, as `links.json` says."""
 
     def __init__(self, directory: Path, island: str, *, has_lines: bool = False) -> None:
         """Assign only."""
@@ -105,22 +127,6 @@ class ChaoticLinks:
         self._control = Faults(FaultScript(seed=0), f"{island}/control")
         self._thread: threading.Thread | None = None
 
-    @classmethod
-    def of(
-        cls, environment: Mapping[str, str], island: str, coordinator: str
-    ) -> ChaoticLinks | None:
-        """Find out whether this process takes part in `diloco chaos`; None: it does not.
-
-        Raises:
-            ConfigError: If it does, and its coordinator is beyond loopback.
-        """
-        directory = environment.get(VARIABLE)
-        if not directory:
-            return None
-        _check_loopback(coordinator)
-        lined = environment.get(LINES_VARIABLE, "").split(",")
-        return cls(Path(directory), island, has_lines=island in lined)
-
     def route(self, address: str) -> str:
         """Return where a peer is reached: through this rank's line, if it has one.
 
@@ -131,7 +137,7 @@ class ChaoticLinks:
         return address if self._lines is None else self._lines.route(address)
 
     def around(self, transport: Transport, *, carries_fragments: bool) -> Transport:
-        """Wrap a way to a peer."""
+        """Wrap a connection to a peer."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="chaos", daemon=True)
             self._thread.start()
@@ -207,19 +213,6 @@ def wall_clock(environment: Mapping[str, str], who: str) -> Callable[[], float]:
     """Give the wall clock of a coordinator or syncer, in seconds since 1970."""
     directory = environment.get(VARIABLE)
     return _WrongClock(Path(directory), who) if directory else time.time
-
-
-def paced(environment: Mapping[str, str]) -> Callable[[InnerMetrics], InnerMetrics]:
-    """Give what makes an inner step last as long as `diloco chaos` asks for."""
-    least_s = float(environment.get(STEP_VARIABLE, 0.0))
-
-    def pace(metrics: InnerMetrics) -> InnerMetrics:
-        if metrics.duration_s >= least_s:
-            return metrics
-        time.sleep(least_s - metrics.duration_s)
-        return replace(metrics, duration_s=least_s)
-
-    return pace
 
 
 class _WrongClock:
