@@ -1,4 +1,4 @@
-"""The table of moves, and diloco/versions/README.md: what dies names tests that exist."""
+"""The table of moves, and diloco/FAILURES.md: what dies names tests that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diloco.protocol.rounds.terms import Phase
 from diloco.protocol.rounds.transitions import TRANSITIONS, RoundEvent, after
 
 TESTS = Path(__file__).resolve().parents[1]
-README = TESTS.parent / "diloco" / "versions" / "README.md"
+README = TESTS.parent / "diloco" / "FAILURES.md"
 
 
 def rows(section: str) -> list[list[str]]:
