@@ -303,17 +303,13 @@ class OuterConfig(Section):
     retained_versions: Policy[int] = Field(
         default=4, ge=1, description="Versions whose records and contributions a syncer keeps"
     )
-    store: Policy[Literal["snapshot", "log"]] = Field(
-        default="snapshot",
-        description="What a syncer writes a round: snapshot, all state (12 bytes a parameter and "
-        "more); log, what was contributed and published (with int4 and M islands about 0.5 (M+1) "
-        "bytes), and all state every snapshot_rounds, from which a start recomputes the rest",
-    )
     snapshot_rounds: Policy[int] = Field(
-        default=16,
-        ge=2,
+        default=1,
+        ge=1,
         le=1024,
-        description='Versions of a fragment from one snapshot to the next, for store "log"',
+        description="Every how many versions of a fragment a syncer writes all state (12 bytes a "
+        "parameter and more); of those between it writes what was contributed and published (with "
+        "int4 and M islands about 0.5 (M+1) bytes), and a start recomputes their state",
     )
     keep_contributions: Policy[Literal["retained", "all"]] = Field(
         default="retained",
@@ -379,7 +375,7 @@ class OuterConfig(Section):
             ("merge_rule", self.merge_rule, "mean"),
             ("weighting", self.weighting, "tokens"),
             ("clip_norm_ratio", self.clip_norm_ratio, 0.0),
-            ("store", self.store, "snapshot"),
+            ("snapshot_rounds", self.snapshot_rounds, 1),
             ("keep_contributions", self.keep_contributions, "retained"),
         )
         problems = [(key, value, plain) for key, value, plain in found if value != plain]
@@ -483,11 +479,6 @@ class OuterConfig(Section):
         return parse_duration(self.round_deadline)
 
     @property
-    def rounds_per_snapshot(self) -> int:
-        """Versions from one whole record in the store to the next; 1: every version is one."""
-        return self.snapshot_rounds if self.store == "log" else 1
-
-    @property
     def round_deadline_floor_s(self) -> float:
         """Shortest measured deadline, in seconds."""
         return parse_duration(self.round_deadline_floor)
@@ -517,16 +508,6 @@ class OuterConfig(Section):
                     f"{rule!r} must be PATTERN=CODEC without blanks, the codec one of "
                     f"{', '.join(get_args(CodecName))}"
                 )
-        return value
-
-    @field_validator("snapshot_rounds")
-    @classmethod
-    def _check_of_log(cls, value: int, info: ValidationInfo) -> int:
-        if value != cls.model_fields["snapshot_rounds"].default and info.data.get("store") not in (
-            "log",
-            None,
-        ):
-            raise ValueError('only store = "log" has it: leave it out, or choose store = "log"')
         return value
 
     @field_validator("clip_norm_ratio")

@@ -7,7 +7,7 @@
                              momentum (4 more: adam's second moment) and what they were made
                              from; the newest, those that `retained_versions` keeps, and those that
                              checkpoints pin
-      with store = "log"     two of these beside the pinned, and of all other versions since the
+      snapshot_rounds > 1    two of these beside the pinned, and of all other versions since the
                              older of them what they were made from: frames
       keep_contributions     a frame of every version of the run
 
@@ -100,7 +100,7 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0.0
     frame = len(config.islands) * up + down
     num_whole, num_frames = outer.retained_versions + 1, 0
-    if outer.store == "log":
+    if outer.snapshot_rounds > 1:
         num_whole, num_frames = 2, outer.retained_versions + 2 * outer.snapshot_rounds
     if outer.keep_contributions == "all":
         num_frames += math.ceil(config.run.inner_steps / outer.inner_steps_per_round) + 1

@@ -418,7 +418,7 @@ def _build_syncer(
             fragment,
             outer.retained_versions,
             is_indexed=functools.partial(reporter.is_indexed, fragment.fragment_id),
-            snapshot_rounds=outer.rounds_per_snapshot,
+            snapshot_rounds=outer.snapshot_rounds,
             keeps_all=outer.keep_contributions == "all",
             num_threads=len(os.sched_getaffinity(0)),
         )

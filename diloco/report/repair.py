@@ -190,7 +190,7 @@ def _findings(part: StorePart, config: Config) -> Iterator[Finding]:
             fragment,
             outer.retained_versions,
             is_indexed=lambda version: False,  # headers stay until a coordinator has them
-            snapshot_rounds=outer.rounds_per_snapshot,
+            snapshot_rounds=outer.snapshot_rounds,
             keeps_all=outer.keep_contributions == "all",
         )
         yield from repair_fragment(store)

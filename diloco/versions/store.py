@@ -4,8 +4,7 @@ Every `snapshot_rounds`-th version is a *record*: theta, published and momentum 
 parameter), the published payload, and the accepted encoded contributions, so that each retained
 version can be recomputed from the one before. Those between are *frames* of a log, records
 without the state: it is recomputed from the record before them (`rebuild`). With a record every
-round, the `snapshot` policy, there are no frames. The files are those of `record` and `log`, and
-an expiry's (`expiries`).
+round there are no frames. The files are those of `record` and `log`, and an expiry's (`expiries`).
 
 A version exists if and only if its record, or its frame and all that leads to it, is valid. Files
 are old or new after a crash (`diloco.durable`). Nothing here decides a round.

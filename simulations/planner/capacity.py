@@ -78,8 +78,8 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
          "outer.inner_steps_per_round, or take a machine with more"),
         ("--syncer-memory", memory, capacity.memory_bytes, "", "lower coordinator.spool_memory or "
          "outer.num_lanes, or take a machine with more"),
-        ("--syncer-disk", disk, capacity.disk_bytes, "", 'set outer.store = "log", lower '
-         "outer.retained_versions, or take a larger disk"),
+        ("--syncer-disk", disk, capacity.disk_bytes, "", "raise "
+         "outer.snapshot_rounds, lower outer.retained_versions, or take a larger disk"),
     ):  # fmt: skip
         if there and needed > there:
             shown = [text.format(n) if text else format_bytes(round(n)) for n in (needed, there)]

@@ -277,7 +277,8 @@ def _syncers(
         disk = forecast_disk(config, parameters)
         share_up = sum(sizes[p].bytes_up for p in own) / total_up
         share_down = sum(sizes[p].bytes_down for p in own) / total_down
-        written = disk.frame_bytes if config.outer.store == "log" else disk.record_bytes
+        is_whole = config.outer.snapshot_rounds == 1
+        written = disk.record_bytes if is_whole else disk.frame_bytes
         found.append(
             SyncerPrediction(
                 syncer_id=syncer_id,

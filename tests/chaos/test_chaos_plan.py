@@ -119,15 +119,16 @@ def test_the_quick_plan_has_every_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stem", "store"), [("control-plane-50", "snapshot"), ("decoupled-control-plane-50", "log")]
+    ("stem", "snapshot_rounds"), [("control-plane-50", 1), ("decoupled-control-plane-50", 4)]
 )
-def test_fifty_kills_are_fifty(stem: str, store: str, tmp_path: Path) -> None:
+def test_fifty_kills_are_fifty(stem: str, snapshot_rounds: int, tmp_path: Path) -> None:
     loaded = load_plan(next(path for path in SHIPPED if path.stem == stem))
     config = configured(loaded, tmp_path)
 
     faults = faults_of(loaded, config)
 
-    assert (config.outer.store, config.outer.is_on_arrival) == (store, store == "log")
+    assert config.outer.snapshot_rounds == snapshot_rounds
+    assert config.outer.is_on_arrival == (snapshot_rounds > 1)
     assert loaded.config.judge.syncer_back == "2s" == loaded.config.judge.coordinator_back
 
     assert len(faults) == 50

@@ -51,7 +51,7 @@ POLICY = {
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",
     "outer.optimizer.momentum_ramp_rounds outer.uplink_codec outer.downlink_codec",
     "outer.codec_by_name outer.clip_norm_ratio outer.guard outer.optimizer.betas",
-    "outer.optimizer.eps outer.store outer.snapshot_rounds outer.keep_contributions",
+    "outer.optimizer.eps outer.snapshot_rounds outer.keep_contributions",
     "outer.error_feedback outer.error_feedback_decay outer.retained_versions inner.clip_norm",
     "inner.optimizer.name",
     "inner.optimizer.lr inner.optimizer.schedule inner.optimizer.warmup_steps",

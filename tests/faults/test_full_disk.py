@@ -61,14 +61,14 @@ class Filler:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("victim", "store"), [("syncer", "snapshot"), ("syncer", "log"), ("coordinator", "log")]
+    ("victim", "snapshot_rounds"), [("syncer", 1), ("syncer", 16), ("coordinator", 16)]
 )
 def test_a_run_goes_on_by_itself_when_there_is_room_again(
-    tmp_path: Path, victim: str, store: str
+    tmp_path: Path, victim: str, snapshot_rounds: int
 ) -> None:
     inner_steps = 150
     run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=inner_steps)
-    config = load_config(run_file, [f"outer.store={store}"])
+    config = load_config(run_file, [f"outer.snapshot_rounds={snapshot_rounds}"])
 
     with LocalRun(config) as run:
         filler = Filler(run, victim)

@@ -69,9 +69,7 @@ def test_records_of_outer_adam_hold_one_more_vector(config: Config) -> None:
 
 
 def test_a_log_keeps_two_whole_records_and_what_the_others_were_made_from(config: Config) -> None:
-    outer = config.outer.model_copy(
-        update={"store": "log", "snapshot_rounds": 8, "keep_contributions": "all"}
-    )
+    outer = config.outer.model_copy(update={"snapshot_rounds": 8, "keep_contributions": "all"})
 
     disk = forecast_disk(config.model_copy(update={"outer": outer}), MILLION)
 

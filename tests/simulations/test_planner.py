@@ -215,7 +215,7 @@ def test_an_overloaded_syncer_is_refused_by_naming_how_many_it_takes() -> None:
     ("capacity", "words"),
     [
         (Capacity(memory_bytes=1000), "num_syncers = 1: together they take .* --syncer-memory"),
-        (Capacity(disk_bytes=1000), r"--syncer-disk says 1000 B; .*outer\.store"),
+        (Capacity(disk_bytes=1000), r"--syncer-disk says 1000 B; .*outer\.snapshot_rounds"),
         (Capacity(network_bps=1e3), r"--syncer-network says 1 kbit/s; .*int4"),
     ],
     ids=["memory", "disk", "network"],
