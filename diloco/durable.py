@@ -31,7 +31,7 @@ class DiskFull(OSError):
 
 
 @contextlib.contextmanager
-def telling_full() -> Iterator[None]:
+def raising_disk_full() -> Iterator[None]:
     """Raise `DiskFull` for an OSError that says that there is no room."""
     try:
         yield
@@ -118,13 +118,13 @@ def make_directory_durably(path: Path) -> None:
 def create(path: Path, *, mode: int = 0o644) -> int:
     """Make an empty file, in place of what a killed writer left; returns its descriptor."""
     unlink(path)
-    with telling_full():
+    with raising_disk_full():
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
 
 def open_to_append(path: Path) -> tuple[int, int]:
     """Open a file, made if it is not there; returns its descriptor and its bytes."""
-    with telling_full():
+    with raising_disk_full():
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return descriptor, os.fstat(descriptor).st_size
 
@@ -134,7 +134,7 @@ def reserve(descriptor: int, start: int, num_bytes: int) -> None:
 
     Where a file system cannot promise room, the writes find out.
     """
-    with telling_full():
+    with raising_disk_full():
         os.posix_fallocate(descriptor, start, num_bytes)
 
 
@@ -142,7 +142,7 @@ def write_at(descriptor: int, start: int, data: Buffer) -> int:
     """Write all of `data` at an offset; returns its bytes."""
     view = memoryview(data).cast("B")
     num_bytes = len(view)
-    with telling_full():
+    with raising_disk_full():
         while view:
             written = os.pwrite(descriptor, view, start)
             start, view = start + written, view[written:]
@@ -156,7 +156,7 @@ def truncate(descriptor: int, num_bytes: int) -> None:
 
 def sync(descriptor: int) -> None:
     """Make what was written to a file durable, and how long it is; its name is the directory's."""
-    with telling_full():
+    with raising_disk_full():
         os.fsync(descriptor)
 
 
@@ -170,7 +170,7 @@ def make_directory(path: Path) -> None:
     if not path.parent.is_dir():
         make_directory(path.parent)
     try:
-        with telling_full():
+        with raising_disk_full():
             os.mkdir(path)
     except FileExistsError:
         if not path.is_dir():
@@ -179,7 +179,7 @@ def make_directory(path: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Give a file or directory another name, in place of what has it."""
-    with telling_full():
+    with raising_disk_full():
         os.replace(source, target)
 
 
@@ -189,7 +189,7 @@ def link(source: Path, target: Path) -> None:
     Raises:
         FileExistsError: If something has it.
     """
-    with telling_full():
+    with raising_disk_full():
         os.link(source, target)
 
 
@@ -208,7 +208,7 @@ def sync_directory(path: Path) -> None:
     """Make the names in a directory durable: what was renamed there stays renamed."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with telling_full():
+        with raising_disk_full():
             os.fsync(directory)
     finally:
         os.close(directory)

@@ -41,8 +41,8 @@ from diloco.launch.coordinator import run_coordinator
 resume, at_step = sys.argv[1] == "resume", int(sys.argv[2]) if sys.argv[2] else None
 try:
     config = load_config(sys.argv[3], sys.argv[4:])
-    tell = lambda line: print(line, flush=True)
-    code = asyncio.run(run_coordinator(config, tell=tell, resume=resume, at_step=at_step))
+    announce = lambda line: print(line, flush=True)
+    code = asyncio.run(run_coordinator(config, announce=announce, resume=resume, at_step=at_step))
 except DilocoError as error:
     print(error)
     code = error.exit_code

@@ -259,7 +259,7 @@ class _SyncerHost:
         )
         await syncer.start()
         if len(self._members) < len(config.islands):
-            syncer.heard_of(Orders(Roster(self._members)))
+            syncer.set_orders(Orders(Roster(self._members)))
         server = self._network.server(_SYNCER, syncer.handlers)
         await server.start()
         self._running = syncer, server
@@ -268,7 +268,7 @@ class _SyncerHost:
         """Have the next rounds wait for an island no more."""
         self._members = tuple(name for name in self._members if name != island)
         if self._running is not None:
-            self._running[0].heard_of(Orders(Roster(self._members)))
+            self._running[0].set_orders(Orders(Roster(self._members)))
 
     async def stop(self) -> None:
         """Drop it, with all that was not durable."""

@@ -175,7 +175,7 @@ class IslandCheckpoints:
                     num_bytes = self._writer.save(step, taken, about=about, cut=cut, group=group)
                 except OSError as error:
                     part.end(is_whole=False)
-                    self._tell_failed(step, error)
+                    self._emit_failed(step, error)
                     return
                 part.end(is_whole=True)
                 self._written(step, number, num_bytes, time.monotonic() - began, blocked_s)
@@ -188,7 +188,7 @@ class IslandCheckpoints:
                 num_bytes = self._write_awaited(step, training, state, cut)
                 seconds = time.monotonic() - began
         except OSError as error:
-            reason = self._tell_failed(step, error)
+            reason = self._emit_failed(step, error)
             if outer.is_stopping:
                 raise DilocoError(
                     f"the run was asked to stop, and can be resumed from an earlier checkpoint "
@@ -238,15 +238,15 @@ class IslandCheckpoints:
         """Mend the inner optimizer, as the last step of the outer loop asks; collective for ALL."""
         began, inner_step = time.monotonic(), self._outer.inner_step
         if what is Mend.MOMENTS:
-            self._tell_mended(self._trainer.mend(is_new=False), inner_step, "training")
+            self._emit_mended(self._trainer.mend(is_new=False), inner_step, "training")
             return
         self._trainer.mend(is_new=True)
         refusal = self._take_anothers(began)
         if refusal is not None:
             logger.warning("the inner optimizer begins anew after inner step %d", inner_step)
-            self._tell(began, 0, "fresh", reason=refusal)
+            self._emit_taken(began, 0, "fresh", reason=refusal)
 
-    def _tell_mended(self, num_values: int, inner_step: int, source: str) -> None:
+    def _emit_mended(self, num_values: int, inner_step: int, source: str) -> None:
         """Say how many values of the moments could not be right, if any."""
         if num_values:
             logger.error(
@@ -290,7 +290,7 @@ class IslandCheckpoints:
             if self._mirroring is not None:
                 self._mirroring.add(step, number, left)
 
-    def _tell_failed(self, step: int, error: OSError) -> str:
+    def _emit_failed(self, step: int, error: OSError) -> str:
         reason = (
             f"no checkpoint after inner step {step}, earlier ones stay: {error}. Make room in "
             f"checkpoint.dir = {self._config.checkpoint_dir}"
@@ -400,7 +400,7 @@ class IslandCheckpoints:
             return str(error)
         where = f"island {taken.source} (checkpoint {taken.checkpoint})"
         logger.info("inner optimizer of its inner step %d: %s", taken.inner_step, where)
-        self._tell(
+        self._emit_taken(
             began, taken.inner_step, "island", from_island=taken.source, checkpoint=taken.checkpoint
         )
         return None
@@ -422,15 +422,15 @@ class IslandCheckpoints:
             config.island_id, config.checkpoint_dir, reason and f", none of another: {reason}",
             " or ".join(unset),
         )  # fmt: skip
-        self._tell(began, 0, "fresh", reason=reason)
+        self._emit_taken(began, 0, "fresh", reason=reason)
 
     def _taken(self, source: str, step: int, began: float, received_bytes: int = 0) -> None:
         """Say where the inner optimizer came from."""
         where = "its checkpoint" if source == "checkpoint" else "memory"
         logger.info("inner optimizer of inner step %d taken from %s", step, where)
-        self._tell(began, step, source, received_bytes)
+        self._emit_taken(began, step, source, received_bytes)
 
-    def _tell(
+    def _emit_taken(
         self,
         began: float,
         step: int,
@@ -542,4 +542,4 @@ class IslandCheckpoints:
     def _mend_taken(self, source: str) -> None:
         """Take out of an optimizer that was stored what gradients cannot have made."""
         num_values = mend_moments_(self._trainer.optimizer)
-        self._tell_mended(num_values, self._outer.start_step, source)
+        self._emit_mended(num_values, self._outer.start_step, source)

@@ -162,7 +162,7 @@ class MemoryCopies:
         began = time.monotonic()
         self._found = self._find()
         self.search_s = time.monotonic() - began
-        self._tell()
+        self._emit_state()
 
     # -- copying -------------------------------------------------------------------------------
 
@@ -219,10 +219,10 @@ class MemoryCopies:
         if self._agree(not problem):
             self._whole = sequence
             waited_s += time.monotonic() - began
-            self._tell_event(MemoryCopied(inner_step, step, self._copied_bytes, waited_s))
+            self._emit_event(MemoryCopied(inner_step, step, self._copied_bytes, waited_s))
         else:
             reason = problem or "another rank's was not whole; its log says why"
-            self._tell_event(MemoryCopyFailed(inner_step, step, reason))
+            self._emit_event(MemoryCopyFailed(inner_step, step, reason))
 
     def close(self, inner_step: int) -> None:
         """End the thread, once the copy that is under way has ended; collective."""
@@ -408,7 +408,7 @@ class MemoryCopies:
     def _agree(self, is_well: bool) -> bool:
         return all(row[0] for row in self._gather([int(is_well)]))
 
-    def _tell(self) -> None:
+    def _emit_state(self) -> None:
         if self._rank != 0:
             return
         lost = min(self._copies, self._num_hosts)
@@ -419,7 +419,7 @@ class MemoryCopies:
             recovery_probability(self._num_hosts, self._copies, lost),
         )  # fmt: skip
 
-    def _tell_event(self, event: Event) -> None:
+    def _emit_event(self, event: Event) -> None:
         if self._rank == 0:
             self._on_event(event)
 

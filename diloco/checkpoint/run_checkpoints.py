@@ -144,7 +144,7 @@ def choose_checkpoint(
     state: StateDir,
     membership: Membership,
     at_step: int | None,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
     *,
     start: str = START,
 ) -> int:
@@ -157,7 +157,7 @@ def choose_checkpoint(
         state: The run's state directory.
         membership: With the journal's entries applied.
         at_step: Inner step of the checkpoint asked for; None takes the newest.
-        tell: Hears what was found, skipped and taken.
+        announce: Called with what was found, skipped and taken.
         start: What to type to start the run; to resume it, ``--resume`` and ``--at STEP`` are put
             behind it.
 
@@ -170,16 +170,16 @@ def choose_checkpoint(
     """
     complete = membership.checkpoints
     _check_complete(state, membership, at_step, start)
-    tell(_found_text(state, membership))
+    announce(_found_text(state, membership))
     plan = Plan.from_json(membership.plan_json)
     torn: dict[int, str] = {}
     candidates = membership.candidates
     for step in newest_first(complete, candidates) if at_step is None else [at_step]:
         if words := candidates.problem(step):
-            tell(f"warning: the checkpoint of {membership.checkpoint_name(step)}: {words}")
-        problem = next(_problems(config, state, plan, step, membership, tell), "")
+            announce(f"warning: the checkpoint of {membership.checkpoint_name(step)}: {words}")
+        problem = next(_problems(config, state, plan, step, membership, announce), "")
         if not problem:
-            tell(
+            announce(
                 f"resuming from the checkpoint of {membership.checkpoint_name(step)}, now timeline "
                 f"{membership.timeline + 1}; what was published after it is abandoned"
                 f"{_missing_text(membership, step)}"
@@ -187,7 +187,7 @@ def choose_checkpoint(
             return step
         torn[step] = problem
         if at_step is None:
-            tell(
+            announce(
                 f"warning: the checkpoint of {membership.checkpoint_name(step)} is torn, skipped: "
                 f"{problem}"
             )
@@ -203,7 +203,7 @@ def choose_checkpoint(
 
 
 def choose_good(
-    config: Config, state: StateDir, membership: Membership, tell: Callable[[str], None]
+    config: Config, state: StateDir, membership: Membership, announce: Callable[[str], None]
 ) -> int | None:
     """Choose where the run returns to by itself: the newest good checkpoint that is whole.
 
@@ -216,14 +216,14 @@ def choose_good(
         if step > decided.to:
             continue
         name = membership.checkpoint_name(step)
-        problem = next(_problems(config, state, plan, step, membership, tell), "")
+        problem = next(_problems(config, state, plan, step, membership, announce), "")
         if not problem:
-            tell(
+            announce(
                 f"the run returns to the checkpoint of {name} by itself, now timeline "
                 f"{membership.timeline + 1}: {decided.why}"
             )
             return step
-        tell(f"warning: the checkpoint of {name} is torn, skipped: {problem}")
+        announce(f"warning: the checkpoint of {name} is torn, skipped: {problem}")
     return None
 
 
@@ -269,7 +269,7 @@ def _problems(
     plan: Plan,
     step: int,
     membership: Membership,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> Iterator[str]:
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
@@ -284,7 +284,7 @@ def _problems(
     torn: list[str] = []
     for whose, part in parts.items():
         try:
-            verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", tell))
+            verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", announce))
         except RecordInvalid as error:
             torn.append(str(error))
     # One peer is enough: an island without a whole pin takes the state from others.
@@ -293,11 +293,11 @@ def _problems(
     for island in sorted(islands):
         if (config.checkpoint_dir / island).is_dir():
             try:
-                show = progress_bar(f"{what}, island {island}", tell)
+                show = progress_bar(f"{what}, island {island}", announce)
                 verify(found_directory(config.checkpoint_dir, island, step), on_progress=show)
             except ConfigError as error:
                 if _is_mirrored(config, island, step):
-                    tell(f"island {island}: {error}; it will be taken from its mirror")
+                    announce(f"island {island}: {error}; it will be taken from its mirror")
                 else:
                     yield f"island {island}: {error}"
 

@@ -102,7 +102,7 @@ class Coordinator:
             self.run_status,
             check_grant=self._check_syncer,
             index=self._index,
-            tell=lambda told: self._journal.write((), told=[told]),
+            record=lambda told: self._journal.write((), told=[told]),
             keep=self._keep,
             on_lost=self.lose,
         )
@@ -111,7 +111,7 @@ class Coordinator:
             operations,
             unix_clock=unix_clock,
             keep=self._keep,
-            obey=self._obey,
+            apply_config=self._apply_config,
             halt=self.halt,
             end_if_over=self._end_if_over,
         )
@@ -349,7 +349,7 @@ class Coordinator:
         with contextlib.suppress(DiskFull):  # the journal has said so
             self._journal.write((), told=told)
 
-    def _obey(self, config: Config) -> None:
+    def _apply_config(self, config: Config) -> None:
         """Go by another configuration from now on."""
         self.run_status.terms = terms = terms_of(config)
         self._membership.rules = terms.rules

@@ -303,7 +303,7 @@ class IslandService:
             FrameError: If it says what no island says.
         """
         membership = self._membership
-        self._cut_patience.heard(island, told)
+        self._cut_patience.reported(island, told)
         if not told.number or told.is_being_written or membership.claims is None:
             return
         try:

@@ -97,7 +97,7 @@ class Journal:
             DiskFull: If there is no room for what SQLite keeps beside it.
             sqlite3.DatabaseError: If the file is not a journal.
         """
-        with self._heeding_room():
+        with self._checking_space():
             connection = sqlite3.connect(self._path, isolation_level=None)
             try:
                 connection.execute("PRAGMA journal_mode=WAL")
@@ -135,7 +135,7 @@ class Journal:
         """
         entries = list(entries)
         with (
-            self._heeding_room(),
+            self._checking_space(),
             self._require() as connection,
         ):  # commits, or rolls back and raises
             connection.execute("BEGIN IMMEDIATE")
@@ -217,7 +217,7 @@ class Journal:
         return [AuditRow(after, kind, key, json.loads(text)) for after, kind, key, text in rows]
 
     @contextlib.contextmanager
-    def _heeding_room(self) -> Iterator[None]:
+    def _checking_space(self) -> Iterator[None]:
         """Raise `DiskFull` where SQLite finds no room, and say so once until there is some again.
 
         SQLite tells a limit on the size of files as a failed write.

@@ -51,7 +51,7 @@ class OperatorService:
         *,
         unix_clock: Callable[[], float],
         keep: Callable[[Entries], None],
-        obey: Callable[[Config], None],
+        apply_config: Callable[[Config], None],
         halt: Callable[[], None],
         end_if_over: Callable[[], None],
     ) -> None:
@@ -62,7 +62,7 @@ class OperatorService:
             operations: What commands need; None: none is taken.
             unix_clock: By which it is noted when something was done.
             keep: Makes what was decided durable, then true.
-            obey: Puts another configuration in force.
+            apply_config: Puts another configuration in force.
             halt: Ends everything, with nothing lost.
             end_if_over: Ends the run where what was done has ended it.
         """
@@ -70,7 +70,7 @@ class OperatorService:
         self._operations = operations
         self._unix_clock = unix_clock
         self._keep = keep
-        self._obey = obey
+        self._apply_config = apply_config
         self._halt = halt
         self._end_if_over = end_if_over
 
@@ -99,7 +99,7 @@ class OperatorService:
                     raise
         if decision.config is not None:
             operations.config = decision.config
-            self._obey(decision.config)
+            self._apply_config(decision.config)
             operations.on_config(decision.config)
         if decision.is_halting:
             self._halt()

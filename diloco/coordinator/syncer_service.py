@@ -54,7 +54,7 @@ class SyncerService:
         *,
         check_grant: Callable[[Grant], None],
         index: Callable[[RoundRow], None],
-        tell: Callable[[AuditEntry], object],
+        record: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
         on_lost: Callable[[str, int], None],
     ) -> None:
@@ -65,7 +65,7 @@ class SyncerService:
             run_status: Shows what is told.
             check_grant: Refuses a caller that is not a syncer of this run and timeline.
             index: Makes it durable that there is a record.
-            tell: Puts in the audit log what happened between records.
+            record: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
@@ -73,7 +73,7 @@ class SyncerService:
         self._run_status = run_status
         self._check_grant = check_grant
         self._index = index
-        self._tell = tell
+        self._record = record
         self._keep = keep
         self._pinned: tuple[int, set[int]] = 0, set()
         self._asked: dict[int, int] = {}  # syncer -> cut that the last reply asked it to keep
@@ -133,9 +133,9 @@ class SyncerService:
         if row is not None:
             self._index(row)
             if (told := repair_entry(report.record_json)) is not None:
-                self._tell(told)
+                self._record(told)
         if report.HasField("expiry"):
-            self._tell(self._expired(report.expiry))
+            self._record(self._expired(report.expiry))
         self._note_pins(report)
         self._note_lost(report)
         if report.fatal_reason:

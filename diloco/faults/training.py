@@ -95,7 +95,7 @@ class CorruptedTraining(RankFaults):
         self._looked_s = -_READ_S
         self._before: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
-        self._tell()
+        self._emit_state()
 
     def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
         """See `RankFaults`."""
@@ -110,7 +110,7 @@ class CorruptedTraining(RankFaults):
         if now - self._looked_s >= _READ_S:
             self._looked_s = now
             self._what = (read_json(training_path(self._directory)) or {}).get(self._who, {})
-            self._tell()
+            self._emit_state()
         if self._what.get("how") in ("scale", "signs", "noise"):
             named = training_tensors(trainer.model, trainer.optimizer)["model"]
             self._before = {name: stored(tensor).clone() for name, tensor in named.items()}
@@ -160,9 +160,9 @@ class CorruptedTraining(RankFaults):
         """Count it, and tell of the first at once: the rank may not live to tell of more."""
         self._counts[what] += 1
         if self._counts[what] == 1:
-            self._tell()
+            self._emit_state()
 
-    def _tell(self) -> None:
+    def _emit_state(self) -> None:
         write_json(fired_path(self._directory, self._who, os.getpid()), dict(self._counts))
 
 

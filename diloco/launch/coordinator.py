@@ -88,7 +88,7 @@ _LOOK_S = 0.05
 async def run_coordinator(
     config: Config,
     *,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
     resume: bool = False,
     at_step: int | None = None,
     linger_s: float = 5.0,
@@ -102,8 +102,8 @@ async def run_coordinator(
     Args:
         config: The run; `coordinator.state_dir` is made if missing, and gone on with if it holds
             the same run.
-        tell: Hears, in words for people, what was found, where the coordinator listens and how it
-            ended.
+        announce: Called with, in words for people, what was found, where the coordinator listens
+            and how it ended.
         resume: Whether to begin a new timeline from a run checkpoint.
         at_step: Inner step of that checkpoint; None takes the newest that is whole.
         linger_s: Seconds for which a failed run is still answered, so that its islands hear why;
@@ -135,18 +135,18 @@ async def run_coordinator(
                 check_journal(state, journal)
                 membership = read_membership(config, journal)
                 if resume:
-                    step = choose_checkpoint(config, state, membership, at_step, tell)
+                    step = choose_checkpoint(config, state, membership, at_step, announce)
                     entries = membership.resumed(step)
                     journal.write(entries, told=audit_entries_of(entries))
                     membership.apply(entries)
-                    tell(f"start every island: {commands_of_islands(config)}")
+                    announce(f"start every island: {commands_of_islands(config)}")
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
-                config = _with_settings(config, membership, tell)
+                config = _with_settings(config, membership, announce)
                 await retry_disk_full_async(
                     "the configuration", functools.partial(_claim, config, state, membership)
                 )
-                return await _coordinate_on(config, state, journal, tell, linger_s)
+                return await _coordinate_on(config, state, journal, announce, linger_s)
     except Held as error:
         raise ConfigError(
             f"another coordinator runs in {config.coordinator.state_dir} ({error}): watch it with "
@@ -159,7 +159,9 @@ async def run_coordinator(
         ) from error
 
 
-def _with_settings(config: Config, membership: Membership, tell: Callable[[str], None]) -> Config:
+def _with_settings(
+    config: Config, membership: Membership, announce: Callable[[str], None]
+) -> Config:
     """Give the configuration with what an operator has set while the run was under way.
 
     Raises:
@@ -170,7 +172,7 @@ def _with_settings(config: Config, membership: Membership, tell: Callable[[str],
         key: value for key, value in membership.settings.policy.items() if policy[key] != value
     }
     for key, value in sorted(changed.items()):
-        tell(
+        announce(
             f"{key} = {json.dumps(value)}, as an operator has set it; the file says "
             f"{json.dumps(policy[key])} (diloco set HOST:PORT {key}=VALUE changes it)"
         )
@@ -212,7 +214,7 @@ async def _coordinate_on(
     config: Config,
     state: StateDir,
     journal: Journal,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
     linger_s: float,
 ) -> int:
     """Serve until the end, and through returns of the run by itself; returns the exit code.
@@ -224,10 +226,10 @@ async def _coordinate_on(
     while True:
         membership = read_membership(config, journal)
         if membership.is_returning:
-            await _return(config, state, journal, membership, tell, signals)
+            await _return(config, state, journal, membership, announce, signals)
             membership = read_membership(config, journal)
         config = _with_settings(config, membership, lambda line: None)
-        code = await _coordinate(config, state, journal, membership, tell, linger_s, signals)
+        code = await _coordinate(config, state, journal, membership, announce, linger_s, signals)
         if not membership.is_returning or signals.asked.is_set():
             return code
 
@@ -237,7 +239,7 @@ async def _return(
     state: StateDir,
     journal: Journal,
     membership: Membership,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
     signals: StopRequest,
 ) -> None:
     """Begin a new timeline from the last good checkpoint.
@@ -248,7 +250,7 @@ async def _return(
     assert decided is not None
     if entries := membership.lost_by_returns(terms_of(config).judging):
         pass  # a coordinator that was killed had not looked at it yet
-    elif (step := choose_good(config, state, membership, tell)) is not None:
+    elif (step := choose_good(config, state, membership, announce)) is not None:
         entries = membership.resumed(step, is_return=True)
     else:
         entries = membership.candidates.given_up() + membership.failed(
@@ -268,7 +270,7 @@ async def _coordinate(
     state: StateDir,
     journal: Journal,
     membership: Membership,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
     linger_s: float,
     signals: StopRequest,
 ) -> int:
@@ -279,9 +281,9 @@ async def _coordinate(
         config, membership, journal, state, read_by_syncers, security.tls
     )
     if security.insecure:
-        tell(f"warning: {INSECURE_WARNING}")
+        announce(f"warning: {INSECURE_WARNING}")
     if problem := config.outer.sparse_problem:
-        tell(f"warning: {problem}")
+        announce(f"warning: {problem}")
     decider = _build_decider(config, coordinator, membership, journal, state)
     supervisors = [
         SyncerSupervisor(
@@ -296,7 +298,9 @@ async def _coordinate(
     ]
     if _is_over(membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
-        return _tell_end(config, state, journal, membership, coordinator.run_status, signals, tell)
+        return _show_end(
+            config, state, journal, membership, coordinator.run_status, signals, announce
+        )
     if not _is_served(state, membership):
         await _stop_syncers(state, supervisors, journal, signals.forced)
     await retry_disk_full_async(
@@ -307,16 +311,16 @@ async def _coordinate(
     for path in (state.resolved, state.secret, state.timeline):
         read_by_syncers[path] = path.read_bytes()
     async with _serving(config, state, security, coordinator, decider, signals) as address:
-        tell(f"coordinator of run {config.run.name!r} listens on {address}")
+        announce(f"coordinator of run {config.run.name!r} listens on {address}")
         if membership.is_finished:
-            tell(
+            announce(
                 f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
                 f"{RETURN_S:g} s, so that it can fetch the end"
             )
         await first_of(
             coordinator.ended.wait(),
             coordinator.watch(),
-            _asked_to_stop(coordinator, membership, signals, tell),
+            _asked_to_stop(coordinator, membership, signals, announce),
             *([decider.watch()] if decider else [s.run() for s in supervisors]),
         )
         if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
@@ -327,7 +331,7 @@ async def _coordinate(
     coordinator.alarms.write()  # of last reports
     if membership.is_returning and not signals.asked.is_set():
         return 0  # it goes on
-    return _tell_end(config, state, journal, membership, coordinator.run_status, signals, tell)
+    return _show_end(config, state, journal, membership, coordinator.run_status, signals, announce)
 
 
 def _write_again(contents: Mapping[Path, bytes]) -> None:
@@ -463,7 +467,7 @@ async def _asked_to_stop(
     coordinator: Coordinator,
     membership: Membership,
     signals: StopRequest,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> None:
     """Return when everything is to stop at once; before that, pass a graceful stop on.
 
@@ -481,18 +485,20 @@ async def _asked_to_stop(
             break
         if not coordinator.run_status.is_stop_waiting:
             coordinator.run_status.is_stop_waiting = True
-            tell(f"the stop waits: {refusal}; a second signal stops coordinator and syncer at once")
+            announce(
+                f"the stop waits: {refusal}; a second signal stops coordinator and syncer at once"
+            )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(signals.forced.wait(), _LOOK_S)
             return
     coordinator.run_status.is_stop_waiting = False
     if not is_stopping:
         if membership.rules.is_elastic:
-            tell("stopping: every island is told to end; nothing published is lost")
+            announce("stopping: every island is told to end; nothing published is lost")
             coordinator.halt()
         return
     how = "" if membership.rules.is_elastic else " goes on to one inner step,"
-    tell(
+    announce(
         f"stopping: every island{how} writes its checkpoint and leaves; a second signal stops "
         f"coordinator and syncer at once"
     )
@@ -557,22 +563,22 @@ def _timeline(membership: Membership) -> Timeline:
     return Timeline(membership.timeline, membership.resume_step)
 
 
-def _tell_end(
+def _show_end(
     config: Config,
     state: StateDir,
     journal: Journal,
     membership: Membership,
     run_status: RunStatus,
     signals: StopRequest,
-    tell: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> int:
     """Say how it ended and what to type next; returns the exit code."""
     if membership.fatal_reason:
-        tell(f"the run {membership.run!r} failed: {membership.fatal_reason}")
+        announce(f"the run {membership.run!r} failed: {membership.fatal_reason}")
         if read_membership(config, journal).fatal_reason:
-            tell(_next_text(config, membership))
+            announce(_next_text(config, membership))
         else:  # of this coordinator alone; it has said itself that the run goes on
-            tell(f"the islands: {commands_of_islands(config)}")
+            announce(f"the islands: {commands_of_islands(config)}")
         return membership.fatal_exit_code
     if membership.is_finished:
         said = f"the run {membership.run!r} has finished"
@@ -580,12 +586,12 @@ def _tell_end(
         if config.outer.is_on_arrival and merged:
             said += f": every fragment has merged {merged:,} tokens, planned were "
             said += f"{config.total_tokens:,}"
-        tell(said)
+        announce(said)
         return 0
     if membership.is_stopped:
-        tell(_stopped_text(config, state, membership))
+        announce(_stopped_text(config, state, membership))
     else:
-        tell(
+        announce(
             f"coordinator and syncer of run {membership.run!r} stopped; nothing is lost: start it "
             f"again with the same command"
             + (", it goes on stopping" if membership.is_stopping else "")

@@ -100,7 +100,7 @@ class FirstHost:
     def start(self, rendezvous: str) -> None:
         """Let every other host start its ranks."""
         self._ends = dict.fromkeys(self._lines)
-        self._tell_all("start", rendezvous=rendezvous)
+        self._send_all("start", rendezvous=rendezvous)
 
     def look(self) -> RanksEnd | None:
         """Say how the others' ranks ended once one has failed or all are done; None before."""
@@ -112,7 +112,7 @@ class FirstHost:
 
     def end(self) -> RanksEnd:
         """Let every other host end its ranks, wait until it has, and say what tells most."""
-        self._tell_all("end")
+        self._send_all("end")
         until = time.monotonic() + _END_S
         while None in self._ends.values() and time.monotonic() < until:
             self._listen()
@@ -124,9 +124,9 @@ class FirstHost:
 
     def over(self, end: RanksEnd) -> None:
         """Tell everybody that nothing will be started again."""
-        self._tell_all("over", code=end.exit_code, reason=end.reason[:_SHOWN_CHARACTERS])
+        self._send_all("over", code=end.exit_code, reason=end.reason[:_SHOWN_CHARACTERS])
 
-    def _tell_all(self, kind: str, **values: Any) -> None:
+    def _send_all(self, kind: str, **values: Any) -> None:
         for host, line in list(self._lines.items()):
             try:
                 line.send(kind, **values)

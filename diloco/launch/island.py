@@ -27,7 +27,7 @@ from diloco.checkpoint.host_memory import HostMemory
 from diloco.config.classes import fingerprint
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.durable import telling_full, write_durably
+from diloco.durable import raising_disk_full, write_durably
 from diloco.errors import ConfigError, CoordinatorUnavailable, IslandFailed, RunReturned
 from diloco.launch.host_position import HostPosition
 from diloco.launch.hosts import FirstHost, HostLost, Message, OtherHost
@@ -284,7 +284,7 @@ class _Supervisor:
         island, config = self.config.island_id, self.config
         index = self.position.host_index
         name = f"resolved-{island}.toml" if index == 0 else f"resolved-{island}-host-{index}.toml"
-        with telling_full():
+        with raising_disk_full():
             self.output_dir.mkdir(parents=True, exist_ok=True)
         resolved = self.output_dir / name
         write_durably(resolved, [resolved_toml(config).encode()])

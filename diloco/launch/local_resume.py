@@ -24,14 +24,14 @@ from diloco.state_dir import StateDir, holder
 
 
 def find_resume_step(
-    config: Config, at: int | None, tell: Callable[[str], None], *, start: str
+    config: Config, at: int | None, announce: Callable[[str], None], *, start: str
 ) -> int:
     """Find the newest run checkpoint that is whole, or insist on the one of inner step `at`.
 
     Args:
         config: The run.
         at: Inner step of the checkpoint asked for; None takes the newest.
-        tell: Hears what was found, skipped and taken.
+        announce: Called with what was found, skipped and taken.
         start: What the user types to start the run, shown with ``--resume --at STEP`` behind it.
 
     Raises:
@@ -53,7 +53,7 @@ def find_resume_step(
     )
     with open_journal(state.journal) as journal:
         membership = read_membership(config, journal)
-    return choose_checkpoint(config, state, membership, at, tell, start=start)
+    return choose_checkpoint(config, state, membership, at, announce, start=start)
 
 
 def membership_of(config: Config) -> Membership | None:

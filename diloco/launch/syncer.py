@@ -236,11 +236,11 @@ async def _serve(
         )
         address = syncer_address(server.address, config.coordinator, state.syncer_id)
 
-        def tell_address() -> None:
+        def show_address() -> None:
             write_json(state.bound, server.address)
             Endpoint(address, os.getpid()).write(state.syncer)
 
-        await retry_disk_full_async("the syncer's address", tell_address, given_up=stopping)
+        await retry_disk_full_async("the syncer's address", show_address, given_up=stopping)
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
         warming = asyncio.create_task(workers.transfers.run(lambda: _warm_up(config, plan)))

@@ -112,7 +112,7 @@ def _repaired(
             for finding in _findings(part, config):
                 found.append(finding)
                 on_finding(finding)
-        _tell(state, found)
+        _record(state, found)
         return tuple(found)
 
 
@@ -136,7 +136,7 @@ def _held(stores: Sequence[StateDir]) -> Iterator[None]:
         ) from error
 
 
-def _tell(state: StateDir, found: Sequence[Finding]) -> None:
+def _record(state: StateDir, found: Sequence[Finding]) -> None:
     """Put in the audit log what was made again, where the coordinator's journal is here."""
     told = [
         AuditEntry(

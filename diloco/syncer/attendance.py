@@ -201,13 +201,13 @@ class Attendance:
 
     # -- what the coordinator orders -------------------------------------------------------------
 
-    def heard_of(self, orders: Orders) -> None:
+    def set_orders(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable."""
         if orders != self._newest_orders:  # most reports bring nothing new
             self._newest_orders = orders
-            self._listeners.spawn(self._obey(orders))
+            self._listeners.spawn(self._set_policy(orders))
 
-    async def _obey(self, orders: Orders) -> None:
+    async def _set_policy(self, orders: Orders) -> None:
         async with self._ordering:
             store = self._order_store
             try:

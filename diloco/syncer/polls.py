@@ -133,7 +133,7 @@ class Polls:
             fatal=self._fatal(),
         )
         if request.sent_by:
-            self._tell_counted(reply, grant.island, request.sent_by)
+            self._add_counted(reply, grant.island, request.sent_by)
         for key in keys:
             service = self._services.get(key.fragment_id)
             sender = grant.incarnation if key.timeline == timeline else request.sent_by
@@ -153,7 +153,7 @@ class Polls:
             if service.rounds.has_whole(grant.island, grant.incarnation)
         ]
 
-    def _tell_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
+    def _add_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
         """Tell a start that resumes what of the start before it counts."""
         for state in reply.fragments:
             rounds = self._services[state.fragment_id].rounds

@@ -106,7 +106,7 @@ class Rounds(Protocol):
         Repeated with every report, and while the coordinator is away: what is kept is bounded.
         """
 
-    def heard_of(self, orders: Orders) -> None:
+    def set_orders(self, orders: Orders) -> None:
         """Take the coordinator's orders, as they are with every report; must not block."""
 
 
@@ -201,7 +201,7 @@ class Reporter:
         while True:
             self._news.clear()  # what changes from here on is told next time
             try:
-                await self._tell(rounds, address)
+                await self._send_report(rounds, address)
             except TransportError as error:
                 await self._lose(error)
                 if self._complete is not None:  # nothing becomes complete while nobody hears of it
@@ -242,7 +242,7 @@ class Reporter:
         reply = await self._call("control.syncer_hello", request)
         return SyncerHelloReply.FromString(reply.header)
 
-    async def _tell(self, rounds: Rounds, address: str) -> None:
+    async def _send_report(self, rounds: Rounds, address: str) -> None:
         hello = await self._hello(address)
         rounds.indexed(*indexed_of(hello))
         while self._expiries:
@@ -258,7 +258,7 @@ class Reporter:
         reply = await self._report(rounds, "")
         self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
-        rounds.heard_of(Orders.of(reply))
+        rounds.set_orders(Orders.of(reply))
         for each in reply.repairs:
             rounds.repair(each.fragment_id, each.island, each.record_json)
         if reply.cut:

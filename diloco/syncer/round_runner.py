@@ -142,7 +142,7 @@ class RoundRunner:
                     self._fragment.fragment_id,
                     recovered.record.version + 1,
                 )
-            self._heed_tokens()
+            self._check_tokens()
             is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
             instructions = self.rounds.founded(
                 recovered.record.version,
@@ -178,25 +178,25 @@ class RoundRunner:
 
     def granted(self, island: str, incarnation: int) -> None:
         """Take note of a start of an island; fences its earlier ones."""
-        self._tell_fetched(self._fetches.gone([island]))
+        self._emit_fetched(self._fetches.gone([island]))
         self.damage.forget(island)
         self._claims.pop(island, None)
         self._perform(self.rounds.granted(island, incarnation, loop_now()))
 
-    def heard_of(self, roster: Roster) -> None:
+    def set_roster(self, roster: Roster) -> None:
         """Take who may take part in the next openings."""
         self._live = roster.live
-        self._tell_fetched(self._fetches.gone_but(roster.live))
+        self._emit_fetched(self._fetches.gone_but(roster.live))
         self.damage.keep(roster.live)
-        self._perform(self.rounds.heard_of(roster, loop_now()))
+        self._perform(self.rounds.set_roster(roster, loop_now()))
 
-    def obey(self, rules: FragmentRules) -> None:
+    def set_rules(self, rules: FragmentRules) -> None:
         """Take rules that count from the next opening on."""
         self._next_rules = rules
         if self.rounds.is_between:
             self._rules = rules
-            self._heed_tokens()
-        self._perform(self.rounds.obey(rules.rounds, rules.timing, loop_now()))
+            self._check_tokens()
+        self._perform(self.rounds.set_rules(rules.rounds, rules.timing, loop_now()))
 
     def hold_openings(self, is_held: bool) -> None:
         """Let nothing open while the syncer's disk is full, or a version may have been lost."""
@@ -300,7 +300,7 @@ class RoundRunner:
             self._fetches.given_up()
             self._rules = self._next_rules
             self.rounds, self._timing = self._machine()
-            self.heard_of(attendance.roster)
+            self.set_roster(attendance.roster)
             self._go_on(recovered, lost, attendance, said_by)
             self._hooks.on_change()
 
@@ -373,11 +373,11 @@ class RoundRunner:
         self._telemetry.opened(opened)
         self._fetches.given_up()
 
-    def _tell_fetched(self, fetched_at: float | None) -> None:
+    def _emit_fetched(self, fetched_at: float | None) -> None:
         if fetched_at is not None:
             self.rounds.fetched(fetched_at)
 
-    def _heed_tokens(self) -> None:
+    def _check_tokens(self) -> None:
         """Have the fragment end when it has merged the tokens of the run."""
         record, rules = self.record, self._rules
         total = rules.total_tokens
@@ -437,7 +437,7 @@ class RoundRunner:
             self._perform(self.rounds.result_broken(close.key, str(error), loop_now()))
             return
         self._hold(record)
-        self._heed_tokens()
+        self._check_tokens()
         quorum = self._rules.rounds.min_contributions or len(rounds.members)
         self._telemetry.closed(close, record, rounds, quorum, loop_now())
         self._telemetry.compared(record, History.from_bytes(record.guard, len(self._units)))

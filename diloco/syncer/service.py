@@ -291,7 +291,7 @@ class FragmentService(RoundRunner):
         """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
         self._hooks.meter.sent(header.fragment_id, header.grant.island, num_bytes)
         if header.version == self.rounds.version:
-            self._tell_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
+            self._emit_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
 
     def check_whole(self) -> None:
         """Have whoever calls call again until the fragment is served.

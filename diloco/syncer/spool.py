@@ -21,7 +21,7 @@ from pathlib import Path
 import blake3
 
 from diloco.allocator import give_back_holes
-from diloco.durable import telling_full
+from diloco.durable import raising_disk_full
 from diloco.loop_clock import loop_now
 from diloco.transport.contracts import Buffer
 from diloco.transport.errors import NotYet
@@ -164,7 +164,7 @@ class Spool:
             return SpooledLane(self, size, digest, payload)
         path = self._directory / f"{next(self._names):012d}"
         try:
-            with telling_full():
+            with raising_disk_full():
                 path.write_bytes(payload)
         except OSError:
             path.unlink(missing_ok=True)  # a full disk gets its room back

@@ -271,9 +271,9 @@ class Syncer:
             await asyncio.sleep(LASTING_S / 2)
             rots = [(service, rot) for service, rot in rots if await service.look_at(rot, worker)]
 
-    def heard_of(self, orders: Orders) -> None:
+    def set_orders(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable; does not block."""
-        self._attendance.heard_of(orders)
+        self._attendance.set_orders(orders)
 
     def _granted(self, island: str, incarnation: int) -> None:
         self._steps.forget(island)
@@ -288,14 +288,14 @@ class Syncer:
 
     def _take_roster(self, roster: Roster) -> None:
         for service in self._services.values():
-            service.heard_of(roster)
+            service.set_roster(roster)
         self._notify()
 
     def _take_rules(self, rules: SyncerRules) -> None:
         num_fragments = len(self._plan.fragments)
         for fragment_id, service in self._services.items():
             fragment = self._plan.fragments[fragment_id]
-            service.obey(rules.of_fragment(fragment, num_fragments))
+            service.set_rules(rules.of_fragment(fragment, num_fragments))
 
     @property
     def pinned_cut(self) -> int:

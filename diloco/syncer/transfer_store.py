@@ -267,7 +267,7 @@ def _lane_file(fragment_id: int, lane_id: int) -> str:
 
 
 def _write(directory: Path, name: str, data: Buffer) -> None:
-    with durable.telling_full():
+    with durable.raising_disk_full():
         durable.make_directory(directory)
     durable.write_durably(directory / name, [data])
 

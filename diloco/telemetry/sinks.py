@@ -85,7 +85,7 @@ class Losses:
         if self.num_lost == 1:
             logger.warning("a sink of events fails, training goes on, %s: %r", self._name, problem)
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Say how many were lost, if any were."""
         if self.num_lost:
             logger.warning("writes that failed, %s num_lost=%d", self._name, self.num_lost)
@@ -149,7 +149,7 @@ class JsonlSink:
             file.close()
         except OSError as error:
             self.losses.count(error)
-        self.losses.tell()
+        self.losses.warn()
 
 
 class BackgroundSink:
@@ -196,7 +196,7 @@ class BackgroundSink:
             self._thread.join(self._close_s)
             if self._thread.is_alive():
                 self.losses.count(f"not closed within {self._close_s:g} s, left alone")
-            self.losses.tell()
+            self.losses.warn()
 
     def _put(self, action: Callable[[], None]) -> None:
         try:

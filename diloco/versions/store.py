@@ -192,12 +192,12 @@ class FragmentStore(StoredVersions):
         try:
             self.make_again(version)
         except RecordInvalid:
-            self._tell_skipped(version, damage)
+            self._log_skipped(version, damage)
             return False
         logger.error("version %d made again from the one before it: %s", version, damage)
         return True
 
-    def _tell_skipped(self, version: int, problem: RecordInvalid) -> None:
+    def _log_skipped(self, version: int, problem: RecordInvalid) -> None:
         """Say it once, however often a full disk has the same be read again."""
         if str(problem) not in self._told:
             self._told.add(str(problem))
@@ -217,7 +217,7 @@ class FragmentStore(StoredVersions):
                     stored = locate_version(self._directory, version)
                     stored.check(version, self.fragment)
                 except RecordInvalid as error:
-                    self._tell_skipped(version, error)
+                    self._log_skipped(version, error)
                     continue
                 header = stored.header
             past[version - 1] = PastRound(

@@ -134,16 +134,16 @@ def main() -> None:
     with open(0, "rb", buffering=0) as messages:  # select must see all that is unread
         relay = Relay(json.loads(messages.readline())["lines"])
         gc.disable()  # nothing here makes cycles
-        _tell({"is_realtime": be_realtime()})
+        _send({"is_realtime": be_realtime()})
         while True:
             relay.carry(messages.fileno())
             line = messages.readline()
             if not line:
                 return
-            _tell(_answer(relay, json.loads(line)))
+            _send(_answer(relay, json.loads(line)))
 
 
-def _tell(reply: Mapping[str, object]) -> None:
+def _send(reply: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
 

@@ -150,7 +150,7 @@ class _Run:
     def until_over(self, on_progress: Callable[[float], None] | None) -> LearnersTime:
         """Run to the end."""
         if on_progress is not None:
-            self._env.process(self._tell(on_progress))
+            self._env.process(self._report(on_progress))
         self._env.run(until=self._over)
         now, began = self._env.now, [p for p in self._places if p.began_at is not None]
         present_s = sum(now - (each.began_at or 0.0) for each in began)
@@ -192,7 +192,7 @@ class _Run:
         if not self._over.triggered:
             self._over.succeed()
 
-    def _tell(self, on_progress: Callable[[float], None]) -> simpy.events.ProcessGenerator:
+    def _report(self, on_progress: Callable[[float], None]) -> simpy.events.ProcessGenerator:
         while True:
             on_progress(self._env.now)
             yield self._env.timeout(10 * self._places[0].learner.step_s)

@@ -92,7 +92,7 @@ class FragmentSyncer:
     def join(self, name: str, learners: Sequence[str]) -> None:
         """Take a learner into the next openings; `learners` are all that there are now."""
         self._perform(self.rounds.granted(name, 1, self._env.now))
-        self._perform(self.rounds.heard_of(Roster(tuple(learners)), self._env.now))
+        self._perform(self.rounds.set_roster(Roster(tuple(learners)), self._env.now))
 
     def send(self, name: str, key: RoundKey, steps: int) -> None:
         """Have a contribution of so many inner steps arrive."""

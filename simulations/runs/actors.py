@@ -115,7 +115,7 @@ class SimulatedSyncer:
         self._live = set(here if self._rules.min_members is not None else islands)
         now = self._engine.now
         for served in self._served.values():
-            served.rounds.heard_of(Roster(tuple(sorted(self._live))), now)
+            served.rounds.set_roster(Roster(tuple(sorted(self._live))), now)
             for island in here:
                 self._perform(served, served.rounds.granted(island, 1, now))
             self._perform(served, served.rounds.founded(0, 0, {}, now))
@@ -163,7 +163,7 @@ class SimulatedSyncer:
         for served in self._served.values():
             served.unfetched &= self._live
             roster = Roster(tuple(sorted(self._live)))
-            self._perform(served, served.rounds.heard_of(roster, self._engine.now))
+            self._perform(served, served.rounds.set_roster(roster, self._engine.now))
 
     def answer(
         self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]

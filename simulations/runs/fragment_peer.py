@@ -218,10 +218,10 @@ class SimulatedFragmentPeer:
     def contribute(self, own: Own) -> None:
         """Make `own` what the island contributes, or declines; the decider is told of it."""
         self.own = own
-        self._crew.spawn(self._tell(own))
+        self._crew.spawn(self._declare(own))
         self.changed.set()
 
-    def _tell(self, own: Own) -> Steps:
+    def _declare(self, own: Own) -> Steps:
         """Have the decider know of it, until it has its end."""
         is_told = False
         while self.own is own and not self._is_over(own):

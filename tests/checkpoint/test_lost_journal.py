@@ -81,7 +81,7 @@ def test_nothing_is_founded_beside_a_store_whose_journal_is_lost_until_it_was_ma
     lose_journal(site)
     for resume in (False, True):
         with pytest.raises(ConfigError, match="diloco repair") as caught:
-            asyncio.run(run_coordinator(site.config(), tell=print, resume=resume))
+            asyncio.run(run_coordinator(site.config(), announce=print, resume=resume))
         assert "is missing or empty" in str(caught.value)
         assert str(site.state.store) in str(caught.value)
 
@@ -134,7 +134,7 @@ def test_the_journal_of_another_run_is_refused(site: Site, begun: Begun) -> None
     plan = site.state.plan.read_text()
     site.state.plan.write_text(plan.replace("layers.", "blocks."))
     with pytest.raises(ConfigError, match="are of two runs"):
-        asyncio.run(run_coordinator(site.config(), tell=print))
+        asyncio.run(run_coordinator(site.config(), announce=print))
 
 
 def test_a_damaged_journal_is_set_aside_and_made_again(site: Site, begun: Begun) -> None:
@@ -142,7 +142,7 @@ def test_a_damaged_journal_is_set_aside_and_made_again(site: Site, begun: Begun)
     lose_journal(site)
     site.state.journal.write_bytes(b"no journal of any kind" * 1000)
     with pytest.raises(ConfigError, match="diloco repair"):
-        asyncio.run(run_coordinator(site.config(), tell=print))
+        asyncio.run(run_coordinator(site.config(), announce=print))
     assert repair_run(site.state)[0].condition is Condition.REPAIRED
     assert has_journal(site.state)
     assert Path(f"{site.state.journal}.damaged").exists()

@@ -13,7 +13,7 @@ from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.cli.main import app
 from diloco.config.load import load_config, resolved_toml
 from diloco.coordinator.audit_log import audit_entries_of, expiry_entry
-from diloco.coordinator.journal import Told
+from diloco.coordinator.journal import AuditEntry
 from diloco.errors import ConfigError
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.state_dir import StateDir, hold
@@ -44,7 +44,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     with open_journal(state.journal) as journal:
         journal.write((), told=[*told, expiry_entry(RoundKey(0, 0, 3, 0), ["west"], "deadline")])
         index(journal, run.records)
-        journal.write((), told=[Told("repair", "f0/version 2: torn", "{}")])
+        journal.write((), told=[AuditEntry("repair", "f0/version 2: torn", "{}")])
     return state
 
 

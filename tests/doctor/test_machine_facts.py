@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
-from diloco.cli.run.doctor import _show, tell_at_start
+from diloco.cli.run.doctor import _show, show_at_start
 from diloco.config.load import load_config
 from diloco.doctor.diagnosis import Finding, State
 from diloco.doctor.machine_facts import _hosts_of, are_local, gather, read_tcp, try_path
@@ -376,7 +376,7 @@ def test_a_slow_tcp_is_told_at_start_where_peers_are_elsewhere(
     with Namespaces(["here"]) as spaces, inside(spaces.path("here")):
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
 
-        tell_at_start(peers)
+        show_at_start(peers)
 
     said = capsys.readouterr().err
     assert ("sudo sysctl -w net.ipv4.tcp_congestion_control=bbr" in said) == warned

@@ -131,7 +131,7 @@ def test_a_resumed_run_goes_on_from_what_it_has_committed_alone(tmp_path: Path) 
         record = a.peer._fragments[0].replica.record
         assert record is not None
         header = {**record.header(), "attempt": 7}
-        ack = await a.peer._calls.tell(
+        ack = await a.peer._calls.send(
             "allreduce.found",
             wire.FoundRequest(record_json=json.dumps(header), state_digest=bytes(32)),
         )

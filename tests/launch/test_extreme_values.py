@@ -23,7 +23,7 @@ import blake3
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.exchange import Bounds, ValueExchange
 from diloco.baseline.group import BaselineMember
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
@@ -530,7 +530,9 @@ class AllReduceSite:
         self.tasks: list[asyncio.Task[None]] = []
         member = BaselineMember("a", 0)
         bounds = Bounds(max_bytes=1 << 16, max_vectors=4, patience_s=1.0, streams=1)
-        self.baseline = Exchange(member, "", frozenset({member, BaselineMember("c", 0)}), bounds)
+        self.baseline = ValueExchange(
+            member, "", frozenset({member, BaselineMember("c", 0)}), bounds
+        )
 
     async def start(self) -> None:
         await self.run.start_decider()

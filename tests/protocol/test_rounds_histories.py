@@ -138,7 +138,7 @@ class AnyHistory(RuleBasedStateMachine):
         timing = self.steps and MeasuredTiming(TIMING, self.steps, self.now)
         self.rounds = Watched(0, 0, self.rules, timing)
         self.rounds.moves = self.moves
-        self.perform(self.rounds.heard_of(self.orders(), self.now))
+        self.perform(self.rounds.set_roster(self.orders(), self.now))
         if self.is_finishing:
             self.rounds.finishing()
         if self.is_over:
@@ -499,12 +499,12 @@ class MembersComeAndGo(AnyHistory):
     @rule(live=st.sets(st.sampled_from(ISLANDS)))
     def roster(self, live: set[str]) -> None:
         self.live = tuple(live)
-        self.perform(self.rounds.heard_of(self.orders(), self.now))
+        self.perform(self.rounds.set_roster(self.orders(), self.now))
 
     @rule(is_paused=st.booleans())
     def pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused
-        self.perform(self.rounds.heard_of(self.orders(), self.now))
+        self.perform(self.rounds.set_roster(self.orders(), self.now))
 
     @rule(quorum=st.sampled_from([None, 1, 2, 3]))
     def policy(self, quorum: int | None) -> None:
@@ -512,7 +512,7 @@ class MembersComeAndGo(AnyHistory):
         before = self.rounds.rules.min_contributions
         self.rules = replace(self.rules, min_contributions=quorum)
         is_between = self.rounds.is_between
-        self.perform(self.rounds.obey(self.rules, TIMING, self.now))
+        self.perform(self.rounds.set_rules(self.rules, TIMING, self.now))
         assert self.rounds.rules.min_contributions == (quorum if is_between else before)
 
     @rule()
@@ -535,7 +535,7 @@ class MembersComeAndGo(AnyHistory):
         for island in islands:
             self.fenced[island] = self.incarnations[island] + 1
         self.live = tuple(name for name in self.live if name not in islands)
-        self.perform(self.rounds.heard_of(self.orders(), self.now))
+        self.perform(self.rounds.set_roster(self.orders(), self.now))
         for island in islands:
             self.incarnations[island] += 1
 

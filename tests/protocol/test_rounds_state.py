@@ -811,7 +811,7 @@ def dynamic(*, granted: str = "abc", **rules: Any) -> FragmentRounds:
 
 def test_members_are_those_who_live_when_an_attempt_opens() -> None:
     rounds = dynamic(granted="")
-    rounds.heard_of(Roster(("a", "c")), 1.0)
+    rounds.set_roster(Roster(("a", "c")), 1.0)
     rounds.granted("b", 1, 1.0)
     assert not rounds.is_open
 
@@ -824,7 +824,7 @@ def test_members_are_those_who_live_when_an_attempt_opens() -> None:
 def test_an_attempt_whose_members_have_all_gone_expires() -> None:
     rounds = dynamic(granted="a")
 
-    (expiry,) = rounds.heard_of(Roster(("b",)), 5.0)
+    (expiry,) = rounds.set_roster(Roster(("b",)), 5.0)
 
     assert isinstance(expiry, RecordExpiry)
     assert rounds.expiry_recorded(expiry.key, 6.0) == []
@@ -836,7 +836,7 @@ def test_an_attempt_that_a_member_has_left_has_a_deadline() -> None:
     rounds = dynamic(min_members=3)
     assert rounds.next_wake == math.inf
 
-    assert rounds.heard_of(Roster(("a",)), 5.0) == []
+    assert rounds.set_roster(Roster(("a",)), 5.0) == []
 
     assert rounds.next_wake == 5.0 + DEADLINE_S
 
@@ -847,7 +847,7 @@ def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> 
     rounds = dynamic(granted="b")
     if is_known:
         rounds.granted("a", 1, 0.0)
-    rounds.heard_of(Roster(("a", "b"), {"a": 2}), 1.0)
+    rounds.set_roster(Roster(("a", "b"), {"a": 2}), 1.0)
 
     assert rounds.granted("a", 1, 2.0) == []
     assert rounds.admit(lane(rounds, "a")) is Admission.FENCED
@@ -865,8 +865,8 @@ def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
         contribute(rounds, island, 1.0)
     assert rounds.phase is Phase.CLOSING
     for is_paused in (False, True):
-        assert rounds.heard_of(Roster(("a", "b"), {"c": 2}, is_paused), 2.0) == []
-    assert rounds.heard_of(Roster(("a", "b"), {"c": 2}), 2.0) == []
+        assert rounds.set_roster(Roster(("a", "b"), {"c": 2}, is_paused), 2.0) == []
+    assert rounds.set_roster(Roster(("a", "b"), {"c": 2}), 2.0) == []
 
     drop, close = rounds.malformed(rounds.key, {"c": "torn"}, 3.0)
 
@@ -1031,7 +1031,7 @@ def test_a_round_ends_once_what_held_it_up_does_not_count(how: str) -> None:
         case "started again":
             (instruction,) = rounds.granted("b", 2, 500.0)
         case _:
-            (instruction,) = rounds.heard_of(Roster(("a", "b"), {"b": 2}), 500.0)
+            (instruction,) = rounds.set_roster(Roster(("a", "b"), {"b": 2}), 500.0)
 
     if how in ("refused", "fenced"):
         assert isinstance(instruction, Close), "a is all that is left"
@@ -1098,7 +1098,7 @@ def test_who_lapsed_with_a_whole_contribution_is_waited_for_until_it_is_verified
     contribute(rounds, "a", 1.0)
     lanes = arrive(rounds, "b", 2.0)
 
-    assert rounds.heard_of(Roster(()), 3.0) == []
+    assert rounds.set_roster(Roster(()), 3.0) == []
     rounds.lane_received(lanes[0], 4.0)
     _, (close,) = rounds.lane_received(lanes[1], 4.0)
 
@@ -1111,7 +1111,7 @@ def test_members_that_one_roster_takes_out_leave_before_anything_closes() -> Non
     contribute(rounds, "b", 1.0)
     contribute(rounds, "c", 1.0)
 
-    drop, close = rounds.heard_of(Roster(("a", "b", "c"), {"a": 2, "b": 2}), 2.0)
+    drop, close = rounds.set_roster(Roster(("a", "b", "c"), {"a": 2, "b": 2}), 2.0)
 
     assert drop == DropLanes(rounds.key, "b", 1)
     assert isinstance(close, Close)

@@ -106,14 +106,14 @@ def test_a_source_that_could_not_give_once_gives_when_it_is_asked_again(tmp_path
         east, west = await work(coord, *NAMES)
         for grant in (east, west):
             await coord.report(grant, inner_step=9, checkpoint_steps=[8])
-        talk = TransferReports(give)
+        reports = TransferReports(give)
 
         async def told(start: str) -> control.TransferAnswer:
             """Answer to the request of a start of west, after east has reported twice."""
             west = (await coord.join("west", start)).grant
             await coord.report(west, transfer=REQUEST)
             for _ in range(2):
-                talk.hear(await coord.report(east, transfer=talk.say()))
+                reports.set_answer(await coord.report(east, transfer=reports.report()))
                 await asyncio.sleep(0.1)
             return (await coord.report(west, transfer=REQUEST)).transfer
 

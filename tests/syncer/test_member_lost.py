@@ -32,7 +32,7 @@ def version_of(run: VirtualRun) -> tuple[int, int, bool]:
 
 async def order(run: VirtualRun, *live: str, is_paused: bool = False, **fenced: int) -> None:
     """Give a roster as the coordinator does: who was taken out is fenced from then on."""
-    run.syncer.heard_of(Orders(Roster(live, fenced, is_paused)))
+    run.syncer.set_orders(Orders(Roster(live, fenced, is_paused)))
     await asyncio.sleep(0.01)
 
 

@@ -43,7 +43,7 @@ async def begun(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
     run = VirtualRun(setting)
     await run.start_syncer()
     islands = [RawIsland(run, name) for name in "abc"]
-    run.syncer.heard_of(Orders(roster=Roster(("a", "b"))))
+    run.syncer.set_orders(Orders(roster=Roster(("a", "b"))))
     await poll(*islands[:2])
     await islands[0].upload()
     return run, islands
@@ -170,7 +170,7 @@ def test_who_comes_and_what_is_ordered_during_a_repair_counts_after_it(setting: 
         last = asyncio.create_task(give(a, 1))
         await asyncio.sleep(0.2)
         orders = Orders(roster=Roster(("a", "b", "c")), policy_json='{"quorum": 2}')
-        run.syncer.heard_of(replace(orders, policy_revision=1))
+        run.syncer.set_orders(replace(orders, policy_revision=1))
         await c.poll(step_s=1.0)
         assert await last == ""
         for _ in range(10):
@@ -195,7 +195,7 @@ def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Set
         assert service_of(run).rounds.is_open
         run.syncer.indexed({0: 2})
         orders = Orders(roster=Roster(("a", "b")), policy_json='{"quorum": 2}', policy_revision=1)
-        run.syncer.heard_of(orders)
+        run.syncer.set_orders(orders)
         await asyncio.sleep(1.0)
         header = json.loads(header_of(run, 0, 0))
         run.syncer.repair(0, "a", json.dumps({**header, "version": 1}))

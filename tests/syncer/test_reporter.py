@@ -59,7 +59,7 @@ class FakeRounds:
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
         self.cuts.append((number, list(versions)))
 
-    def heard_of(self, orders: Orders) -> None:
+    def set_orders(self, orders: Orders) -> None:
         self.orders.append(orders)
 
     def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:

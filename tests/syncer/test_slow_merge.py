@@ -146,7 +146,7 @@ def test_beside_a_merge_of_a_minute_no_call_takes_longer_and_no_lease_lapses(
         for lane_id in range(2):
             await timed("late lane", again.submit(SECOND, lane_id))
         await timed("fetch", a.published(0))
-        run.syncer.heard_of(Orders(Roster(("a", "b", "c"), min_islands=2)))
+        run.syncer.set_orders(Orders(Roster(("a", "b", "c"), min_islands=2)))
         await asyncio.sleep(0.2)
         assert run.orders.saved.roster is not None, "orders are durable at once"
         await asyncio.gather(*renewing)

@@ -189,7 +189,7 @@ def test_a_flush_closes_by_its_deadline_with_those_that_came(setting: Setting) -
 
 async def order(run: VirtualRun, *live: str, **roster: Any) -> None:
     """Have the coordinator say who lives; durable and in force when this returns."""
-    run.syncer.heard_of(replace(run.orders.saved, roster=Roster(live, **roster)))
+    run.syncer.set_orders(replace(run.orders.saved, roster=Roster(live, **roster)))
     await asyncio.sleep(0.01)
 
 
@@ -542,7 +542,7 @@ def test_what_an_operator_sets_counts_from_the_next_opening_and_is_in_the_record
 ) -> None:
     async def scenario() -> None:
         run, (a, b, c) = await begun(setting)
-        run.syncer.heard_of(Orders(None, '{"quorum": 2}', 5))
+        run.syncer.set_orders(Orders(None, '{"quorum": 2}', 5))
         await asyncio.sleep(0.01)
         await a.contribute(KEY)
         assert version_of(run)[0] == 1, "what is open keeps its rules"
@@ -572,7 +572,7 @@ def test_what_cannot_be_set_while_a_run_is_under_way_leaves_the_rules_as_they_ar
 ) -> None:
     async def scenario() -> None:
         run, (a, b, c) = await begun(setting)
-        run.syncer.heard_of(Orders(None, change, 5))
+        run.syncer.set_orders(Orders(None, change, 5))
         await asyncio.sleep(0.01)
         for _ in range(2):
             await publish(run, a, b, c)

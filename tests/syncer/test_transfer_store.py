@@ -21,7 +21,7 @@ from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest, lane_name
 from diloco.protos import fragment_pb2 as wire
-from diloco.syncer import transfers
+from diloco.syncer import transfer_store
 from diloco.syncer.worker import Workers
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.store import FragmentStore
@@ -194,19 +194,19 @@ def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
         text = manifest_of(run, checkpoint=5).to_json()
         third = asyncio.ensure_future(put(a, text, checkpoint=5))
 
-        await asyncio.sleep(transfers.IDLE_S / 2)
+        await asyncio.sleep(transfer_store.IDLE_S / 2)
         assert await get(b, checkpoint=4) is not None
         assert not third.done(), "told to call again, not refused"
         assert await third == "", "in the place of what nobody asks for"
         assert await get(b, checkpoint=3) is None
         assert await get(b, checkpoint=4) is not None
 
-        await asyncio.sleep(transfers.EXPIRES_S / 2)
+        await asyncio.sleep(transfer_store.EXPIRES_S / 2)
         assert await get(b, checkpoint=5) is not None
-        await asyncio.sleep(transfers.EXPIRES_S / 2 + 1.0)
+        await asyncio.sleep(transfer_store.EXPIRES_S / 2 + 1.0)
         assert await get(b, checkpoint=4) is None
         assert await get(b, checkpoint=5) is not None
-        await asyncio.sleep(transfers.EXPIRES_S + 1.0)
+        await asyncio.sleep(transfer_store.EXPIRES_S + 1.0)
         assert not list((setting.directory / "transfers").iterdir())
 
     run_virtual(scenario())
@@ -223,12 +223,12 @@ def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) ->
             return await put(a, manifest_of(run, "a", number).to_json(), checkpoint=number)
 
         assert [await begin(3), await begin(4)] == ["", ""]
-        await asyncio.sleep(transfers.IDLE_S)
+        await asyncio.sleep(transfer_store.IDLE_S)
         assert await get(b, checkpoint=4) is not None
 
         assert await asyncio.gather(begin(5), begin(6)) == ["", ""]
 
-        assert len(list((setting.directory / "transfers").iterdir())) == transfers.MOST_TRANSFERS
+        assert len([*(setting.directory / "transfers").iterdir()]) == transfer_store.MOST_TRANSFERS
 
     run_virtual(scenario())
 
@@ -358,7 +358,7 @@ def test_what_the_coordinator_asks_for_has_the_room_of_transfers(
             if what == "a cut":
                 run.syncer.keep_cut(1, [0])
             else:
-                run.syncer.heard_of(Orders(roster=Roster(("a",))))
+                run.syncer.set_orders(Orders(roster=Roster(("a",))))
             await asyncio.sleep(2.0)
 
         assert await get(b) is None

@@ -30,7 +30,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.baseline.exchange import Bounds, Exchange
+from diloco.baseline.exchange import Bounds, ValueExchange
 from diloco.baseline.group import BaselineMember
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
@@ -554,7 +554,7 @@ class Service:
             **self.run.syncer.handlers,
             **self.allreduce.decider.handlers,
             **{m: h for m, h in self.peer.handlers.items() if m.startswith("allreduce.")},
-            **Exchange(BaselineMember("a", 0), "", MEMBERS, BOUNDS).handlers,
+            **ValueExchange(BaselineMember("a", 0), "", MEMBERS, BOUNDS).handlers,
         }
         self.handlers = guarded(together)
         self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})
@@ -638,7 +638,7 @@ class Service:
             await self._ask(method, request)
         report = RoundReport(protocol_version=PROTOCOL_VERSION, grant=_GRANTS[1])
         reply = await self._ask("control.round_report", report, None, self.open_handlers)
-        self.open_run.syncer.heard_of(Orders.of(RoundReportReply.FromString(reply.header)))
+        self.open_run.syncer.set_orders(Orders.of(RoundReportReply.FromString(reply.header)))
         poll["grant"] = grant("a")
         await self._ask("fragment.poll", fragment_pb2.PollRequest(**poll), None, self.open_handlers)
         runs = (self.run, self.open_run)

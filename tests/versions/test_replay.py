@@ -118,7 +118,7 @@ def disturbed(setting: Setting, seed: int = 3) -> tuple[VirtualRun, list[Virtual
 
     async def change_policy() -> None:
         await asyncio.sleep(30.0)
-        run.syncer.heard_of(Orders(policy_json="{}", policy_revision=1))
+        run.syncer.set_orders(Orders(policy_json="{}", policy_revision=1))
 
     async def scenario() -> None:
         await run.start_syncer()

@@ -58,7 +58,7 @@ class Attempt:
         self.is_sent = False  # all of the answer, and the caller was heard out
         self._is_half_way = False  # through the payload: what has come is for the next attempt
         #: Neither is all here, nor does the caller wait until it is told to send.
-        self.may_hear_more = not (frames.is_whole or frames.resumption.is_resuming)
+        self.may_read_more = not (frames.is_whole or frames.resumption.is_resuming)
         self._reading: asyncio.Task[object] | None = None
         self._is_woken = False
         name = frames.resumption.transfer
@@ -91,7 +91,7 @@ class Attempt:
         if kept is not None and not frames.is_whole:  # which is sent again, not gone on with
             kept.partial = partial
         if frames.resumption.is_resuming:
-            self.may_hear_more = True
+            self.may_read_more = True
             try:
                 await self.stream.write(frame_position(partial.filled))
             except OSError as error:

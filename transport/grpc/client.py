@@ -126,7 +126,7 @@ class GrpcTransport:
         self._looked_at = float("-inf")
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         #: When something came over a connection last, or it was opened.
-        self._heard_at: WeakKeyDictionary[grpc.aio.Channel, float] = WeakKeyDictionary()
+        self._answered_at: WeakKeyDictionary[grpc.aio.Channel, float] = WeakKeyDictionary()
         self._stamp: object = None
         self._retiring: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._is_closed = False
@@ -243,7 +243,7 @@ class GrpcTransport:
         try:
             if ACCEPTED_METADATA in tuple(await call.initial_metadata()):
                 request.arrived()
-            self._heard(channel)
+            self._answered(channel)
             return await self._read_reply(channel, call, request)
         except grpc.aio.AioRpcError as error:
             raise await self._translate(error, call, method) from error
@@ -287,17 +287,17 @@ class GrpcTransport:
         key = candidate, dealt
         if key not in self._channels:
             self._channels[key] = self._open(candidate)
-            self._heard(self._channels[key])
+            self._answered(self._channels[key])
         return self._channels[key]
 
-    def _heard(self, channel: grpc.aio.Channel) -> None:
-        self._heard_at[channel] = asyncio.get_running_loop().time()
+    def _answered(self, channel: grpc.aio.Channel) -> None:
+        self._answered_at[channel] = asyncio.get_running_loop().time()
 
     def _replace_silent(self, silence_s: float) -> None:
         """Have the next calls open new connections in place of those that were silent so long."""
         since = asyncio.get_running_loop().time() - silence_s
         for key, channel in list(self._channels.items()):
-            if self._heard_at[channel] <= since:
+            if self._answered_at[channel] <= since:
                 _log.info("connection replaced, silent for %g s, peer=%s", silence_s, key[0])
                 self._retire(key)
 
@@ -326,7 +326,7 @@ class GrpcTransport:
     async def _read_reply(self, channel: grpc.aio.Channel, call: _Call, request: Request) -> Reply:
         async def read() -> bytes | None:
             message = await _read(call)
-            self._heard(channel)
+            self._answered(channel)
             return message
 
         reply = await request.read_reply(read)

@@ -160,8 +160,8 @@ class GrpcServer:
                 call = _GrpcCall(method, attempt, stream, caller)
                 answer = await attempt.answer(self._handlers, call, self._failures)
                 await answer.send(stream.write, self._chunk_bytes, self._pacer)
-                if attempt.may_hear_more:
-                    await stream.hear_out()
+                if attempt.may_read_more:
+                    await stream.read_rest()
                 attempt.is_sent = True
             finally:
                 attempt.close()
@@ -179,7 +179,7 @@ class GrpcServer:
             await stream.abort("too many calls are being refused")
         try:
             await Answer.failure(error).send(stream.write, self._chunk_bytes, self._pacer)
-            await stream.hear_out()
+            await stream.read_rest()
         finally:
             self._refusals.leave()
 
@@ -262,7 +262,7 @@ class _Stream:
         await self._context.abort(grpc.StatusCode.UNAVAILABLE, reason)
         raise AssertionError("gRPC's abort never returns")
 
-    async def hear_out(self) -> None:
+    async def read_rest(self) -> None:
         """Read what else the caller sends.
 
         Ending the call while it is still sending could cost it the reply. It stops as soon as it

@@ -174,7 +174,7 @@ class HivemindTransport:
         daemon cannot be told otherwise: a peer that came back would wait that long.
         """
         age_s = asyncio.get_running_loop().time() - self._started_at
-        return not daemon.is_heard or (error.is_backoff and age_s >= _KEEP_S)
+        return not daemon.is_connected or (error.is_backoff and age_s >= _KEEP_S)
 
     def _start(self) -> asyncio.Task[Daemon]:
         """Return the start of the daemon; a call that gives up meanwhile does not stop it."""

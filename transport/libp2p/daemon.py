@@ -166,7 +166,7 @@ class Daemon:
         return self._child.returncode is None
 
     @property
-    def is_heard(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the daemon runs and its sockets are there: whatever tidies /tmp takes them."""
         return self.is_alive and (self._sockets / _CONTROL).exists()
 

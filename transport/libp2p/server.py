@@ -180,7 +180,7 @@ class HivemindServer:
             await daemon.meet()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(daemon.wait(), MEET_INTERVAL_S)
-            while not daemon.is_heard:
+            while not daemon.is_connected:
                 _log.warning(
                     "the libp2p daemon died, or its sockets are gone; starting it again listen=%s",
                     self._listen,

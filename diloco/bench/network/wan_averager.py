@@ -70,11 +70,11 @@ def main(order: Order) -> None:
     )
     try:
         if order["do"] == "receive":
-            _tell({"address": str(dht.get_visible_maddrs()[0])})
+            _send({"address": str(dht.get_visible_maddrs()[0])})
             threading.Thread(target=_average_forever, args=(averager,), daemon=True).start()
             sys.stdin.read()
         else:
-            _tell({"seconds": [step(averager, _VALUES["send"]) for _ in range(order["bursts"])]})
+            _send({"seconds": [step(averager, _VALUES["send"]) for _ in range(order["bursts"])]})
     finally:
         averager.shutdown()
         dht.shutdown()
@@ -111,7 +111,7 @@ def step(averager: Any, value: float) -> float:
     return seconds
 
 
-def _tell(message: Order) -> None:
+def _send(message: Order) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

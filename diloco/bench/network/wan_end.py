@@ -46,14 +46,14 @@ def main(order: Order) -> None:
     if order["do"] == "send":
         send = _send_tcp if order["kind"] == "tcp" else _send_calls
         seconds, receiver_cpu_s = send(order)
-        _tell({"seconds": seconds, "cpu_s": _cpu_s(), "receiver_cpu_s": receiver_cpu_s})
+        _send({"seconds": seconds, "cpu_s": _cpu_s(), "receiver_cpu_s": receiver_cpu_s})
     elif order["kind"] == "tcp":
         _receive_tcp(order["host"])
     else:
         asyncio.run(_receive_calls(order))
 
 
-def _tell(message: Order) -> None:
+def _send(message: Order) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -89,7 +89,7 @@ async def _receive_calls(order: Order) -> None:
         f"{order['host']}:0", {_METHOD: submit}, limits=Limits(), chunk_bytes=DEFAULT_CHUNK_BYTES
     )
     await server.start()
-    _tell({"address": server.address})
+    _send({"address": server.address})
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(0.0)
 
@@ -141,7 +141,7 @@ async def _timed(work: Callable[[], Awaitable[None]]) -> float:
 
 def _receive_tcp(host: str) -> None:
     listener = socket.create_server((host, 0))
-    _tell({"address": "{}:{}".format(*listener.getsockname())})
+    _send({"address": "{}:{}".format(*listener.getsockname())})
 
     def accept() -> None:
         while True:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli.run.control import talk, tell
+from diloco.cli.run.control import send_operation, talk
 from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens
 
 Island = Annotated[str, typer.Argument(metavar="ISLAND", help="Name of the island.")]
@@ -22,14 +22,14 @@ def pause(
     commands of an operator it is written down before it is answered, and typed again it changes
     nothing; from another machine it takes the operator's certificate or token.
     """
-    tell(address, "pause", {}, certs, tokens, insecure)
+    send_operation(address, "pause", {}, certs, tokens, insecure)
 
 
 def unpause(
     address: Address, certs: Certs = "", tokens: Tokens = "", insecure: Insecure = False
 ) -> None:
     """Let rounds open again after `diloco pause`."""
-    tell(address, "unpause", {}, certs, tokens, insecure)
+    send_operation(address, "unpause", {}, certs, tokens, insecure)
 
 
 def drain(
@@ -43,7 +43,7 @@ def drain(
 
     For runs whose islands merge on arrival. No new round counts it; started again it is welcome.
     """
-    tell(address, "drain", {"island": island}, certs, tokens, insecure)
+    send_operation(address, "drain", {"island": island}, certs, tokens, insecure)
 
 
 def kick(
@@ -65,7 +65,7 @@ def kick(
         arguments["reason"] = reason
     if undo:
         arguments["undo"] = "true"
-    tell(address, "kick", arguments, certs, tokens, insecure)
+    send_operation(address, "kick", arguments, certs, tokens, insecure)
 
 
 def set_(
@@ -88,7 +88,9 @@ def set_(
     key, sign, value = setting.partition("=")
     if not (sign and key.strip()):
         raise ConfigError(f"{setting!r}: write KEY=VALUE, such as outer.optimizer.lr=0.5")
-    tell(address, "set", {"key": key.strip(), "value": value.strip()}, certs, tokens, insecure)
+    send_operation(
+        address, "set", {"key": key.strip(), "value": value.strip()}, certs, tokens, insecure
+    )
 
 
 def stop(
@@ -110,7 +112,7 @@ def stop(
     on as if nothing had happened; where islands merge on arrival, each from its part of a cut.
     """
     arguments = {"checkpoint": "true"} if checkpoint else {}
-    tell(address, "stop", arguments, certs, tokens, insecure)
+    send_operation(address, "stop", arguments, certs, tokens, insecure)
 
 
 def backup(
@@ -136,7 +138,7 @@ def backup(
     arguments = {"directory": str(directory)}
     if with_secret:
         arguments["with_secret"] = "true"
-    tell(address, "backup", arguments, certs, tokens, insecure)
+    send_operation(address, "backup", arguments, certs, tokens, insecure)
 
 
 def _is_here(address: str) -> bool:

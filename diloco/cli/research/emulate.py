@@ -110,7 +110,7 @@ def _use(
     """Check, run the command, and fill the record; returns the exit code."""
     from diloco.simulations.emulate.command import run_command
 
-    _tell(emulation, console)
+    _show(emulation, console)
     record |= emulation.as_dict()
     if with_check:
         findings = _checked(emulation, request, console)
@@ -137,7 +137,7 @@ def _use(
     return code
 
 
-def _tell(emulation: Emulation, console: Console) -> None:
+def _show(emulation: Emulation, console: Console) -> None:
     """Say what was made, and how to enter it."""
     network, spaces = emulation.network, emulation.namespaces
     if spaces.swept:

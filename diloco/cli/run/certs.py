@@ -66,7 +66,7 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
 @certs.command()
 def issue(name: _Name, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
     """Issue one more certificate, such as that of an island that joins later."""
-    _tell_issued(_ca(directory).issue(name, days, again=False))
+    _show_issued(_ca(directory).issue(name, days, again=False))
 
 
 @certs.command()
@@ -103,11 +103,11 @@ def rotate(
             typer.echo(f"the earlier CA is retired: bring {directory / 'ca.pem'} to every site")
         else:
             ca.replace_authority(days or _CA_DAYS)
-            _tell_replaced(ca, directory)
+            _show_replaced(ca, directory)
         return
     if finish:
         raise ConfigError(f"--finish is of the CA: diloco certs rotate ca --finish, not {name}")
-    _tell_issued(ca.issue(name, days or _DAYS, again=True))
+    _show_issued(ca.issue(name, days or _DAYS, again=True))
 
 
 @certs.command()
@@ -132,7 +132,7 @@ def revoke(
     The list, revoked.json, is read when a coordinator starts: where the CA is elsewhere, bring the
     file to its transport.certs, or a run that begins again (--fresh) does not know of it.
     """
-    from diloco.cli.run.control import tell
+    from diloco.cli.run.control import send_operation
 
     taken = _ca(directory).revoke(name, keep_newest=earlier)
     if taken.has_token:
@@ -149,7 +149,7 @@ def revoke(
     arguments = {"identity": name, "serials": ",".join(f"{s:x}" for s in taken.serials[-_MOST:])}
     if earlier:
         arguments["earlier"] = "true"
-    tell(address, "revoke", arguments, str(directory), tokens, insecure=False)
+    send_operation(address, "revoke", arguments, str(directory), tokens, insecure=False)
 
 
 @certs.command()
@@ -225,11 +225,11 @@ def _state(entry: Entry, now: datetime.datetime) -> str:
     return f"expires in {days:.0f} days" if days < WARN_DAYS else "valid"
 
 
-def _tell_issued(path: Path) -> None:
+def _show_issued(path: Path) -> None:
     typer.echo(f"{path}: bring it to its site, over a way that you trust")
 
 
-def _tell_replaced(ca: RunCa, directory: Path) -> None:
+def _show_replaced(ca: RunCa, directory: Path) -> None:
     typer.echo(
         f"{directory / 'ca.pem'} holds a new CA and the earlier one. First bring it to every site; "
         f"running processes then believe both. After that, and bring each file to its site:"

@@ -46,7 +46,7 @@ def coordinator(
     at once; nothing published is lost. Where islands merge on arrival they have no inner step in
     common: each writes its part of a cut after its next one, and leaves.
     """
-    from diloco.cli.run.doctor import tell_at_start
+    from diloco.cli.run.doctor import show_at_start
     from diloco.config.load import load_config
     from diloco.errors import ConfigError
     from diloco.launch.coordinator import run_coordinator
@@ -54,8 +54,8 @@ def coordinator(
     if at_step is not None and not resume:
         raise ConfigError(f"--at {at_step} says where to resume: add --resume, or leave it out")
     config = load_config(run_file, overrides or ())
-    tell_at_start(config.coordinator.listen)
-    run = run_coordinator(config, tell=typer.echo, resume=resume, at_step=at_step)
+    show_at_start(config.coordinator.listen)
+    run = run_coordinator(config, announce=typer.echo, resume=resume, at_step=at_step)
     raise typer.Exit(asyncio.run(run))
 
 
@@ -162,7 +162,7 @@ def _check_address(address: str) -> None:
         raise ConfigError(f"{address!r} has no port: write it as the coordinator printed it")
 
 
-def tell(
+def send_operation(
     address: str,
     command: str,
     arguments: dict[str, str],

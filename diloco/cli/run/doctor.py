@@ -62,7 +62,7 @@ def doctor(
     raise typer.Exit(1 if any(finding.state is State.BROKEN for finding in findings) else 0)
 
 
-def tell_at_start(peers: str) -> None:
+def show_at_start(peers: str) -> None:
     """Warn of a TCP that is slow, where peers are beyond this machine.
 
     Args:

@@ -74,10 +74,10 @@ def export(
             max_file_bytes=max_file_bytes,
             on_progress=show,
         )
-    _tell(made, layout)
+    _show(made, layout)
 
 
-def _tell(made: Export, layout: Layout) -> None:
+def _show(made: Export, layout: Layout) -> None:
     from rich.console import Console
 
     from diloco.transport.units import format_bytes

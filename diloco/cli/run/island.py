@@ -73,7 +73,7 @@ def island(
     and starts nothing, nor does it restart anything.
     """
     from diloco.checkpoint.mirror import Mirror
-    from diloco.cli.run.doctor import tell_at_start
+    from diloco.cli.run.doctor import show_at_start
     from diloco.config.load import load_config
     from diloco.launch.host_position import HostPosition
     from diloco.launch.island import run_island
@@ -90,7 +90,7 @@ def island(
         typer.echo(_found_text(config))
     if config.transport.insecure:
         typer.echo(f"warning: {INSECURE_WARNING}", err=True)
-    tell_at_start(address)
+    show_at_start(address)
     typer.echo(f"island {name} goes to the coordinator at {address}; logs and events: {directory}")
     with _showing(config, name, address):
         code = run_island(config, name, address, directory, position)

@@ -99,7 +99,7 @@ def local(
         raise typer.Exit(code)
     if request.number:
         console.print(_FINISHED_BEFORE, highlight=False, soft_wrap=True)
-    _tell_end(config, console, emulated, as_json=as_json)
+    _show_end(config, console, emulated, as_json=as_json)
 
 
 def _prepare(
@@ -128,10 +128,10 @@ def _prepare(
     step = None
     if resume:
 
-        def tell(text: str) -> None:
+        def announce(text: str) -> None:
             console.print(text, highlight=False, soft_wrap=True)
 
-        step = find_resume_step(config, at, tell, start=command)
+        step = find_resume_step(config, at, announce, start=command)
     else:
         check_place(state_dir, fresh=fresh)
         check_no_events(config)
@@ -201,7 +201,7 @@ def _watch(run: LocalRun, console: Console) -> int:
     last_line = time.monotonic()
     is_told = False
 
-    def tell_of_stop() -> None:
+    def show_stop() -> None:
         nonlocal is_told
         if run.request.number and not is_told:
             is_told = True
@@ -209,7 +209,7 @@ def _watch(run: LocalRun, console: Console) -> int:
 
     def line() -> None:
         nonlocal last_line
-        tell_of_stop()
+        show_stop()
         if time.monotonic() - last_line < _LINE_EVERY_S:
             return
         last_line = time.monotonic()
@@ -223,7 +223,7 @@ def _watch(run: LocalRun, console: Console) -> int:
         with Live(console=console, auto_refresh=False) as live:
 
             def draw() -> None:
-                tell_of_stop()
+                show_stop()
                 if (reply := io.run(_status(transport))) is not None:
                     live.update(status_view(reply), refresh=True)
 
@@ -302,7 +302,7 @@ def _stopped_text(config: Config, command: str) -> str:
     )
 
 
-def _tell_end(
+def _show_end(
     config: Config, console: Console, emulated: Emulated | None, *, as_json: bool
 ) -> None:
     """Check and say what the run was."""

@@ -121,7 +121,7 @@ class Contributions:
                     beyond = f"fragment {sent.key.fragment_id}, lane {lane_id}: {beyond}"
                     break
                 carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
-                self._tell("encode", sent.key, lane_id, began)
+                self._emit_phase("encode", sent.key, lane_id, began)
         except CodecError as error:
             self._tasks.fail(error)
             return
@@ -244,7 +244,7 @@ class Contributions:
         logger.error("%s", text)
         self._on_event(AlarmRaised(AlarmKind.BIT_FLIPPED, text, self._rules.island, p))
 
-    def _tell(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
+    def _emit_phase(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))
 
     def _decline_broken(self, carried: IslandFragment, sent: Outstanding, norm: float) -> None:
@@ -303,7 +303,7 @@ class Contributions:
                 digest=lane.digest,
                 payload=lane.payload,
             )
-            self._tell("send", sent.key, lane_id, began)
+            self._emit_phase("send", sent.key, lane_id, began)
             if carried.outstanding is not sent or reply.syncer_epoch < self._epoch():
                 continue  # settled, or the word of a syncer that is gone
             self._take_submit_reply(carried, sent, lane_id, lane, reply)

@@ -99,7 +99,7 @@ class PeerCalls:
         reply = await self._ask("allreduce.declare", request)
         return fragment_pb2.SubmitReply.FromString(reply.header)
 
-    async def tell(self, method: str, request: Message) -> fragment_pb2.Ack:
+    async def send(self, method: str, request: Message) -> fragment_pb2.Ack:
         """Say what is answered by an acknowledgement."""
         return fragment_pb2.Ack.FromString((await self._ask(method, request)).header)
 

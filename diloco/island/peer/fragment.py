@@ -157,9 +157,9 @@ class FragmentPeer:
     def begin(self, own: Own) -> None:
         """Make `own` what the island contributes, or declines; it is told once it is whole."""
         self.own = own
-        self._tasks.spawn(self._tell(own))
+        self._tasks.spawn(self._declare(own))
 
-    async def _tell(self, own: Own) -> None:
+    async def _declare(self, own: Own) -> None:
         """Have the decider know of it, whichever runs, until it has its end."""
         while self.own is own and not self._is_over(own):
             news = self._tasks.news
@@ -169,7 +169,7 @@ class FragmentPeer:
                 continue
             decider_id = self._decider_id
             if own.decline_reason:
-                await self._calls.tell(
+                await self._calls.send(
                     "allreduce.decline",
                     fragment_pb2.DeclineRequest(
                         key=key_message(own.key), reason=own.decline_reason
@@ -239,7 +239,7 @@ class FragmentPeer:
             return await self._found()
         match duty(replica.version, replica.state_digest, replica.staged, announced):
             case Duty.FOUND:
-                return await self._tell_founded()
+                return await self._send_founded()
             case Duty.PROMOTE:
                 await replica.promote(self._worker)
                 return True
@@ -273,18 +273,18 @@ class FragmentPeer:
         self.initial = {}
         return True
 
-    async def _tell_founded(self) -> bool:
+    async def _send_founded(self) -> bool:
         """Tell what the run goes on from: as its founder, or after a resume like everybody."""
         if not self._decider_id:
             return False
         record, is_resumed = self.replica.record, self._grant.timeline > 0
         if record is None:
-            return await self._tell_empty_handed() if is_resumed else False
+            return await self._send_empty_handed() if is_resumed else False
         if record.version > 0 and not is_resumed:
             raise self._forgotten("the coordinator's journal has none")
         if not (self.announcement.wants_initial or is_resumed):
             return False
-        ack = await self._calls.tell(
+        ack = await self._calls.send(
             "allreduce.found",
             wire.FoundRequest(
                 fragment_id=self.fragment.fragment_id,
@@ -297,11 +297,11 @@ class FragmentPeer:
             await asyncio.sleep(ASK_AGAIN_S)
         return not ack.is_accepted
 
-    async def _tell_empty_handed(self) -> bool:
+    async def _send_empty_handed(self) -> bool:
         """Say once to each start of the decider that nothing is held: another island founds."""
         if self._empty_handed != self._decider_id:
             self._empty_handed = self._decider_id
-            await self._calls.tell(
+            await self._calls.send(
                 "allreduce.found", wire.FoundRequest(fragment_id=self.fragment.fragment_id)
             )
         return False
@@ -312,7 +312,7 @@ class FragmentPeer:
         assert staged is not None
         if self._reported == (self._decider_id, staged.assignment_id):
             return False
-        await self._tell_prepared(
+        await self._send_prepared(
             wire.PreparedRequest(
                 assignment_id=staged.assignment_id,
                 lane_digests=self.replica.staged_lane_digests,
@@ -321,11 +321,11 @@ class FragmentPeer:
         )
         return True
 
-    async def _tell_prepared(self, request: wire.PreparedRequest) -> None:
+    async def _send_prepared(self, request: wire.PreparedRequest) -> None:
         """Say what came of an assignment; a start of the decider that comes meanwhile is told."""
         request.fragment_id = self.fragment.fragment_id
         reporting = self._decider_id, request.assignment_id
-        await self._calls.tell("allreduce.prepared", request)
+        await self._calls.send("allreduce.prepared", request)
         self._reported = reporting
 
     def _forgotten(self, journal: str) -> QuorumLost:
@@ -357,7 +357,7 @@ class FragmentPeer:
         except (AggregationError, CodecError) as error:
             logger.error("result not usable, key=%s: %s", assignment.key, error)
             contributor = error.contributor if isinstance(error, ContributionMalformed) else ""
-            await self._tell_prepared(
+            await self._send_prepared(
                 wire.PreparedRequest(
                     assignment_id=assignment.id,
                     broken=bounded_text(str(error)),

@@ -16,13 +16,13 @@ _WIDTH = 20
 
 
 def progress_bar(
-    what: str, tell: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    what: str, announce: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[int, int], None]:
     """Begin to watch some work.
 
     Args:
         what: The work, in words.
-        tell: Hears the lines.
+        announce: Called with the lines.
         clock: Monotonic, in seconds.
 
     Returns:
@@ -37,7 +37,7 @@ def progress_bar(
         told_s = now
         share = done / max(total, 1)
         bar = "#" * round(_WIDTH * share)
-        tell(
+        announce(
             f"{what} [{bar:-<{_WIDTH}}] {share:.0%}, {format_bytes(done)} of {format_bytes(total)}"
         )
 

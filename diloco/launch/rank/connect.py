@@ -57,11 +57,11 @@ def connect(config: Config, coordinator: str = "") -> Connection:
     security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
     connection = Connection(config, _Wires(config, address, security, link_profile(config)))
 
-    def tell(text: str) -> None:
+    def announce(text: str) -> None:
         connection.on_event(AlarmRaised(AlarmKind.CERTIFICATE, text, config.island_id))
 
     if security.tls is not None:
-        security.tls.on_failure = tell
+        security.tls.on_failure = announce
     return connection
 
 

@@ -221,7 +221,7 @@ class TextShare:
         self._write(inner_step, slots)  # what begins here, too: a resume has gone back to it
         self._written = word
         if word.held and (problems := self._batches.hold(word.held, inner_step=inner_step)):
-            self._tell_repeated(problems)
+            self._raise_repeated(problems)
         if word.held.keys() != before.held.keys():
             logger.info("text, inner_step=%d slots=%s", inner_step, sorted(word.held))
 
@@ -232,7 +232,7 @@ class TextShare:
         own = self._batches.positions() if is_untouched else {}
         return own.get(number, position)
 
-    def _tell_repeated(self, problems: Mapping[int, str]) -> None:
+    def _raise_repeated(self, problems: Mapping[int, str]) -> None:
         text = (
             f"slots {', '.join(map(str, problems))} of the text cannot go on where their last "
             f"holder said, and are drawn from the start, so that their text comes again: see "

@@ -141,7 +141,7 @@ class FragmentRounds(Standing):
             expired_in_a_row,
             now if expired_at is None else expired_at,
         )
-        self._tell(now, f"founded at version {version}, attempt {attempt}")
+        self._record(now, f"founded at version {version}, attempt {attempt}")
         is_numeric = self._is_beyond(broken_in_a_row, or_at=_MOST_BROKEN)
         if is_numeric or self._is_beyond(expired_in_a_row):
             absent = f"missing: {', '.join(missing) or 'nobody'}"
@@ -158,7 +158,7 @@ class FragmentRounds(Standing):
         if incarnation <= self.incarnations.get(island, 0) or self.is_fenced(island, incarnation):
             return []
         self.incarnations[island] = incarnation
-        self._tell(now, f"{island} holds grant {incarnation}")
+        self._record(now, f"{island} holds grant {incarnation}")
         if not self.is_open:
             return self._open_if_due(now)
         # Who declined or was refused has left the attempt, whatever start it is now.
@@ -211,7 +211,7 @@ class FragmentRounds(Standing):
         held.lanes[lane.lane_id] = lane.digest
         if len(held.lanes) < self.rules.num_lanes:
             return admission, []
-        self._tell(now, f"{lane.island} complete, {held.weight_tokens} tokens")
+        self._record(now, f"{lane.island} complete, {held.weight_tokens} tokens")
         self._timing.arrived(lane.island, now)
         self._begin_deadline(now)
         return admission, self._advance(now)
@@ -244,7 +244,7 @@ class FragmentRounds(Standing):
             if held is not None:
                 instructions.append(DropLanes(self.key, island, held.incarnation))
             reason = self.left[island] = bounded_text(reason, MOST_REASON)
-            self._tell(now, f"{island} left the attempt: {reason}")
+            self._record(now, f"{island} left the attempt: {reason}")
         # It waits for the round's end too: those that are still to come may be dead.
         self._begin_deadline(now)
         return instructions + self._advance(now)
@@ -265,7 +265,7 @@ class FragmentRounds(Standing):
             self._deadline = now + self._deadline_s
         return []
 
-    def heard_of(self, roster: Roster, now: float) -> list[Instruction]:
+    def set_roster(self, roster: Roster, now: float) -> list[Instruction]:
         """Take who may take part in the next openings, and whose earlier starts count no more.
 
         Where members are fixed, all of the roster are waited for, be they here or not; one that
@@ -294,7 +294,7 @@ class FragmentRounds(Standing):
                 instructions += self._expire("none of its members lives", now)
         return instructions + self._open_if_due(now)
 
-    def obey(
+    def set_rules(
         self, rules: RoundRules, measured: TimingRules | None, now: float
     ) -> list[Instruction]:
         """Take rules that count from the next opening on; what is open keeps those it has."""
@@ -362,7 +362,7 @@ class FragmentRounds(Standing):
         self.refused_at = {}
         self._timing.published()
         self._leave_round(RoundEvent.COMMITTED)
-        self._tell(now, f"published version {self.version}")
+        self._record(now, f"published version {self.version}")
         return [Published(key), *self._open_if_due(now)]
 
     def rejected(self, key: RoundKey, rejected: Mapping[str, str], now: float) -> list[Instruction]:
@@ -461,7 +461,7 @@ class FragmentRounds(Standing):
         self.takes_flush = self.is_finishing
         self.opened_at = now
         self._timing.opened(now)
-        self._tell(now, f"opened {self.key}")
+        self._record(now, f"opened {self.key}")
         return [Opened(self.key, self.members, self.takes_flush)]
 
     def _forget_arrived(self, island: str) -> bool:
@@ -517,7 +517,7 @@ class FragmentRounds(Standing):
         self._move(RoundEvent.CLOSED)
         self.closed_at = now
         self._timing.closed(now)
-        self._tell(now, f"closing with {', '.join(c.island for c in contributors)}")
+        self._record(now, f"closing with {', '.join(c.island for c in contributors)}")
         is_flush = all(c.is_flush for c in self.contributions.values())
         # A faulty island that was alone then must not change by what the others are judged now.
         is_of_all = self.refused_at.keys() >= set(self.members)
@@ -531,7 +531,7 @@ class FragmentRounds(Standing):
         self._move(RoundEvent.EXPIRED)
         reason = bounded_text(reason)
         self._expiry_reason = reason
-        self._tell(now, f"expired {self.key}: {reason}")
+        self._record(now, f"expired {self.key}: {reason}")
         return [
             RecordExpiry(
                 self.key,
@@ -571,7 +571,7 @@ class FragmentRounds(Standing):
             return
         (rules, measured), self._next = self._next, None
         self.rules = rules if rules.min_members is not None else replace(rules, members=self.live)
-        self._timing.obey(rules, measured)
+        self._timing.set_rules(rules, measured)
 
     def _move(self, event: RoundEvent) -> None:
         """Go where the table says; a move that it does not list is a defect of this machine."""
@@ -583,7 +583,7 @@ class FragmentRounds(Standing):
         if self.phase is not phase or (key is not None and key != self.key):
             raise InvalidTransition(event, self.phase, key or self.key, self.key, self.history)
 
-    def _tell(self, now: float, what: str) -> None:
+    def _record(self, now: float, what: str) -> None:
         self.history.append(f"{now:.3f} {what}")
 
 

@@ -165,7 +165,7 @@ class Timing(Protocol):
         last of the expiries.
         """
 
-    def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
+    def set_rules(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """Rules have changed, between two attempts."""
 
 
@@ -219,7 +219,7 @@ class FixedTiming:
     ) -> None:
         """See `Timing`."""
 
-    def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
+    def set_rules(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """See `Timing`; the floor of what is waited for already stays."""
         self._deadline_s, self._grace_s = rules.deadline_s, rules.grace_s
         self._opening_floor_s = rules.opening_floor_s
@@ -365,7 +365,7 @@ class MeasuredTiming:
         elif closed_at is not None and self._downtime is not None:
             self._downtime.found(self._closed_at, self._share)
 
-    def obey(self, rules: RoundRules, measured: TimingRules | None) -> None:
+    def set_rules(self, rules: RoundRules, measured: TimingRules | None) -> None:
         """See `Timing`."""
         assert measured is not None, "times that are measured have rules"
         self._rules = measured

@@ -37,7 +37,7 @@ class CutPatience:
         self._waited_s, self._looked = 0.0, 0.0
         self._number, self._of_cut_s = 0, 0.0
 
-    def heard(self, island: str, part: CutPart) -> None:
+    def reported(self, island: str, part: CutPart) -> None:
         """Take note of what a report says of a cut."""
         (self._writing.add if part.is_being_written else self._writing.discard)(island)
 

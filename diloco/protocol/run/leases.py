@@ -80,7 +80,7 @@ class Leases:
     def __init__(self, term_s: float) -> None:
         """Begin with nobody; `term_s` seconds without a word end a lease, and may be changed."""
         self.term_s = term_s
-        self._heard: dict[str, float] = {}
+        self._last_report: dict[str, float] = {}
         self._looked: float | None = None
 
     def renewed(self, island: str, now: float) -> None:
@@ -88,24 +88,26 @@ class Leases:
 
         Where nobody was there, nobody was waited for: the others get a term to come, too.
         """
-        if all(now - heard >= self.term_s for heard in self._heard.values()):
-            self.restarted(self._heard, now)
-        self._heard[island] = now
+        if all(now - heard >= self.term_s for heard in self._last_report.values()):
+            self.restarted(self._last_report, now)
+        self._last_report[island] = now
 
     def restarted(self, islands: Iterable[str], now: float) -> None:
         """Give everybody a full term: the observer has not been there."""
-        self._heard.update(dict.fromkeys(islands, now))
+        self._last_report.update(dict.fromkeys(islands, now))
 
     def looked(self, now: float) -> None:
         """Take note that the observer is there; what it missed is nobody's silence."""
         away_s = 0.0 if self._looked is None else now - self._looked
         if (missed_s := away_s - COUNTED_SHARE * self.term_s) > 0:
-            self._heard = {i: min(now, heard + missed_s) for i, heard in self._heard.items()}
+            self._last_report = {
+                i: min(now, heard + missed_s) for i, heard in self._last_report.items()
+            }
         self._looked = now
 
     def silent_s(self, island: str, now: float) -> float:
         """Seconds since the last word of an island; 0 for one never heard of."""
-        return now - self._heard.get(island, now)
+        return now - self._last_report.get(island, now)
 
     def left_s(self, island: str, now: float) -> float:
         """Seconds after which the lease of an island ends if it stays silent; at least 0."""
