@@ -1,4 +1,7 @@
-"""diloco/PROTOCOL.md: its tests exist, its tables are the code's, what cites it cites a heading."""
+"""diloco/PROTOCOL.md: its tests exist, its tables are the code's, what cites it cites a heading.
+
+And each `Source:` line names such a heading, or a paper of the list in diloco/README.md.
+"""
 
 from __future__ import annotations
 
@@ -94,3 +97,79 @@ def test_no_file_names_a_page_that_is_not_in_the_repository() -> None:
         if page not in pages
     )
     assert not missing
+
+
+PAPERS = (ROOT / "diloco" / "README.md").read_text("utf-8").split("\n## Papers\n")[1]
+ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
+#: The papers of the outer loop itself, of which a source says the place: equation, table, subject.
+FAMILY = ("2311.08105", "2501.18512", "2604.21428", "2503.09799")
+#: First authors of the papers that have no number.
+AUTHORS = (
+    "Bertsekas",
+    "Brooker",
+    "Conover",
+    "GEMINI",
+    "Graham",
+    "Mathis",
+    "Mudholkar",
+    "Patarasuk",
+    "Seide",
+    "Steele",
+    "Stone",
+    "Turner",
+)
+
+
+def cited_sources() -> list[tuple[str, str]]:
+    """Find the path and the text of each `Source:` paragraph of code."""
+    return [
+        (str(path.relative_to(ROOT)), " ".join(text.split()))
+        for folder in ("diloco", "transport", "protos", "simulations")
+        for path in (ROOT / folder).rglob("*.py")
+        for text in re.findall(
+            r'Source: ((?:(?!\n\s*\n|"""|\n\s+\w+:\n).)+)', path.read_text("utf-8"), re.DOTALL
+        )
+    ]
+
+
+def test_each_source_is_a_heading_of_the_page_or_a_paper_of_the_list() -> None:
+    listed = set(ARXIV.findall(PAPERS))
+    sources = cited_sources()
+
+    assert len(sources) > 100
+    assert all(author in PAPERS for author in AUTHORS)
+    nowhere = [
+        (path, text)
+        for path, text in sources
+        if 'PROTOCOL.md, "' not in text
+        and not ARXIV.search(text)
+        and not any(author in text for author in AUTHORS)
+    ]
+    assert not nowhere
+    unlisted = [(path, text) for path, text in sources if set(ARXIV.findall(text)) - listed]
+    assert not unlisted
+
+
+def test_a_source_says_where_in_a_paper_of_the_outer_loop() -> None:
+    placed = {number: re.compile(rf"arXiv {number}(?:\)[:,]|,)? \w") for number in FAMILY}
+    vague = [
+        (path, text)
+        for path, text in cited_sources()
+        for number in ARXIV.findall(text)
+        if number in FAMILY and not placed[number].search(text)
+    ]
+
+    assert not vague
+
+
+def test_each_paper_that_files_name_is_in_the_list_and_each_of_the_list_is_named() -> None:
+    named = {
+        number
+        for path, text in sources().items()
+        if path != str(Path("diloco") / "README.md") and not path.startswith("tests")
+        for number in ARXIV.findall(text)
+    }
+    listed = ARXIV.findall(PAPERS)
+
+    assert len(listed) == len(set(listed))
+    assert named == set(listed)

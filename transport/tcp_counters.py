@@ -2,7 +2,7 @@
 
 gRPC does not hand out its sockets; they are found among this process's descriptors, and only read.
 
-Source: struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO and TCP_CONGESTION.
+See struct tcp_info of include/uapi/linux/tcp.h; tcp(7), TCP_INFO and TCP_CONGESTION.
 """
 
 from __future__ import annotations

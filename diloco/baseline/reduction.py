@@ -10,7 +10,7 @@ one thread a group, so every rank issues the same ones; what is between goes ove
 one thread issues all of them, phase by phase of a chunk: hidden behind backward, not behind each
 other. All members end with the same bits.
 
-Source: hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
+As the hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
 """
 
 from __future__ import annotations

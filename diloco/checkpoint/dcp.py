@@ -7,7 +7,7 @@ Layout and number of the ranks that wrote one do not matter. The metadata is rea
 that makes nothing but the records it is made of, so a directory from anywhere runs no code; the
 tensors are loaded as weights only.
 
-Source: torch.distributed.checkpoint of PyTorch 2.13; torchtitan, `checkpoint.initial_load_path`.
+See torch.distributed.checkpoint of PyTorch 2.13; torchtitan, `checkpoint.initial_load_path`.
 """
 
 from __future__ import annotations

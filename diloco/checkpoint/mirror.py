@@ -7,7 +7,7 @@ The same files as on disk, and as there the manifest is written last: what has n
 checkpoint. Who takes one back verifies its digests as of any other. Imports no torch; fsspec, which
 is slow, only where a mirror is used.
 
-Source: fsspec, https://filesystem-spec.readthedocs.io
+See fsspec, https://filesystem-spec.readthedocs.io
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Pure: `machine_facts` reads what is judged here.
     ok
 
 A connection carries at most a window a round trip, and the kernel gives half of a buffer to the
-window: rate = 8 buffer / 2 / round trip. Source: tcp(7), ip-sysctl.
+window: rate = 8 buffer / 2 / round trip. See tcp(7), ip-sysctl.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ evaluates the published parameters, and saves where the run's checkpoints are du
 (`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one beside it.
 The outer loop is given the loss that the model returns, and the bound of an Adam or AdamW step.
 
-Source: `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformers 5.
+See `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformers 5.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ torchtitan's own loop goes on; the outer one joins after its load, steps after e
 saves where the run's checkpoints are due, and has the validator see the published parameters. The
 loss of every step is summed over the island for it, which waits for the device.
 
-Source: `Trainer`, `CheckpointManager` and `Validator` of torchtitan 0.3.0; its API moves with every
+See `Trainer`, `CheckpointManager` and `Validator` of torchtitan 0.3.0; its API moves with every
 release, so no other version is accepted.
 """
 

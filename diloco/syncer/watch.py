@@ -1,6 +1,6 @@
 """What the guard sees of one merge: contributions, measured lane by lane while they are merged.
 
-Source: `diloco.outer.guard`, which judges.
+See `diloco.outer.guard`, which judges.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The rate of a direction is a token bucket at its source. What holds packets back comes before it
 (netem) or behind it (the relay, which reads the device).
 
-Source: tc-tbf(8), tc-netem(8).
+See tc-tbf(8), tc-netem(8).
 """
 
 from __future__ import annotations

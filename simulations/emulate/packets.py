@@ -7,7 +7,7 @@ super-packets of those between them, so that a lossy link costs no more than a g
     frame     virtio_net_hdr (10 bytes) | IP packet
     segment   the headers, with length, sequence number and checksum of its own | gso_size bytes
 
-Pure: no clock, no devices, no randomness. Source: virtio 1.2, section 5.1.6 (network header);
+Pure: no clock, no devices, no randomness. See virtio 1.2, section 5.1.6 (network header);
 Linux, `tcp_gso_segment` and `__udp_gso_segment` (which fields differ between segments).
 """
 

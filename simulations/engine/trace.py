@@ -4,7 +4,7 @@ A real run's spans come from the events that it keeps: each says how long someth
 written when that had ended. So they are as good as the wall clocks of its machines: of one run on
 one machine exact, across sites shifted by what the clocks differ.
 
-Source: Trace Event Format (Chrome), which ui.perfetto.dev and chrome://tracing open.
+See Trace Event Format (Chrome), which ui.perfetto.dev and chrome://tracing open.
 """
 
 from __future__ import annotations

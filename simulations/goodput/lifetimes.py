@@ -7,8 +7,8 @@
 The scale s follows from the mean. With shape < 1 the young fail more often, with shape > 1 the old;
 an exponent > 1 makes short times rare.
 
-Source: exponentiated Weibull: Mudholkar and Srivastava (IEEE Trans. Reliability 42, 1993), as
-Decoupled DiLoCo (arXiv 2604.21428) draws the time until a chip is back.
+Source: Decoupled DiLoCo (arXiv 2604.21428), time until a chip is back; exponentiated Weibull:
+Mudholkar and Srivastava, 1993.
 """
 
 from __future__ import annotations

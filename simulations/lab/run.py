@@ -257,7 +257,8 @@ class _Norms:
     orthogonal and their plain mean is taken. Known of one fragment that is merged as it is
     published; otherwise there is no ratio.
 
-    Source: Decoupled DiLoCo (arXiv 2604.21428); DiLoCo (arXiv 2311.08105), cosine similarity.
+    Source: Decoupled DiLoCo (arXiv 2604.21428), radial-directional averaging; DiLoCo (arXiv
+    2311.08105), cosine similarity.
     """
 
     def __init__(self, config: Config, trainings: Mapping[str, LabTraining]) -> None:

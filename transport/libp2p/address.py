@@ -7,7 +7,7 @@
 The identity is the hash of a public key: whoever answers proves that it is that peer, wherever it
 is. Pure.
 
-Source: https://github.com/multiformats/multiaddr (text and bytes), libp2p specs/peer-ids.
+See https://github.com/multiformats/multiaddr (text and bytes), libp2p specs/peer-ids.
 """
 
 from __future__ import annotations

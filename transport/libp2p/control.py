@@ -3,7 +3,7 @@
 Each is a protobuf message with its length before it. Written out here, because hivemind's own
 module of them cannot be imported without all of hivemind, and that loads torch.
 
-Source: p2pd.proto of https://github.com/learning-at-home/go-libp2p-daemon.
+See p2pd.proto of https://github.com/learning-at-home/go-libp2p-daemon.
 """
 
 from __future__ import annotations

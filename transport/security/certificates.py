@@ -14,7 +14,7 @@ compares, and the issuer takes the name from the certificate of whoever asks.
 Owns contents and judgement, no file and no clock: `now` is given. Keys are EC P-256, signatures
 SHA-256. Every refusal is a `CertificateError` that says why in words.
 
-Source: RFC 5280 (certificates), RFC 2986 (requests).
+See RFC 5280 (certificates), RFC 2986 (requests).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ of the inside phases as they are measured by themselves on this machine.
 Links are shaped in the process, or emulated (network namespaces); there TCP's payload is at most
 1448 of 1500 bytes, and the ideal is of that.
 
-Source: hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
+As the hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-haul training).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The island of `diloco bench overhead`: trains in blocks, and times them. Runs in a process.
 
-Source: see `diloco.bench.outer_loop.overhead`.
+See `diloco.bench.outer_loop.overhead`.
 """
 
 from __future__ import annotations

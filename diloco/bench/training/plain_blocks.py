@@ -1,6 +1,6 @@
 """The blocks of `diloco bench plain`: two loops train in turns, and are timed. Runs in a process.
 
-Source: see `diloco.bench.training.plain`.
+See `diloco.bench.training.plain`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ same text, `diloco baseline` sums gradients in every inner step, `diloco local` 
 pseudo-gradients every H. Links are shaped in the process, or emulated (network namespaces), where
 packets get lost, too: there coordinator and syncer stand at the first island.
 
-Source: the time model of `diloco.baseline.time_model`; DiLoCo arXiv 2311.08105, Streaming DiLoCo
-2501.18512.
+Ideal times are those of `diloco.baseline.time_model`.
+
+Source: DiLoCo (arXiv 2311.08105), Algorithm 1; Streaming DiLoCo (arXiv 2501.18512), overlap.
 """
 
 from __future__ import annotations

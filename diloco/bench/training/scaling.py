@@ -6,7 +6,7 @@ more ranks than CPUs they share them, so the ideal is N ranks, or as many CPUs a
 one rank's speed; and what a strategy was seen to move must pass the link. CPU time a token says
 what a strategy costs without the bound of the CPUs, whatever else the machine does.
 
-Source: strong scaling; the strategies are those of `diloco.config.mesh`.
+This is strong scaling; the strategies are those of `diloco.config.mesh`.
 """
 
 from __future__ import annotations

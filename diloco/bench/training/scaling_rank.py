@@ -42,7 +42,7 @@ def run_delay_s() -> float:
     Raises:
         ConfigError: If the kernel does not tell.
 
-    Source: Linux, Documentation/scheduler/sched-stats (schedstat of a task, second field).
+    See Linux, Documentation/scheduler/sched-stats (schedstat of a task, second field).
     """
     try:
         return int(Path(_SCHEDSTAT).read_text().split()[1]) * _NANO
@@ -56,7 +56,7 @@ def run_delay_s() -> float:
 def carried_bytes(interface: str) -> tuple[int, int]:
     """Bytes that came in and went out at an interface of this process's network so far.
 
-    Source: Linux, /proc/net/dev, first and ninth column.
+    See Linux, /proc/net/dev, first and ninth column.
     """
     for line in Path(_INTERFACES).read_text().splitlines():
         name, _, columns = line.partition(":")

@@ -7,7 +7,7 @@ its own. Each writes down its last collectives, as PyTorch's flight recorder has
 
 Costs nothing while all is well, but for what the recorder takes: 15 us a collective.
 
-Source: measured on gloo: `monitored_barrier` needs connections that a timeout has closed.
+Measured on gloo: `monitored_barrier` needs connections that a timeout has closed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Pure: reads and writes no file and needs no `transformers`. A parameter has the 
 either name, but for two things: stacked experts are one tensor each there, and what is rotated
 under latent attention lies in interleaved pairs there, in halves here.
 
-Source: configurations and models of transformers 5 (config.json of 4 is read too).
+See the configurations and models of transformers 5 (config.json of 4 is read too).
 """
 
 from __future__ import annotations

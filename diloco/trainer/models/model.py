@@ -305,7 +305,7 @@ def initialise_(model: Llama, seed: int) -> None:
         model: Materialised model; parameters may be plain tensors or DTensors, float32.
         seed: Seed of the run.
 
-    Source: GPT-2's scaled initialisation.
+    Residual outputs are scaled as in GPT-2.
     """
     residual_std = INIT_STD / math.sqrt(2 * model.shape.num_layers)
     for name, parameter in model.named_parameters():

@@ -4,7 +4,7 @@ Pure: reads and writes no file and needs no `torchtitan`. Its attention rotates 
 (2 i, 2 i + 1) of a head, ours and Hugging Face's the halves (i, i + E / 2), so that the rows of
 queries and keys, and these alone, are in another order.
 
-Source: `Llama3StateDictAdapter` of torchtitan, which says the same of Hugging Face's Llama.
+See `Llama3StateDictAdapter` of torchtitan, which says the same of Hugging Face's Llama.
 """
 
 from __future__ import annotations

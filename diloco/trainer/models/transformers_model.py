@@ -4,7 +4,7 @@ The model's own code computes; nothing of it is copied or changed. Parameters ke
 transformers gives them, a tied head is called by its embedding's. Buffers (rotary frequencies) are
 computed, never synchronised.
 
-Source: transformers 5.
+See transformers 5.
 """
 
 from __future__ import annotations

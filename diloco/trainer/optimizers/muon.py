@@ -14,7 +14,7 @@ and get the same bits.
 
 Knows DTensors, neither model nor names.
 
-Source: Muon (https://kellerjordan.github.io/posts/muon); factor and decay: Moonlight (arXiv
+Source: https://kellerjordan.github.io/posts/muon; factor and decay: Moonlight (arXiv
 2502.16982); under DiLoCo: MuLoCo (arXiv 2505.23725).
 """
 
@@ -66,7 +66,7 @@ def orthogonalise(matrix_MN: Tensor) -> Tensor:
     Returns:
         Shape [M, N].
 
-    Source: https://kellerjordan.github.io/posts/muon, with its coefficients.
+    See https://kellerjordan.github.io/posts/muon, with its coefficients.
     """
     is_tall = matrix_MN.shape[0] > matrix_MN.shape[1]
     x = matrix_MN.T if is_tall else matrix_MN

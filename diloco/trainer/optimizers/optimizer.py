@@ -3,8 +3,9 @@
 There is no scheduler object: the rate is set from the number before each step, so nothing but the
 optimizer's own moments has to be stored.
 
-Source: AdamW (arXiv 1711.05101); cosine with warm-up as in DiLoCo (arXiv 2311.08105);
-warm-up, stable, decay: arXiv 2404.06395, with the shape 1 - sqrt of arXiv 2405.18392.
+Source: AdamW (arXiv 1711.05101); cosine with warm-up: DiLoCo (arXiv 2311.08105),
+hyperparameters; warm-up, stable, decay: arXiv 2404.06395, with the shape 1 - sqrt of arXiv
+2405.18392.
 """
 
 from __future__ import annotations
