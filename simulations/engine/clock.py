@@ -19,12 +19,16 @@ Steps: TypeAlias = Generator[simpy.Event, Any, None]
 
 
 class Engine(simpy.Environment):
-    """Virtual time in seconds from 0, and the randomness of one simulation."""
+    """Virtual time in seconds from 0, and the randomness of one simulation.
+
+    `has_stopped` is set by a part of it that cannot go on; who steps it looks there.
+    """
 
     def __init__(self, seed: int) -> None:
         """Begin at 0; `seed` decides every stream."""
         super().__init__(0.0)
         self._seed = seed
+        self.has_stopped = False
 
     def stream(self, *names: str) -> random.Random:
         """Give a generator that only the seed and `names` decide, whatever else is drawn."""

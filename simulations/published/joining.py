@@ -1,6 +1,6 @@
 """What it costs to take an island into a run that goes on: nobody waits, the new one copies first.
 
-By events, of the project's own rounds and entry (`decoupled.DecoupledRun`): the island that comes
+By events, of the project's own rounds and entry (`scenarios.utilization`): the island that comes
 late is granted, fetches what is published of every fragment over its own line, and trains.
 """
 
@@ -15,9 +15,12 @@ from diloco.simulations.engine.timeline import Span
 from diloco.simulations.published.check_row import Comparison
 from diloco.simulations.runs.actors import Publication
 from diloco.simulations.scenarios.bandwidth import at_bandwidth
-from diloco.simulations.scenarios.decoupled import DecoupledRun
 from diloco.simulations.scenarios.scenario import Scenario
-from diloco.simulations.scenarios.utilization import layered_plan
+from diloco.simulations.scenarios.utilization import (
+    island_names,
+    layered_plan,
+    simulate_scenario,
+)
 
 _COPY_BITS = 32  # of a parameter that enters
 #: Rounds until the island joins, of which the last is what its coming is held against.
@@ -61,35 +64,28 @@ def simulate_join(scenario: Scenario, copy_steps: float, seed: int = 1) -> Joini
     bandwidth_bps = _COPY_BITS * scenario.params / (copy_steps * step_s)
     period_s = scenario.inner_steps_per_round * step_s
     joins_at = _ROUNDS_BEFORE * period_s
-    run = DecoupledRun(
+    *others, new = island_names(scenario)
+    run = simulate_scenario(
         scenario,
         at_bandwidth(scenario.profile, bandwidth_bps),
         layered_plan(scenario),
         seed,
         syncer_bps=scenario.islands * bandwidth_bps,
-        is_over=lambda island: False,
-        absences={f"island-{scenario.islands - 1:04d}": [Absence(0.0, joins_at)]},
+        end_s=joins_at + max(period_s, (copy_steps + 3) * step_s),
+        absences={new: [Absence(0.0, joins_at)]},
     )
-    *others, new = run.sites
-    for site in run.sites:
-        run.engine.process(site.live())
-    run.engine.run(until=joins_at)
-    limit_s = joins_at + 2 * (copy_steps * step_s + period_s)  # for what never comes
-    while not new.island.sums.inner_steps and run.engine.now < limit_s:
-        run.engine.step()
-    first_s, first_step_s = run.engine.now, new.island.sums.compute_s
-    if first_s < joins_at + period_s:
-        run.engine.run(until=joins_at + period_s)
-    lasted_s = run.engine.now - joins_at
-    versions = run.syncer.publications
+    begun_s = min(s.begin_s for s in run.spans if (s.island, s.kind) == (new, "compute"))
+    first_s = begun_s + step_s
+    until_s = max(first_s, joins_at + period_s)
+    versions = run.publications
     num_before = len(_between(versions, joins_at - period_s, joins_at))
-    num_after = len(_between(versions, joins_at, run.engine.now))
+    num_after = len(_between(versions, joins_at, until_s))
     return Joining(
-        waited_steps=(first_s - joins_at - first_step_s) / step_s,
-        lost_steps=max(_idle_s(run.spans, site.name, joins_at) for site in others) / step_s,
-        pace=num_after / lasted_s / (num_before / period_s),
-        counted=_counted(_between(versions, joins_at, first_s), new.name),
-        counted_before=_counted(_between(versions, joins_at - period_s, joins_at), new.name),
+        waited_steps=(begun_s - joins_at) / step_s,
+        lost_steps=max(_idle_s(run.spans, name, joins_at) for name in others) / step_s,
+        pace=num_after / (until_s - joins_at) / (num_before / period_s),
+        counted=_counted(_between(versions, joins_at, first_s), new),
+        counted_before=_counted(_between(versions, joins_at - period_s, joins_at), new),
     )
 
 

@@ -255,6 +255,7 @@ class SimulatedSyncer:
                     self._engine.process(self._expire(served, instruction))
                 case Lost():
                     self.lost = self.lost or instruction.reason
+                    self._engine.has_stopped = True
                 case Published():
                     pass
         self._wake(served)

@@ -187,6 +187,7 @@ class SimulatedDecider:
                     yield from self._perform(standing, follow)
                 case Lost(reason=reason):
                     self.lost = self.lost or reason
+                    self._engine.has_stopped = True
         self._sequence += 1
         self._changed.set()
         self._wake(standing)

@@ -82,8 +82,27 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a fragment that leaves an island by itself.
+
+    Attributes:
+        at: When it is ready, as a share of the inner step after which the fragment is sent.
+        share: Of the fragment's bytes.
+        inside_s: Seconds that it takes inside the island first, one piece after the other.
+    """
+
+    at: float
+    share: float
+    inside_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Exchanging:
-    """What all islands of a run have in common."""
+    """What all islands of a run have in common.
+
+    Of a scenario, which run files have not: `pieces` of every fragment, which leave one after the
+    other while the step is under way; and whether calls take the delay of a line (`has_calls`).
+    """
 
     schedule: Schedule
     sizes: Sequence[FragmentSize]
@@ -91,6 +110,8 @@ class Exchanging:
     on_arrival: bool
     plain_up: bool
     plain_down: bool
+    pieces: Sequence[Sequence[Piece]] = ()
+    has_calls: bool = True
 
 
 @dataclass(slots=True)
@@ -164,7 +185,18 @@ class _Way:
     up: Path
     down: Path
     carried: dict[int, IslandFragment]
+    has_calls: bool
     epoch: int = 0
+
+    @property
+    def ask_s(self) -> float:
+        """Seconds until a call has arrived."""
+        return self.up.link.delay_s if self.has_calls else 0.0
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds until its answer has."""
+        return self.down.link.delay_s if self.has_calls else 0.0
 
 
 class SimulatedIsland:
@@ -195,10 +227,18 @@ class SimulatedIsland:
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
         self._carried = [IslandFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
         self._ways = [
-            _Way(syncer, up, down, {p: self._carried[p] for p in syncer.fragment_ids})
+            _Way(
+                syncer,
+                up,
+                down,
+                {p: self._carried[p] for p in syncer.fragment_ids},
+                common.has_calls,
+            )
             for syncer, (up, down) in ways.items()
         ]
         self._way_of = {p: way for way in self._ways for p in way.carried}
+        self._inside, self._line = simpy.Resource(engine, 1), simpy.Resource(engine, 1)
+        self._leaving: dict[int, simpy.Process] = {}
         schedule = common.schedule
         self._pace: Pace = ArrivalPace() if common.on_arrival else ScheduledPace(schedule)
         self._news = Signal(engine)
@@ -227,7 +267,7 @@ class SimulatedIsland:
         entered: list[Entered] = []
         for way in self._ways:
             way.syncer.granted(self.name, self.incarnation)
-            yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
+            yield self._engine.timeout(way.ask_s + self._costs.call_s)
             # On arrival rounds go on without it: as `diloco.island.exchange.entry`, it takes what
             # is newest.
             while not (self._common.on_arrival or way.syncer.is_steady):
@@ -237,7 +277,7 @@ class SimulatedIsland:
                 carried.hear(state)
                 carried.anchor_version = state.version
             num_bytes = sum(self._common.sizes[p].float32_bytes for p in way.carried)
-            yield self._engine.timeout(way.down.link.delay_s + way.up.link.delay_s)
+            yield self._engine.timeout(way.answer_s + way.ask_s)
             yield self._network.cross(way.down, num_bytes, self._common.sizes[0].lanes)
             self.sums.bytes_down += num_bytes
         for ledger, carried in zip(self._ledgers, self._carried, strict=True):
@@ -290,9 +330,16 @@ class SimulatedIsland:
         return min(steps)
 
     def _compute(self, num_steps: int) -> Steps:
-        began = self._engine.now
-        seconds = sum(self._training.step_s() for _ in range(num_steps))
-        yield self._engine.timeout(seconds)
+        began, schedule = self._engine.now, self._common.schedule
+        durations = [self._training.step_s() for _ in range(num_steps)]
+        seconds = sum(durations)
+        due = schedule.due(self.inner_step + num_steps) if self._common.pieces else ()
+        last_s = durations[-1] if due else seconds
+        if seconds > last_s:
+            yield self._engine.timeout(seconds - last_s)
+        for p in due:
+            self._leaving[p] = self._crew.spawn(self._releasing(p, last_s))
+        yield self._engine.timeout(last_s)
         self.inner_step += num_steps
         self.sums.inner_steps += num_steps
         self.sums.compute_s += seconds
@@ -413,21 +460,45 @@ class SimulatedIsland:
             began = self._engine.now
             calls_s = costs.call_s + size.lanes * costs.lane_s
             yield self._engine.timeout(calls_s)
-            yield self._network.cross(way.up, size.bytes_up, size.lanes)
+            if (leaving := self._leaving.pop(p, None)) is not None:
+                yield leaving
+                yield self._network.cross(way.up, 0)
+            else:
+                yield self._network.cross(way.up, size.bytes_up, size.lanes)
             self.sums.bytes_up += size.bytes_up
             spread_s = self._spread_s(began + calls_s, way.up, size.bytes_up, size.lanes)
             left_s = left_over(costs.byte_s * size.bytes_up, spread_s, size.lanes)
             yield self._engine.timeout(left_s)
             admission = yield from way.syncer.receive(self.name, self.incarnation, sent, spread_s)
-            yield self._engine.timeout(way.down.link.delay_s)
+            yield self._engine.timeout(way.answer_s)
             self._span(p, "send", began)  # until it is answered, as a real run tells it
             if admission is not Admission.NOT_OPEN:
                 return
             yield self._engine.any_of([self._news.next, self._engine.timeout(NOT_OPEN_WAIT_S)])
 
+    def _releasing(self, p: int, step_s: float) -> Steps:
+        """Have the pieces of a fragment leave as the inner step that begins now readies them."""
+        began, leaving = self._engine.now, []
+        for piece in self._common.pieces[p]:
+            if (until := began + piece.at * step_s) > self._engine.now:
+                yield self._engine.timeout(until - self._engine.now)
+            leaving.append(self._engine.process(self._leave(p, piece)))
+        yield self._engine.all_of(leaving)
+
+    def _leave(self, p: int, piece: Piece) -> Steps:
+        way, size = self._way_of[p], self._common.sizes[p]
+        if piece.inside_s:
+            with self._inside.request() as turn:
+                yield turn
+                yield self._engine.timeout(piece.inside_s)
+        if size.bytes_up:
+            with self._line.request() as turn:
+                yield turn
+                yield self._network.send(way.up, piece.share * size.bytes_up, size.lanes)
+
     def _declining(self, p: int, sent: Outstanding) -> Steps:
         way = self._way_of[p]
-        yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
+        yield self._engine.timeout(way.ask_s + self._costs.call_s)
         way.syncer.refuse(self.name, self.incarnation, sent.key, "declined: nothing to tell")
 
     def _polling(self, way: _Way) -> Steps:
@@ -442,7 +513,7 @@ class SimulatedIsland:
                 if carried.outstanding is not None and carried.outcome is None
             ]
             step_s = self._step_s
-            yield self._engine.timeout(way.up.link.delay_s + self._costs.call_s)
+            yield self._engine.timeout(way.ask_s + self._costs.call_s)
             way.syncer.stepped(self.name, step_s)
             overdue = None if step_s else self._engine.timeout(UNTIMED_POLL_S)
             while True:
@@ -451,7 +522,7 @@ class SimulatedIsland:
                 if reply is not None or (overdue is not None and overdue.processed):
                     break
                 yield changed if overdue is None else self._engine.any_of([changed, overdue])
-            yield self._engine.timeout(way.down.link.delay_s)
+            yield self._engine.timeout(way.answer_s)
             if reply is not None:
                 self._hear(way, reply)
 
@@ -490,7 +561,7 @@ class SimulatedIsland:
         p = carried.fragment_id
         way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
         began = self._engine.now
-        yield self._engine.timeout(way.up.link.delay_s + costs.call_s)
+        yield self._engine.timeout(way.ask_s + costs.call_s)
         is_plain = carried.state.is_flush
         # An island that leaps takes the payloads of all the versions between.
         num_versions = version - carried.anchor_version

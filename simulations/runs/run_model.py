@@ -282,10 +282,24 @@ class _World:
             record=record,
         )
 
+    def run(
+        self, sites: Sequence[Site], authorities: Sequence[SimulatedSyncer | SimulatedDecider]
+    ) -> SimulatedRun:
+        """Run to the end of all islands."""
+        return run_to_the_end(
+            self.engine,
+            sites,
+            authorities,
+            self.spans,
+            self.config.outer.inner_steps_per_round,
+            warm_up_rounds=self.warm_up_rounds,
+            is_flushed=self.is_flushed,
+        )
+
 
 def _through_syncers(world: _World, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
     config, engine, plan = world.config, world.engine, world.plan
-    record = _Recorder(world.spans)
+    record = Recorder(world.spans)
     syncers = [
         SimulatedSyncer(
             engine,
@@ -308,12 +322,12 @@ def _through_syncers(world: _World, line: SharedLine, tcp: Tcp | None) -> Simula
     here = [site for site in sites if site.is_here]
     for syncer in syncers:
         syncer.found([site.name for site in here], [site.name for site in sites])
-    return _run(world, sites, syncers)
+    return world.run(sites, syncers)
 
 
 def _among_themselves(world: _World, mesh: Mesh) -> SimulatedRun:
     config, engine, plan = world.config, world.engine, world.plan
-    record, retry = _Recorder(world.spans), config.transport.retry
+    record, retry = Recorder(world.spans), config.transport.retry
     decider = SimulatedDecider(engine, plan.fragments, world.rules, world.costs)
     setting = PeerSetting(
         sorted(config.islands),
@@ -343,7 +357,7 @@ def _among_themselves(world: _World, mesh: Mesh) -> SimulatedRun:
         site.island.sums = peer.sums  # which count what crosses its line
         sites.append(site)
         peer.granted(name, 1)
-    return _run(world, sites, [decider])
+    return world.run(sites, [decider])
 
 
 def run_plan(config: Config) -> Plan:
@@ -364,14 +378,29 @@ def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
     return sizes
 
 
-def _run(
-    world: _World,
+def run_to_the_end(
+    engine: Engine,
     sites: Sequence[Site],
     authorities: Sequence[SimulatedSyncer | SimulatedDecider],
+    spans: Sequence[Span],
+    period: int,
+    *,
+    warm_up_rounds: int,
+    is_flushed: bool = False,
 ) -> SimulatedRun:
-    engine, period = world.engine, world.config.outer.inner_steps_per_round
+    """Have the islands of a run train, from now to the end of all of them or of the run.
+
+    Args:
+        engine: The clock.
+        sites: Islands, which have not begun.
+        authorities: Who decides their rounds.
+        spans: Where what happens is recorded.
+        period: H.
+        warm_up_rounds: See `simulate_run`.
+        is_flushed: Whether a flush is the end.
+    """
     everybody = engine.all_of([engine.process(site.live()) for site in sites])
-    while not everybody.processed and not any(each.lost for each in authorities):
+    while not (everybody.processed or engine.has_stopped):
         engine.step()
     lost = next((each.lost for each in authorities if each.lost), "")
     # Of islands that are away when the run ends nobody waits for the return.
@@ -381,9 +410,9 @@ def _run(
     for island in (site.island for site in sites):
         now = island.sums.copy(ended_s)
         whole[island.name] = _figures(Sums(), now, period)
-        ends = island.rounds[: -1 if world.is_flushed and len(island.rounds) > 2 else None]
+        ends = island.rounds[: -1 if is_flushed and len(island.rounds) > 2 else None]
         steady[island.name] = (
-            _figures(ends[max(1, min(world.warm_up_rounds, len(ends) // 2)) - 1], ends[-1], period)
+            _figures(ends[max(1, min(warm_up_rounds, len(ends) // 2)) - 1], ends[-1], period)
             if len(ends) > 1
             else whole[island.name]
         )
@@ -394,7 +423,7 @@ def _run(
         tuple(sorted(publications, key=lambda each: each.published_s)),
         sum(each.num_expired for each in authorities),
         lost,
-        tuple(world.spans),
+        tuple(spans),
         {site.name: tuple(site.was_away) for site in sites},
     )
 
@@ -465,14 +494,16 @@ def _training(engine: Engine, config: Config, name: str, step_s: float, noise: f
     return Training(island.tokens_per_inner_step, island.ranks, draws)
 
 
-class _Recorder:
+class Recorder:
     """Keeps spans; inner steps that follow one another are one."""
 
     def __init__(self, spans: list[Span]) -> None:
+        """Append to `spans`."""
         self._spans = spans
         self._computing: dict[str, int] = {}
 
     def __call__(self, span: Span) -> None:
+        """Keep a span that took time."""
         if span.kind == "compute":
             index = self._computing.get(span.island)
             if index is not None and self._spans[index].end_s == span.begin_s:

@@ -26,12 +26,12 @@ from diloco.simulations.goodput.rounds import FragmentSyncer
 from diloco.simulations.published import check
 from diloco.simulations.published import goodput as published
 from diloco.simulations.published.check_row import Comparison, Miss
-from diloco.simulations.scenarios import decoupled, utilization
+from diloco.simulations.scenarios import utilization
 
 _rounds = RoundsConfig.rounds
-_rules = decoupled._rules
+_rules = utilization.syncer_rules
 _draw = Lifetimes.draw
-_sent_bits = utilization._Simulation._sent_bits
+_line_bits = utilization.line_bits
 
 
 def _all_known_or_none(self: Any, members: Any) -> tuple[float, float] | None:
@@ -55,8 +55,8 @@ class _TwoStepsLater:
 #: What is broken -> (target, part of the rows that must fail, whose attribute, which, its break).
 BREAKS: dict[str, tuple[str, str, Any, str, Any]] = {
     "diloco-sends-all-twice": (
-        "A4", "outer share", utilization._Simulation, "_sent_bits",
-        lambda self, *given: _sent_bits(self, *given) * (1 + (self._scenario.method == "diloco")),
+        "A4", "outer share", utilization, "line_bits",
+        lambda scenario: _line_bits(scenario) * (1 + (scenario.method == "diloco")),
     ),
     "diloco-overlaps": ("A11", "utilisation", utilization, "Schedule", _TwoStepsLater),
     "short-rounds-overlap": ("A12", "utilisation", utilization, "Schedule", _TwoStepsLater),
@@ -82,7 +82,8 @@ BREAKS: dict[str, tuple[str, str, Any, str, Any]] = {
         "A9", "a copy of", MeasuredTiming, "slack_terms", _all_known_or_none,
     ),
     "rounds-wait-for-who-joins": (
-        "A9", "a copy of", decoupled, "_rules", lambda *given: replace(_rules(*given), quorum=None),
+        "A9", "a copy of", utilization, "syncer_rules",
+        lambda *given: replace(_rules(*given), quorum=None),
     ),
     "three-outer-vectors": (
         "A14", "momentum", OuterOptimizer, "has_second_moment", property(lambda _: True),
@@ -115,7 +116,7 @@ def test_a_row_fails_when_what_it_is_a_row_of_is_broken(
 def test_known_misses_fail_when_lines_carry_what_they_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decoupled, "Pipe", lambda name, bandwidth_bps: Pipe(name, math.inf))
+    monkeypatch.setattr(utilization, "Pipe", lambda name, bandwidth_bps: Pipe(name, math.inf))
 
     verdicts = [row.verdict for row in check.check(["A10"]) if row.what.startswith("decoupled")]
 

@@ -173,7 +173,7 @@ def test_the_same_seed_gives_the_same_figures(method: str) -> None:
     first, again, other = (simulate(drawn, seed=seed) for seed in (1, 1, 2))
 
     assert first == again
-    assert first.spans != other.spans
+    assert first != other
 
 
 def test_streaming_table4_is_reproduced_by_general_code() -> None:

@@ -106,7 +106,7 @@ def check(
 
     Simulates the bandwidth that methods need (75 cells), goodput under failures (30 cells, 30 days
     each), unequal learners, scavenging, joins, utilisation and failure rates from the published
-    inputs, and counts bytes, memory and checkpoints. About a quarter of a minute.
+    inputs, and counts bytes, memory and checkpoints. Some twenty seconds of one CPU.
 
     Read a row from the left: target, what, the published figure, how far off ours may be, ours. A
     fail is a defect of the simulators, or of a change to the rounds that they drive: diloco sim
