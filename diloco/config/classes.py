@@ -18,7 +18,13 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_or
 
 import annotated_types
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import no_info_before_validator_function
 
@@ -40,12 +46,57 @@ Policy: TypeAlias = Annotated[T, ConfigClass.POLICY]
 Local: TypeAlias = Annotated[T, ConfigClass.LOCAL]
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Mark of a key that counts only where another key has one of some values.
+
+    Attributes:
+        key: The other key: an earlier one of the same section, or a dotted path from the root.
+        values: Which; none: whatever is true, above 0, or not empty.
+    """
+
+    key: str
+    values: tuple[object, ...]
+
+    def __init__(self, key: str, *values: object) -> None:
+        """Say which key, and which of its values."""
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "values", values)
+
+    def __str__(self) -> str:
+        """Write it as it is typed: `merge = "on_arrival"`."""
+        if not self.values:
+            return self.key
+        return f"{self.key} = {' or '.join(map(json.dumps, self.values))}"
+
+    def is_met(self, value: object) -> bool:
+        """Say whether the other key's value is one of them."""
+        return value in self.values if self.values else bool(value)
+
+    def problem(self, value: object) -> str:
+        """Say what to do if the other key's value is none of them; empty if it is."""
+        if self.is_met(value):
+            return ""
+        shown = json.dumps(value, default=str)
+        return f"needs {self}, and it is {shown}: set that, or leave this out"
+
+
 class Section(BaseModel):
     """A component's configuration: immutable, no unknown keys, no silent conversion, no NaN."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _check_needs(cls, value: Any, info: ValidationInfo) -> Any:  # of each field's own type
+        """Refuse a value that would change nothing, or that another key's value excludes."""
+        field = cls.model_fields[info.field_name or ""]
+        for mark in _needs(field, value):
+            if mark.key in info.data and (problem := mark.problem(info.data[mark.key])):
+                raise ValueError(problem)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +186,29 @@ def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, ConfigClas
             yield from leaves(value, f"{path}.")
 
 
+def unmet_needs(root: Section) -> Iterator[tuple[str, object, str]]:
+    """Name values that need what another section of `root` does not say: path, value, problem."""
+    for path, field, value in _fields(root):
+        for mark in _needs(field, value):
+            table, _, key = mark.key.rpartition(".")
+            if table and (problem := mark.problem(getattr(getattr(root, table), key))):
+                yield path, value, problem
+
+
+def _needs(field: FieldInfo, value: object) -> list[Needs]:
+    """Give what a key's value needs; its default needs nothing."""
+    return [m for m in field.metadata if isinstance(m, Needs) and value != field.default]
+
+
+def _fields(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        yield f"{prefix}{name}", field, value
+        for key, held in value.items() if is_named(field) else (("", value),):
+            if isinstance(held, Section):
+                yield from _fields(held, f"{prefix}{name}.{key}{'.' * bool(key)}")
+
+
 def allowed_values(field: FieldInfo) -> str:
     """Describe the range or the choices of a field; empty where its type says all."""
     if get_origin(field.annotation) is Literal:
@@ -174,7 +248,8 @@ def explain(section: type[Section], prefix: str = "") -> list[FieldRow]:
         inner, mark, path = section_of(field), class_of(field), f"{prefix}{name}"
         if mark is not None:
             default = "-" if field.is_required() else json.dumps(field.get_default())
-            description = field.description or ""
+            needs = [f"needs {each}" for each in field.metadata if isinstance(each, Needs)]
+            description = "; ".join([field.description or "", *needs])
             rows.append(FieldRow(path, mark, default, allowed_values(field), description))
         if inner is not None:
             rows += explain(inner, f"{path}.NAME." if is_named(field) else f"{path}.")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Identity, Local, Policy, Section
+from diloco.config.classes import Identity, Local, Needs, Policy, Section
 from diloco.config.fields import tuples
 
 
@@ -36,13 +36,13 @@ class SourceConfig(Section):
     hub: Identity[str] = Field(
         default="", description="Data set of the hub, instead of files: OWNER/NAME"
     )
-    subset: Identity[str] = Field(
+    subset: Annotated[Identity[str], Needs("hub")] = Field(
         default="", description="Configuration of the hub's data set; empty: its default"
     )
-    split: Identity[str] = Field(
+    split: Annotated[Identity[str], Needs("hub")] = Field(
         default="train", min_length=1, description="Split of the hub's data set"
     )
-    revision: Local[str] = Field(
+    revision: Annotated[Local[str], Needs("hub")] = Field(
         default="main",
         min_length=1,
         description="Branch, tag or commit of the hub's data set; islands need the same commit",
@@ -50,7 +50,7 @@ class SourceConfig(Section):
     field: Identity[str] = Field(
         default="text", min_length=1, description="Column or key of a record that is the document"
     )
-    document: Identity[Literal["paragraph", "line", "file"]] = Field(
+    document: Annotated[Identity[Literal["paragraph", "line", "file"]], Needs("files")] = Field(
         default="paragraph",
         description="What one document of a text file is: a paragraph ends at an empty line",
     )
@@ -74,15 +74,6 @@ class SourceConfig(Section):
             )
         return value
 
-    @field_validator("subset", "split", "revision", "document")
-    @classmethod
-    def _check_has_effect(cls, value: str, info: ValidationInfo) -> str:
-        hub, name = info.data.get("hub"), str(info.field_name)
-        is_of_files = name == "document"
-        if hub is not None and value != cls.model_fields[name].default and bool(hub) == is_of_files:
-            raise ValueError(f"has no effect on {'hub' if hub else 'files'}; remove it")
-        return value
-
 
 class DataConfig(Section):
     """Where text comes from and how it becomes sequences of tokens."""
@@ -96,22 +87,22 @@ class DataConfig(Section):
     sources: Identity[dict[SourceName, SourceConfig]] = Field(
         default={}, description="Streams by name, mixed by weight; the names must agree everywhere"
     )
-    tokenizer: Local[str] = Field(
+    tokenizer: Annotated[Local[str], Needs("source", "streams")] = Field(
         default="bytes",
         min_length=1,
         description='Of streams: "bytes", or a Hugging Face tokenizer as a tokenizer.json, a '
         "directory that holds one, or a hub name",
     )
-    separator: Identity[str] = Field(
+    separator: Annotated[Identity[str], Needs("source", "streams")] = Field(
         default="",
         description="Token of the tokenizer that ends a document; empty: its eos_token, bytes: 255",
     )
-    held_out_documents: Identity[int] = Field(
+    held_out_documents: Annotated[Identity[int], Needs("source", "streams")] = Field(
         default=500,
         ge=1,
         description="First documents of each stream, kept for evaluation: no island trains on them",
     )
-    shuffle_window: Identity[int] = Field(
+    shuffle_window: Annotated[Identity[int], Needs("source", "streams")] = Field(
         default=512, ge=1, description="Sequences of a stream that are shuffled together; 1: none"
     )
     handover_samples: Policy[int] = Field(
@@ -143,14 +134,9 @@ class DataConfig(Section):
             raise ValueError('data.source = "stdlib" is given beside it; remove one of the two')
         return value
 
-    @field_validator("tokenizer", "separator", "held_out_documents", "shuffle_window")
+    @field_validator("separator")
     @classmethod
-    def _check_has_effect(cls, value: str | int, info: ValidationInfo) -> str | int:
-        default = cls.model_fields[str(info.field_name)].default
-        if info.data.get("source") == "stdlib" and value != default:
-            raise ValueError(
-                'has no effect on data.source = "stdlib"; give a table [data.sources.NAME]'
-            )
-        if info.field_name == "separator" and value and info.data.get("tokenizer") == "bytes":
+    def _check_separator(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("tokenizer") == "bytes":
             raise ValueError('has no effect on data.tokenizer = "bytes"; remove it')
         return value

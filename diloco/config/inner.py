@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from diloco.config.classes import Policy, Section
+from diloco.config.classes import Needs, Policy, Section
 from diloco.config.fields import Beta, Problem, tuples
 
 #: PATTERN=NUMBER, the first that matches counts.
@@ -36,10 +36,10 @@ class InnerOptimizerConfig(Section):
         le=1,
         description="Learning rate at the end of cosine and wsd, as a share of lr",
     )
-    decay_ratio: Policy[float] = Field(
+    decay_ratio: Annotated[Policy[float], Needs("schedule", "wsd")] = Field(
         default=0.2, gt=0, le=1, description="Share of the run, its last, in which wsd decays"
     )
-    decay_shape: Policy[Literal["linear", "1-sqrt"]] = Field(
+    decay_shape: Annotated[Policy[Literal["linear", "1-sqrt"]], Needs("schedule", "wsd")] = Field(
         default="1-sqrt", description="How wsd decays: 1 - x or 1 - sqrt(x), x from 0 to 1"
     )
     betas: Policy[Annotated[tuple[Beta, Beta], BeforeValidator(tuples)]] = Field(
@@ -49,10 +49,10 @@ class InnerOptimizerConfig(Section):
     eps: Policy[float] = Field(
         default=1e-8, gt=0, description="Added to the root of the second moment"
     )
-    momentum: Policy[float] = Field(
+    momentum: Annotated[Policy[float], Needs("name", "muon")] = Field(
         default=0.95, ge=0, lt=1, description="Decay of muon's momentum (Nesterov)"
     )
-    adamw_by_name: Policy[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
+    adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon")] = Field(
         default=("*embed*", "*head.weight"),
         description="Matrices by name (* and ?) that muon leaves to AdamW",
     )
@@ -66,24 +66,6 @@ class InnerOptimizerConfig(Section):
         description="Weight decays instead of weight_decay, and of none for vectors: "
         "PATTERN=DECAY, the first that matches counts",
     )
-
-    @field_validator("decay_ratio", "decay_shape")
-    @classmethod
-    def _check_of_wsd(cls, value: float | str, info: ValidationInfo) -> float | str:
-        default = cls.model_fields[info.field_name or ""].default
-        if value != default and info.data.get("schedule") not in ("wsd", None):
-            raise ValueError('is of schedule = "wsd": leave it out, or choose that')
-        return value
-
-    @field_validator("momentum", "adamw_by_name")
-    @classmethod
-    def _check_of_muon(
-        cls, value: float | tuple[str, ...], info: ValidationInfo
-    ) -> float | tuple[str, ...]:
-        default = cls.model_fields[info.field_name or ""].default
-        if value != default and info.data.get("name") not in ("muon", None):
-            raise ValueError('is of name = "muon": leave it out, or choose that')
-        return value
 
     @field_validator("lr_by_name", "weight_decay_by_name")
     @classmethod

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from diloco.bounded_text import MOST_ENDING, MOST_REASON, MOST_TEXT
-from diloco.config.classes import Local, Section
+from diloco.config.classes import Local, Needs, Section
 from diloco.config.compute import (
     ActivationCheckpointing,
     CompileBackend,
@@ -59,7 +59,7 @@ class IslandConfig(Section):
     compile: Local[bool] = Field(
         default=False, description="Whether every block is compiled, by torch.compile"
     )
-    compile_backend: Local[CompileBackend] = Field(
+    compile_backend: Annotated[Local[CompileBackend], Needs("compile")] = Field(
         default="inductor",
         description="Of torch.compile; aot_eager generates no code, so starts at once and gains "
         "nothing: for tests",
@@ -104,30 +104,30 @@ class IslandConfig(Section):
         description="Inner steps between copies of every rank's inner optimizer and data position "
         "in host memory, from which an island whose ranks failed returns without storage; 0: none",
     )
-    memory_copies: Local[int] = Field(
+    memory_copies: Annotated[Local[int], Needs("memory_checkpoint_steps")] = Field(
         default=2,
         ge=1,
         description="Hosts of the island that keep each of these copies, the own one among them; "
         "an island of fewer hosts keeps one on each. Takes 16 bytes a parameter and host that "
         "keeps it",
     )
-    heal_optimizer: Local[bool] = Field(
+    heal_optimizer: Annotated[Local[bool], Needs("outer.exchange", "syncer")] = Field(
         default=False,
         description="Whether a start without a checkpoint or copy in memory of its own takes the "
         "inner optimizer of another island, as a run checkpoint has it: of the newest, and on "
         "arrival of the next cut",
     )
-    heal_wait: Local[Deadline] = Field(
+    heal_wait: Annotated[Local[Deadline], Needs("heal_optimizer")] = Field(
         default="45s",
         description="Time for which such a start waits for that before it begins with a new one; "
         "shorter than outer.round_deadline with merge scheduled, where the others wait for it",
     )
-    peer_listen: Local[str] = Field(
+    peer_listen: Annotated[Local[str], Needs("outer.exchange", "allreduce")] = Field(
         default="127.0.0.1:0",
-        description="HOST:PORT at which the island's leader serves the other islands, where "
-        "outer.exchange is allreduce; port 0: any free one, then kept",
+        description="HOST:PORT at which the island's leader serves the other islands; port 0: "
+        "any free one, then kept",
     )
-    peer_address: Local[str] = Field(
+    peer_address: Annotated[Local[str], Needs("outer.exchange", "allreduce")] = Field(
         default="",
         description="HOST:PORT at which the other islands reach it, or several; empty: what it "
         "listens on",
@@ -161,34 +161,6 @@ class IslandConfig(Section):
     def heal_wait_s(self) -> float:
         """Seconds for which a start waits for another island's inner optimizer."""
         return parse_duration(self.heal_wait)
-
-    @field_validator("heal_wait")
-    @classmethod
-    def _check_heal_wait(cls, value: str, info: ValidationInfo) -> str:
-        is_default = value == cls.model_fields["heal_wait"].default
-        if not (is_default or info.data.get("heal_optimizer", True)):
-            raise ValueError("heal_optimizer = false waits for none: leave it out, or set that")
-        return value
-
-    @field_validator("compile_backend")
-    @classmethod
-    def _check_backend(cls, value: CompileBackend, info: ValidationInfo) -> CompileBackend:
-        is_default = value == cls.model_fields["compile_backend"].default
-        if not (is_default or info.data.get("compile", True)):
-            raise ValueError("compile = false uses none: leave it out, or set that to true")
-        return value
-
-    @field_validator("memory_copies")
-    @classmethod
-    def _check_copies(cls, value: int, info: ValidationInfo) -> int:
-        if value != cls.model_fields["memory_copies"].default and (
-            info.data.get("memory_checkpoint_steps") == 0
-        ):
-            raise ValueError(
-                "memory_checkpoint_steps = 0 makes none: leave it out, or set that to the inner "
-                "steps between copies"
-            )
-        return value
 
     @field_validator("peer_listen", "peer_address")
     @classmethod
@@ -230,14 +202,7 @@ def _peer_problems(
 ) -> Iterator[Problem]:
     """Check where other islands reach this one."""
     if outer.exchange == "syncer":
-        fields = type(island).model_fields
-        for name in ("peer_listen", "peer_address"):
-            if (value := getattr(island, name)) != fields[name].default:
-                yield name, value, 'is of outer.exchange = "allreduce": with a syncer, leave it out'
         return
-    if island.heal_optimizer:
-        message = 'goes over the syncers: with outer.exchange = "allreduce" leave it out'
-        yield "heal_optimizer", True, message
     if beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
         if transport.kind == "hivemind" and not transport.tokens:
             yield "peer_listen", island.peer_listen, UNKNOWN_CALLERS

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Identity, Local, Section
+from diloco.config.classes import Identity, Local, Needs, Section
 from diloco.config.fields import with_preset
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.hugging_face import with_sizes
@@ -78,41 +78,38 @@ class RopeScalingConfig(Section):
         default="none",
         description="none; linear: all frequencies divided by factor; llama3, yarn: the slow ones",
     )
-    factor: Identity[float] = Field(default=1.0, ge=1, description="Stretch of the slowest")
-    original_max_sequence_length: Identity[int] = Field(
+    factor: Annotated[Identity[float], Needs("kind", "linear", "llama3", "yarn")] = Field(
+        default=1.0, ge=1, description="Stretch of the slowest"
+    )
+    original_max_sequence_length: Annotated[Identity[int], Needs("kind", "llama3", "yarn")] = Field(
         default=0, ge=0, description="Tokens of the first training's sequences; llama3, yarn"
     )
-    low_freq_factor: Identity[float] = Field(
+    low_freq_factor: Annotated[Identity[float], Needs("kind", "llama3")] = Field(
         default=1.0, gt=0, description="Turns in that length below which all is stretched; llama3"
     )
-    high_freq_factor: Identity[float] = Field(
+    high_freq_factor: Annotated[Identity[float], Needs("kind", "llama3")] = Field(
         default=4.0, gt=0, description="Turns in that length above which nothing is; llama3"
     )
-    beta_fast: Identity[float] = Field(
+    beta_fast: Annotated[Identity[float], Needs("kind", "yarn")] = Field(
         default=32.0, gt=0, description="Turns in that length above which nothing is; yarn"
     )
-    beta_slow: Identity[float] = Field(
+    beta_slow: Annotated[Identity[float], Needs("kind", "yarn")] = Field(
         default=1.0, gt=0, description="Turns in that length below which all is stretched; yarn"
     )
-    attention_factor: Identity[float] = Field(
+    attention_factor: Annotated[Identity[float], Needs("kind", "yarn")] = Field(
         default=0.0, ge=0, description="Times cosine and sine; 0: 0.1 ln(factor) + 1; yarn"
     )
 
     @property
     def used_keys(self) -> tuple[str, ...]:
         """The keys that the kind has a use for."""
-        of_length = ("factor", "original_max_sequence_length")
-        return {
-            "none": (),
-            "linear": ("factor",),
-            "llama3": (*of_length, "low_freq_factor", "high_freq_factor"),
-            "yarn": (*of_length, "beta_fast", "beta_slow", "attention_factor"),
-        }[self.kind]
+        fields = type(self).model_fields.items()
+        marks = [(name, mark) for name, field in fields for mark in field.metadata]
+        return tuple(n for n, m in marks if isinstance(m, Needs) and m.is_met(self.kind))
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        """Refuse keys that the kind has no use for, and those that it lacks."""
-        _check_defaults(self, {"kind", *self.used_keys}, f'kind = "{self.kind}"')
+        """Refuse a kind that lacks a key, and bounds that are not one below the other."""
         if self.kind in ("llama3", "yarn") and not self.original_max_sequence_length:
             raise ValueError(f'kind = "{self.kind}" needs original_max_sequence_length')
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -132,21 +129,22 @@ class LatentAttentionConfig(Section):
     kv_rank: Identity[int] = Field(
         default=0, ge=0, description="Width of that vector; 0: grouped-query attention instead"
     )
-    q_rank: Identity[int] = Field(
+    q_rank: Annotated[Identity[int], Needs("kv_rank")] = Field(
         default=0, ge=0, description="Width out of which queries are made; 0: out of dim itself"
     )
-    rope_dim: Identity[int] = Field(
+    rope_dim: Annotated[Identity[int], Needs("kv_rank")] = Field(
         default=0, ge=0, description="Values of a head that are rotated, even"
     )
-    nope_dim: Identity[int] = Field(
+    nope_dim: Annotated[Identity[int], Needs("kv_rank")] = Field(
         default=0, ge=0, description="Values of a query or key head that are not"
     )
-    value_dim: Identity[int] = Field(default=0, ge=0, description="Values of a value head")
+    value_dim: Annotated[Identity[int], Needs("kv_rank")] = Field(
+        default=0, ge=0, description="Values of a value head"
+    )
 
     @model_validator(mode="after")
     def _check_dims(self) -> Self:
         if not self.kv_rank:
-            _check_defaults(self, set(), "kv_rank = 0 (no latent attention)")
             return self
         for name in ("rope_dim", "nope_dim", "value_dim"):
             if getattr(self, name) < 1:
@@ -165,36 +163,37 @@ class ExpertsConfig(Section):
     num_experts: Identity[int] = Field(
         default=0, ge=0, description="Routed experts of a layer; 0: every layer is dense"
     )
-    experts_per_token: Identity[int] = Field(
+    experts_per_token: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=0, ge=0, description="Routed experts that a token goes through"
     )
-    expert_dim: Identity[int] = Field(
+    expert_dim: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=0, ge=0, description="Hidden width of one expert's SwiGLU"
     )
-    num_shared: Identity[int] = Field(
+    num_shared: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=0, ge=0, description="Experts that every token goes through, beside the routed"
     )
-    first_dense_layers: Identity[int] = Field(
+    first_dense_layers: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=0, ge=0, description="Layers before the first one with experts"
     )
-    route: Identity[Literal["sigmoid", "softmax"]] = Field(
+    route: Annotated[Identity[Literal["sigmoid", "softmax"]], Needs("num_experts")] = Field(
         default="sigmoid", description="What makes scores of the router's outputs"
     )
-    normalise: Identity[bool] = Field(
+    normalise: Annotated[Identity[bool], Needs("num_experts")] = Field(
         default=True, description="Whether the scores of a token's experts are made to sum to 1"
     )
-    route_scale: Identity[float] = Field(default=1.0, gt=0, description="Times these scores")
-    num_groups: Identity[int] = Field(
+    route_scale: Annotated[Identity[float], Needs("num_experts")] = Field(
+        default=1.0, gt=0, description="Times these scores"
+    )
+    num_groups: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=1, ge=1, description="Groups of neighbouring experts; divides num_experts"
     )
-    groups_per_token: Identity[int] = Field(
+    groups_per_token: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=1, ge=1, description="Groups that a token's experts are chosen from"
     )
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         if not self.num_experts:
-            _check_defaults(self, set(), "num_experts = 0 (no experts)")
             return self
         if self.expert_dim < 1:
             raise ValueError(f"num_experts = {self.num_experts} needs expert_dim of at least 1")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from diloco.config.classes import Local, Policy, Section
+from diloco.config.classes import Local, Needs, Policy, Section
 from diloco.config.fields import (
     AutoDeadline,
     Chunk,
@@ -69,7 +69,7 @@ class HivemindConfig(Section):
         description="Multiaddrs (/ip4/.../tcp/.../p2p/IDENTITY) of peers through which others are "
         "found, and which relay; the coordinator is always one",
     )
-    relayed: Local[bool] = Field(
+    relayed: Annotated[Local[bool], Needs("initial_peers")] = Field(
         default=False,
         description="Whether coordinator and syncer have initial_peers relay calls to them: behind "
         "NAT, where nobody can dial them; a relayed connection is cut after 128 KiB or two "
@@ -87,13 +87,6 @@ class HivemindConfig(Section):
         for peer in value:
             if not parse_peer_address(peer).ways:
                 raise ValueError(f"{peer} does not say where the first peers are: /ip4/.../p2p/...")
-        return value
-
-    @field_validator("relayed")
-    @classmethod
-    def _check_relayed(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("initial_peers", True):
-            raise ValueError("somebody must relay: set transport.hivemind.initial_peers")
         return value
 
 
@@ -230,10 +223,10 @@ class CoordinatorConfig(Section):
         default="127.0.0.1:0",
         description="HOST:PORT of the coordinator; port 0: any free one, then kept",
     )
-    syncer_listen: Local[str] = Field(
+    syncer_listen: Annotated[Local[str], Needs("outer.exchange", "syncer")] = Field(
         default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
     )
-    num_syncers: Local[int] = Field(
+    num_syncers: Annotated[Local[int], Needs("outer.exchange", "syncer")] = Field(
         default=1,
         ge=1,
         le=MOST_SYNCERS,
@@ -246,7 +239,7 @@ class CoordinatorConfig(Section):
         description="HOST:PORT at which islands reach the coordinator, or several, separated by "
         "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir",
     )
-    syncer_address: Local[str] = Field(
+    syncer_address: Annotated[Local[str], Needs("outer.exchange", "syncer")] = Field(
         default="",
         description="HOST:PORT at which islands reach the syncer, or several; empty: the hosts of "
         "address, if any, and the port it listens on; port 0: that port",
@@ -259,7 +252,7 @@ class CoordinatorConfig(Section):
         description="Time without a word after which an island counts as lost; auto: 10s with "
         "outer.merge on_arrival, where nobody waits for it, else 5min",
     )
-    spool_memory: Local[Memory] = Field(
+    spool_memory: Annotated[Local[Memory], Needs("outer.exchange", "syncer")] = Field(
         default="1GiB",
         description="Contributions that a syncer keeps in memory until their rounds close, beyond "
         "it on disk; as much again, at least 64 MiB, may be arriving. While more than that may "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Identity, Local, Policy, Section
+from diloco.config.classes import Identity, Local, Needs, Policy, Section
 from diloco.config.fields import (
     MOST_STEPS,
     AutoPause,
@@ -99,10 +98,13 @@ class OuterOptimizerConfig(Section):
         ge=0,
         description="Rounds in which momentum grows from 0; 0: no ramp, streaming: 5",
     )
-    betas: Policy[Annotated[tuple[Beta, Beta], BeforeValidator(tuples)]] = Field(
-        default=(0.9, 0.95), description="Decay of adam's first and second moment, each in [0, 1)"
+    betas: Annotated[Policy[tuple[Beta, Beta]], BeforeValidator(tuples), Needs("name", "adam")] = (
+        Field(
+            default=(0.9, 0.95),
+            description="Decay of adam's first and second moment, each in [0, 1)",
+        )
     )
-    eps: Policy[float] = Field(
+    eps: Annotated[Policy[float], Needs("name", "adam")] = Field(
         default=0.1, gt=0, description="Added to the root of adam's second moment"
     )
 
@@ -122,15 +124,6 @@ class OuterOptimizerConfig(Section):
                 f"{name} has none{' (its first beta takes that place)' if name == 'adam' else ''}: "
                 'leave it out, or choose name = "nesterov" or "momentum"'
             )
-        return value
-
-    @field_validator("betas", "eps")
-    @classmethod
-    def _check_of_adam(cls, value: Any, info: ValidationInfo) -> Any:  # of either field's type
-        assert info.field_name is not None
-        default = cls.model_fields[info.field_name].default
-        if value != default and info.data.get("name") not in ("adam", None):
-            raise ValueError('only adam has it: leave it out, or choose name = "adam"')
         return value
 
 
@@ -185,10 +178,6 @@ class OuterConfig(Section):
     explicit_fragments: Identity[Names] = Field(
         default=(), description='Parameter names of each fragment, for fragment_pattern "explicit"'
     )
-    phases: Identity[Annotated[tuple[int, ...], BeforeValidator(tuples)]] = Field(
-        default=(),
-        description="Inner step of each fragment's first send, 0 to H; empty: evenly spread",
-    )
     overlap_steps: Identity[int] = Field(
         default=0,
         ge=0,
@@ -202,6 +191,12 @@ class OuterConfig(Section):
         description="When an island sends and merges: at inner steps known beforehand, a result "
         "exactly tau after its send; or a send when a round opens, a result when it is there, so "
         "that no island waits for another",
+    )
+    phases: Annotated[
+        Identity[tuple[int, ...]], BeforeValidator(tuples), Needs("merge", "scheduled")
+    ] = Field(
+        default=(),
+        description="Inner step of each fragment's first send, 0 to H; empty: evenly spread",
     )
     num_lanes: Identity[int] = Field(
         default=16, ge=1, le=65536, description="Lanes of a fragment, at most"
@@ -230,32 +225,36 @@ class OuterConfig(Section):
         description="Whether a quantisation error joins the next pseudo-gradient; true, "
         "unless given, if int2 or topk is the uplink_codec or in codec_by_name",
     )
-    error_feedback_decay: Policy[float] = Field(
+    error_feedback_decay: Annotated[Policy[float], Needs("error_feedback")] = Field(
         default=1.0,
         gt=0,
         le=1,
         description="Share of the quantisation error that joins the next pseudo-gradient; topk: "
         "0.95 unless given",
     )
-    weighting: Policy[Literal["tokens", "tokens_times_rate"]] = Field(
+    weighting: Annotated[
+        Policy[Literal["tokens", "tokens_times_rate"]], Needs("exchange", "syncer")
+    ] = Field(
         default="tokens",
         description="Weight of a contribution: its tokens, or its tokens times tokens a step",
     )
-    merge_rule: Identity[Literal["mean", "radial_directional"]] = Field(
+    merge_rule: Annotated[
+        Identity[Literal["mean", "radial_directional"]], Needs("exchange", "syncer")
+    ] = Field(
         default="mean",
         description="What contributions become: their weighted mean, or by tensor the mean of "
         "their directions with the mean of their norms, which does not shrink with many islands",
     )
-    plain_mean: Identity[Patterns] = Field(
+    plain_mean: Annotated[Identity[Patterns], Needs("merge_rule", "radial_directional")] = Field(
         default=("*embed*",),
         description="Tensors by name (* and ?) that radial_directional leaves to the plain mean",
     )
-    experts: Identity[Patterns] = Field(
+    experts: Annotated[Identity[Patterns], Needs("merge_rule", "radial_directional")] = Field(
         default=("*experts*",),
         description="Tensors by name (* and ?), of three or more dims, of which "
         "radial_directional takes each index of dim 0 on its own",
     )
-    clip_norm_ratio: Policy[float] = Field(
+    clip_norm_ratio: Annotated[Policy[float], Needs("exchange", "syncer")] = Field(
         default=0.0,
         ge=0,
         description="A contribution whose norm is over this times the median of its round's is "
@@ -268,30 +267,34 @@ class OuterConfig(Section):
         "direction that is not that of the others. Who is refused is counted and told the "
         "numbers; an exchange without a syncer has no guard",
     )
-    min_contributions: Policy[Quorum] = Field(
+    min_contributions: Annotated[Policy[Quorum], Needs("merge", "on_arrival")] = Field(
         default="all",
         description="Quorum: contributions that close a round; fewer than all with merge "
         "on_arrival only",
     )
-    grace: Policy[AutoPause] = Field(
+    grace: Annotated[Policy[AutoPause], Needs("merge", "on_arrival")] = Field(
         default="0s",
         description="Time from a quorum that is not everybody to the close; auto: grace_share of "
         "what tau inner steps of the slowest member leave, at most grace_cap; decoupled: auto",
     )
-    grace_share: Policy[float] = Field(
+    grace_share: Annotated[Policy[float], Needs("grace", "auto")] = Field(
         default=0.5, ge=0, le=1, description="gamma: share of the slack that a grace of auto spends"
     )
-    grace_cap: Policy[Deadline] = Field(default="10s", description="Longest grace of auto")
+    grace_cap: Annotated[Policy[Deadline], Needs("grace", "auto")] = Field(
+        default="10s", description="Longest grace of auto"
+    )
     round_deadline: Policy[Deadline] = Field(
         default="60s",
         description="Time after the first complete contribution at which a round without quorum "
         "ends, the longest with merge on_arrival, which measures; in an all-reduce also the time "
         "from the close to the commit",
     )
-    round_deadline_floor: Policy[Deadline] = Field(
+    round_deadline_floor: Annotated[Policy[Deadline], Needs("merge", "on_arrival")] = Field(
         default="5s", description="Shortest deadline that merge on_arrival measures"
     )
-    on_member_lost: Policy[Literal["stop", "wait", "shrink"]] = Field(
+    on_member_lost: Annotated[
+        Policy[Literal["stop", "wait", "shrink"]], Needs("merge", "scheduled")
+    ] = Field(
         default="stop",
         description="What a scheduled run does when an island stays away for coordinator.lease: "
         "stop with the command to go on, wait for it, or go on without it; with merge on_arrival "
@@ -303,7 +306,7 @@ class OuterConfig(Section):
     retained_versions: Policy[int] = Field(
         default=4, ge=1, description="Versions whose records and contributions a syncer keeps"
     )
-    snapshot_rounds: Policy[int] = Field(
+    snapshot_rounds: Annotated[Policy[int], Needs("exchange", "syncer")] = Field(
         default=1,
         ge=1,
         le=1024,
@@ -311,7 +314,9 @@ class OuterConfig(Section):
         "parameter and more); of those between it writes what was contributed and published (with "
         "int4 and M islands about 0.5 (M+1) bytes), and a start recomputes their state",
     )
-    keep_contributions: Policy[Literal["retained", "all"]] = Field(
+    keep_contributions: Annotated[
+        Policy[Literal["retained", "all"]], Needs("exchange", "syncer")
+    ] = Field(
         default="retained",
         description="Whether a syncer keeps what every version of the run was made of, so that all "
         "can be recomputed, or that of retained_versions",
@@ -332,17 +337,15 @@ class OuterConfig(Section):
                 data = _with_sparse(data)
         return data
 
-    @field_validator("error_feedback_decay")
-    @classmethod
-    def _check_decay(cls, value: float, info: ValidationInfo) -> float:
-        if value != 1.0 and info.data.get("error_feedback") is False:
-            raise ValueError("only error feedback has it: leave it out, or set error_feedback")
-        return value
-
     @field_validator("optimizer")
     @classmethod
-    def _check_ramp(cls, value: OuterOptimizerConfig, info: ValidationInfo) -> OuterOptimizerConfig:
-        """Refuse a ramp of a momentum that is not there, unless it is the preset's."""
+    def _check_optimizer(
+        cls, value: OuterOptimizerConfig, info: ValidationInfo
+    ) -> OuterOptimizerConfig:
+        """Refuse adam without a syncer, and a ramp, not the preset's, of no momentum."""
+        if value.name == "adam" and info.data.get("exchange") == "allreduce":
+            message = 'needs exchange = "syncer": set that, or name = "nesterov"'
+            raise several_problems([("name", "adam", message)])
         of_preset = _OUTER_PRESETS.get(str(info.data.get("preset")), {}).get("optimizer", {})
         ramp = value.momentum_ramp_rounds
         is_chosen = ramp not in (0, of_preset.get("momentum_ramp_rounds"))
@@ -354,81 +357,22 @@ class OuterConfig(Section):
             raise several_problems([("momentum_ramp_rounds", ramp, message)])
         return value
 
-    @field_validator("plain_mean", "experts")
-    @classmethod
-    def _check_of_radial(cls, value: Any, info: ValidationInfo) -> Any:  # of either field's type
-        assert info.field_name is not None
-        default = cls.model_fields[info.field_name].default
-        if value != default and info.data.get("merge_rule") not in ("radial_directional", None):
-            raise ValueError(
-                "only radial_directional has it: leave it out, or choose "
-                'merge_rule = "radial_directional"'
-            )
-        return value
-
     @model_validator(mode="after")
     def _check_exchange(self) -> OuterConfig:
-        """Refuse what an owner of single lanes cannot do: norms are over all of them."""
-        if self.exchange == "syncer":
-            return self
-        found: Sequence[tuple[str, object, object]] = (
-            ("merge_rule", self.merge_rule, "mean"),
-            ("weighting", self.weighting, "tokens"),
-            ("clip_norm_ratio", self.clip_norm_ratio, 0.0),
-            ("snapshot_rounds", self.snapshot_rounds, 1),
-            ("keep_contributions", self.keep_contributions, "retained"),
-        )
-        problems = [(key, value, plain) for key, value, plain in found if value != plain]
-        if self.optimizer.name == "adam":
-            problems.append(("optimizer.name", "adam", "nesterov"))
-        if problems:
-            raise several_problems(
-                [
-                    (
-                        key,
-                        value,
-                        f'needs a syncer, and exchange = "allreduce" has none: choose exchange = '
-                        f'"syncer", or {key} = {json.dumps(plain)}',
-                    )
-                    for key, value, plain in problems
-                ]
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_merge(self) -> OuterConfig:
-        """Refuse what only rounds of one way of merging have."""
-        if self.merge == "scheduled":
-            others = ["min_contributions", "grace", "grace_share", "grace_cap"]
-            others += ["round_deadline_floor"]
-            needed = "on_arrival"
-        else:
-            others, needed = ["phases", "on_member_lost"], "scheduled"
-        fields = type(self).model_fields
-        problems: list[Problem] = [
-            (
-                name,
-                getattr(self, name),
-                f'is of outer.merge = "{needed}": leave it out, or choose merge = "{needed}"',
-            )
-            for name in others
-            if getattr(self, name) != fields[name].default
-        ]
-        if self.merge == "on_arrival" and self.exchange == "allreduce":
-            message = 'needs a syncer: choose exchange = "syncer", or merge = "scheduled"'
-            problems.append(("merge", self.merge, message))
+        """Refuse what an owner of single lanes cannot do, and an end that has no flush."""
+        problems: list[Problem] = []
+        if self.exchange == "allreduce":
+            problems += [
+                (key, value, f'needs exchange = "syncer": set that, or {key} = "{plain}"')
+                for key, value, plain in (
+                    ("merge", self.merge, "scheduled"),
+                    ("on_member_lost", self.on_member_lost, "stop"),
+                )
+                if value in ("on_arrival", "shrink")
+            ]
         if self.is_on_arrival and not self.flush:
             message = 'ends a run of merge = "on_arrival": leave it out'
             problems.append(("flush", self.flush, message))
-        if self.on_member_lost == "shrink" and self.exchange == "allreduce":
-            message = 'needs a syncer: choose exchange = "syncer", or on_member_lost = "stop"'
-            problems.append(("on_member_lost", "shrink", message))
-        if self.grace != "auto":
-            problems += [
-                (name, getattr(self, name), 'is of grace = "auto": leave it out')
-                for name in ("grace_share", "grace_cap")
-                if self.merge == "on_arrival" and getattr(self, name) != fields[name].default
-            ]
         if problems:
             raise several_problems(problems)
         return self

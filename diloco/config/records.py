@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
-from diloco.config.classes import Local, Policy, Section
+from diloco.config.classes import Local, Needs, Policy, Section
 from diloco.config.fields import MOST_CHECKPOINTS, MOST_STEPS
 from diloco.config.network import host_of
 
@@ -15,16 +15,16 @@ from diloco.config.network import host_of
 class CheckpointConfig(Section):
     """Run checkpoints: what a run is resumed from, and what an island returns with."""
 
-    every_inner_steps: Policy[int] = Field(
+    every_inner_steps: Annotated[Policy[int], Needs("outer.merge", "scheduled")] = Field(
         default=0,
         ge=0,
-        description="Inner steps between run checkpoints; 0: only at a graceful stop",
+        description="Inner steps between run checkpoints; 0: only at a graceful stop; on arrival "
+        "islands have none in common: every_tokens",
     )
-    every_tokens: Policy[int] = Field(
+    every_tokens: Annotated[Policy[int], Needs("outer.merge", "on_arrival")] = Field(
         default=0,
         ge=0,
-        description="Merged tokens between run checkpoints, with outer.merge on_arrival; 0: only "
-        "at a graceful stop",
+        description="Merged tokens between run checkpoints; 0: only at a graceful stop",
     )
     keep: Policy[int] = Field(
         default=2,
@@ -143,34 +143,22 @@ class ProfileConfig(Section):
         le=1000,
         description="Inner steps of the trace, which take about twice as long; 0: none is made",
     )
-    start_step: Local[int] = Field(
+    start_step: Annotated[Local[int], Needs("num_steps")] = Field(
         default=10,
         ge=0,
         le=MOST_STEPS,
         description="Completed inner steps at which it begins, past the first ones that warm up",
     )
-    memory: Local[bool] = Field(
+    memory: Annotated[Local[bool], Needs("num_steps")] = Field(
         default=False,
         description="Whether allocations are traced, too; on CUDA with a snapshot for "
         "pytorch.org/memory_viz",
     )
-    dir: Local[str] = Field(
+    dir: Annotated[Local[str], Needs("num_steps")] = Field(
         default="",
         description="Directory of the traces, one Chrome trace a rank; empty: traces in "
         "telemetry.dir",
     )
-
-    @field_validator("start_step", "memory", "dir")
-    @classmethod
-    def _check_is_used(cls, value: int | bool | str, info: ValidationInfo) -> int | bool | str:
-        assert info.field_name is not None
-        is_default = value == cls.model_fields[info.field_name].default
-        if info.data.get("num_steps") == 0 and not is_default:
-            raise ValueError(
-                "num_steps = 0 makes no trace: leave it out, or set that to some inner steps, 3 "
-                "for instance"
-            )
-        return value
 
 
 class TelemetryConfig(Section):
@@ -208,7 +196,7 @@ class TelemetryConfig(Section):
         description="HOST:PORT at which the coordinator serves /metrics to Prometheus; empty: "
         "nowhere",
     )
-    syncer_metrics: Local[str] = Field(
+    syncer_metrics: Annotated[Local[str], Needs("outer.exchange", "syncer")] = Field(
         default="",
         description="HOST:PORT at which the syncer serves /metrics to Prometheus; empty: nowhere",
     )

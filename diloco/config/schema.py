@@ -8,13 +8,13 @@ tensors) is checked when the plan is made. Raw tables before validation are `Any
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Identity, Local, Policy, Section
+from diloco.config.classes import Identity, Local, Needs, Policy, Section, unmet_needs
 from diloco.config.data import DataConfig
 from diloco.config.fields import (
     MOST_CHECKPOINTS,
@@ -52,21 +52,20 @@ class RunConfig(Section):
     inner_steps: Policy[int] = Field(
         ge=1, le=MOST_STEPS, description="Inner steps of every island; ends the schedule"
     )
-    min_islands: Policy[int] = Field(
+    min_islands: Annotated[Policy[int], Needs("outer.merge", "on_arrival")] = Field(
         default=1,
         ge=1,
-        description="Islands at work without which no round opens, with outer.merge on_arrival",
+        description="Islands at work without which no round opens",
     )
-    max_islands: Policy[int] = Field(
+    max_islands: Annotated[Policy[int], Needs("outer.merge", "on_arrival")] = Field(
         default=0,
         ge=0,
-        description="Most islands of the run, with outer.merge on_arrival; 0: as many as are "
-        "configured",
+        description="Most islands of the run; 0: as many as are configured",
     )
-    open: Policy[bool] = Field(
+    open: Annotated[Policy[bool], Needs("outer.merge", "on_arrival")] = Field(
         default=False,
         description="Whether islands that the coordinator's file does not name may join, up to "
-        "max_islands, with outer.merge on_arrival",
+        "max_islands",
     )
     warm_start: Local[str] = Field(
         default="",
@@ -176,26 +175,6 @@ class Config(Section):
             raise several_problems([(f"optimizer.{key}", v, text) for key, v, text in problems])
         return value
 
-    @field_validator("outer")
-    @classmethod
-    def _check_who_comes(cls, value: OuterConfig, info: ValidationInfo) -> OuterConfig:
-        run = info.data.get("run")
-        if run is None or value.is_on_arrival:
-            return value
-        fields = RunConfig.model_fields
-        chosen = [
-            f"run.{name} = {json.dumps(getattr(run, name))}"
-            for name in ("min_islands", "max_islands", "open")
-            if getattr(run, name) != fields[name].default
-        ]
-        if chosen:
-            message = (
-                f"the islands of a scheduled run are fixed, so {', '.join(chosen)} needs merge = "
-                '"on_arrival"'
-            )
-            raise several_problems([("merge", value.merge, message)])
-        return value
-
     @field_validator("run")
     @classmethod
     def _check_open(cls, value: RunConfig) -> RunConfig:
@@ -223,8 +202,6 @@ class Config(Section):
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
             )
             problems = [("syncer_listen", value.syncer_listen, message)]
-        of_syncers = ("syncer_listen", "syncer_address", "num_syncers", "spool_memory")
-        problems += _of_a_syncer(value, of_syncers, info)
         if has_syncer and outer is not None and transport is not None:
             problems += syncer_problems(value, outer.num_fragments, transport.kind)
         problems += port_problems(_listeners(value))
@@ -238,18 +215,6 @@ class Config(Section):
         outer = info.data.get("outer")
         if outer is None:
             return value
-        if outer.is_on_arrival and value.every_inner_steps:
-            message = (
-                'must be 0 with outer.merge = "on_arrival": islands have no inner step in common; '
-                "every_tokens says how many tokens are merged from one checkpoint to the next"
-            )
-            raise several_problems([("every_inner_steps", value.every_inner_steps, message)])
-        if value.every_tokens and not outer.is_on_arrival:
-            message = (
-                'needs outer.merge = "on_arrival"; the islands of a scheduled run have their '
-                "inner steps in common: every_inner_steps"
-            )
-            raise several_problems([("every_tokens", value.every_tokens, message)])
         apart = outer.inner_steps_per_round + outer.overlap_steps
         # Besides them the last good one, that of a graceful stop, and that of the last resume.
         count = value.keep + value.num_unsure(apart) + 3
@@ -268,7 +233,6 @@ class Config(Section):
         problems = _unprotected(value, names, info)
         if not value.metrics_token:
             problems += [(n, getattr(value, n), NO_TOKEN) for n in beyond_loopback(value, names)]
-        problems += _of_a_syncer(value, ("syncer_metrics",), info)
         if (coordinator := info.data.get("coordinator")) is not None:
             listeners = [*_listeners(coordinator)]
             listeners += [("telemetry.coordinator_metrics", value.coordinator_metrics, 1)]
@@ -335,7 +299,9 @@ class Config(Section):
         return value
 
     @model_validator(mode="after")
-    def _check_island_id(self) -> Config:
+    def _check_across_sections(self) -> Config:
+        if problems := list(unmet_needs(self)):
+            raise several_problems(problems)
         if self.island_id and self.island_id not in self.islands:
             message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
             raise several_problems([("island_id", self.island_id, message)])
@@ -357,17 +323,3 @@ def _unprotected(section: Section, names: Sequence[str], info: ValidationInfo) -
         return []
     beyond = beyond_loopback(section, names)
     return [(name, getattr(section, name), NOT_LOOPBACK) for name in beyond]
-
-
-def _of_a_syncer(section: Section, names: Sequence[str], info: ValidationInfo) -> list[Problem]:
-    """Name what is set for a syncer in a run that has none."""
-    outer = info.data.get("outer")
-    if outer is None or outer.exchange == "syncer":
-        return []
-    defaults = {name: type(section).model_fields[name].default for name in names}
-    message = 'is of a syncer, and with outer.exchange = "allreduce" there is none: leave it out'
-    return [
-        (name, getattr(section, name), message)
-        for name in names
-        if getattr(section, name) != defaults[name]
-    ]

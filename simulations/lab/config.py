@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from diloco.config.classes import Range, Section
+from diloco.config.classes import Needs, Range, Section
 from diloco.config.fields import IslandName, Problem, several_problems, tuples
 from diloco.config.load import load_section, section_with
 from diloco.transport.shaping.link import Link, LinkProfile, find_profile
@@ -126,14 +126,16 @@ class FailuresConfig(Section):
     mean_time_between: OptionalStep = Field(
         default="", description="Of an island: mean life between two failures; empty: none"
     )
-    mean_repair: Step = Field(default="30s", description="Mean time until it is started again")
-    shape: float = Field(
+    mean_repair: Annotated[Step, Needs("mean_time_between")] = Field(
+        default="30s", description="Mean time until it is started again"
+    )
+    shape: Annotated[float, Needs("mean_time_between")] = Field(
         default=1.0,
         gt=0,
         le=20,
         description="Of the Weibull distribution of lives; 1: exponential, above: they wear out",
     )
-    keeps_optimizer: bool = Field(
+    keeps_optimizer: Annotated[bool, Needs("mean_time_between")] = Field(
         default=False,
         description="Whether the moments of the inner optimizer come back with the island, those "
         "of its last contribution: from a copy in another host's memory",
@@ -141,7 +143,7 @@ class FailuresConfig(Section):
     syncer_mean_time_between: OptionalStep = Field(
         default="", description="Of the syncer: mean life between two failures; empty: none"
     )
-    syncer_mean_repair: Step = Field(
+    syncer_mean_repair: Annotated[Step, Needs("syncer_mean_time_between")] = Field(
         default="5s", description="Mean time until the syncer serves again, from its records"
     )
     dropped: float = Field(
@@ -151,24 +153,9 @@ class FailuresConfig(Section):
         description="Share of the contributions that do not get through for an outage; flushes do. "
         "With outer.merge on_arrival and a grace below the outage their rounds close without them",
     )
-    outage: Step = Field(default="10s", description="How long such a contribution is held up")
-
-    @field_validator("mean_repair", "shape", "keeps_optimizer", "syncer_mean_repair")
-    @classmethod
-    def _check_has_effect(cls, value: Any, info: ValidationInfo) -> Any:
-        prefix = "syncer_" if str(info.field_name).startswith("syncer_") else ""
-        is_default = value == cls.model_fields[str(info.field_name)].default
-        between = info.data.get(f"{prefix}mean_time_between")
-        if between == "" and not is_default:
-            raise ValueError(f"has no effect without {prefix}mean_time_between")
-        return value
-
-    @field_validator("outage")
-    @classmethod
-    def _check_outage(cls, value: str, info: ValidationInfo) -> str:
-        if value != cls.model_fields["outage"].default and info.data.get("dropped") == 0:
-            raise ValueError("has no effect without dropped")
-        return value
+    outage: Annotated[Step, Needs("dropped")] = Field(
+        default="10s", description="How long such a contribution is held up"
+    )
 
 
 class PruneConfig(Section):
@@ -181,18 +168,11 @@ class PruneConfig(Section):
         description="Of every neuron's row of a pseudo-gradient: this share of its values, rounded "
         "down, is sent as zero, in as many bytes as before",
     )
-    by: Literal["sign", "size"] = Field(
+    by: Annotated[Literal["sign", "size"], Needs("share")] = Field(
         default="sign",
         description="sign: first the values whose sign is not that of their row's sum, then the "
         "others, the smallest of each first; size: the smallest",
     )
-
-    @field_validator("by")
-    @classmethod
-    def _check_by(cls, value: str, info: ValidationInfo) -> str:
-        if value != cls.model_fields["by"].default and info.data.get("share") == 0:
-            raise ValueError("has no effect without share")
-        return value
 
 
 class LabDataConfig(Section):

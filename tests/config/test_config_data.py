@@ -110,9 +110,9 @@ REFUSALS: dict[str, tuple[str, str, list[str]]] = {
     "both": (FILES, "data.sources.a.hub=b", ["data.sources.a.hub", "give files or hub, not both"]),
     "no-table": (STDLIB + 'source = "streams"\n', "", ["needs a table [data.sources.NAME]"]),
     "stdlib-too": (FILES, "data.source=stdlib", ["data.sources", "remove one of the two"]),
-    "hub-split": (FILES, "data.sources.a.split=test", ["a.split", "has no effect on files"]),
-    "revision": (FILES, "data.sources.a.revision=v1", ["a.revision", "has no effect on files"]),
-    "document": (HUB, "data.sources.a.document=line", ["a.document", "has no effect on hub"]),
+    "hub-split": (FILES, "data.sources.a.split=test", ["a.split", "needs hub, and it is"]),
+    "revision": (FILES, "data.sources.a.revision=v1", ["a.revision", "needs hub, and it is"]),
+    "document": (HUB, "data.sources.a.document=line", ["a.document", "needs files, and it is"]),
     "unit": (FILES, "data.sources.a.document=word", ['"paragraph" or "line" or "file"']),
     "weight": (FILES, "data.sources.a.weight=0", ["data.sources.a.weight: 0:", "> 0"]),
     "name": (STDLIB + '[data.sources."a.b"]\nfiles = "x"\n', "", ["a.b", "must match"]),
@@ -122,10 +122,10 @@ REFUSALS: dict[str, tuple[str, str, list[str]]] = {
     "window": (
         STDLIB,
         "data.shuffle_window=7",
-        ["data.shuffle_window", 'effect on data.source = "'],
+        ["data.shuffle_window: 7: needs", 'source = "streams", and it is'],
     ),
-    "held-out": (STDLIB, "data.held_out_documents=7", ["held_out_documents", "has no effect"]),
-    "tokenizer": (STDLIB, "data.tokenizer=gpt2", ["data.tokenizer", "give a table"]),
+    "held-out": (STDLIB, "data.held_out_documents=7", ["held_out_documents: 7: needs source"]),
+    "tokenizer": (STDLIB, "data.tokenizer=gpt2", ["data.tokenizer", "needs source"]),
     "separator": (FILES, 'data.separator="</s>"', ["data.separator", 'data.tokenizer = "bytes"']),
 }
 

@@ -63,7 +63,7 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
 
 def test_a_trace_of_no_steps_is_refused_with_what_to_set() -> None:
     with pytest.raises(
-        ConfigError, match=r"telemetry.profile.start_step: 20: num_steps = 0 .* leave"
+        ConfigError, match=r"telemetry.profile.start_step: 20: needs num_steps, and .* leave"
     ):
         load_config(DEMO, ["telemetry.profile.start_step=20"])
 

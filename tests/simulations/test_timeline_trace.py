@@ -272,7 +272,7 @@ def test_the_command_says_what_islands_that_fail_and_join_late_cost() -> None:
         ([str(RUN), "--out", "t.json", "--step-time", "5 apples"], "--step-time 5 apples"),
         ([".", "--out", "t.json", "--away", "west=1s..2s"], "of runs to simulate"),
         ([str(RUN), "--out", "t.json", "--away", "west=1s"], "give ISLAND=FROM..TO"),
-        ([str(RUN), "--out", "t.json", "--shape", "2"], "no effect without mean_time_between"),
+        ([str(RUN), "--out", "t.json", "--shape", "2"], "shape: 2.0: needs mean_time_between"),
     ],
     ids=[
         "nothing",

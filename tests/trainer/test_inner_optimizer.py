@@ -113,9 +113,9 @@ def test_a_pattern_that_matches_no_parameter_is_refused(key):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"decay_ratio": 0.5}, 'is of schedule = "wsd"'),
-        ({"momentum": 0.9}, 'is of name = "muon"'),
-        ({"adamw_by_name": ["*"]}, 'is of name = "muon"'),
+        ({"decay_ratio": 0.5}, 'needs schedule = "wsd"'),
+        ({"momentum": 0.9}, 'needs name = "muon"'),
+        ({"adamw_by_name": ["*"]}, 'needs name = "muon"'),
         ({"lr_by_name": ["*norm"]}, "must be PATTERN=NUMBER"),
         ({"lr_by_name": ["*norm=-1"]}, "must be PATTERN=NUMBER"),
         ({"weight_decay_by_name": ["*norm=nan"]}, "must be PATTERN=NUMBER"),
