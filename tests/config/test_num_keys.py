@@ -23,13 +23,13 @@ def num_keys(section: type[Section]) -> int:
 @pytest.mark.parametrize(
     ("root", "most"),
     [
-        (Config, 206),
+        (Config, 204),
         (LabConfig, 32),
         (ExperimentConfig, 12),
         (ScenarioFile, 29),
         (GoodputConfig, 31),
         (WanConfig, 32),
-        (PlanConfig, 24),
+        (PlanConfig, 27),
         (LinkConfig, 9),
     ],
 )
