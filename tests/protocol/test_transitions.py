@@ -1,4 +1,4 @@
-"""The table of moves, and diloco/FAILURES.md: what dies names tests that exist."""
+"""The table of moves, and diloco/FAILURES.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def test_every_phase_event_and_outcome_is_in_a_table() -> None:
 
 
 def test_there_are_failures() -> None:
-    assert len(rows("What dies")) > 25
+    assert len(rows("What fails")) > 25
 
 
-@pytest.mark.parametrize("row", rows("What dies"), ids=lambda row: re.sub(r"\W+", "-", row[0])[:60])
+@pytest.mark.parametrize(
+    "row", rows("What fails"), ids=lambda row: re.sub(r"\W+", "-", row[0])[:60]
+)
 def test_each_row_names_tests_that_exist(row: list[str]) -> None:
     assert all(row)
     tests = re.findall(r"`([^`]+)`", row[-1])
