@@ -14,7 +14,7 @@ less loss are simulated, for comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
@@ -396,16 +396,3 @@ def _front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         if not front or each.wall_s < front[-1].wall_s * (1 - _EQUAL):
             front.append(each)
     return tuple(reversed(front))
-
-
-def effects_of(penalties: Penalties) -> Mapping[str, str]:
-    """Say what every known effect costs, for people."""
-    words = {
-        "h": f"for every e-fold of H beyond {penalties.least_h}, up to {penalties.most_h}",
-        "m": "for every e-fold of the islands",
-        "tau": f"for every step of tau, up to {penalties.most_tau}",
-    }
-    return {
-        name: f"{100 * effect.cost:.3g} % {words.get(name, f'each way that is {name}')}"
-        for name, effect in penalties.effects.items()
-    }

@@ -2,7 +2,8 @@
 
 Who is counted, when a round opens, closes and expires is decided by `diloco.protocol.rounds.state`
 and `diloco.protocol.rounds.timing`; what an island hears by the real poll messages and `is_news`.
-Here is only when things happen: one worker a syncer, whose time `HostCosts` says.
+Here is only when things happen: one worker a syncer, whose time `HostCosts` says. What the real
+syncer would take in its place is said in `islands`.
 """
 
 from __future__ import annotations
@@ -222,10 +223,6 @@ class SimulatedSyncer:
             served.unfetched.discard(island)
             if not served.unfetched:
                 served.rounds.fetched(self._engine.now)
-
-    def is_float32(self, fragment_id: int) -> bool:
-        """Whether the newest version of a fragment is published in float32: it is the flush."""
-        return self._served[fragment_id].is_flush
 
     # -- what rounds decide ----------------------------------------------------------------------
 

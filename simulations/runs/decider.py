@@ -2,7 +2,7 @@
 
 Who is counted, what is assigned, committed and given up is `diloco.protocol.rounds.allreduce`; here
 is only when things happen. One loop serves all calls one after the other, and a durable write holds
-it, as in `diloco.coordinator.decider`.
+it, as in `diloco.coordinator.decider`; what the real one would take is said in `fragment_peer`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ What it owes and is owed is `diloco.protocol.island.ledger`, when it sends and m
 of things at a step boundary is that of `diloco.island.outer_loop`. Training, and what training
 waits for, is one process; polls, encoding, transfers and staging go on beside it, one thing at a
 time where one thread does them.
+
+It is not the driver itself (`diloco.bench.loopback_run` runs that in virtual time), because that
+moves real bytes through real codecs: 100 inner steps of the demo on 5 Mbit/s take 2.0 s of CPU
+there and 0.03 s here and in `actors`, without any training in both.
 """
 
 from __future__ import annotations

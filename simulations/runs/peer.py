@@ -1,8 +1,8 @@
 """The peer of an island under the virtual clock: to its own island it is the syncer.
 
 It polls the decider, and answers its island as `diloco.island.peer.peer` does; what goes on between
-the peers is `diloco.simulations.runs.fragment_peer`. It ends with its island, and begins with its
-next start.
+the peers is `diloco.simulations.runs.fragment_peer`, which says what the real one would take. It
+ends with its island, and begins with its next start.
 """
 
 from __future__ import annotations

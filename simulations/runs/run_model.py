@@ -91,11 +91,6 @@ class IslandFigures:
         """Seconds a round for which training stood still."""
         return self.blocked_s / self.rounds if self.rounds else 0.0
 
-    @property
-    def blocked_s_per_step(self) -> float:
-        """The same of an inner step."""
-        return self.blocked_s / self.inner_steps if self.inner_steps else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:

@@ -103,11 +103,6 @@ class TrainingTime:
         """Communication between islands: (2 N / W1 (1 - 1/R) + e1) T / H."""
         return self.data_parallel_s / self.inner_steps_per_round
 
-    @property
-    def diloco_s(self) -> float:
-        """Wall time of DiLoCo."""
-        return self.compute_s + self.inner_s + self.outer_s
-
     def _reduction_s(self, link: LinkClass, own_share: float) -> float:
         return 2 * self.params * self.bits / link.bandwidth_bps * (1 - own_share) + link.latency_s
 
