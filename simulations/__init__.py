@@ -1,1 +1,1 @@
-"""What a run would do elsewhere: emulated networks for real processes."""
+"""Simulations of runs: virtual clock, planner, laboratory, emulated networks, checks."""

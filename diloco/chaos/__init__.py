@@ -1,1 +1,1 @@
-"""Faults on purpose against a real run on this machine, and the judgement of what came of it."""
+"""Faults on purpose in a real run on this machine, and the judgement of the result."""

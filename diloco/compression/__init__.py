@@ -1,1 +1,1 @@
-"""Codecs: what a lane of a fragment looks like on the wire."""
+"""Codecs: how the values of a lane become bytes, and back."""

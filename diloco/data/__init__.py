@@ -1,1 +1,1 @@
-"""Where text comes from and which of its tokens an island sees at which inner step."""
+"""Text: where it comes from, and which tokens an island gets at which inner step."""

@@ -1,1 +1,1 @@
-"""What a site is like, and what is wrong with it before a run."""
+"""Checks a site before a run: facts of the machine, findings, and the command that fixes each."""

@@ -1,1 +1,1 @@
-"""What a run will take of memory, disk and links, from its configuration alone."""
+"""Estimates memory, disk and traffic of a run from its configuration alone."""

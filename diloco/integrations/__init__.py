@@ -1,1 +1,1 @@
-"""DiLoCo beside other people's trainers; one module a trainer, imported by whoever has it."""
+"""DiLoCo in other trainers; one module for each, imported only where that trainer is installed."""

@@ -1,1 +1,1 @@
-"""What a run was: summaries, tables, replay and repair of its store."""
+"""Reports on runs: summaries and tables, and the bodies of replay and repair."""

@@ -1,1 +1,1 @@
-"""Events and where they go."""
+"""Events and metrics of a run, and the sinks they go to."""

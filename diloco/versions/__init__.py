@@ -1,1 +1,1 @@
-"""Versions of a fragment: made, recorded, kept, pinned, made again."""
+"""Versions of a fragment: computed, recorded, stored, pinned, and made again."""

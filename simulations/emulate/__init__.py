@@ -1,1 +1,1 @@
-"""An Internet on one machine: a network namespace a site, real kernels' TCP, links as told."""
+"""Emulated networks on one machine: a network namespace for each site, links of the kernel."""

@@ -1,1 +1,1 @@
-"""The virtual clock, its network, and what is drawn of a simulated run."""
+"""The virtual clock, the network under it, and timelines of simulated runs."""

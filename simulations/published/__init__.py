@@ -1,1 +1,1 @@
-"""What papers published, held against our simulators."""
+"""Published figures of papers, compared with our simulators."""

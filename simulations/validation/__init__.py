@@ -1,1 +1,1 @@
-"""Predictions held against real runs."""
+"""Predictions compared with real runs."""

@@ -1,1 +1,1 @@
-"""What clients and servers of every kind do alike with a call."""
+"""Shared by clients and servers of all wires: dispatch, limits, resumable payloads, loopback."""

@@ -1,1 +1,1 @@
-"""Who is on the other end: certificates, TLS, tokens, limits of connections."""
+"""Certificates, TLS, tokens, and limits on unknown connections."""

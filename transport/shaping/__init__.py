@@ -1,1 +1,1 @@
-"""Links as they are or should be: rates, delays, faults, turns."""
+"""Pacing of payloads, and modelled links: rates, turns, delays, faults."""

@@ -1,1 +1,1 @@
-"""Benchmarks of training: beside data parallel, plain PyTorch, other layouts."""
+"""Benchmarks of training: all-reduce against DiLoCo, plain PyTorch, more ranks."""

@@ -1,1 +1,1 @@
-"""What every process of a run does alike: logs, ending, restarts, room on disk."""
+"""Shared by all processes of a run: logs, ending, restarts, waiting for disk space."""

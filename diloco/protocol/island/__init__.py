@@ -1,1 +1,1 @@
-"""An island's side of the rounds: what it owes and is owed, and whether its work is sound."""
+"""An island's side of the rounds: its contributions, their outcomes, checks of its own work."""
