@@ -54,7 +54,7 @@ TRANSITIONS = (
         Phase.WAITING,
         RoundEvent.LOST,
         Phase.LOST,
-        "too many attempts in a row came to nothing; the run ends, nothing published is lost",
+        "too many attempts in a row have expired; the run ends, nothing published is lost",
     ),
     Transition(
         Phase.OPEN,
@@ -66,7 +66,7 @@ TRANSITIONS = (
         Phase.GRACE,
         RoundEvent.QUORUM_GONE,
         Phase.OPEN,
-        "one of the quorum has started anew, was fenced, or contradicted itself",
+        "one of the quorum has started again, was fenced, or contradicted itself",
     ),
     Transition(
         Phase.OPEN,
@@ -94,7 +94,7 @@ TRANSITIONS = (
         Phase.OPEN,
         RoundEvent.EXPIRED,
         Phase.EXPIRING,
-        "the deadline, what came whole by then being verified, or nobody is left who could answer",
+        "the deadline, what came whole by then being verified, or no member is left",
     ),
     Transition(
         Phase.CLOSING,
