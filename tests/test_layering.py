@@ -144,7 +144,6 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.checkpoint.host_memory",
     "diloco.launch.island",
     "diloco.launch.local",
-    "diloco.launch.local_resume",
     "diloco.outer.fragments",
     "diloco.outer.schedule",
     "diloco.protocol.rounds.allreduce",

@@ -20,8 +20,7 @@ from blake3 import blake3
 
 from diloco.baseline.gradients import GradientSum, ParameterMean
 from diloco.baseline.group import NCCL, TRANSPORT
-from diloco.baseline.group_site import GroupSite
-from diloco.baseline.site import BaselineSite, Channel, SiteOrder
+from diloco.baseline.site import BaselineSite, Channel, GroupSite, SiteOrder
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config

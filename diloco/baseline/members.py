@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 
 from diloco.baseline.group import BaselineMember
 from diloco.errors import IslandFailed, error_of_exit_code
-from diloco.launch.process.logs import tail
+from diloco.launch.process.children import end_all, how_ended, last_words, spawn
 
 _LOOK_S = 0.05
 _END_S = 5.0
@@ -73,14 +72,8 @@ class Members:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End whatever still lives: ask, wait, insist."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            living = [each for each in self._processes if each.process.poll() is None]
-            for each in living:
-                each.process.send_signal(number)
-            until = time.monotonic() + _END_S
-            while time.monotonic() < until and any(e.process.poll() is None for e in living):
-                time.sleep(_LOOK_S)
+        """End the members that still run."""
+        end_all([each.process for each in self._processes], _END_S)
         for each in self._processes:
             for pipe in (each.process.stdin, each.process.stdout):
                 assert pipe is not None
@@ -113,15 +106,14 @@ class Members:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        with log.open("wb") as words:
-            process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", self._module, json.dumps(order)],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=words,
-                start_new_session=True,
-            )
+        log.unlink(missing_ok=True)
+        process = spawn(
+            [*prefix, sys.executable, "-m", self._module, json.dumps(order)],
+            log,
+            environment=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self._processes.append(_Process(member, process, log))
         self._processes[-1].listen()
 
@@ -166,11 +158,8 @@ class Members:
         # Whoever was ended by a signal is the cause; the others miss it.
         first = min(failed, key=lambda each: each.process.returncode > 0)
         code = first.process.returncode
-        how = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
         kind = IslandFailed if code < 0 else error_of_exit_code(code)
         raise kind(
-            f"{first.member} (pid {first.process.pid}) {how}, and the others do not go on "
-            f"without it; {first.log} ends with:\n{tail(first.log)}"
+            f"{first.member} {how_ended(first.process)}, and the others do not go on without it; "
+            f"{last_words(first.log)}"
         )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from diloco.chaos.evidence import gather
 from diloco.chaos.fault_log import FaultHistory
 from diloco.chaos.figures import (
     AccidentFigures,
@@ -16,7 +21,9 @@ from diloco.chaos.figures import (
     next_publication_s,
 )
 from diloco.chaos.judge import CheckResult, Evidence, island_back_s, judge
-from diloco.chaos.plan import COORDINATOR, SYNCER, JudgeConfig, Kind
+from diloco.chaos.plan import COORDINATOR, SYNCER, ChaosPlan, JudgeConfig, Kind
+from diloco.chaos.runner import configured, drive, faults_of
+from diloco.launch.process.ending import StopRequest
 from diloco.report.rows import Column, Requirement, machine
 from diloco.transport.units import parse_duration
 
@@ -261,3 +268,45 @@ def _median(values: Sequence[float]) -> float | None:
 
 def _fault_dict(history: FaultHistory) -> dict[str, Any]:
     return {**asdict(history), "fault": {**asdict(history.fault), "kind": history.fault.kind.value}}
+
+
+#: Told what is done, how much of it, of how much.
+Progress = Callable[[str, int, int], None]
+_SYNCER_MODULES = "import diloco.launch.syncer, diloco.syncer.syncer"
+
+
+def run_plan(
+    plan: ChaosPlan, directory: Path, request: StopRequest, on_progress: Progress = lambda *_: None
+) -> ChaosReport:
+    """Make and judge a plan's run below `directory`, which is left as it then is.
+
+    Raises:
+        ConfigError: If the plan or its run cannot be used.
+        Interrupted: If a signal asked for the end.
+    """
+    config = configured(plan, directory / "run")
+    faults = faults_of(plan, config)
+    ended = drive(
+        plan, config, faults, request, lambda done, total: on_progress("faults", done, total)
+    )
+    evidence = gather(ended, faults)
+    undisturbed = None
+    if plan.config.judge.loss_rise:
+        same = configured(plan, directory / "undisturbed")
+        say = "tokens of the same run without faults"
+        made = drive(plan, same, (), request, lambda done, total: on_progress(say, done, total))
+        undisturbed = gather(made, ())
+    kills_syncer = any(f.kind is Kind.KILL and f.role == SYNCER for f in faults)
+    return report_on(
+        evidence,
+        plan.config.judge,
+        import_s=syncer_import_s() if kills_syncer else 0.0,
+        undisturbed=undisturbed,
+    )
+
+
+def syncer_import_s() -> float:
+    """Measure the seconds that an interpreter takes to import what a syncer is made of."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", _SYNCER_MODULES], check=True)
+    return time.monotonic() - began

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.data.batches import Evaluation, TextPosition, dp_slice, evaluation_starts
-from diloco.data.counter_hash import counter_hash
+from diloco.data.shuffle import counter_hash
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigError
 from diloco.protocol.run.slots import SlotPosition, furthest_behind

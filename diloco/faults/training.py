@@ -46,7 +46,7 @@ class RankFaults:
         """Wrap the text that the rank trains on."""
         return text
 
-    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> InnerMetrics:
         """Make an inner step, see `InnerTrainer.inner_step`."""
         return trainer.inner_step(inner_step, schedule_step)
 
@@ -73,7 +73,7 @@ class PacedTraining(RankFaults):
         """See `RankFaults`."""
         return self._faults.around(text)
 
-    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `RankFaults`."""
         metrics = self._faults.step(trainer, inner_step, schedule_step)
         if metrics.duration_s >= self._least_s:
@@ -97,7 +97,7 @@ class CorruptedTraining(RankFaults):
         self._counts: Counter[str] = Counter()
         self._emit_state()
 
-    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: int) -> InnerMetrics:
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `RankFaults`."""
         self._before_step(trainer)
         metrics = trainer.inner_step(inner_step, schedule_step)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
@@ -88,3 +91,21 @@ def link_profile(config: Config) -> LinkProfile | None:
         return find_profile(name) if name else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"transport.link = {name!r}: {error}") from error
+
+
+def carrier_link(profile: LinkProfile, carriers: Iterable[int]) -> LinkProfile:
+    """Give each carrier an equal, fixed part of the island's bandwidth; the delay is everybody's.
+
+    A carrier whose siblings are silent does not get their part: somewhat slower than the real link,
+    never faster.
+
+    Args:
+        profile: The island's link.
+        carriers: Carrier of each lane of the plan, at least one.
+    """
+    num_carriers = len(set(carriers))
+    up, down = (
+        replace(link, bandwidth_bps=link.bandwidth_bps / num_carriers)
+        for link in (profile.up, profile.down)
+    )
+    return replace(profile, up=up, down=down)

@@ -14,10 +14,10 @@ Ctrl-C in a terminal reaches this one alone.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,15 +25,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
+from diloco.checkpoint.run_checkpoints import (
+    check_run,
+    check_same_run,
+    choose_checkpoint,
+    open_journal,
+    read_membership,
+)
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
+from diloco.launch.process.children import end_all, last_words, spawn, wait_for_all
 from diloco.launch.process.emulated import Emulated
 from diloco.launch.process.ending import Interrupted, StopRequest
-from diloco.launch.process.logs import tail
 from diloco.launch.process.restarts import RestartBudget
+from diloco.protocol.run.membership import Membership
 from diloco.state_dir import (
     StateDir,
     holder,
@@ -86,7 +93,6 @@ class LocalRun:
     _seen_alive: float = 0.0
     _restart_at: float = 0.0
     _asked_pid: int = 0
-    _logs: list[IO[bytes]] = field(default_factory=list)
     _away: set[str] = field(default_factory=set)
 
     @property
@@ -111,12 +117,12 @@ class LocalRun:
 
     def __exit__(self, *_: object) -> None:
         """End every process that is left, the syncer included."""
-        _end(list(self.islands.values()))
+        end_all(self.islands.values(), _END_S)
         if self.coordinator is not None:
-            _force(self.coordinator)
+            self.coordinator.terminate()  # this asks it kindly, and the next one forces it
+            wait_for_all([self.coordinator], _ASK_AGAIN_S)
+            end_all([self.coordinator], _END_S)
         stop_syncers(self.state)
-        for log in self._logs:
-            log.close()
 
     def start(self) -> None:
         """Start the coordinator, wait for its address, start the islands.
@@ -204,8 +210,7 @@ class LocalRun:
     def wait_for_coordinator(self) -> None:
         """Give the coordinator time to note the end and to stop its syncer."""
         assert self.coordinator is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.coordinator.wait(_END_S)
+        wait_for_all([self.coordinator], _END_S)
 
     @property
     def _is_bound(self) -> bool:
@@ -276,9 +281,8 @@ class LocalRun:
         return wait_s
 
     def _coordinator_failed(self, how: str, code: int | None) -> CoordinatorUnavailable:
-        log = self._log("coordinator")
         error = CoordinatorUnavailable(
-            f"the coordinator {how} (exit code {code}); its log is {log}:\n{tail(log)}"
+            f"the coordinator {how} (exit code {code}); {last_words(self._log(COORDINATOR))}"
         )
         error.exit_code = code if code is not None and code > 0 else error.exit_code
         return error
@@ -302,17 +306,8 @@ class LocalRun:
     def _spawn(
         self, arguments: list[str], name: str, prefix: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        log = open(self._log(name), "ab")  # noqa: SIM115 - closed in __exit__
-        self._logs.append(log)
         command = [*prefix, sys.executable, "-m", "diloco", "--log-level", "info", *arguments]
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **self.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        return spawn(command, self._log(name), environment={**os.environ, **self.environment})
 
 
 def without_links(config: Config, num_islands: int) -> Config:
@@ -389,27 +384,6 @@ def _numbered(path: Path) -> Iterator[Path]:
         number += 1
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask every living process to stop, then insist."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + _END_S
-    for process in processes:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _force(coordinator: subprocess.Popen[bytes]) -> None:
-    """End a coordinator that would wait for islands to stop kindly: ask twice."""
-    coordinator.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        coordinator.wait(_ASK_AGAIN_S)
-    _end([coordinator])
-
-
 def check_no_events(config: Config) -> None:
     """Refuse a telemetry directory in which another run's events would be mixed with this one's.
 
@@ -424,3 +398,49 @@ def check_no_events(config: Config) -> None:
         raise ConfigError(
             f"telemetry.dir = {directory} already holds the events of a run; give another one"
         )
+
+
+def find_resume_step(
+    config: Config, at: int | None, announce: Callable[[str], None], *, start: str
+) -> int:
+    """Find the newest run checkpoint that is whole, or insist on the one of inner step `at`.
+
+    Args:
+        config: The run.
+        at: Inner step of the checkpoint asked for; None takes the newest.
+        announce: Called with what was found, skipped and taken.
+        start: What the user types to start the run, shown with ``--resume --at STEP`` behind it.
+
+    Raises:
+        ConfigError: If there is no run, it is under way, it is of another file, it has finished,
+            or it has no such checkpoint; says what to type instead.
+    """
+    state = StateDir(Path(config.coordinator.state_dir))
+    if (pid := holder(state.coordinator_lock)) is not None:
+        raise ConfigError(
+            f"--resume: the run in {state.root} is under way (coordinator: process {pid}). Watch "
+            f"it with diloco status; to stop it with a checkpoint: kill -TERM {pid}"
+        )
+    check_run(state, start=start)
+    check_same_run(
+        config,
+        state,
+        f"Go on with the run that is there: diloco local {shlex.quote(str(state.resolved))} "
+        f"--resume\nStart this one elsewhere: {start} --set coordinator.state_dir=runs/NAME",
+    )
+    with open_journal(state.journal) as journal:
+        membership = read_membership(config, journal)
+    return choose_checkpoint(config, state, membership, at, announce, start=start)
+
+
+def membership_of(config: Config) -> Membership | None:
+    """Read what the run's coordinator has noted, once it has ended; None if it noted nothing.
+
+    Raises:
+        ConfigError: If its journal is damaged.
+    """
+    state = StateDir(Path(config.coordinator.state_dir))
+    if not state.journal.exists():
+        return None
+    with open_journal(state.journal) as journal:
+        return read_membership(config, journal)

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.checkpoint.host_memory import HostMemory
 from diloco.errors import IslandFailed
-from diloco.launch.process.logs import tail
+from diloco.launch.process.children import end_all, how_ended, last_words, spawn, wait_for_all
 
 logger = logging.getLogger(__name__)
 
 _OWN_EXIT_CODES = frozenset({2, 10, 20, 30, 31, 40, 41, 42, 50})
 #: Exit codes of an island (diloco/errors.py) after which another start may well succeed.
 _WORTH_A_RESTART = frozenset({20, 30, 40})
-_LOOK_S = 0.1
 #: Seconds in which ranks that agreed on an error end by themselves, the leader's last word told.
 _AGREED_S = 6.0
 #: Seconds between asking a rank to end and insisting.
@@ -129,12 +126,8 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End whatever still lives: ask, wait, insist."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for rank in self._ranks:
-                if rank.code is None:
-                    rank.process.send_signal(number)
-            self._wait(_END_S)
+        """End the ranks that still run."""
+        end_all(self._processes, _END_S)
         for rank in self._ranks:
             assert rank.process.stdin is not None
             rank.process.stdin.close()
@@ -155,17 +148,13 @@ class Ranks:
             if (memory := self._command.memory.descriptor(island_rank)) is not None:
                 inherited.append(memory)
                 arguments += ["--memory", str(memory)]
-            with log.open("ab") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
-                    env=self._command.environment(island_rank),
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=inherited,
-                    # Ctrl-C in a terminal is for the supervisor alone, which then ends the ranks.
-                    start_new_session=True,
-                )
+            process = spawn(
+                [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
+                log,
+                environment=self._command.environment(island_rank),
+                stdin=subprocess.PIPE,
+                inherited=inherited,
+            )
             self._ranks.append(_RankProcess(island_rank, process, log))
 
     def look(self) -> RanksEnd | None:
@@ -177,22 +166,15 @@ class Ranks:
     def settle(self, end: RanksEnd) -> None:
         """Give ranks that agreed on `end` time to end by themselves."""
         if end.code in _OWN_EXIT_CODES:
-            self._wait(_AGREED_S)
+            wait_for_all(self._processes, _AGREED_S)
 
     def _end_of(self, rank: _RankProcess) -> RanksEnd:
-        code = rank.code
-        assert code is not None
-        how = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
-        pid = rank.process.pid
         return RanksEnd(
-            code,
-            f"rank {rank.island_rank} of island {self._command.island} (pid {pid}) {how}; "
-            f"{rank.log} ends with:\n{tail(rank.log)}",
+            rank.process.returncode,
+            f"rank {rank.island_rank} of island {self._command.island} {how_ended(rank.process)}; "
+            f"{last_words(rank.log)}",
         )
 
-    def _wait(self, at_most_s: float) -> None:
-        until = time.monotonic() + at_most_s
-        while time.monotonic() < until and any(rank.code is None for rank in self._ranks):
-            time.sleep(_LOOK_S)
+    @property
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        return [rank.process for rank in self._ranks]

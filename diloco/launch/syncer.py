@@ -39,7 +39,6 @@ from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import first_of, note_signals_async
 from diloco.launch.process.logs import log_to
-from diloco.launch.process.orphaned import end_once_orphaned
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Plan
@@ -78,7 +77,16 @@ if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.syncer.syncer import Syncer
     from diloco.syncer.worker import Workers
 
+from diloco.errors import CoordinatorUnavailable
+from diloco.syncer.reporter import HELLO_INTERVAL_S
+
 logger = logging.getLogger(__name__)
+
+#: Reports that a syncer which reaches nobody waits for at least; looks meanwhile, and the longest
+#: time between two.
+_LEAST_REPORTS = 3
+_LOOKS = 20
+_MOST_LOOK_S = 5.0
 
 _T = TypeVar("_T")
 
@@ -151,7 +159,7 @@ async def _run_syncer(state: StateDir) -> int:
         await first_of(
             _keep_what_is_asked(state, reporter, stopping),
             stopping.wait(),
-            end_once_orphaned(lambda: reporter.num_answers, config.transport.unreachable_s),
+            end_when_unreachable(lambda: reporter.num_answers, config.transport.unreachable_s),
         )
         if stopping.is_set():
             return 0
@@ -258,7 +266,7 @@ async def _serve(
                 syncer.ended.wait(),
                 stopping.wait(),
                 asyncio.shield(reporting),
-                end_once_orphaned(
+                end_when_unreachable(
                     lambda: reporter.num_answers + syncer.num_calls,
                     config.transport.unreachable_s,
                 ),
@@ -291,7 +299,7 @@ async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> No
     async def hear() -> None:
         syncer.indexed(*indexed_of(await reporter.learn_plan()))
 
-    await first_of(hear(), end_once_orphaned(lambda: reporter.num_answers, unreachable_s))
+    await first_of(hear(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
 
 
 def _open_events(
@@ -542,6 +550,35 @@ def _connect(state: StateDir, security: Security) -> Transport:
     if coordinator is None:
         raise ConnectError(f"{state.coordinator} names no coordinator")
     return security.transport(coordinator.address, Role.COORDINATOR)
+
+
+async def end_when_unreachable(num_words: Callable[[], int], unreachable_s: float) -> None:
+    """Raise once nothing was heard for `unreachable_s` seconds; else go on for ever.
+
+    Silence is counted by looking: time in which this process was frozen does not count.
+
+    Args:
+        num_words: Counts what was heard, from anybody.
+        unreachable_s: `transport.unreachable`; some reports are waited for in any case.
+
+    Raises:
+        CoordinatorUnavailable: Then.
+    """
+    unreachable_s = max(unreachable_s, _LEAST_REPORTS * HELLO_INTERVAL_S)
+    look_s = min(unreachable_s / _LOOKS, _MOST_LOOK_S)
+    heard, silent_s, looked = num_words(), 0.0, loop_now()
+    while silent_s < unreachable_s:
+        await asyncio.sleep(look_s)
+        now = loop_now()
+        silent_s += min(now - looked, 2 * look_s)
+        looked = now
+        if (words := num_words()) != heard:
+            heard, silent_s = words, 0.0
+    raise CoordinatorUnavailable(
+        f"for {unreachable_s:g} s (transport.unreachable) neither the coordinator has answered nor "
+        "any island called: this syncer ends. All that it has published is durable, and the "
+        "coordinator starts it again: diloco coordinator RUN.toml"
+    )
 
 
 if __name__ == "__main__":

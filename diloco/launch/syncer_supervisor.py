@@ -1,7 +1,7 @@
-"""Keeps one syncer alive beside its coordinator: adopts the one that lives, starts what is missing.
+"""Keeps one syncer of a coordinator running: adopts the one that runs, or starts one.
 
-Whether a syncer lives is read from the lock on its store, never from a pid: the syncer survives
-its coordinator, and whoever starts next watches that lock where it cannot wait for a child.
+Whether a syncer runs is read from the lock on its store, never from a pid: the syncer survives its
+coordinator, and the next coordinator watches that lock where it cannot wait for a child.
 
 Source: PROTOCOL.md, "Restart of a syncer".
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,9 @@ import sys
 from collections.abc import Callable
 
 from diloco.errors import ConfigError
+from diloco.launch.process.children import spawn
 from diloco.launch.process.logs import tail
+from diloco.launch.process.restarts import RestartBudget
 from diloco.state_dir import (
     Held,
     StateDir,
@@ -67,9 +70,9 @@ class SyncerSupervisor:
 
         A syncer that was killed (SIGKILL) while it served is replaced at once, as often as that
         happens. One that failed is replaced after 0.2 s, then twice as long each time, up to 5 s;
-        one that lived for 30 s starts the count anew.
+        one that lived for 30 s starts the count again.
         """
-        wait_s = _FIRST_WAIT_S
+        budget = RestartBudget(math.inf, _FIRST_WAIT_S, _LONG_LIFE_S, _MAX_WAIT_S)
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -87,14 +90,13 @@ class SyncerSupervisor:
                     return
             if is_killed:
                 logger.warning("syncer was killed, starting it again at once: %s", how)
-                wait_s = _FIRST_WAIT_S  # it had served: whatever failed before it does so no more
+                budget.used = 0  # it had served: whatever failed before it does so no more
                 continue
-            if loop.time() - started >= _LONG_LIFE_S:
-                wait_s = _FIRST_WAIT_S
+            wait_s = budget.failed(loop.time() - started)
+            assert wait_s is not None, "as often as it takes"
             logger.warning("syncer ended, starting it again, wait_s=%.1f: %s", wait_s, how)
             self._on_ended(f"{self._reason()}; it is started again ({how})")
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
     async def stop(self) -> None:
         """Stop the syncer, whoever started it; call it when `run` was cancelled."""
@@ -127,16 +129,9 @@ class SyncerSupervisor:
         arguments = [str(self._state.root), "--lock-descriptor", str(lock)]
         arguments += ["--name", self._state.syncer_name]
         try:
-            with open(self._state.syncer_log, "ab") as log:
-                # A session of its own: it outlives this process and the terminal.
-                child = subprocess.Popen(
-                    [sys.executable, "-m", "diloco.launch.syncer", *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(lock,),
-                    start_new_session=True,
-                )
+            command = [sys.executable, "-m", "diloco.launch.syncer", *arguments]
+            # Its session is its own: it outlives this process and the terminal.
+            child = spawn(command, self._state.syncer_log, inherited=[lock])
             write_pid(lock, child.pid)
         finally:
             os.close(lock)

@@ -21,7 +21,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
-from diloco.launch.local_resume import find_resume_step, membership_of
+from diloco.launch.local import find_resume_step, membership_of
 from diloco.launch.syncer import take_to_timeline
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import Member

@@ -24,8 +24,13 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_publication_rules
 from diloco.forecast.traffic import data_parallel_traffic
-from diloco.launch.local import check_no_events, check_place, make_room, without_links
-from diloco.launch.local_resume import find_resume_step
+from diloco.launch.local import (
+    check_no_events,
+    check_place,
+    find_resume_step,
+    make_room,
+    without_links,
+)
 from diloco.launch.process.ending import Interrupted, StopRequest
 from diloco.outer.fragments import Plan
 from diloco.state_dir import StateDir, hold, holder
@@ -315,7 +320,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
             raise Interrupted(signal.SIGINT)
         return 0, False
 
-    monkeypatch.setattr("diloco.launch.local_resume.membership_of", lambda _: finished)
+    monkeypatch.setattr("diloco.launch.local.membership_of", lambda _: finished)
     monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(local_command, "_run", run)
     monkeypatch.setattr(local_command, "_tell_end", lambda *_, **__: None)

@@ -20,8 +20,7 @@ from diloco.checkpoint.published import read_published
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.island.layout import build_schedule
-from diloco.launch.local import LocalRun
-from diloco.launch.local_resume import find_resume_step, membership_of
+from diloco.launch.local import LocalRun, find_resume_step, membership_of
 from diloco.report.repair import repair_run
 from diloco.report.replay import replay_run
 from diloco.state_dir import StateDir, holder, read_endpoint

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from diloco.config.records import ProfileConfig
-from diloco.launch.rank.memory_use import memory_used
-from diloco.launch.rank.profile import StepProfile
+from diloco.launch.rank.profile import StepProfile, memory_used
 from diloco.telemetry.events import Event, ProfileWritten
 
 pytestmark = [

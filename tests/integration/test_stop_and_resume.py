@@ -20,8 +20,7 @@ import pytest
 from diloco.checkpoint.checkpoints import Checkpoint, rank_file, step_directory, valid_steps
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.launch.local import LocalRun
-from diloco.launch.local_resume import find_resume_step
+from diloco.launch.local import LocalRun, find_resume_step
 from diloco.report.summary import read_events
 from tests.data.text_files import write_jsonl
 from tests.run_files import FinishedRun, all_logs, run_to_end, with_text, write_run

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.config.model import LatentAttentionConfig, RopeScalingConfig
-from diloco.trainer.models.latent_attention import LATENT_NORM_EPS, LatentAttention
+from diloco.trainer.models.attention import LATENT_NORM_EPS, LatentAttention
 from diloco.trainer.models.rope import rope_table
 
 DIM, HEADS, THETA = 14, 3, 50.0

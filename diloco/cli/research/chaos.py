@@ -51,8 +51,8 @@ def chaos(
     """
     from rich.console import Console
 
-    from diloco.chaos.experiment import run_plan
     from diloco.chaos.plan import load_plan
+    from diloco.chaos.report import run_plan
     from diloco.cli.terminal.progress import counting
     from diloco.launch.process.ending import Interrupted, note_signals
 

@@ -116,9 +116,9 @@ def _prepare(
     from diloco.launch.local import (
         check_no_events,
         check_place,
+        find_resume_step,
         make_room,
     )
-    from diloco.launch.local_resume import find_resume_step
 
     if at is not None and not resume:
         raise ConfigError(f"--at {at} says where to resume: add --resume, or leave it out")
@@ -255,7 +255,7 @@ async def _status(transport: Transport) -> StatusReply | None:
 
 
 def _failure_text(config: Config, command: str) -> str:
-    from diloco.launch.local_resume import membership_of
+    from diloco.launch.local import membership_of
     from diloco.launch.process.logs import tail
 
     lines = ["The run failed. What the islands said last:"]
@@ -272,7 +272,7 @@ def _failure_text(config: Config, command: str) -> str:
 
 def _stopped_text(config: Config, command: str) -> str:
     """Say where a run stands that was asked to stop, and what to type next."""
-    from diloco.launch.local_resume import membership_of
+    from diloco.launch.local import membership_of
 
     membership = membership_of(config)
     if membership is not None and membership.is_finished:

@@ -16,21 +16,23 @@ _MOST_DOUBLINGS = 30
 class RestartBudget:
     """Restarts in a row; a start that lives long enough gives all of them back.
 
-    The n-th restart in a row waits min(60, first_wait_s * 2^(n-1)) seconds.
+    The n-th restart in a row waits min(most_wait_s, first_wait_s * 2^(n-1)) seconds.
 
     Args:
         max_restarts: Restarts in a row, at least 0; 0: the first failure is the last.
         first_wait_s: Wait before the first of them, in seconds.
         reset_s: Life of a start, in seconds, after which all restarts are back.
+        most_wait_s: Longest wait, in seconds.
     """
 
-    max_restarts: int
+    max_restarts: float
     first_wait_s: float
     reset_s: float
+    most_wait_s: float = MAX_WAIT_S
     used: int = 0
 
     @property
-    def left(self) -> int:
+    def left(self) -> float:
         """Restarts that are left."""
         return self.max_restarts - self.used
 
@@ -45,7 +47,7 @@ class RestartBudget:
         if self.left <= 0:
             return None
         self.used += 1
-        return _wait_s(self.first_wait_s, self.used)
+        return _wait_s(self.first_wait_s, self.used, self.most_wait_s)
 
 
 @dataclass(slots=True)
@@ -78,10 +80,10 @@ class OutageBudget:
         if self.lasted_s >= self.most_s:
             return None
         self.used += 1
-        wait_s = _wait_s(self.first_wait_s, self.used)
+        wait_s = _wait_s(self.first_wait_s, self.used, MAX_WAIT_S)
         self.lasted_s += wait_s
         return wait_s
 
 
-def _wait_s(first_wait_s: float, num_restarts: int) -> float:
-    return min(first_wait_s * 2.0 ** min(num_restarts - 1, _MOST_DOUBLINGS), MAX_WAIT_S)
+def _wait_s(first_wait_s: float, num_restarts: int, most_s: float) -> float:
+    return min(first_wait_s * 2.0 ** min(num_restarts - 1, _MOST_DOUBLINGS), most_s)

@@ -14,9 +14,8 @@ from diloco.config.schema import Config
 from diloco.doctor.slow_tcp import slow_tcp
 from diloco.errors import ConfigError
 from diloco.faults.process import link_faults
-from diloco.forecast.build import link_profile
+from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
-from diloco.launch.rank.carrier_link import carrier_link
 from diloco.launch.rank.peer import RunningPeer, start_peer
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.alarms import AlarmKind

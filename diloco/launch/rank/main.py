@@ -54,10 +54,8 @@ from diloco.launch.rank.device import (
 from diloco.launch.rank.job import Job, limit_collectives, meet
 from diloco.launch.rank.lost_rank import find_loss
 from diloco.launch.rank.manifest import check_earlier_text, write_manifest
-from diloco.launch.rank.memory_use import memory_used
-from diloco.launch.rank.profile import StepProfile
-from diloco.launch.rank.record import RankRecord
-from diloco.launch.rank.sinks import build_sinks
+from diloco.launch.rank.profile import StepProfile, memory_used
+from diloco.launch.rank.record import RankRecord, build_sinks
 from diloco.launch.rank.text_share import open_text
 from diloco.protocol.island.soundness import Mend
 from diloco.protocol.run.alarms import AlarmKind

@@ -14,6 +14,8 @@ ui.perfetto.dev or chrome://tracing. Steps take about twice as long while they a
 from __future__ import annotations
 
 import logging
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from diloco.config.records import ProfileConfig
-from diloco.telemetry.events import Event, ProfileWritten
+from diloco.telemetry.events import Event, MemoryUsed, ProfileWritten
 
 logger = logging.getLogger(__name__)
 
@@ -97,3 +99,28 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("trace written, path=%s", path)
         self._on_event(ProfileWritten(self._last, self._first + 1, path, snapshot))
+
+
+_PAGE_BYTES = resource.getpagesize()
+#: `ru_maxrss` counts KiB, on macOS bytes.
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+def memory_used(inner_step: int, device: torch.device) -> MemoryUsed:
+    """Measure this process; microseconds.
+
+    Where there is no /proc, the largest resident size stands for the present one.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
+    statm = Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) * _PAGE_BYTES if statm.exists() else peak
+    if device.type != "cuda":
+        return MemoryUsed(inner_step, resident, max(peak, resident))
+    return MemoryUsed(
+        inner_step,
+        resident,
+        max(peak, resident),
+        device_bytes=torch.cuda.memory_allocated(device),
+        device_peak_bytes=torch.cuda.max_memory_allocated(device),
+        device_reserved_bytes=torch.cuda.memory_reserved(device),
+    )

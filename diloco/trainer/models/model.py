@@ -32,9 +32,8 @@ from diloco.config.model import (
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import stored, stored_box, whole_shape, write_stored_
 from diloco.island.lanes.buffers import synchronised_buffers
-from diloco.trainer.models.attention import Attention
+from diloco.trainer.models.attention import Attention, LatentAttention
 from diloco.trainer.models.experts import ExpertLayer
-from diloco.trainer.models.latent_attention import LatentAttention
 from diloco.trainer.models.rope import rope_table
 
 #: Standard deviation of initial weights; projections into the residual stream have less.

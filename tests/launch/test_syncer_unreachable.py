@@ -1,4 +1,4 @@
-"""When a process takes itself for orphaned: in virtual time, and never by a moment it missed."""
+"""When a process ends since it reaches nobody: in virtual time, and never by a moment it missed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.process.orphaned import end_once_orphaned
-from diloco.launch.syncer import _start
+from diloco.launch.syncer import _start, end_when_unreachable
 from diloco.protos.fragment_pb2 import FragmentState
 from diloco.transport.calls.loopback import run_virtual
 
@@ -32,7 +31,7 @@ class Founding:
         raise AssertionError("nobody has said it")
 
 
-def test_who_has_to_found_is_orphaned_too_and_a_damaged_fragment_waits_for_nobody() -> None:
+def test_a_syncer_that_has_to_found_ends_too_and_a_damaged_fragment_waits_for_nobody() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         missing: Any = Founding()
@@ -52,7 +51,7 @@ def test_it_ends_after_so_long_without_a_word_and_says_by_which_key() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         words = [0]
-        ending = asyncio.create_task(end_once_orphaned(lambda: words[0], 600.0))
+        ending = asyncio.create_task(end_when_unreachable(lambda: words[0], 600.0))
         for _ in range(5):
             await asyncio.sleep(590.0)
             words[0] += 1
@@ -68,7 +67,7 @@ def test_it_ends_after_so_long_without_a_word_and_says_by_which_key() -> None:
 def test_a_key_that_is_shorter_than_reports_are_apart_ends_nobody_that_is_reported_to() -> None:
     async def scenario() -> None:
         words = [0]
-        ending = asyncio.create_task(end_once_orphaned(lambda: words[0], 0.1))
+        ending = asyncio.create_task(end_when_unreachable(lambda: words[0], 0.1))
         for _ in range(100):
             await asyncio.sleep(2.0)
             words[0] += 1
@@ -82,10 +81,8 @@ def test_what_it_slept_through_is_no_silence(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         frozen_s = 0.0
-        monkeypatch.setattr(
-            "diloco.launch.process.orphaned.loop_now", lambda: loop.time() + frozen_s
-        )
-        ending = asyncio.create_task(end_once_orphaned(lambda: 0, 600.0))
+        monkeypatch.setattr("diloco.launch.syncer.loop_now", lambda: loop.time() + frozen_s)
+        ending = asyncio.create_task(end_when_unreachable(lambda: 0, 600.0))
         await asyncio.sleep(100.0)
 
         frozen_s = 5000.0

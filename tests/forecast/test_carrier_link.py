@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.launch.rank.carrier_link import carrier_link
+from diloco.forecast.build import carrier_link
 from diloco.transport.shaping.link import Link, LinkProfile
 
 ISLAND = LinkProfile("path", Link(8e6, 0.03, 0.002, 0.01), Link(2e6, 0.05), source="test")
