@@ -18,8 +18,6 @@ from diloco.cli.operate import operate, repair, replay
 from diloco.cli.research import (
     baseline,
     bench,
-    bench_inner,
-    bench_race,
     chaos,
     emulate,
     lab,
@@ -98,8 +96,6 @@ for panel, commands in _PANELS.items():
             app.add_typer(body, name=name, rich_help_panel=panel)
         else:
             app.command(name, rich_help_panel=panel)(body)
-bench_inner.register(bench.bench)
-bench_race.register(bench.bench)
 sim_goodput.register(sim.sim)
 sim_utilization.register(sim.sim)
 sim_validate.register(sim.sim)
@@ -139,18 +135,12 @@ EXAMPLES = {
     "lab suite": "diloco lab suite overlap quorum",
     "emulate": "diloco emulate configs/wan/star-100M-60ms.toml --check -- diloco local RUN.toml",
     "chaos": "diloco chaos configs/chaos/quick.toml --require",
-    "bench parity": "diloco bench parity --seeds 3",
     "bench overhead": "diloco bench overhead --require",
-    "bench stragglers": "diloco bench stragglers --require",
     "bench utilisation": "diloco bench utilisation --require",
-    "bench codec": "diloco bench codec --codec int4 --codec topk64",
-    "bench publish": "diloco bench publish --require",
+    "bench codec": "diloco bench codec --rows int4 --rows 'topk*'",
     "bench syncer": "diloco bench syncer --require",
-    "bench heartbeat": "diloco bench heartbeat --require",
     "bench wan": "diloco bench wan --json wan.json",
-    "bench recovery": "diloco bench recovery --require",
     "bench guard": "diloco bench guard --full",
-    "bench parity-inner": "diloco bench parity-inner --ranks 2",
     "bench plain": "diloco bench plain --require",
     "bench memory": "diloco bench memory --require",
     "bench allreduce": "diloco bench allreduce --json -",

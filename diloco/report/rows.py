@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+#: Told what is measured, how much of it is done, of how much; called often. What it raises ends
+#: the bench, and every process of it.
+Watch: TypeAlias = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,8 @@ class Column:
     form: str = ""
 
     def cell(self, row: Mapping[str, Any]) -> str:
-        """Write a row's value; None, not measured, is a dash."""
-        value = row[self.key]
+        """Write a row's value; what was not measured, or is no figure of the row, is a dash."""
+        value = row.get(self.key)
         return "-" if value is None else format(value, self.form)
 
 
@@ -75,7 +79,8 @@ class Column:
 class Report:
     """A finished bench. Rows and setting are JSON values by name, hence `Any`.
 
-    A row's "table" names the table that it is shown in, where there are several.
+    A row's "table" names the table that it is shown in, where there are several; each shows the
+    columns that its rows have.
     """
 
     bench: str
@@ -83,7 +88,7 @@ class Report:
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
     requirements: Sequence[Requirement]
-    wall_s: float
+    wall_s: float = 0.0
 
     @property
     def tables(self) -> dict[str, list[Mapping[str, Any]]]:

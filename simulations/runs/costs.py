@@ -13,8 +13,8 @@ one core of an AMD EPYC that copies 24 GB/s (`diloco bench codec`), with a C++ c
     plain                1.1     1.1   bench overhead in float32: encode 0.9, stage 1.4
     carry                1.6     1.6   bench overhead: rest of the other threads, less its bytes
     decode               1.6     4.3   bench syncer: tensors, an island
-    outer step           0.8     3.2   bench publish, alone: outer step
-    publish              3.1     5.5   bench publish, alone: downlink and a decode; 0.6 of a digest
+    outer step           0.8     3.2   `bench syncer --rows publish`: outer step
+    publish              3.1     5.5   the same: downlink and a decode; 0.6 of a digest
     commit                12      12   bench syncer: tensors, less all of the above
     verify               0.2     0.2   bench syncer: Python and gRPC, an island, less its bytes
 

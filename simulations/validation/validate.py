@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.network.emulating import check_text, measure_inside
-from diloco.bench.network.link_row import ISLANDS
+from diloco.bench.network.emulating import ISLANDS, check_text, measure_inside
 from diloco.errors import ConfigError
 from diloco.report.rows import Column, Report, Requirement
 from diloco.simulations.runs.costs import HostCosts

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from diloco.bench.network.link_row import ISLANDS
+from diloco.bench.network.emulating import ISLANDS
 from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.planner.prediction import simulate_whole
 from diloco.simulations.runs.costs import HostCosts

@@ -1,8 +1,5 @@
 """Real runs that simulations are held against: `diloco local` on a link, and what it measured.
 
-    python -m diloco.simulations.validation.validate_run ORDERS.json DESCRIPTION
-                                                          inside an emulated network
-
 An inner step trains a model of 10M parameters on a few bytes and then sleeps until it has taken the
 time that it is given, so that links are measured, not how islands share the cores of this machine.
 A point that was made is one file, written durably: another start goes on behind it.
@@ -12,7 +9,6 @@ Source: PROTOCOL.md, "Words for figures".
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import sys
@@ -21,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.network.emulating import run_watched
-from diloco.bench.network.link_row import ISLANDS
+from diloco.bench.network.emulating import ISLANDS, run_watched
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
 from diloco.errors import IslandFailed
 from diloco.faults.process import STEP_VARIABLE
+from diloco.launch.process.emulated import Emulated
 from diloco.report.summary import event_lines
 
 #: 9,933,696 parameters.
@@ -288,14 +284,9 @@ def _phases(
     return {phase: statistics.median(each) for phase, each in durations.items() if each}
 
 
-def main(orders_path: Path) -> None:
-    """Make all points of the orders in this process's network; found.json says how many."""
-    orders = json.loads(orders_path.read_text())
+def inside(orders: Mapping[str, Any], _: Emulated, place: Path) -> dict[str, Any]:
+    """Make all points of the orders in this process's network; says how many."""
     setting, directory = Setting(**orders["setting"]), Path(orders["directory"])
     for point in orders["points"]:
         measure_point(directory, setting, Point(**point), lambda: None)
-    (orders_path.parent / "found.json").write_text(json.dumps({"points": len(orders["points"])}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {"points": len(orders["points"])}

@@ -3,13 +3,13 @@
 import pytest
 
 from diloco.bench.network import allreduce as bench
-from diloco.bench.network.allreduce import SETTING, Setting, run_allreduce
-from diloco.bench.network.link_row import LinkRow
+from diloco.bench.network.allreduce import SETTING, AllReduceSetting
+from diloco.bench.network.emulating import LinkRow
 from diloco.errors import ConfigError
 from diloco.simulations.emulate.config import load_wan
 
 MIB = 1 << 20
-SMALL = Setting(
+SMALL = AllReduceSetting(
     (LinkRow("small", "200Mbit/s", 10, is_judged=True),),
     num_bytes=MIB,
     chunks_bytes=(MIB // 4, MIB),
@@ -18,13 +18,11 @@ SMALL = Setting(
 
 
 def run(setting, *names, is_emulated=False):
-    return run_allreduce(
-        setting, names, is_emulated=is_emulated, on_progress=lambda what, done, total: None
-    )
+    return bench.run(lambda *_: None, names, emulate=is_emulated, setting=setting)
 
 
 def test_an_unknown_link_is_refused():
-    with pytest.raises(ConfigError, match="--rows 9G is no link; links are 100M-60ms, 1G-20ms"):
+    with pytest.raises(ConfigError, match="--rows 9G matches no link; links are 100M-60ms"):
         run(SETTING, "9G")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.bench.outer_loop import codec as bench
-from diloco.bench.outer_loop.codec import SETTING, Setting, run_codec
+from diloco.bench.outer_loop.codec import SETTING, CodecSetting, run
 from diloco.bench.training.byte_model import ByteTask, pseudo_gradient
 from diloco.compression import compiled as compiling
 from diloco.compression.compiled import COMPILE_NUMEL
@@ -32,8 +32,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "pseudo_gradient", lambda *_, **__: bench._values(LANE))
 
 
-def setting(bar: float = 1e-9) -> Setting:
-    return Setting(
+def setting(bar: float = 1e-9) -> CodecSetting:
+    return CodecSetting(
         lane_numel=LANE,
         numel=LARGE,
         gpu_numel=LARGE,
@@ -49,7 +49,7 @@ def test_every_codec_has_its_rows_and_figures() -> None:
     heard: list[tuple[int, int]] = []
     num_threads = torch.get_num_threads()
 
-    report = run_codec(setting(), [], lambda done, total: heard.append((done, total)))
+    report = run(lambda *told: heard.append(told), setting=setting())
 
     rows = {(row["codec"], row["mode"], row["numel"]): row for row in report.rows}
     assert len(rows) == len(report.rows)
@@ -79,7 +79,7 @@ def test_every_codec_has_its_rows_and_figures() -> None:
 
 @pytest.mark.parametrize(("bar", "is_met"), [(1e-9, True), (1e9, False)])
 def test_compiled_int4_and_e2m1_are_judged(bar: float, is_met: bool) -> None:
-    report = run_codec(setting(bar), ["int4", "e2m1"], lambda done, total: None)
+    report = run(lambda *_: None, ["int4", "e2m1"], setting=setting(bar))
 
     judged = [r for r in report.requirements if not r.is_stretch]
     assert [r.what for r in judged] == [
@@ -95,7 +95,7 @@ def test_compiled_int4_and_e2m1_are_judged(bar: float, is_met: bool) -> None:
 
 
 def test_codecs_that_were_not_asked_for_are_not_judged() -> None:
-    report = run_codec(setting(), ["int8", "float32"], lambda done, total: None)
+    report = run(lambda *_: None, ["int8", "float32"], setting=setting())
 
     assert [row["codec"] for row in report.rows] == ["int8"] * 3 + ["float32"]
     assert not report.requirements
@@ -104,7 +104,7 @@ def test_codecs_that_were_not_asked_for_are_not_judged() -> None:
 def test_without_a_compiler_the_bars_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "can_compile", lambda device="cpu": False)
 
-    report = run_codec(setting(), ["int4"], lambda done, total: None)
+    report = run(lambda *_: None, ["int4"], setting=setting())
 
     assert [row["mode"] for row in report.rows] == ["eager"]
     assert len(report.missed) == 4
@@ -133,7 +133,7 @@ def test_a_pseudo_gradient_is_what_an_island_would_send() -> None:
 
 def test_an_unknown_codec_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(ConfigError, match="codec 'int3' is unknown"):
-        run_codec(setting(), ["int4", "int3"], lambda done, total: None)
+        run(lambda *_: None, ["int4", "int3"], setting=setting())
 
 
 def test_the_bars_are_those_that_were_asked_for() -> None:
@@ -151,7 +151,7 @@ def test_a_gpu_has_rows_and_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_prepared", {})
     small_gpu = replace(setting(), lane_numel=COMPILE_NUMEL, gpu_numel=2 * COMPILE_NUMEL)
 
-    report = run_codec(small_gpu, ["int4"], lambda done, total: None)
+    report = run(lambda *_: None, ["int4"], setting=small_gpu)
 
     assert [row["mode"] for row in report.rows][-1] == "GPU"
     assert [r.what for r in report.requirements][-2:] == ["int4 encode, GPU", "int4 decode, GPU"]

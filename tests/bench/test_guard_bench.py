@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from diloco.bench.outer_loop.guard import as_row, chosen_cells, guard_cost_ns, requirements_of
-from diloco.bench.outer_loop.guard_cell import MODES, Cell, CellResult, Setting, run_cell
+from diloco.bench.outer_loop.guard_cell import MODES, Cell, CellResult, GuardSetting, run_cell
 
-TASK = replace(Setting().task, inner_steps=48, sequence_length=16, evaluation_sequences=4)
-SETTING = Setting(TASK, inner_steps_per_round=6, fault_step=25)
+TASK = replace(GuardSetting().task, inner_steps=48, sequence_length=16, evaluation_sequences=4)
+SETTING = GuardSetting(TASK, inner_steps_per_round=6, fault_step=25)
 
 
 @pytest.fixture(autouse=True)

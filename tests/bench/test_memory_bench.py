@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.bench.outer_loop.counted_device import CountedDevice
-from diloco.bench.outer_loop.memory import SETTING, figures, run_memory
-from diloco.bench.outer_loop.memory_island import Measured
+from diloco.bench.outer_loop.memory import SETTING, Measured, figures, run
 from diloco.config.outer import OuterConfig
 from diloco.island.lanes.boxes import declare_part
 from diloco.island.lanes.shards import LaneShards
@@ -124,7 +123,7 @@ def test_a_rank_has_on_its_device_what_it_merges_and_only_while_it_does(is_prefe
 
 
 def test_a_session_keeps_nothing_on_the_device_between_rounds():
-    report = run_memory(SMALL, on_progress=lambda _: None)
+    report = run(lambda *_: None, setting=SMALL)
 
     by_phase = {row["phase"]: row for row in report.rows}
     assert report.missed == []
@@ -139,7 +138,7 @@ def test_too_much_and_nothing_merged_are_missed(monkeypatch, num_merges, extra):
     found = Measured("counted", num_merges, 100, 50, 600, {"merge": extra, "between": extra})
     monkeypatch.setattr("diloco.bench.outer_loop.memory._measure", lambda *_: found)
 
-    report = run_memory(SMALL, on_progress=lambda _: None)
+    report = run(lambda *_: None, setting=SMALL)
 
     assert len(report.missed) == 1
     assert figures(0.5, found)[2]["of_trained"] == extra / (12 * 150)

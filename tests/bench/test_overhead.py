@@ -7,12 +7,19 @@ import os
 
 import pytest
 
-from diloco.bench.outer_loop.overhead import Setting, figures, run_overhead
-from diloco.bench.outer_loop.overhead_island import Block, Cycle, Measured
-from diloco.bench.outer_loop.phases import CRITICAL_PHASES, IO_PHASES
+from diloco.bench.outer_loop.overhead import (
+    CRITICAL_PHASES,
+    IO_PHASES,
+    Block,
+    Cycle,
+    Measured,
+    OverheadSetting,
+    figures,
+    run,
+)
 from diloco.errors import ConfigError
 
-TINY = Setting(num_cycles=3, block_steps=7, model={"preset": "tiny"})
+TINY = OverheadSetting(num_cycles=3, block_steps=7, model={"preset": "tiny"})
 
 
 def cycle(plain_s: float, idle_s: float, flying_s: float) -> Cycle:
@@ -56,7 +63,7 @@ def test_figures_compare_neighbouring_blocks_and_divide_by_parameters() -> None:
 def test_the_bench_times_a_real_island_against_a_real_syncer() -> None:
     progress: list[int] = []
 
-    report = run_overhead(TINY, on_progress=progress.append)
+    report = run(lambda what, done, total: progress.append(done), setting=TINY)
 
     told = json.loads(json.dumps(report.as_dict()))
     assert told["bench"] == "overhead"
@@ -79,4 +86,4 @@ def test_one_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
 
     with pytest.raises(ConfigError, match=r"needs two CPUs, .* only CPU 3"):
-        run_overhead(TINY, on_progress=lambda done: None)
+        run(lambda *_: None, setting=TINY)

@@ -5,17 +5,19 @@ import pytest
 from diloco.bench.training import plain as bench
 from diloco.bench.training.plain import (
     SETTING,
-    Row,
-    Setting,
-    chosen_rows,
+    Block,
+    Cycle,
+    Measured,
+    PlainRow,
+    PlainSetting,
     config_of,
     figures,
-    run_plain,
+    measure,
+    run,
 )
-from diloco.bench.training.plain_blocks import Block, Cycle, Measured, measure
 from diloco.errors import ConfigError
 
-TINY = Row("tiny", 128, 32, 2)
+TINY = PlainRow("tiny", 128, 32, 2)
 
 
 def measured(native_s, plain_s, loss=5.0):
@@ -47,15 +49,15 @@ def test_speed_and_losses_have_bars(monkeypatch, native_s, loss, missed):
     answer = measured([native_s] * 3, [1.0] * 3, loss)
     monkeypatch.setattr(bench, "_measure", lambda *_: answer)
 
-    report = run_plain(SETTING, [TINY], on_progress=lambda *_: None)
+    report = run(lambda *_: None, setting=PlainSetting((TINY,)))
 
     assert len(report.requirements) == 2
     assert len(report.missed) == missed
 
 
 def test_an_unknown_model_is_refused():
-    with pytest.raises(ConfigError, match="--rows 9T is no row; rows are debug, 10M"):
-        chosen_rows(SETTING, ["9T"])
+    with pytest.raises(ConfigError, match="--rows 9T matches no row; rows are debug, 10M"):
+        run(lambda *_: None, ["9T"], setting=SETTING)
 
 
 def check_agreement(row):
@@ -73,8 +75,8 @@ def test_both_loops_train_the_same_model_alike():
 @pytest.mark.slow
 @pytest.mark.timeout(120)  # a process that imports torch
 def test_a_process_of_its_own_measures():
-    setting = Setting((TINY,), num_cycles=3)
+    setting = PlainSetting((TINY,), num_cycles=3)
 
-    report = run_plain(setting, setting.rows, on_progress=lambda *_: None)
+    report = run(lambda *_: None, setting=setting)
 
     check_agreement(report.rows[0])

@@ -10,11 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.baseline.local import BaselineOptions, check_baseline
-from diloco.bench.network.emulating import run_watched
-from diloco.bench.network.link_row import LinkRow
+from diloco.bench.network.emulating import LinkRow, run_watched
 from diloco.bench.training import race as bench
-from diloco.bench.training.race import METHODS, QUICK, SETTING, chosen_links, run_order, run_race
-from diloco.bench.training.race_link import of_baseline, of_run
+from diloco.bench.training.race import METHODS, QUICK, SETTING, chosen_links, figures_of, run_order
 from diloco.bench.training.race_plot import write_plot
 from diloco.cli.main import app
 from diloco.config.load import load_config
@@ -39,7 +37,7 @@ def run(setting=QUICK, *, is_emulated=False):
     def hear(what, done, total):
         assert done <= total == len(setting.links) * len(METHODS)
 
-    return run_race(setting, setting.links, is_emulated=is_emulated, on_progress=hear)
+    return bench.run(hear, emulate=is_emulated, setting=setting)
 
 
 def names(*patterns, is_emulated):
@@ -132,12 +130,12 @@ def test_figures_are_those_of_the_slowest_and_worst_island():
     island |= {"bytes_up": 5, "bytes_down": 7}
     other = {**island, "wall_s": 2.0, "utilisation": 0.4, "bytes_up": 9}
 
-    assert of_run({"islands": [island, other]}) == {
+    assert figures_of({"islands": [island, other]}) == {
         "wall_s": 2.0, "utilisation": 0.4, "nats_per_byte": 2.0, "bytes_up": 9, "bytes_down": 7
     }  # fmt: skip
     baseline = {key: FOUND["flat"][key] for key in ("wall_s", "utilisation", "nats_per_byte")}
     moved = {"east": {"bytes_up": 5, "bytes_down": 7}, "west": {"bytes_up": 7, "bytes_down": 5}}
-    assert of_baseline({**baseline, "islands": moved}) == {
+    assert figures_of({"baseline": "flat", **baseline, "islands": moved}) == {
         **baseline, "bytes_up": 7, "bytes_down": 7
     }  # fmt: skip
 

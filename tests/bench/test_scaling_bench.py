@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from diloco.bench.training.scaling import (
     SETTING,
-    Row,
+    ScalingRow,
     chosen_rows,
     row_config,
     row_figures,
-    run_scaling,
+    run,
 )
 from diloco.bench.training.scaling_rank import run_delay_s
 from diloco.cli.main import app
@@ -23,12 +23,12 @@ from tests.simulations.emulated_site import needs_namespaces
 TINY = replace(SETTING, sequence_length=32, warmup_steps=1, timed_steps=2, model={"preset": "tiny"})
 
 
-def names(*patterns, ranks=(2, 4)):
+def names(*patterns, ranks="2,4"):
     return [row.name for row in chosen_rows(SETTING, ranks, patterns)]
 
 
 def test_every_strategy_takes_all_ranks_and_one_rank_is_always_there():
-    assert names(ranks=(2,)) == ["one", "fsdp-2", "replicate-2", "tp-2", "pp-2", "cp-2"]
+    assert names(ranks="2") == ["one", "fsdp-2", "replicate-2", "tp-2", "pp-2", "cp-2"]
     assert names("tp-*") == ["one", "tp-2", "tp-4"]
     assert names("one") == ["one"]
 
@@ -36,8 +36,8 @@ def test_every_strategy_takes_all_ranks_and_one_rank_is_always_there():
 @pytest.mark.parametrize(
     ("patterns", "ranks", "said"),
     [
-        (("ep-2",), (2,), "--rows ep-2 matches no row; rows are one, fsdp-2"),
-        (("tp-3",), (3,), "row tp-3 does not fit this bench's model: (?s:.*)num_kv_heads"),
+        (("ep-2",), "2", "--rows ep-2 matches no row; rows are one, fsdp-2"),
+        (("tp-3",), "3", "row tp-3 does not fit this bench's model: (?s:.*)num_kv_heads"),
     ],
 )
 def test_rows_that_are_not_or_do_not_fit_are_refused_before_anything_starts(patterns, ranks, said):
@@ -52,7 +52,7 @@ def figures(*, link_bps):
         for exposed_s, moved in ((0.5, 1e9), (1.5, 2e9), (0.5, 1e9), (1.5, 1e9))
     ]
     return row_figures(
-        Row("fsdp", 4), ranks, alone, tokens=250, timed_steps=4, cpus=2, link_bps=link_bps
+        ScalingRow("fsdp", 4), ranks, alone, tokens=250, timed_steps=4, cpus=2, link_bps=link_bps
     )
 
 
@@ -89,9 +89,7 @@ def test_ranks_are_no_words():
 
 @pytest.mark.timeout(300)
 def test_real_ranks_of_each_strategy_train_the_same():
-    rows = chosen_rows(TINY, (2,), ())
-
-    report = run_scaling(TINY, rows, is_emulated=False, on_progress=lambda what, done, total: None)
+    report = run(lambda *_: None, ranks="2", setting=TINY)
 
     alone, *others = report.rows
     assert alone["efficiency"] == pytest.approx(1)
@@ -109,14 +107,13 @@ def test_real_ranks_of_each_strategy_train_the_same():
 @pytest.mark.timeout(300)
 def test_ranks_on_emulated_links_move_what_the_strategy_must():
     setting = replace(TINY, bandwidth="100Mbit/s")
-    rows = chosen_rows(setting, (2,), ("replicate-2",))
 
-    report = run_scaling(setting, rows, is_emulated=True, on_progress=lambda *_: None)
+    report = run(lambda *_: None, ["replicate-2"], ranks="2", emulate=True, setting=setting)
 
     alone, both = report.rows
     assert alone["moved_mb"] < 0.01
     assert both["loss"] == pytest.approx(alone["loss"], abs=5e-6)
-    shape = LlamaShape.from_config(row_config(setting, rows[0]).model)
+    shape = LlamaShape.from_config(row_config(setting, ScalingRow("", 1)).model)
     numel = sum(math.prod(shape) for shape in parameter_shapes(shape).values())
     # An all-reduce moves 2 (N - 1) / N of the gradients; beside it go norms, losses, headers.
     assert 4e-6 * numel < both["moved_mb"] < 1.25 * 4e-6 * numel

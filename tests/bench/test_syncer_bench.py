@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from diloco.bench.syncer.syncer import SETTING, Setting, run_syncer
+from diloco.bench.syncer.publish import PublishSetting, _hear
+from diloco.bench.syncer.syncer import SETTING, SyncerSetting, run
 from diloco.bench.syncer.syncer_process import serving
-from diloco.errors import CoordinatorUnavailable
+from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.state_dir import StateDir
 
 
 @pytest.mark.timeout(300)
 def test_rows_say_what_a_syncer_spends_and_holds() -> None:
-    heard: list[tuple[int, int]] = []
-    setting = Setting(
+    heard: list[tuple[str, int, int]] = []
+    setting = SyncerSetting(
         numel=70_000,
         num_islands=(2,),
         small_spool_memory="1KiB",
@@ -26,7 +28,7 @@ def test_rows_say_what_a_syncer_spends_and_holds() -> None:
         memory=1e9,
     )
 
-    report = run_syncer(setting, lambda done, of: heard.append((done, of)))
+    report = run(lambda *told: heard.append(told), ["2*"], setting=setting)
 
     in_memory, encrypted, on_disk = report.rows
     assert (in_memory["spool_memory"], on_disk["spool_memory"]) == ("1GiB", "1KiB")
@@ -47,7 +49,7 @@ def test_rows_say_what_a_syncer_spends_and_holds() -> None:
     assert in_memory["held_mib"] == 2 * in_memory["in_flight_mib"]
     assert on_disk["held_mib"] == 1 / 1024
     assert on_disk["in_flight_mib"] == in_memory["held_mib"], "of both at once"
-    assert heard == [(done, 9) for done in range(1, 10)]
+    assert heard == [("rounds", done, 9) for done in range(1, 10)]
     flatness, memory, over_tls = report.requirements
     assert flatness.is_met
     assert flatness.figure == 1
@@ -68,7 +70,44 @@ def test_a_syncer_that_does_not_start_is_quoted(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_rounds_are_timed_with_their_parts_and_the_first_row_is_judged() -> None:
+    heard: list[tuple[str, int, int]] = []
+    publish = PublishSetting(numel=70_000, num_rounds=1, bar=1e9)
+
+    report = run(
+        lambda *told: heard.append(told), ["publish"], setting=SyncerSetting(publish=publish)
+    )
+
+    alone, off, stored = report.rows
+    assert alone["of_codecs"] == 1
+    assert alone["commit_ms"] is None
+    for row in (off, stored):
+        parts = ("encode_ms", "arrive_ms", "merge_ms", "commit_ms", "announce_ms")
+        assert sum(row[part] for part in parts) == pytest.approx(row["total_ms"])
+        assert row["of_codecs"] == row["total_ms"] / alone["total_ms"]
+    assert stored["commit_ms"] > off["commit_ms"], "the other's store is off the clock"
+    (requirement,) = report.requirements
+    assert requirement.is_met
+    assert requirement.figure == off["of_codecs"]
+    assert heard == [("rounds to publish", 0, 2), ("rounds to publish", 1, 2)]
+    assert json.dumps(report.as_dict())
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_ended_is_named_as_the_reason() -> None:
+    here, there = multiprocessing.Pipe()
+    there.close()
+
+    with pytest.raises(DilocoError, match="a process of the bench ended"):
+        _hear(here)
+
+
 def test_the_setting_is_what_was_asked_for() -> None:
+    publish = SETTING.publish
+    assert (publish.numel, publish.codec, publish.num_islands) == (25_000_000, "int4", 2)
+    assert publish.bar == 1.5
     assert (min(SETTING.num_islands), max(SETTING.num_islands)) == (4, 64)
     assert (SETTING.flatness, SETTING.memory) == (1.2, 1.25)
     assert [row.num_islands for row in SETTING.rows] == [4, 8, 16, 32, 64, 64, 64]

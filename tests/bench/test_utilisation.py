@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
-from diloco.bench.outer_loop.timed_island import Timed
-from diloco.bench.outer_loop.utilisation import SETTING, Row, Setting, row_figures, run_utilisation
-from diloco.errors import IslandFailed
+from diloco.bench.outer_loop.utilisation import (
+    SETTING,
+    Timed,
+    UtilisationRow,
+    UtilisationSetting,
+    row_figures,
+    run,
+)
+from diloco.errors import DilocoError
 
 TINY = {"preset": "tiny"}
 
 
-def row(name: str, num_fragments: int = 2, *, at_least: float | None = None) -> Row:
+def row(name: str, num_fragments: int = 2, *, at_least: float | None = None) -> UtilisationRow:
     outer: dict[str, Any] = {
         "preset": "streaming",
         "num_fragments": num_fragments,
@@ -23,11 +29,11 @@ def row(name: str, num_fragments: int = 2, *, at_least: float | None = None) -> 
         "uplink_codec": "int4",
         "downlink_codec": "int4",
     }
-    return Row(name, TINY, outer, 0.02, at_least)
+    return UtilisationRow(name, TINY, outer, 0.02, at_least)
 
 
-def setting(*rows: Row) -> Setting:
-    return Setting(
+def setting(*rows: UtilisationRow) -> UtilisationSetting:
+    return UtilisationSetting(
         rows, inner_steps_per_round=4, num_rounds=3, sequence_length=32, link="metro-1G-5ms"
     )
 
@@ -54,14 +60,14 @@ def test_both_sizes_are_judged_with_int4() -> None:
 
 @pytest.mark.timeout(180)
 def test_the_bench_runs_islands_as_processes_and_judges_them() -> None:
-    begun: list[tuple[int, str]] = []
+    begun: set[tuple[str, int, int]] = set()
 
-    report = run_utilisation(
-        setting(row("low-bar", at_least=1e-6)), on_progress=lambda *told: begun.append(told)
+    report = run(
+        lambda *told: begun.add(told), ["low-*"], setting=setting(row("low-bar", at_least=1e-6))
     )
 
     told = json.loads(json.dumps(report.as_dict()))
-    assert begun == [(0, "low-bar")]
+    assert begun == {("low-bar", 0, 1)}
     assert [bar["is_met"] for bar in told["required"]] == [True]
     (figures,) = told["rows"]
     assert figures["inner_steps"] == 8
@@ -73,8 +79,6 @@ def test_the_bench_runs_islands_as_processes_and_judges_them() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_an_island_that_fails_ends_the_bench_with_its_log() -> None:
-    with pytest.raises(IslandFailed, match=r"exit code 1; its log says:\n(.*\n)*.*num_fragments"):
-        run_utilisation(
-            setting(row("too-many", num_fragments=500)), on_progress=lambda done, row: None
-        )
+def test_an_island_that_fails_ends_the_bench_with_its_reason() -> None:
+    with pytest.raises(DilocoError, match="num_fragments"):
+        run(lambda *_: None, setting=setting(row("too-many", num_fragments=500)))

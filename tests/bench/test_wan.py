@@ -14,7 +14,8 @@ import torch
 
 from diloco.bench.network import wan as bench
 from diloco.bench.network import wan_averager, wan_link
-from diloco.bench.network.wan import SETTING, LinkSpec, Row, Setting, row_names, run_wan
+from diloco.bench.network.heartbeat import HeartbeatSetting
+from diloco.bench.network.wan import SETTING, LinkSpec, WanRow, WanSetting, row_names
 from diloco.bench.network.wan_averager import step
 from diloco.bench.network.wan_link import IPERF3, PLAIN, measure_link, receiving, sent
 from diloco.errors import ConfigError, IslandFailed
@@ -25,8 +26,8 @@ from tests.simulations.emulated_site import needs_namespaces
 SMALL = LinkSpec("50Mbit/s", 4, loss=0.0, congestion_control="reno", islands=2)
 
 
-def run(setting: Setting, *patterns: str) -> Any:
-    return run_wan(setting, patterns, lambda what, done, total: None)
+def run(setting: WanSetting, *patterns: str) -> Any:
+    return bench.run(lambda *_: None, patterns, setting=setting)
 
 
 def test_the_rows_are_those_of_the_table() -> None:
@@ -46,7 +47,7 @@ def test_the_rows_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("row", SETTING.rows, ids=lambda row: row.name)
-def test_every_link_is_a_network_that_can_be_emulated(row: Row, tmp_path: Path) -> None:
+def test_every_link_is_a_network_that_can_be_emulated(row: WanRow, tmp_path: Path) -> None:
     path = tmp_path / "link.toml"
     path.write_text(row.spec.toml)
 
@@ -75,10 +76,10 @@ def test_each_island_is_held_against_its_own_limit(monkeypatch: pytest.MonkeyPat
         "limit_bps": {"site-0": [100e6, 80e6], "site-1": [40e6, 40e6]},
         "own_bps": {"site-0": [45e6, 45e6], "site-1": [38e6, 38e6]},
     }
-    row = Row("pair", SMALL, at_least=0.9)
+    row = WanRow("pair", SMALL, at_least=0.9)
     monkeypatch.setattr(bench, "_emulate", lambda *_: ({"pair": found}, {"check": CHECK}))
 
-    report = run(Setting((row,)), "pair")
+    report = run(WanSetting((row,)), "pair")
 
     (shown,), (bar,) = report.rows, report.requirements
     assert (shown["own_mbps"], shown["limit_mbps"], shown["figure"]) == (45, 90, 0.5)
@@ -90,7 +91,7 @@ def test_a_link_that_is_not_as_told_judges_nothing(monkeypatch: pytest.MonkeyPat
     record = {"check": [{**CHECK[0], "is_met": False}]}
     monkeypatch.setattr(bench, "_emulate", lambda *_: ({}, record))
 
-    report = run(Setting((Row("one", SMALL, at_least=0.9),)), "one")
+    report = run(WanSetting((WanRow("one", SMALL, at_least=0.9),)), "one")
 
     assert report.rows[0]["check"] == "MISSED: site-0 up rate"
     assert report.rows[0]["figure"] is None
@@ -106,7 +107,10 @@ def test_without_iperf3_nothing_stands_in_for_the_limit(
     monkeypatch.setattr(wan_link, "receiving", lambda *_, **__: contextlib.nullcontext(""))
     monkeypatch.setattr(wan_link, "_bursts_bps", lambda *_: 45e6)
     emulated = Emulated({"coordinator": "127.0.0.1", "islands": {"site-0": {}}})
-    row, bursts = Row("one", SMALL, at_least=0.9), Row("two", SMALL, at_least=0.9, every_s=4.0)
+    row, bursts = (
+        WanRow("one", SMALL, at_least=0.9),
+        WanRow("two", SMALL, at_least=0.9, every_s=4.0),
+    )
     common = {"islands": 1, "kind": "tcp", "repetitions": 1, "limit_s": 1.0}
 
     found = {
@@ -114,7 +118,7 @@ def test_without_iperf3_nothing_stands_in_for_the_limit(
         for each in (row, bursts)
     }
     monkeypatch.setattr(bench, "_emulate", lambda *_: (found, {"check": CHECK}))
-    report = run(Setting((row, bursts)), "one", "two")
+    report = run(WanSetting((row, bursts)), "one", "two")
 
     shown, timed = report.rows[:2]
     assert (shown["by"], shown["limit_mbps"], shown["figure"]) == (None, None, None)
@@ -128,7 +132,7 @@ def test_without_iperf3_nothing_stands_in_for_the_limit(
 def test_without_hivemind_its_rows_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_has_hivemind", lambda: False)
 
-    report = run(Setting((Row("p2p", SMALL, kind="hivemind"),)), "p2p")
+    report = run(WanSetting((WanRow("p2p", SMALL, kind="hivemind"),)), "p2p")
 
     assert "hivemind is not installed" in report.rows[0]["note"]
     assert report.requirements == []
@@ -136,12 +140,12 @@ def test_without_hivemind_its_rows_say_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_hivemind_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"limit_bps": {"site-0": [90e6]}, "own_bps": {"site-0": [45e6]}}
-    rows = (Row("ours", SMALL), Row("p2p", SMALL, kind="hivemind", note="capped"))
+    rows = (WanRow("ours", SMALL), WanRow("p2p", SMALL, kind="hivemind", note="capped"))
     monkeypatch.setattr(
         bench, "_emulate", lambda *_: ({"ours": found, "p2p": found}, {"check": CHECK})
     )
     monkeypatch.setattr(bench, "_has_hivemind", lambda: True)
-    setting = Setting(rows, shaper_bps=(1e9,), shaper_bytes=(64 << 10,), shaper_s=0.001)
+    setting = WanSetting(rows, shaper_bps=(1e9,), shaper_bytes=(64 << 10,), shaper_s=0.001)
 
     report = run(setting, "ours", "p2p", "shaper")
 
@@ -217,7 +221,9 @@ def test_ends_send_bursts_and_time_each(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_shaper_is_timed_at_every_rate_and_chunk() -> None:
-    setting = Setting((), shaper_bps=(1e9, 100e6), shaper_bytes=(64 << 10, 1 << 20), shaper_s=0.02)
+    setting = WanSetting(
+        (), shaper_bps=(1e9, 100e6), shaper_bytes=(64 << 10, 1 << 20), shaper_s=0.02
+    )
 
     (row,) = run(setting, "shaper").rows
 
@@ -231,7 +237,7 @@ def test_the_shaper_is_timed_at_every_rate_and_chunk() -> None:
 
 @pytest.mark.slow
 def test_mtls_and_plaintext_are_compared_by_cpu() -> None:
-    (row,) = run(Setting((), repetitions=0, tls_bytes=32 << 20), "mtls-cpu").rows
+    (row,) = run(WanSetting((), repetitions=0, tls_bytes=32 << 20), "mtls-cpu").rows
 
     assert row["figure"] > 0
     assert {len(values) for values in row["measured"].values()} == {1}
@@ -242,9 +248,9 @@ def test_mtls_and_plaintext_are_compared_by_cpu() -> None:
 @pytest.mark.timeout(300)
 def test_a_small_link_is_made_checked_and_filled() -> None:
     common = {"burst_bytes": 2 << 20, "bursts": 1, "at_least": 0.01}
-    rows = (Row("warm", SMALL, **common), Row("bursts", SMALL, every_s=1.0, **common))  # type: ignore[arg-type]
+    rows = (WanRow("warm", SMALL, **common), WanRow("bursts", SMALL, every_s=1.0, **common))  # type: ignore[arg-type]
 
-    report = run(Setting(rows, repetitions=1, limit_s=1.0), "warm", "bursts")
+    report = run(WanSetting(rows, repetitions=1, limit_s=1.0), "warm", "bursts")
 
     shown = {row["row"]: row for row in report.rows}
     for name in ("warm", "bursts"):
@@ -255,3 +261,29 @@ def test_a_small_link_is_made_checked_and_filled() -> None:
             assert 0 < row["own_mbps"] < 50 and 0 < row["limit_mbps"] < 50
             assert set(row["measured"]["own_bps"]) == {"site-0", "site-1"}
     assert shown["bursts"]["by"] in (PLAIN, None)
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_heartbeats_are_timed_on_a_full_link() -> None:
+    beats = HeartbeatSetting(
+        seconds=8.0, settle_s=3.0, idle_s=2.0,
+        rows={"heartbeat-unpaced": ("cubic", 0.0), "heartbeat-paced": ("bbr", 9.5e6)},
+    )  # fmt: skip
+
+    report = run(WanSetting((), heartbeats=beats), "heartbeat*")
+
+    assert [row["row"] for row in report.rows] == list(beats.rows)
+    for row in report.rows:
+        assert row["idle_ms"] >= 60 and row["p50_ms"] <= row["p99_ms"] <= row["longest_ms"]
+        # Most of the link, both ways, however busy the machine is.
+        assert row["up_mbps"] > 4 and row["down_mbps"] > 4
+        assert row["silence_s"] < 5
+    assert [r.what for r in report.requirements] == [
+        "heartbeat-paced: heartbeat p99",
+        "heartbeat-paced: longest silence",
+    ]
+    # The paced row meets its bar, unless the machine is late on the idle link already.
+    idle_rtts = report.rows[1]["idle_p99_ms"] / 1e3 / (beats.rtt_ms / 1e3)
+    assert not report.missed or idle_rtts > 2, [r.as_text() for r in report.requirements]

@@ -13,23 +13,27 @@ As the hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-
 
 from __future__ import annotations
 
+import functools
+import secrets
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.baseline.group import BaselineMember
+from diloco.baseline.members import Members
 from diloco.baseline.time_model import Reduction, tcp_bps
-from diloco.bench.network.allreduce_link import RANKS, measure_link
-from diloco.bench.network.emulating import check_text, measure_inside
-from diloco.bench.network.link_row import ISLANDS, LinkRow
-from diloco.errors import ConfigError
-from diloco.report.rows import Column, Report, Requirement
+from diloco.bench.network.emulating import ISLANDS, LinkRow, check_text, measure_inside
+from diloco.launch.process.emulated import Emulated
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.transport.units import parse_bandwidth
 
 _MIB = 1 << 20
 _FLAT, _HIERARCHICAL = "flat", "hierarchical"
+RANKS = 2
+_PATIENCE_S = 60.0
 
 _COLUMNS = (
     Column("link", "link"),
@@ -45,7 +49,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class AllReduceSetting:
     """All measurements.
 
     Attributes:
@@ -68,7 +72,7 @@ class Setting:
     at_least: float = 0.9
 
 
-SETTING = Setting(
+SETTING = AllReduceSetting(
     (
         LinkRow("100M-60ms", "100Mbit/s", 60, is_judged=True),
         LinkRow("1G-20ms", "1Gbit/s", 20),
@@ -77,39 +81,34 @@ SETTING = Setting(
 )
 
 
-def run_allreduce(
-    setting: Setting,
-    names: Sequence[str],
+def run(
+    watch: Watch,
+    rows: Sequence[str] = (),
     *,
-    is_emulated: bool,
-    on_progress: Callable[[str, int, int], None],
-    on_look: Callable[[], None] = lambda: None,
+    emulate: bool = False,
+    setting: AllReduceSetting = SETTING,
 ) -> Report:
-    """Measure.
+    """Measure on every link whose name matches.
 
     Args:
+        watch: See `Watch`.
+        rows: Patterns of names of links; none: all.
+        emulate: Whether links are made of network namespaces, which needs root.
         setting: What.
-        names: Links; none: all.
-        is_emulated: Whether links are made of network namespaces, which needs root.
-        on_progress: Hears what is measured next, and of links done and in all.
-        on_look: Called often; what it raises ends every process.
 
     Raises:
-        ConfigError: If a name is of no link, or networks cannot be emulated here.
+        ConfigError: If a pattern matches no link, or networks cannot be emulated here.
         IslandFailed: If a measurement failed.
     """
-    began = time.monotonic()
-    known = {link.name: link for link in setting.links}
-    if unknown := sorted(set(names) - known.keys()):
-        raise ConfigError(f"--rows {unknown[0]} is no link; links are {', '.join(known)}")
-    links = [known[name] for name in known if not names or name in names]
-    rows: list[dict[str, Any]] = []
+    wanted = matching([link.name for link in setting.links], rows, what="link")
+    links = [link for link in setting.links if link.name in wanted]
+    told: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     for number, link in enumerate(links):
-        on_progress(link.name, number, len(links))
-        found, check = _measure(setting, link, is_emulated, on_look)
-        of_link = _rows(setting, link, found, is_emulated=is_emulated)
-        rows += [{**row, "check": check} for row in of_link]
+        look = functools.partial(watch, link.name, number, len(links))
+        found, check = _measure(setting, link, emulate, look)
+        of_link = _rows(setting, link, found, is_emulated=emulate)
+        told += [{**row, "check": check} for row in of_link]
         requirements += _requirements(setting, link, of_link)
     described = {
         "num_bytes": setting.num_bytes,
@@ -117,14 +116,13 @@ def run_allreduce(
         "ranks": RANKS,
         "streams": setting.streams,
         "repetitions": setting.repetitions,
-        "links": "emulated" if is_emulated else "shaped in the process",
+        "links": "emulated" if emulate else "shaped in the process",
     }
-    seconds = time.monotonic() - began
-    return Report("allreduce", described, _COLUMNS, rows, requirements, seconds)
+    return Report("allreduce", described, _COLUMNS, told, requirements)
 
 
 def _measure(
-    setting: Setting, link: LinkRow, is_emulated: bool, on_look: Callable[[], None]
+    setting: AllReduceSetting, link: LinkRow, is_emulated: bool, on_look: Callable[[], None]
 ) -> tuple[dict[str, Any], str]:
     """Measure all kinds on one link; empty where the link is not as told, which is the text."""
     order = {
@@ -136,18 +134,17 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="diloco-bench-allreduce-") as directory:
         place = Path(directory)
         if is_emulated:
-            module = "diloco.bench.network.allreduce_link"
-            found, record = measure_inside(link.name, link.toml, module, order, place, on_look)
+            found, record = measure_inside(link.name, link.toml, __name__, order, place, on_look)
             return found, check_text(record["check"])
         order["link"] = {
             "bandwidth_bps": parse_bandwidth(link.bandwidth),
             "delay_s": link.rtt_ms / 2e3,
         }
-        return measure_link(order, None, place, on_look), "-"
+        return inside(order, None, place, on_look), "-"
 
 
 def _rows(
-    setting: Setting, link: LinkRow, found: Mapping[str, Any], *, is_emulated: bool
+    setting: AllReduceSetting, link: LinkRow, found: Mapping[str, Any], *, is_emulated: bool
 ) -> list[dict[str, Any]]:
     """Hold what was found against the ideal; nothing was found on a link that is not as told."""
     bandwidth_bps, rtt_s = parse_bandwidth(link.bandwidth), link.rtt_ms / 1e3
@@ -182,7 +179,7 @@ def _rows(
 
 
 def _requirements(
-    setting: Setting, link: LinkRow, rows: Sequence[Mapping[str, Any]]
+    setting: AllReduceSetting, link: LinkRow, rows: Sequence[Mapping[str, Any]]
 ) -> list[Requirement]:
     flat, own = rows[0], rows[1]
     share = float("nan") if own["ratio"] is None else own["ratio"]
@@ -197,4 +194,65 @@ def _requirements(
             is_stretch=not link.is_judged,
         ),
         Requirement(f"{link.name}: flat over hierarchical", gain, 1.0, "x", is_at_least=True),
+    ]
+
+
+def inside(
+    order: Mapping[str, Any],
+    emulated: Emulated | None,
+    directory: Path,
+    on_look: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Time all-reduces of both kinds on one link.
+
+    Args:
+        order: `num_bytes`, `chunks_bytes`, `streams`, `repetitions`, and `link` (`bandwidth_bps`,
+            `delay_s`) where the process shapes.
+        emulated: The network that this process is in; None: the machine's own.
+        directory: For logs.
+        on_look: Called often; what it raises ends every process.
+
+    Returns:
+        By kind, `took_s` and `inside_s` by chunk size: seconds of every repetition.
+    """
+    found: dict[str, Any] = {}
+    for kind in ("flat", "hierarchical"):
+        chunks = order["chunks_bytes"][:1] if kind == "flat" else order["chunks_bytes"]
+        with Members("diloco.bench.network.allreduce_rank", directory, on_look) as members:
+            start = secrets.token_hex(8)
+            for island in ISLANDS:
+                host = emulated.description["islands"][island]["address"] if emulated else ""
+                for island_rank in range(RANKS):
+                    site = {
+                        "start": start,
+                        "island": island,
+                        "island_rank": island_rank,
+                        "islands": dict.fromkeys(ISLANDS, RANKS),
+                        "is_flat": kind == "flat",
+                        "codec": "float32",
+                        "chunks_bytes": chunks,
+                        "streams": order["streams"],
+                        "bind": f"{host or '127.0.0.1'}:0",
+                        "patience_s": _PATIENCE_S,
+                        "most_bytes": order["num_bytes"],
+                    }
+                    each = {"site": site, "repetitions": order["repetitions"]}
+                    each |= {"link": order.get("link")}
+                    prefix = emulated.prefix(island) if emulated else ()
+                    members.start(
+                        BaselineMember(island, island_rank), each, threads=1, prefix=prefix
+                    )
+            results = list(members.results().values())
+        found[kind] = {
+            key: {size: _spans([result[key][size] for result in results]) for size in sizes}
+            for key, sizes in results[0].items()
+        }
+    return found
+
+
+def _spans(of_members: list[list[tuple[float, float]]]) -> list[float]:
+    """From when the first member began a repetition until the last one had its sum."""
+    return [
+        max(end for _, end in spans) - min(begin for begin, _ in spans)
+        for spans in zip(*of_members, strict=True)
     ]

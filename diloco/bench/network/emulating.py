@@ -1,20 +1,106 @@
-"""Commands that a bench runs to their end, and networks emulated for one measurement alone."""
+"""Networks for one measurement alone, links between two islands, commands run to their end.
+
+What is measured in an emulated network is a function `inside(orders, emulated, place)` of a module:
+
+    diloco emulate LINK.toml --check -- \
+        python -m diloco.bench.network.emulating MODULE ORDERS DESCRIPTION
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, IslandFailed
+from diloco.launch.process.emulated import Emulated
 
 _MISSED_CHECK = 1
 _LAST_WORDS = 2000
 _LOOK_S = 0.1
+
+
+#: Of a bench on links between two.
+ISLANDS = ("east", "west")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """A link between two islands, the same both ways.
+
+    Attributes:
+        name: What --rows chooses by.
+        bandwidth: Such as "100Mbit/s".
+        rtt_ms: Round trip.
+        is_judged: Whether figures on it have bars that those on others have not.
+        loss: Share of packets that the network loses.
+    """
+
+    name: str
+    bandwidth: str
+    rtt_ms: float
+    is_judged: bool = False
+    loss: float = 0.0
+
+    @property
+    def toml(self) -> str:
+        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
+        lost = f", loss = {self.loss:g}" if self.loss else ""
+        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms"{lost} }}'
+        sites = "".join(f"[islands.{island}]\n" for island in ISLANDS)
+        return (
+            f'topology = "mesh"\ncoordinator_at = "{ISLANDS[0]}"\nlink = "measured"\n'
+            f'[tcp]\ncongestion_control = "cubic"\nmax_buffer = "64MiB"\n'
+            f"slow_start_after_idle = false\n"
+            f'[links.measured]\nsource = "diloco bench"\n'
+            f"up = {way}\ndown = {way}\n{sites}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link of every island of a star, the same both ways.
+
+    Attributes:
+        bandwidth: As a file of an emulated network has it.
+        rtt_ms: Round trip.
+        loss: Share of the packets that are lost, each way.
+        congestion_control: Of every route.
+        islands: How many send at once.
+    """
+
+    bandwidth: str
+    rtt_ms: float
+    loss: float = 0.0
+    congestion_control: str = "cubic"
+    islands: int = 1
+
+    @property
+    def text(self) -> str:
+        """Say it in some words."""
+        parts = [self.bandwidth, f"{self.rtt_ms:g} ms"]
+        parts += [f"{self.loss:.1%} loss"] if self.loss else []
+        parts += [self.congestion_control]
+        parts += [f"{self.islands} islands"] if self.islands > 1 else []
+        return ", ".join(parts)
+
+    @property
+    def toml(self) -> str:
+        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
+        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms", '
+        way += f"loss = {self.loss} }}"
+        sites = "".join(f'[islands.site-{n}]\nlink = "measured"\n' for n in range(self.islands))
+        return (
+            f'topology = "star"\n[tcp]\ncongestion_control = "{self.congestion_control}"\n'
+            f'max_buffer = "64MiB"\nslow_start_after_idle = false\n'
+            f'[links.measured]\nsource = "diloco bench wan"\nup = {way}\ndown = {way}\n{sites}'
+        )
 
 
 def measure_inside(
@@ -25,12 +111,12 @@ def measure_inside(
     place: Path,
     on_look: Callable[[], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run a module in a network, checked against its specification first.
+    """Call the function `inside` of a module in a network, checked against its specification.
 
     Args:
         what: The network in words, for errors.
         toml: Its file.
-        module: Run as ``python -m MODULE ORDERS DESCRIPTION``; writes found.json beside ORDERS.
+        module: Whose `inside` gets the orders, the network, and `place` for files.
         orders: JSON values for it.
         place: An empty directory.
         on_look: Called often; what it raises takes the network down.
@@ -46,7 +132,7 @@ def measure_inside(
     wan_file, orders_file = place / "link.toml", place / "orders.json"
     wan_file.write_text(toml)
     orders_file.write_text(json.dumps(orders))
-    inside = f'exec {sys.executable} -m {module} {orders_file} "$DILOCO_EMULATION"'
+    inside = f'exec {sys.executable} -m {__name__} {module} {orders_file} "$DILOCO_EMULATION"'
     command = [sys.executable, "-m", "diloco", "emulate", str(wan_file), "--check"]
     command += ["--json", str(place / "record.json"), "--", "sh", "-c", inside]
     code, words = run_watched(command, place / "words.log", on_look)
@@ -98,3 +184,15 @@ def run_watched(
                 process.terminate()
                 process.wait()
     return process.returncode, log.read_text(errors="replace")[-_LAST_WORDS:]
+
+
+def main(module: str, orders_file: Path, description: Path) -> None:
+    """Measure in this process's network, and write found.json beside the orders."""
+    emulated = Emulated(json.loads(description.read_text()))
+    orders, place = json.loads(orders_file.read_text()), orders_file.parent
+    found = importlib.import_module(module).inside(orders, emulated, place)
+    (place / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

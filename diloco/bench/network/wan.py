@@ -15,19 +15,24 @@ Beside the links: the in-process shaper against its specification, and what mTLS
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.network.emulating import check_text, measure_inside
+from diloco.bench.network.emulating import LinkSpec, check_text, measure_inside
+from diloco.bench.network.heartbeat import (
+    HEARTBEAT_COLUMNS,
+    HeartbeatSetting,
+    measure_heartbeats,
+)
 from diloco.bench.network.wan_beside import measure_mtls, measure_shaper
 from diloco.bench.network.wan_link import IPERF3, LANES, PLAIN
 from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement
+from diloco.report.rows import Column, Report, Requirement, Watch
 
 _MIB = 1 << 20
 _LINKS, _HIVEMIND, _BESIDE = "links", "hivemind, for comparison", "beside the links"
@@ -45,47 +50,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSpec:
-    """A link of every island of a star, the same both ways.
-
-    Attributes:
-        bandwidth: As a file of an emulated network has it.
-        rtt_ms: Round trip.
-        loss: Share of the packets that are lost, each way.
-        congestion_control: Of every route.
-        islands: How many send at once.
-    """
-
-    bandwidth: str
-    rtt_ms: float
-    loss: float = 0.0
-    congestion_control: str = "cubic"
-    islands: int = 1
-
-    @property
-    def text(self) -> str:
-        """Say it in some words."""
-        parts = [self.bandwidth, f"{self.rtt_ms:g} ms"]
-        parts += [f"{self.loss:.1%} loss"] if self.loss else []
-        parts += [self.congestion_control]
-        parts += [f"{self.islands} islands"] if self.islands > 1 else []
-        return ", ".join(parts)
-
-    @property
-    def toml(self) -> str:
-        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
-        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms", '
-        way += f"loss = {self.loss} }}"
-        sites = "".join(f'[islands.site-{n}]\nlink = "measured"\n' for n in range(self.islands))
-        return (
-            f'topology = "star"\n[tcp]\ncongestion_control = "{self.congestion_control}"\n'
-            f'max_buffer = "64MiB"\nslow_start_after_idle = false\n'
-            f'[links.measured]\nsource = "diloco bench wan"\nup = {way}\ndown = {way}\n{sites}'
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
+class WanRow:
     """A measurement of a link.
 
     Attributes:
@@ -138,7 +103,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class WanSetting:
     """All measurements.
 
     Attributes:
@@ -151,9 +116,10 @@ class Setting:
         shaper_s: Shortest ideal time of a transfer through it.
         tls_cost: Most CPU of mTLS, over that of plaintext.
         tls_bytes: What is sent for that.
+        heartbeats: Of rows of heartbeats.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[WanRow, ...]
     repetitions: int = 2
     limit_s: float = 10.0
     shaper_off: float = 0.01
@@ -162,6 +128,7 @@ class Setting:
     shaper_s: float = 1.0
     tls_cost: float = 1.7
     tls_bytes: int = 2048 * _MIB
+    heartbeats: HeartbeatSetting = field(default_factory=HeartbeatSetting)
 
 
 _THIN = LinkSpec("100Mbit/s", 60)
@@ -169,93 +136,90 @@ _FAT = LinkSpec("1Gbit/s", 100)
 _LOSSY = LinkSpec("100Mbit/s", 100, loss=0.001)
 
 #: Links and what must be reached on them.
-SETTING = Setting(
+SETTING = WanSetting(
     (
-        Row("100M-60ms", _THIN, at_least=0.93, burst_bytes=128 * _MIB),
-        Row("1G-100ms-warm", _FAT, at_least=0.90, burst_bytes=512 * _MIB),
-        Row(
+        WanRow("100M-60ms", _THIN, at_least=0.93, burst_bytes=128 * _MIB),
+        WanRow("1G-100ms-warm", _FAT, at_least=0.90, burst_bytes=512 * _MIB),
+        WanRow(
             "1G-100ms-bursts", _FAT, at_least=0.85,
             burst_bytes=8_000_000, bursts=6, every_s=4.0, warm_up=3,
         ),
-        Row("100M-100ms-0.1%-bbr", replace(_LOSSY, congestion_control="bbr"), at_least=0.90,
+        WanRow("100M-100ms-0.1%-bbr", replace(_LOSSY, congestion_control="bbr"), at_least=0.90,
             burst_bytes=128 * _MIB),
         # In the first burst, on one connection, the loss is counted that asks for more.
-        Row("100M-100ms-0.1%-cubic", _LOSSY, at_least=0.60, burst_bytes=32 * _MIB, bursts=4,
+        WanRow("100M-100ms-0.1%-cubic", _LOSSY, at_least=0.60, burst_bytes=32 * _MIB, bursts=4,
             warm_up=1),
-        Row("100M-100ms-1%-bbr", LinkSpec("100Mbit/s", 100, 0.01, "bbr"), at_least=0.80,
+        WanRow("100M-100ms-1%-bbr", LinkSpec("100Mbit/s", 100, 0.01, "bbr"), at_least=0.80,
             burst_bytes=64 * _MIB),
-        Row("star-4x100M-60ms", replace(_THIN, islands=4), at_least=0.90, burst_bytes=64 * _MIB),
-        Row("hivemind-100M-60ms", _THIN, kind="hivemind"),
-        Row("hivemind-1G-100ms", _FAT, kind="hivemind", burst_bytes=128 * _MIB,
+        WanRow("star-4x100M-60ms", replace(_THIN, islands=4), at_least=0.90, burst_bytes=64 * _MIB),
+        WanRow("hivemind-100M-60ms", _THIN, kind="hivemind"),
+        WanRow("hivemind-1G-100ms", _FAT, kind="hivemind", burst_bytes=128 * _MIB,
             note="capped: about 4 MB in flight a stream"),
-        Row("hivemind-averager-100M-60ms", _THIN, kind="averager", compression="float16",
+        WanRow("hivemind-averager-100M-60ms", _THIN, kind="averager", compression="float16",
             burst_bytes=32 * _MIB, note="float16"),
-        Row("hivemind-averager-none-100M-60ms", _THIN, kind="averager", compression="none",
+        WanRow("hivemind-averager-none-100M-60ms", _THIN, kind="averager", compression="none",
             burst_bytes=32 * _MIB, note="float32"),
     )
 )  # fmt: skip
 SHAPER, MTLS = "shaper", "mtls-cpu"
 
 
-def row_names(setting: Setting) -> list[str]:
+def row_names(setting: WanSetting) -> list[str]:
     """Give every row that there is."""
-    return [*(row.name for row in setting.rows), SHAPER, MTLS]
+    return [*(row.name for row in setting.rows), *setting.heartbeats.rows, SHAPER, MTLS]
 
 
-def run_wan(
-    setting: Setting,
-    patterns: Sequence[str],
-    on_progress: Callable[[str, int, int], None],
-    on_look: Callable[[], None] = lambda: None,
-) -> Report:
-    """Measure.
-
-    Args:
-        setting: What.
-        patterns: Names of rows with `*` and `?`; none: all rows.
-        on_progress: Hears what is measured next, and of rows done and in all.
-        on_look: Called often while a network is up; what it raises takes it down.
+def run(watch: Watch, rows: Sequence[str] = (), *, setting: WanSetting = SETTING) -> Report:
+    """Measure all rows whose names match.
 
     Raises:
         ConfigError: If a pattern matches no row, or networks cannot be emulated here.
         IslandFailed: If a measurement failed.
     """
-    began = time.monotonic()
-    wanted = matching(row_names(setting), patterns)
-    rows: list[dict[str, Any]] = []
+    wanted = matching(row_names(setting), rows)
+    told: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
-    by_link: dict[LinkSpec, list[Row]] = {}
+    by_link: dict[LinkSpec, list[WanRow]] = {}
     for row in setting.rows:
         if row.name in wanted:
             by_link.setdefault(row.spec, []).append(row)
     for spec, of_link in by_link.items():
-        on_progress(spec.text, len(rows), len(wanted))
-        for row, measured in zip(of_link, _measure(spec, of_link, setting, on_look), strict=True):
-            rows.append(measured)
+        look = functools.partial(watch, spec.text, len(told), len(wanted))
+        for row, measured in zip(of_link, _measure(spec, of_link, setting, look), strict=True):
+            told.append(measured)
             if row.at_least:
                 requirements.append(_requirement(row, measured))
-    if SHAPER in wanted:
-        on_progress(SHAPER, len(rows), len(wanted))
-        shaper = measure_shaper(
-            setting.shaper_bps,
-            setting.shaper_bytes,
-            shortest_s=setting.shaper_s,
-            tries=setting.repetitions + 1,
-        )
-        rows.append(_beside(SHAPER, shaper))
-        what = "shaper: off its ideal time"
-        requirements.append(Requirement(what, shaper["figure"], setting.shaper_off, "x"))
-    if MTLS in wanted:
-        on_progress(MTLS, len(rows), len(wanted))
-        mtls = measure_mtls(setting.tls_bytes, tries=setting.repetitions + 1)
-        rows.append(_beside(MTLS, mtls))
-        what = "mtls-cpu: CPU over that of plaintext"
-        requirements.append(Requirement(what, mtls["figure"], setting.tls_cost, "x"))
+    for name in setting.heartbeats.rows:
+        if name in wanted:
+            look = functools.partial(watch, name, len(told), len(wanted))
+            measured, bars = measure_heartbeats(setting.heartbeats, name, look)
+            told.append(measured)
+            requirements += bars
+    tries = setting.repetitions + 1
+    beside: dict[str, tuple[Callable[[], dict[str, Any]], str, float]] = {
+        SHAPER: (
+            lambda: measure_shaper(
+                setting.shaper_bps, setting.shaper_bytes, shortest_s=setting.shaper_s, tries=tries
+            ),
+            "off its ideal time",
+            setting.shaper_off,
+        ),
+        MTLS: (
+            lambda: measure_mtls(setting.tls_bytes, tries=tries),
+            "CPU over that of plaintext",
+            setting.tls_cost,
+        ),
+    }
+    for name, (measure, what, limit) in beside.items():
+        if name in wanted:
+            watch(name, len(told), len(wanted))
+            told.append({"table": _BESIDE, "row": name, **measure()})
+            requirements.append(Requirement(f"{name}: {what}", told[-1]["figure"], limit, "x"))
     described = {"lanes": LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
-    return Report("wan", described, _COLUMNS, rows, requirements, time.monotonic() - began)
+    return Report("wan", described, (*_COLUMNS, *HEARTBEAT_COLUMNS), told, requirements)
 
 
-def _requirement(row: Row, measured: Mapping[str, Any]) -> Requirement:
+def _requirement(row: WanRow, measured: Mapping[str, Any]) -> Requirement:
     """Judge a link's row; one without a figure, which says why, misses its bar."""
     what, figure = f"{row.name}: payload over {row.limit_by}", measured["figure"]
     if figure is None:
@@ -264,7 +228,7 @@ def _requirement(row: Row, measured: Mapping[str, Any]) -> Requirement:
 
 
 def _measure(
-    spec: LinkSpec, rows: Sequence[Row], setting: Setting, on_look: Callable[[], None]
+    spec: LinkSpec, rows: Sequence[WanRow], setting: WanSetting, on_look: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """Make a link, check it, measure its rows on it."""
     able = [row for row in rows if row.kind == "grpc" or _has_hivemind()]
@@ -296,7 +260,7 @@ def _measure(
     return measured
 
 
-def _judged(row: Row, found: dict[str, Any]) -> dict[str, Any]:
+def _judged(row: WanRow, found: dict[str, Any]) -> dict[str, Any]:
     """Compare by island, each with its own limit; the worst one is shown.
 
     Without a limit nothing is judged, and the slowest island is shown.
@@ -319,8 +283,8 @@ def _judged(row: Row, found: dict[str, Any]) -> dict[str, Any]:
 
 def _emulate(
     spec: LinkSpec,
-    rows: Sequence[Row],
-    setting: Setting,
+    rows: Sequence[WanRow],
+    setting: WanSetting,
     place: Path,
     on_look: Callable[[], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -336,8 +300,3 @@ def _emulate(
 
 def _has_hivemind() -> bool:
     return importlib.util.find_spec("hivemind") is not None
-
-
-def _beside(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    shown = dict.fromkeys(("link", "check", "by", "limit_mbps", "own_mbps"))
-    return {**shown, **found, "table": _BESIDE, "row": name}

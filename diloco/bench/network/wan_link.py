@@ -1,7 +1,5 @@
 """The measurements of one emulated link, made inside it: limit and product in turn.
 
-    diloco emulate LINK.toml --check -- python -m diloco.bench.network.wan_link ORDERS DESCRIPTION
-
 It runs where the coordinator is, so there the receivers are; senders enter the islands. The limit
 is iperf3 with 8 streams; of bursts, whose duration iperf3 does not tell, plain TCP with as many.
 Where iperf3 is not installed, only the product is measured: nothing stands in for the limit.
@@ -93,7 +91,7 @@ def sent(prefix: Sequence[str], order: Message) -> Message:
 
 def _end(kind: str) -> list[str]:
     module = "wan_averager" if kind == "averager" else "wan_end"
-    return [sys.executable, "-m", f"diloco.bench.{module}"]
+    return [sys.executable, "-m", f"diloco.bench.network.{module}"]
 
 
 def _output(command: Sequence[str]) -> str:
@@ -189,15 +187,6 @@ def _iperf3_bps(prefix: Sequence[str], host: str, port: int, seconds: float) -> 
     return float(json.loads(text)["end"]["sum_received"]["bits_per_second"])
 
 
-def main(orders_path: Path, description_path: Path) -> None:
-    """Measure every row of a link and print what was found, by the row's name."""
-    emulated = Emulated(json.loads(description_path.read_text()))
-    orders = json.loads(orders_path.read_text())
-    found = {
-        name: measure_link(order, emulated, orders_path.parent) for name, order in orders.items()
-    }
-    (orders_path.parent / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+def inside(orders: Message, emulated: Emulated, place: Path) -> Message:
+    """Measure every row of a link; gives what was found by the row's name."""
+    return {name: measure_link(order, emulated, place) for name, order in orders.items()}

@@ -36,14 +36,15 @@ from diloco.compression.base import Codec, to_bytes
 from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
 from diloco.compression.compiled import can_compile
 from diloco.compression.registry import CODECS, get_codec
-from diloco.report.rows import Column, Report, Requirement
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, Requirement, Watch
 
 #: Codec -> GB/s of compiled encode and decode, at least.
 Bars = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CodecSetting:
     """What is measured.
 
     Attributes:
@@ -72,7 +73,7 @@ class Setting:
 
 
 #: Required; copies took 6.1 to 6.5 GB/s on the machine they are from.
-SETTING = Setting(
+SETTING = CodecSetting(
     lane_numel=1536 << 10,  # one of 16 of a fragment of 25 million parameters
     numel=4 << 20,
     gpu_numel=256 << 20,
@@ -113,31 +114,26 @@ class _Wanted:
     device: str = "cpu"
 
 
-def run_codec(
-    setting: Setting, names: Sequence[str], on_progress: Callable[[int, int], None]
-) -> Report:
-    """Measure codecs, all or those named; `on_progress` hears of rows done and of rows in all.
+def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTING) -> Report:
+    """Measure codecs: all, or those whose names match.
 
     Call it in a process that has not warmed codecs up yet.
 
     Raises:
-        ConfigError: If there is no codec of a name.
+        ConfigError: If a pattern matches no codec.
     """
-    began = time.monotonic()
-    wanted = [
-        row for codec in [get_codec(n) for n in names or CODECS] for row in _rows(codec, setting)
-    ]
+    names = matching(CODECS, rows, what="codec")
+    wanted = [row for name in names for row in _rows(get_codec(name), setting)]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []
     try:
         delta = pseudo_gradient(ByteTask(), 1, first=setting.first, inner_steps=setting.inner_steps)
         for row in wanted:
-            on_progress(len(rows), len(wanted))
+            watch("codecs", len(told), len(wanted))
             # A codec's rows have the same bytes: one try is enough.
             tried = _zstd(row.codec, delta) if row.mode == "eager" else _UNTRIED
-            rows.append({**_measure(row, setting.repetitions), **tried})
-        on_progress(len(rows), len(wanted))
+            told.append({**_measure(row, setting.repetitions), **tried})
     finally:
         torch.set_num_threads(num_threads)
     described = {
@@ -149,11 +145,10 @@ def run_codec(
         "inner_steps": setting.inner_steps,
         "threads": 1,
     }
-    judged = _requirements(rows, setting, names or list(CODECS))
-    return Report("codec", described, _COLUMNS, rows, judged, time.monotonic() - began)
+    return Report("codec", described, _COLUMNS, told, _requirements(told, setting, names))
 
 
-def _rows(codec: Codec, setting: Setting) -> list[_Wanted]:
+def _rows(codec: Codec, setting: CodecSetting) -> list[_Wanted]:
     """List a codec's rows, eager ones first: a formula of blocks is compiled, if it can be here."""
     rows = [_Wanted(codec, "eager", setting.lane_numel)]
     if isinstance(codec, BlockCodec) and can_compile():
@@ -165,7 +160,7 @@ def _rows(codec: Codec, setting: Setting) -> list[_Wanted]:
 
 
 def _requirements(
-    rows: Sequence[dict[str, Any]], setting: Setting, names: Sequence[str]
+    rows: Sequence[dict[str, Any]], setting: CodecSetting, names: Sequence[str]
 ) -> list[Requirement]:
     """Judge what was measured; a row that is not there for want of a compiler is a miss."""
     judged = [

@@ -7,11 +7,10 @@ the worse of that and the run that goes on without the faulty one.
 
 from __future__ import annotations
 
+import functools
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -25,9 +24,10 @@ from diloco.bench.outer_loop.guard_cell import (
     PLACES,
     Cell,
     CellResult,
-    Setting,
+    GuardSetting,
     run_cell,
 )
+from diloco.bench.processes import run_jobs
 from diloco.bench.training.byte_model import SLOT
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
@@ -37,14 +37,14 @@ from diloco.outer.guard import WINDOW, History
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import merge_units
 from diloco.protocol.rounds.terms import Contributor, RoundKey
-from diloco.report.rows import Column, Report, Requirement
+from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.syncer.watch import MergeWatch
 from diloco.versions.publication import LaneState, PublicationRules, publish_lane_
 from diloco.versions.version import VersionRecord
 
 _T = TypeVar("_T")
 
-SETTING = Setting()
+SETTING = GuardSetting()
 
 _NONE, _LEAVE = "none", "leave"
 #: What only directions tell.
@@ -82,44 +82,33 @@ def chosen_cells(*, is_full: bool) -> tuple[Cell, ...]:
     )
 
 
-def run_guard(
-    setting: Setting,
-    cells: Sequence[Cell],
+def run(
+    watch: Watch,
     *,
-    seed: int,
-    num_processes: int,
-    on_progress: Callable[[int], None],
+    full: bool = False,
+    seed: int = 1,
+    processes: int = 0,
+    setting: GuardSetting = SETTING,
+    cells: Sequence[Cell] = (),
 ) -> Report:
     """Train every cell, and time what the guard costs a merge.
 
     Args:
-        setting: What all train.
-        cells: Of `chosen_cells`.
+        watch: See `Watch`.
+        full: Whether all cells are trained.
         seed: Of initial parameters and text.
-        num_processes: Spawned at once, each with one thread.
-        on_progress: Hears how many cells are done.
+        processes: Cells trained at once; 0: by CPUs.
+        setting: What all train.
+        cells: In place of those of `chosen_cells`.
     """
-    began = time.monotonic()
+    cells = cells or chosen_cells(is_full=full)
     cost_ns = guard_cost_ns()
-    results: dict[Cell, CellResult] = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context) as pool:
-        jobs = {pool.submit(run_cell, setting, cell, seed): cell for cell in cells}
-        for job in as_completed(jobs):
-            results[jobs[job]] = job.result()
-            on_progress(len(results))
+    jobs = {cell: functools.partial(run_cell, setting, cell, seed) for cell in cells}
+    results = run_jobs(jobs, lambda done: watch("cells", done, len(cells)), processes)
     rows = [as_row(cell, results) for cell in cells]
-    return Report(
-        bench="guard",
-        setting={**asdict(setting), "seed": seed},
-        columns=_COLUMNS,
-        rows=rows,
-        requirements=[
-            *requirements_of(rows),
-            Requirement("guard, CPU a value and contribution", cost_ns, _MOST_NS, "ns"),
-        ],
-        wall_s=time.monotonic() - began,
-    )
+    cost = Requirement("guard, CPU a value and contribution", cost_ns, _MOST_NS, "ns")
+    described = {**asdict(setting), "seed": seed}
+    return Report("guard", described, _COLUMNS, rows, [*requirements_of(rows), cost])
 
 
 def as_row(cell: Cell, results: Mapping[Cell, CellResult]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.bench.loopback_run import Lanes, World, run_islands
+from diloco.bench.processes import count_one
 from diloco.bench.training.byte_model import (
     SLOT,
     ByteTask,
@@ -39,8 +40,8 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "scheduled": {"preset": "streaming", "overlap_steps": 2},
     "decoupled": {"preset": "decoupled", "grace": "2s"},
 }
-#: What a faulty island does from `Setting.fault_step` on, to the end of the run: it learns targets
-#: in another order, or what it sends has the other sign, is a hundredfold, or noise of its norm.
+#: What a faulty island does from `GuardSetting.fault_step` on, to the end: it learns targets in
+#: another order, or what it sends has the other sign, is a hundredfold, or noise of its norm.
 LASTING = ("labels", "signs", "x100", "noise")
 #: Where one bit flips, once.
 PLACES = ("parameter", "moment", "anchor")
@@ -51,7 +52,7 @@ _MATRIX, _INDEX = "layers.0.attention.o.weight", 123
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GuardSetting:
     """What every cell trains: a small Llama on bytes, in two fragments."""
 
     task: ByteTask = field(
@@ -108,9 +109,8 @@ class CellResult:
     left: tuple[str, ...]
 
 
-def run_cell(setting: Setting, cell: Cell, seed: int) -> CellResult:
+def run_cell(setting: GuardSetting, cell: Cell, seed: int) -> CellResult:
     """Train one cell to its end and evaluate it; in a process of its own."""
-    torch.set_num_threads(1)
     task, num = setting.task, cell.num_islands
     data = open_bytes(task, seed)
     trainings = {
@@ -157,6 +157,7 @@ def run_cell(setting: Setting, cell: Cell, seed: int) -> CellResult:
             ).figure
         except DilocoError as error:
             ended = f"{type(error).__name__}: {error}"
+    count_one()
     return CellResult(
         loss,
         ended,
@@ -232,7 +233,9 @@ class _Watched:
 class _Fault:
     """What is wrong with one island, from its `fault_step` on."""
 
-    def __init__(self, setting: Setting, cell: Cell, island: str, training: ByteTraining) -> None:
+    def __init__(
+        self, setting: GuardSetting, cell: Cell, island: str, training: ByteTraining
+    ) -> None:
         self._at, self._island, self._training = setting.fault_step, island, training
         self._what, _, bit = cell.fault.partition("-")
         self._mask = 1 << int(bit) if self._what in PLACES else 0

@@ -9,26 +9,33 @@ syncer, real processes behind real gRPC.
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from diloco.bench.counted_process import prepare_process
-from diloco.bench.outer_loop import overhead_island
-from diloco.bench.outer_loop.overhead_island import ISLAND, Block, Cycle, Measured
-from diloco.bench.outer_loop.phases import CRITICAL_PHASES, IO_PHASES
+import diloco
+from diloco.bench.processes import count_one, run_jobs
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.config.schema import Config
+from diloco.data.open import open_data
 from diloco.errors import ConfigError
-from diloco.report.rows import Column, Report, Requirement
+from diloco.island.exchange import contributions, staging
+from diloco.island.lanes.shards import LaneShards, canonical_parameters
+from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.report.statistics import Interval
+from diloco.trainer.island_trainer import island_trainer, own_batches
+from diloco.trainer.trainer import InnerTrainer
 
-_LOOK_S = 0.5
+ISLAND = "bench"
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MILLI, _NANO = 1e3, 1e9
 _PER_ROUND = "ns a parameter and round"
 
@@ -42,7 +49,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class OverheadSetting:
     """What the island trains, and how its blocks are cut.
 
     A round has an idle block and one in which fragments fly: fragment p is due after the p-th step
@@ -71,61 +78,48 @@ class Setting:
         return self.block_steps - self.num_fragments - 1
 
 
-SETTING = Setting()
+SETTING = OverheadSetting()
 
 
-def run_overhead(setting: Setting, *, on_progress: Callable[[int], None]) -> Report:
+def run(watch: Watch, *, setting: OverheadSetting = SETTING) -> Report:
     """Train, time and judge.
-
-    Args:
-        setting: What is trained.
-        on_progress: Hears now and then how many cycles are done.
 
     Raises:
         ConfigError: If this process may use one CPU only.
         DilocoError: If coordinator, syncer or island fail.
     """
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="diloco-overhead-") as directory:
-        measured = _measure(setting, _config(setting, f"{directory}/run"), on_progress)
+        measured = _measure(setting, _config(setting, f"{directory}/run"), watch)
     rows = figures(measured)
     return Report(
-        bench="overhead",
-        setting={**asdict(setting), "parameters": measured.num_parameters},
-        columns=_COLUMNS,
-        rows=[{"figure": name, "unit": unit, **value.as_dict()} for name, unit, value in rows],
-        requirements=_requirements({name: value for name, _, value in rows}),
-        wall_s=time.monotonic() - began,
+        "overhead",
+        {**asdict(setting), "parameters": measured.num_parameters},
+        _COLUMNS,
+        [{"figure": name, "unit": unit, **value.as_dict()} for name, unit, value in rows],
+        _requirements({name: value for name, _, value in rows}),
     )
 
 
-def _measure(setting: Setting, config: Config, on_progress: Callable[[int], None]) -> Measured:
+def _measure(setting: OverheadSetting, config: Config, watch: Watch) -> Measured:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         raise ConfigError(
             f"bench overhead needs two CPUs, one for the training thread and one for all else; "
             f"this process may use only CPU {cpus[0]} (see taskset)"
         )
-    context = multiprocessing.get_context("spawn")
-    done = context.Value("q", 0)
-    with (
-        control_plane(config, cpu=cpus[1]) as run_file,
-        ProcessPoolExecutor(1, context, prepare_process, (done,)) as pool,
-    ):
-        measuring = pool.submit(
-            overhead_island.measure,
+    with control_plane(config, cpu=cpus[1]) as run_file:
+        job = functools.partial(
+            measure,
             run_file,
             training_cpu=cpus[0],
             other_cpu=cpus[1],
             block_steps=setting.block_steps,
             num_cycles=setting.num_cycles,
         )
-        while not wait([measuring], _LOOK_S).done:
-            on_progress(done.value)
-        return measuring.result()
+        return run_jobs({"": job}, lambda done: watch("cycles", done, setting.num_cycles))[""]
 
 
-def _config(setting: Setting, state_dir: str) -> Config:
+def _config(setting: OverheadSetting, state_dir: str) -> Config:
     return Config.model_validate(
         {
             "run": {
@@ -225,3 +219,174 @@ def _flying_ratio(cycle: Cycle) -> float:
 
 def _added_cpu_s(cycle: Cycle) -> float:
     return cycle.flying.cpu_s - (cycle.plain.cpu_s + cycle.plain_again.cpu_s) / 2
+
+
+# -- the island, in a process of its own -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some inner steps in a row.
+
+    Attributes:
+        steps_s: Duration of each, `DiLoCo.step` included where there is one.
+        cpu_s: CPU seconds of the whole process.
+        trained_cpu_s: CPU seconds of the training thread in the inner steps themselves.
+        outer_s: Seconds inside `DiLoCo.step`, waiting for outcomes not counted.
+        outer_cpu_s: CPU seconds of the training thread there.
+        phases_s: CPU seconds of each phase of the outer loop.
+    """
+
+    steps_s: tuple[float, ...]
+    cpu_s: float
+    trained_cpu_s: float
+    outer_s: float
+    outer_cpu_s: float
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Blocks in the order in which they ran; in `flying` each fragment is sent and merged once."""
+
+    plain: Block
+    idle: Block
+    plain_again: Block
+    flying: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the island measured, and the size of its model."""
+
+    num_parameters: int
+    cycles: tuple[Cycle, ...]
+
+
+def measure(
+    run_file: Path, *, training_cpu: int, other_cpu: int, block_steps: int, num_cycles: int
+) -> Measured:
+    """Join as the run's only island and train to its end.
+
+    Args:
+        run_file: A run of `num_cycles` rounds of 2 `block_steps` inner steps; nothing is due or in
+            flight in the first half of a round.
+        training_cpu: CPU of the training thread.
+        other_cpu: CPU of all other threads.
+        block_steps: Inner steps of a block.
+        num_cycles: Cycles; the first one warms up and is dropped.
+    """
+    os.sched_setaffinity(0, {other_cpu})  # threads started from here on stay there
+    clock = PhaseClock()
+    clock.install()
+    config = diloco.load_config(run_file, island=ISLAND)
+    data = open_data(config)
+    trainer = island_trainer(config, data, own_batches(config, data, island_slot=0))
+    cycles = []
+    with diloco.connect(config) as connection:
+        outer = diloco.DiLoCo(trainer.model, config.outer, transport=connection)
+        os.sched_setaffinity(0, {training_cpu})  # of this thread alone
+        loop = _Loop(trainer, outer, clock, block_steps)
+        for _ in range(num_cycles):
+            cycles.append(
+                Cycle(
+                    plain=loop.block(has_outer=False),
+                    idle=loop.block(has_outer=True),
+                    plain_again=loop.block(has_outer=False),
+                    flying=loop.block(has_outer=True),
+                )
+            )
+            assert outer.num_in_flight == 0, "a block ended with fragments in flight"
+            count_one()
+        outer.finish()
+    parameters = canonical_parameters(trainer.model).values()
+    return Measured(sum(p.numel() for p in parameters), tuple(cycles[1:]))
+
+
+class _Loop:
+    def __init__(
+        self, trainer: InnerTrainer, outer: diloco.DiLoCo, clock: PhaseClock, block_steps: int
+    ) -> None:
+        self._trainer = trainer
+        self._outer = outer
+        self._clock = clock
+        self._block_steps = block_steps
+        self._inner_step = 0
+
+    def block(self, *, has_outer: bool) -> Block:
+        """Make and time the inner steps of one block."""
+        outer, steps_s, outer_s, outer_cpu_s = self._outer, [], 0.0, 0.0
+        trained_cpu_s = 0.0
+        blocked_before, phases_before = outer.blocked_s, self._clock.read()
+        cpu_before = time.process_time()
+        for _ in range(self._block_steps):
+            began, began_cpu = time.perf_counter(), time.thread_time()
+            metrics = self._trainer.inner_step(self._inner_step)
+            trained_cpu = time.thread_time()
+            trained_cpu_s += trained_cpu - began_cpu
+            if has_outer:
+                trained = time.perf_counter()
+                outer.step(num_tokens=metrics.num_tokens)
+                outer_s += time.perf_counter() - trained
+                outer_cpu_s += time.thread_time() - trained_cpu
+            steps_s.append(time.perf_counter() - began)
+            self._inner_step += 1
+        return Block(
+            steps_s=tuple(steps_s),
+            cpu_s=time.process_time() - cpu_before,
+            trained_cpu_s=trained_cpu_s,
+            outer_s=outer_s - (outer.blocked_s - blocked_before),
+            outer_cpu_s=outer_cpu_s,
+            phases_s={
+                phase: seconds - phases_before[phase]
+                for phase, seconds in self._clock.read().items()
+            },
+        )
+
+
+# -- where its CPU time goes -----------------------------------------------------------------------
+
+#: Phase -> (owner, name) of the function that is it; critical ones run in the training thread.
+CRITICAL_PHASES = {
+    "collect": (LaneShards, "collect"),
+    "distribute": (LaneShards, "distribute"),
+}
+IO_PHASES = {
+    "pseudo-gradient": (contributions, "pseudo_gradient_"),
+    "norm": (contributions, "l2_norm"),
+    "encode": (contributions, "encode_with_feedback"),
+    "decode and add": (staging, "apply_payload"),
+    "digest of lanes": (staging, "lane_digest"),
+}
+
+
+class PhaseClock:
+    """CPU seconds of every phase so far, by the clock of the thread that ran it."""
+
+    def __init__(self) -> None:
+        """Start at zero; `install` begins to count."""
+        self._seconds = dict.fromkeys([*CRITICAL_PHASES, *IO_PHASES], 0.0)
+        self._lock = threading.Lock()
+
+    def install(self) -> None:
+        """Wrap the functions for the rest of this process, which should be the bench's own."""
+        for phase, (owner, name) in {**CRITICAL_PHASES, **IO_PHASES}.items():
+            setattr(owner, name, self._timed(phase, getattr(owner, name)))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds so far, by phase."""
+        with self._lock:
+            return dict(self._seconds)
+
+    def _timed(self, phase: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(function)
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.thread_time() - began
+                with self._lock:
+                    self._seconds[phase] += spent
+
+        return timed

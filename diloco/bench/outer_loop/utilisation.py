@@ -13,28 +13,34 @@ Source: PROTOCOL.md, "Words for figures".
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
+import functools
+import itertools
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.outer_loop.timed_island import Timed
+import torch
+
+import diloco
+from diloco.bench.processes import run_jobs
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.compression.registry import get_codec
 from diloco.config.schema import Config
-from diloco.errors import IslandFailed
-from diloco.launch.process.logs import tail
-from diloco.report.rows import Column, Report, Requirement
+from diloco.data.open import open_data
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.trainer.island_trainer import island_trainer, own_batches
+from diloco.trainer.models.families import initialise_
+from diloco.trainer.models.model import LlamaShape, build_model
+from diloco.trainer.parallel.pipeline import parts_of
 from diloco.transport.shaping.link import find_profile
 
+_UNDISTURBED_STEPS = 10
 _ISLANDS = ("east", "west")
-_LOOK_S = 0.5
 
 _COLUMNS = (
     Column("row", "row"),
@@ -48,7 +54,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class UtilisationRow:
     """One run.
 
     Attributes:
@@ -67,25 +73,29 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class UtilisationSetting:
     """All rows, and what they share."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[UtilisationRow, ...]
     inner_steps_per_round: int = 30
     num_rounds: int = 4  # the first one warms up
     sequence_length: int = 128
     link: str = "bench-100M-60ms"
 
 
-def _full_setting() -> Setting:
+def _full_setting() -> UtilisationSetting:
     rows = []
     for size, model in (("10M", _MODEL_10M), ("50M", _MODEL_50M)):
         for codec, num_fragments, overlap_steps in (("float32", 1, 0), ("float32", 3, 5)):
             name = f"{size}-{codec}-P{num_fragments}-tau{overlap_steps}"
-            rows.append(Row(name, model, _outer(codec, num_fragments, overlap_steps), 0.2))
-        rows.append(Row(f"{size}-int4-P10-tau5", model, _outer("int4", 10, 5), 0.2, 0.97))
-    rows.append(Row("10M-int4-P10-tau5-real", _MODEL_10M, _outer("int4", 10, 5), None))
-    return Setting(tuple(rows))
+            rows.append(
+                UtilisationRow(name, model, _outer(codec, num_fragments, overlap_steps), 0.2)
+            )
+        rows.append(
+            UtilisationRow(f"{size}-int4-P10-tau5", model, _outer("int4", 10, 5), 0.2, 0.97)
+        )
+    rows.append(UtilisationRow("10M-int4-P10-tau5-real", _MODEL_10M, _outer("int4", 10, 5), None))
+    return UtilisationSetting(tuple(rows))
 
 
 def _outer(codec: str, num_fragments: int, overlap_steps: int) -> dict[str, Any]:
@@ -105,43 +115,34 @@ _MODEL_50M = {"dim": 768, "num_layers": 8, "num_heads": 12, "num_kv_heads": 6, "
 SETTING = _full_setting()
 
 
-def run_utilisation(setting: Setting, *, on_progress: Callable[[int, str], None]) -> Report:
-    """Run every row and judge.
-
-    Args:
-        setting: The rows.
-        on_progress: Hears how many rows are done, and which one begins.
+def run(watch: Watch, rows: Sequence[str] = (), *, setting: UtilisationSetting = SETTING) -> Report:
+    """Run every row whose name matches and judge.
 
     Raises:
-        DilocoError: If a process of a run fails; says what its log does.
+        ConfigError: If a pattern matches no row.
+        DilocoError: If a process of a run fails.
     """
-    began = time.monotonic()
-    rows, requirements = [], []
-    for index, row in enumerate(setting.rows):
-        on_progress(index, row.name)
+    wanted = matching([row.name for row in setting.rows], rows)
+    chosen = [row for row in setting.rows if row.name in wanted]
+    told, requirements = [], []
+    for index, row in enumerate(chosen):
+        look = functools.partial(watch, row.name, index, len(chosen))
         with tempfile.TemporaryDirectory(prefix="diloco-utilisation-") as directory:
-            figures = row_figures(setting, row, _run(setting, row, Path(directory)))
-        rows.append(figures)
+            told.append(row_figures(setting, row, _train(setting, row, Path(directory), look)))
         if row.at_least is not None:
-            figure = figures["utilisation"]
+            figure = told[-1]["utilisation"]
             what = f"utilisation of {row.name}"
             requirements.append(Requirement(what, figure, row.at_least, "x", is_at_least=True))
-    return Report(
-        bench="utilisation",
-        setting={
-            "inner_steps_per_round": setting.inner_steps_per_round,
-            "num_rounds": setting.num_rounds - 1,
-            "link": setting.link,
-            "num_islands": len(_ISLANDS),
-        },
-        columns=_COLUMNS,
-        rows=rows,
-        requirements=requirements,
-        wall_s=time.monotonic() - began,
-    )
+    described = {
+        "inner_steps_per_round": setting.inner_steps_per_round,
+        "num_rounds": setting.num_rounds - 1,
+        "link": setting.link,
+        "num_islands": len(_ISLANDS),
+    }
+    return Report("utilisation", described, _COLUMNS, told, requirements)
 
 
-def _config(setting: Setting, row: Row, state_dir: Path) -> Config:
+def _config(setting: UtilisationSetting, row: UtilisationRow, state_dir: Path) -> Config:
     steps = setting.inner_steps_per_round
     return Config.model_validate(
         {
@@ -171,57 +172,18 @@ def _config(setting: Setting, row: Row, state_dir: Path) -> Config:
     )
 
 
-def _run(setting: Setting, row: Row, directory: Path) -> list[Timed]:
+def _train(
+    setting: UtilisationSetting, row: UtilisationRow, directory: Path, look: Callable[[], None]
+) -> list[Timed]:
     """Run all processes of a row to their end; returns what each island measured."""
-    with contextlib.ExitStack() as stack:
-        run_file = stack.enter_context(control_plane(_config(setting, row, directory / "run")))
-        islands = {
-            name: stack.enter_context(_island(run_file, row, name, directory)) for name in _ISLANDS
-        }
-        while running := [name for name, process in islands.items() if process.poll() is None]:
-            _check_health(islands, directory)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                islands[running[0]].wait(_LOOK_S)
-        _check_health(islands, directory)
-    return [Timed(**json.loads(_output(directory, name).read_text())) for name in _ISLANDS]
+    with control_plane(_config(setting, row, directory / "run")) as run_file:
+        jobs = {name: functools.partial(measure, run_file, name, row.step_s) for name in _ISLANDS}
+        return list(run_jobs(jobs, lambda _: look(), len(_ISLANDS)).values())
 
 
-@contextlib.contextmanager
-def _island(
-    run_file: Path, row: Row, name: str, directory: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run one island while the context lasts."""
-    command = [sys.executable, "-m", "diloco.bench.outer_loop.timed_island", str(run_file)]
-    command += ["--island", name, "--output", str(_output(directory, name))]
-    if row.step_s is not None:
-        command += ["--step-s", str(row.step_s)]
-    with open(_log(directory, name), "wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _check_health(islands: Mapping[str, subprocess.Popen[bytes]], directory: Path) -> None:
-    for name, process in islands.items():
-        if process.poll():
-            raise IslandFailed(
-                f"island {name} of the bench ended with exit code {process.returncode}; its log "
-                f"says:\n{tail(_log(directory, name))}"
-            )
-
-
-def _output(directory: Path, island: str) -> Path:
-    return directory / f"{island}.json"
-
-
-def _log(directory: Path, island: str) -> Path:
-    return directory / f"{island}.log"
-
-
-def row_figures(setting: Setting, row: Row, islands: Sequence[Timed]) -> dict[str, Any]:
+def row_figures(
+    setting: UtilisationSetting, row: UtilisationRow, islands: Sequence[Timed]
+) -> dict[str, Any]:
     """Compute a row's figures: JSON values, hence `Any`."""
     worst = min(islands, key=_utilisation)
     num_rounds = worst.inner_steps / setting.inner_steps_per_round
@@ -248,3 +210,92 @@ def row_figures(setting: Setting, row: Row, islands: Sequence[Timed]) -> dict[st
 
 def _utilisation(island: Timed) -> float:
     return island.inner_steps * island.undisturbed_step_s / island.wall_s
+
+
+# -- an island, in a process of its own ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one island measured over whole rounds.
+
+    Attributes:
+        inner_steps: Inner steps made.
+        wall_s: Seconds from the first one's begin to the last one's `DiLoCo.step` done.
+        blocked_s: Of these, seconds for which `DiLoCo.step` waited for outcomes.
+        undisturbed_step_s: Duration of an inner step with nothing to do beside it.
+        num_parameters: Size of the model.
+    """
+
+    inner_steps: int
+    wall_s: float
+    blocked_s: float
+    undisturbed_step_s: float
+    num_parameters: int
+
+
+class _SleepingStep:
+    """Sleeps, and changes one tensor a step, so that there is something to send."""
+
+    def __init__(self, config: Config, step_s: float) -> None:
+        self.model = build_model(LlamaShape.from_config(config.model)).to_empty(device="cpu")
+        for part in parts_of(self.model):
+            initialise_(part, config.run.seed)
+        self.undisturbed_s = step_s
+        self._parameters = itertools.cycle(self.model.parameters())
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        ends = time.monotonic() + self.undisturbed_s
+        next(self._parameters).mul_(1.001)
+        time.sleep(max(0.0, ends - time.monotonic()))
+
+
+class _RealStep:
+    """Trains; the undisturbed duration is measured before the island joins."""
+
+    def __init__(self, config: Config) -> None:
+        data = open_data(config)
+        slot = sorted(config.islands).index(config.island_id)
+        self._trainer = island_trainer(config, data, own_batches(config, data, slot))
+        self.model = self._trainer.model
+        self._batches = itertools.count()
+        self.undisturbed_s = statistics.median(self() for _ in range(_UNDISTURBED_STEPS))
+        for part in parts_of(self.model):
+            initialise_(part, config.run.seed)
+
+    def __call__(self) -> float:
+        return self._trainer.inner_step(next(self._batches)).duration_s
+
+
+def train(config: Config, step: _SleepingStep | _RealStep) -> Timed:
+    """Train one island to the end of its run."""
+    tokens = config.island.tokens_per_inner_step
+    with diloco.connect(config) as connection:
+        outer = diloco.DiLoCo(step.model, config.outer, transport=connection)
+
+        def train_until(inner_step: int) -> None:
+            while outer.inner_step < inner_step:
+                step()
+                outer.step(num_tokens=tokens)
+
+        period = config.outer.inner_steps_per_round
+        train_until(period)
+        began, blocked_s = time.monotonic(), outer.blocked_s
+        train_until(outer.inner_steps // period * period)
+        timed = Timed(
+            inner_steps=outer.inner_step - period,
+            wall_s=time.monotonic() - began,
+            blocked_s=outer.blocked_s - blocked_s,
+            undisturbed_step_s=step.undisturbed_s,
+            num_parameters=sum(p.numel() for p in step.model.parameters()),
+        )
+        train_until(outer.inner_steps)
+        outer.finish()
+    return timed
+
+
+def measure(run_file: Path, island: str, step_s: float | None) -> Timed:
+    """Train an island of a run whose inner steps take `step_s`, or are real ones."""
+    config = diloco.load_config(run_file, island=island)
+    return train(config, _RealStep(config) if step_s is None else _SleepingStep(config, step_s))

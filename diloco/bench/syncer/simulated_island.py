@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-import blake3
 import torch
 from google.protobuf.message import Message
 
-from diloco.compression.base import to_bytes
 from diloco.errors import DilocoError
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.messages import key_message
@@ -19,10 +18,25 @@ from diloco.protos.control_pb2 import Grant
 from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
 from diloco.transport.errors import NotYet
 from diloco.transport.transfer import Transfer
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import founding_record
 
 _DEADLINE_S = 300.0
 _POLL_S = 20.0
 _STATE_BYTES = 1 << 20
+
+
+def lane_values(numel: int, seed: int) -> torch.Tensor:
+    """Draw a pseudo-gradient: seeded, normal, small."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
+
+
+def write_founding(directory: Path, fragment: Fragment) -> None:
+    """Make version 0 of zeros durable: without a coordinator a syncer founds nothing."""
+    zeros = {lane.lane_id: bytes(4 * lane.numel) for lane in fragment.lanes}
+    store = FragmentStore(directory, fragment, 1)
+    store.recover()  # makes its directory
+    store.commit(founding_record(fragment, zeros, 0))
 
 
 class SimulatedIsland:
@@ -39,15 +53,6 @@ class SimulatedIsland:
     async def join(self) -> None:
         """Present the grant."""
         await self._poll(wire.PollRequest())
-
-    async def found(self) -> None:
-        """Upload zeros as the initial parameters; the first island does, once all have joined."""
-        for lane in self._fragment.lanes:
-            payload = to_bytes(torch.zeros(lane.numel).view(torch.uint8))
-            header = wire.UploadHeader(lane_id=lane.lane_id, digest=blake3.blake3(payload).digest())
-            ack = wire.Ack.FromString((await self._call("fragment.upload", header, payload)).header)
-            if not ack.is_accepted:
-                raise DilocoError(f"the bench's syncer refused initial parameters: {ack.message}")
 
     async def submit(self, version: int, lane_id: int, payload: Buffer, digest: bytes) -> None:
         """Send one lane of the contribution on top of `version`.

@@ -36,41 +36,40 @@ import itertools
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import blake3
 
-from diloco.bench.syncer.publish_process import lane_values
-from diloco.bench.syncer.simulated_island import SimulatedIsland
+from diloco.bench.syncer.publish import PUBLISH_COLUMNS, PublishSetting, measure_publish
+from diloco.bench.syncer.simulated_island import SimulatedIsland, lane_values, write_founding
 from diloco.bench.syncer.syncer_process import Spent, SyncerProcess, serving
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.grants import load_or_create_secret, sign
-from diloco.outer.fragments import Fragment, TensorSpec, make_plan
+from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
-from diloco.report.rows import Column, Report, Requirement
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.security.run_ca import RunCa
 from diloco.security.security import Security
 from diloco.state_dir import StateDir
 from diloco.syncer.spool import LEAST_ARRIVING_BYTES
 from diloco.transport.identity import Identity, Role
-from diloco.versions.store import FragmentStore
-from diloco.versions.version import founding_record
 
 _RUN = "bench-syncer"
 _MIB = 1 << 20
 _STATE_BYTES = 12
 _LIMITS = {"tensors": "memory", "loop": "Python", "wire": "gRPC", "tls": "TLS"}
-_PLAIN, _MTLS = "plain", "mTLS"
+_PLAIN, _MTLS, _PUBLISH = "plain", "mTLS", "publish"
 _CERTIFICATE_DAYS = 30  # less than 21 are warned of
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SyncerRow:
     """One size of a run.
 
     Attributes:
@@ -85,9 +84,15 @@ class Row:
     num_sending: int
     has_tls: bool = False
 
+    @property
+    def name(self) -> str:
+        """What --rows chooses by."""
+        kind = "" if self.num_sending else "-small-spool"
+        return f"{self.num_islands}{kind}{'-tls' if self.has_tls else ''}"
+
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SyncerSetting:
     """What is measured.
 
     Attributes:
@@ -102,6 +107,7 @@ class Setting:
         flatness: CPU time a parameter and island with the most islands, over that with the fewest.
         memory: Peak memory beyond state, contributions and lanes in flight, over one fragment's
             state.
+        publish: Of the rows of a round from submit to published.
     """
 
     numel: int = 16 << 20
@@ -113,17 +119,18 @@ class Setting:
     num_rounds: int = 3
     flatness: float = 1.2
     memory: float = 1.25
+    publish: PublishSetting = field(default_factory=PublishSetting)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SyncerRow]:
         """List what is measured; mTLS comes right after the same without it."""
-        rows = [Row(n, self.spool_memory, self.num_sending) for n in self.num_islands]
+        rows = [SyncerRow(n, self.spool_memory, self.num_sending) for n in self.num_islands]
         most = max(self.num_islands)
-        rows.append(Row(most, self.spool_memory, self.num_sending, has_tls=True))
-        return [*rows, Row(most, self.small_spool_memory, 0)]
+        rows.append(SyncerRow(most, self.spool_memory, self.num_sending, has_tls=True))
+        return [*rows, SyncerRow(most, self.small_spool_memory, 0)]
 
 
-SETTING = Setting()
+SETTING = SyncerSetting()
 
 _COLUMNS = (
     Column("num_islands", "islands"),
@@ -148,48 +155,49 @@ _COLUMNS = (
 )
 
 
-def run_syncer(setting: Setting, on_progress: Callable[[int, int], None]) -> Report:
-    """Measure all rows; `on_progress` hears of rounds done and of rounds in all.
+def run(watch: Watch, rows: Sequence[str] = (), *, setting: SyncerSetting = SETTING) -> Report:
+    """Measure all rows whose names match; "publish" is a table of its own.
 
     Raises:
+        ConfigError: If a pattern matches no row.
         DilocoError: If the syncer does not start, or refuses what it is sent.
     """
-    began = time.monotonic()
-    wanted, rounds = setting.rows, setting.num_rounds + 1
-    rows: list[dict[str, Any]] = []
-    for row in wanted:
+    wanted = matching([*(row.name for row in setting.rows), _PUBLISH], rows)
+    chosen, rounds = [row for row in setting.rows if row.name in wanted], setting.num_rounds + 1
+    told: dict[str, dict[str, Any]] = {}
+    requirements: list[Requirement] = []
+    for number, row in enumerate(chosen):
 
-        def heard(done: int) -> None:
-            on_progress(len(rows) * rounds + done, len(wanted) * rounds)
+        def on_round(done: int, before: int = number * rounds) -> None:
+            watch("rounds", before + done, len(chosen) * rounds)
 
         with tempfile.TemporaryDirectory(prefix="diloco-syncer-") as directory:
-            plain = rows[-1] if row.has_tls else None
-            rows.append(_measure(setting, row, plain, Path(directory), heard))
-    fewest, most = rows[0], rows[len(setting.num_islands) - 1]
-    requirements = [
-        Requirement(
-            f"CPU time a parameter and island, {most['num_islands']} islands over "
-            f"{fewest['num_islands']}",
-            most["nanoseconds"] / fewest["nanoseconds"],
-            setting.flatness,
-            "x",
-        ),
-        *(
-            Requirement(
-                f"peak memory beyond state, contributions and lanes in flight, {security}",
-                max(row["extra_of_state"] for row in rows if row["security"] == security),
-                setting.memory,
-                "of one fragment's state",
-            )
-            for security in (_PLAIN, _MTLS)
-        ),
-    ]
-    return Report("syncer", asdict(setting), _COLUMNS, rows, requirements, time.monotonic() - began)
+            plain = told.get(replace(row, has_tls=False).name) if row.has_tls else None
+            told[row.name] = _measure(setting, row, plain, Path(directory), on_round)
+    fewest, most = (told.get(str(of(setting.num_islands))) for of in (min, max))
+    if fewest and most:
+        what = f"{most['num_islands']} islands over {fewest['num_islands']}"
+        figure = most["nanoseconds"] / fewest["nanoseconds"]
+        what = f"CPU time a parameter and island, {what}"
+        requirements.append(Requirement(what, figure, setting.flatness, "x"))
+    for security in (_PLAIN, _MTLS):
+        if extra := [r["extra_of_state"] for r in told.values() if r["security"] == security]:
+            what = f"peak memory beyond state, contributions and lanes in flight, {security}"
+            unit = "of one fragment's state"
+            requirements.append(Requirement(what, max(extra), setting.memory, unit))
+    shown = list(told.values())
+    if _PUBLISH in wanted:
+        published, bars = measure_publish(
+            setting.publish, lambda done, total: watch("rounds to publish", done, total)
+        )
+        shown += published
+        requirements += bars
+    return Report("syncer", asdict(setting), (*_COLUMNS, *PUBLISH_COLUMNS), shown, requirements)
 
 
 def _measure(
-    setting: Setting,
-    row: Row,
+    setting: SyncerSetting,
+    row: SyncerRow,
     plain: dict[str, Any] | None,
     directory: Path,
     on_round: Callable[[int], None],
@@ -210,7 +218,7 @@ def _measure(
         bytes(to_bytes(codec.encode(lane_values(lane.numel, lane.lane_id))))
         for lane in fragment.lanes
     ]
-    _found(state, fragment)
+    write_founding(state.store, fragment)
     with serving(state) as (address, process):
 
         def start(name: str, incarnation: int = 1) -> SimulatedIsland:
@@ -242,8 +250,8 @@ class _Took:
 
 
 def _figures(
-    setting: Setting,
-    row: Row,
+    setting: SyncerSetting,
+    row: SyncerRow,
     took: _Took,
     plain: dict[str, Any] | None,
     coded: int,
@@ -275,6 +283,7 @@ def _figures(
     shares = {part: seconds / spent.cpu_s for part, seconds in parts.items()}
     served = row.num_islands * setting.numel * setting.num_rounds
     return {
+        "table": "a syncer on one core",
         "num_islands": row.num_islands,
         "spool_memory": row.spool_memory,
         "security": _MTLS if row.has_tls else _PLAIN,
@@ -296,20 +305,12 @@ def _figures(
     }
 
 
-def _found(state: StateDir, fragment: Fragment) -> None:
-    """Make version 0 of zeros durable: without a coordinator a syncer founds nothing."""
-    zeros = {lane.lane_id: bytes(4 * lane.numel) for lane in fragment.lanes}
-    store = FragmentStore(state.store, fragment, 1)
-    store.recover()  # makes its directory
-    store.commit(founding_record(fragment, zeros, 0))
-
-
 async def _rounds(
     islands: Sequence[SimulatedIsland],
     again: Callable[[int], SimulatedIsland],
     payloads: Sequence[bytes],
     process: SyncerProcess,
-    row: Row,
+    row: SyncerRow,
     num_rounds: int,
     on_round: Callable[[int], None],
 ) -> _Took:
@@ -377,7 +378,7 @@ def _security(certs: str, name: str) -> Security:
 
 
 def _config(
-    setting: Setting, names: Sequence[str], state_dir: str, spool_memory: str, certs: str
+    setting: SyncerSetting, names: Sequence[str], state_dir: str, spool_memory: str, certs: str
 ) -> Config:
     return Config.model_validate(
         {

@@ -8,24 +8,25 @@ ratio is of the two blocks of a cycle.
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.bench.counted_process import prepare_process
-from diloco.bench.training import plain_blocks
-from diloco.bench.training.plain_blocks import Block, Cycle, Measured
+import torch
+
+from diloco.bench.processes import count_one, run_jobs
+from diloco.bench.training.plain_loop import PlainLlama, PlainLoop
 from diloco.config.schema import Config
-from diloco.errors import ConfigError
-from diloco.report.rows import Column, Report, Requirement
+from diloco.data.open import open_data
+from diloco.report.row_choice import matching
+from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.report.statistics import Interval
+from diloco.trainer.island_trainer import island_trainer, own_batches
 
 _ISLAND = "bench"
-_LOOK_S = 0.5
 
 _COLUMNS = (
     Column("model", "model"),
@@ -42,7 +43,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlainRow:
     """A model and how it is trained.
 
     Attributes:
@@ -59,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PlainSetting:
     """What is trained and judged.
 
     Attributes:
@@ -69,69 +70,41 @@ class Setting:
         largest_difference: Of a loss of the first block; both loops compute the same in float32.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlainRow, ...]
     num_cycles: int = 21
     at_least: float = 0.98
     largest_difference: float = 1e-4
 
 
-SETTING = Setting((Row("debug", 1024, 128, 5), Row("10M", 512, 128, 2)))
+SETTING = PlainSetting((PlainRow("debug", 1024, 128, 5), PlainRow("10M", 512, 128, 2)))
 
 
-def chosen_rows(setting: Setting, names: Sequence[str]) -> list[Row]:
-    """Give the rows of some names; none: all.
+def run(watch: Watch, rows: Sequence[str] = (), *, setting: PlainSetting = SETTING) -> Report:
+    """Train both loops on every model whose name matches, and compare them.
 
     Raises:
-        ConfigError: If a name is of no row.
+        ConfigError: If a pattern matches no row.
     """
-    known = {row.name: row for row in setting.rows}
-    if unknown := sorted(set(names) - known.keys()):
-        raise ConfigError(f"--rows {unknown[0]} is no row; rows are {', '.join(known)}")
-    return [row for row in setting.rows if not names or row.name in names]
-
-
-def run_plain(
-    setting: Setting, rows: Sequence[Row], *, on_progress: Callable[[str, int, int], None]
-) -> Report:
-    """Train both loops and compare them.
-
-    Args:
-        setting: What is judged.
-        rows: Of `chosen_rows`.
-        on_progress: Hears the row, and of its cycles done and in all.
-    """
-    began = time.monotonic()
+    wanted = matching([row.name for row in setting.rows], rows)
     told, requirements = [], []
-    for row in rows:
-        measured = _measure(setting, row, on_progress)
-        told.append(figures(row, measured))
-        requirements += _requirements(setting, told[-1])
-    return Report(
-        bench="plain",
-        setting=asdict(setting),
-        columns=_COLUMNS,
-        rows=told,
-        requirements=requirements,
-        wall_s=time.monotonic() - began,
+    for row in setting.rows:
+        if row.name in wanted:
+            told.append(figures(row, _measure(setting, row, watch)))
+            requirements += _requirements(setting, told[-1])
+    return Report("plain", asdict(setting), _COLUMNS, told, requirements)
+
+
+def _measure(setting: PlainSetting, row: PlainRow, watch: Watch) -> Measured:
+    job = functools.partial(
+        measure,
+        config_of(row, setting.num_cycles),
+        block_steps=row.block_steps,
+        num_cycles=setting.num_cycles,
     )
+    return run_jobs({"": job}, lambda done: watch(row.name, done, setting.num_cycles))[""]
 
 
-def _measure(setting: Setting, row: Row, on_progress: Callable[[str, int, int], None]) -> Measured:
-    context = multiprocessing.get_context("spawn")
-    done = context.Value("q", 0)
-    with ProcessPoolExecutor(1, context, prepare_process, (done,)) as pool:
-        measuring = pool.submit(
-            plain_blocks.measure,
-            config_of(row, setting.num_cycles),
-            block_steps=row.block_steps,
-            num_cycles=setting.num_cycles,
-        )
-        while not wait([measuring], _LOOK_S).done:
-            on_progress(row.name, done.value, setting.num_cycles)
-        return measuring.result()
-
-
-def config_of(row: Row, num_cycles: int) -> Config:
+def config_of(row: PlainRow, num_cycles: int) -> Config:
     """Write the run of a row; its only island is selected."""
     return Config.model_validate(
         {
@@ -148,7 +121,7 @@ def config_of(row: Row, num_cycles: int) -> Config:
     )
 
 
-def figures(row: Row, measured: Measured) -> dict[str, Any]:
+def figures(row: PlainRow, measured: Measured) -> dict[str, Any]:
     """Compute a row of the report; times are of all cycles but the first, losses of that one."""
     warming, *timed = measured.cycles
 
@@ -175,7 +148,7 @@ def figures(row: Row, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _requirements(setting: Setting, row: Mapping[str, Any]) -> list[Requirement]:
+def _requirements(setting: PlainSetting, row: Mapping[str, Any]) -> list[Requirement]:
     name = row["model"]
     return [
         Requirement(
@@ -192,3 +165,71 @@ def _requirements(setting: Setting, row: Mapping[str, Any]) -> list[Requirement]
             "nats",
         ),
     ]
+
+
+# -- the blocks, in a process of their own ---------------------------------------------------------
+
+#: Makes the inner step that follows so many, and returns its loss.
+Step = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some inner steps in a row: how long they took, on the wall and of the CPU, and their loss."""
+
+    wall_s: float
+    cpu_s: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """The same inner steps of both loops."""
+
+    native: Block
+    plain: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All cycles, the first one included, which warms up, and the size of the model."""
+
+    num_parameters: int
+    cycles: tuple[Cycle, ...]
+
+
+def measure(config: Config, *, block_steps: int, num_cycles: int) -> Measured:
+    """Train both loops from the same values on the same sequences, block by block.
+
+    Args:
+        config: With an island of one rank selected.
+        block_steps: Inner steps of a block.
+        num_cycles: Of two blocks each; who is first alternates.
+    """
+    data = open_data(config)
+    trainer = island_trainer(config, data, own_batches(config, data, 0))
+    model = PlainLlama(config.model, config.data.sequence_length)
+    with torch.no_grad():
+        for ours, native in zip(model.parameters(), trainer.model.parameters(), strict=True):
+            ours.copy_(native)
+    batches = own_batches(config, data, 0)
+    ready = [batches.batch(step) for step in range(block_steps * num_cycles)]
+    loop = PlainLoop(model, config.inner)
+    steps: dict[str, Step] = {
+        "native": lambda step: trainer.inner_step(step).loss,
+        "plain": lambda step: loop.step(ready[step]),
+    }
+    cycles = []
+    for number in range(num_cycles):
+        order = sorted(steps, reverse=bool(number % 2))
+        first = number * block_steps
+        blocks = {name: _block(steps[name], first, block_steps) for name in order}
+        cycles.append(Cycle(**blocks))
+        count_one()
+    return Measured(sum(p.numel() for p in model.parameters()), tuple(cycles))
+
+
+def _block(step: Step, first: int, num_steps: int) -> Block:
+    began, began_cpu = time.perf_counter(), time.process_time()
+    losses = [step(number) for number in range(first, first + num_steps)]
+    return Block(time.perf_counter() - began, time.process_time() - began_cpu, tuple(losses))

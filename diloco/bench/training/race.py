@@ -13,21 +13,29 @@ Source: DiLoCo (arXiv 2311.08105), Algorithm 1; Streaming DiLoCo (arXiv 2501.185
 from __future__ import annotations
 
 import fnmatch
+import functools
+import json
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.network.emulating import check_text, measure_inside
-from diloco.bench.network.link_row import ISLANDS, LinkRow
-from diloco.bench.training.race_link import race_on_link
+from diloco.bench.network.emulating import (
+    ISLANDS,
+    LinkRow,
+    check_text,
+    measure_inside,
+    run_watched,
+)
+from diloco.bench.training.race_plot import write_plot
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, IslandFailed
+from diloco.launch.process.emulated import Emulated
 from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement
+from diloco.report.rows import Column, Report, Requirement, Watch
 
 FLAT, HIERARCHICAL = "flat", "hierarchical"
 DILOCO, STREAMING = "diloco-float32", "streaming-int4"
@@ -48,7 +56,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RaceSetting:
     """What is trained, and where.
 
     Attributes:
@@ -95,12 +103,12 @@ _LINKS = (
 _LOSSY = tuple(
     LinkRow(f"{link.name}-0.1%", link.bandwidth, link.rtt_ms, loss=0.001) for link in _LINKS
 )
-SETTING = Setting(_LINKS + _LOSSY)
-QUICK = Setting((_LINKS[2],), inner_steps=60, is_loss_judged=False)
+SETTING = RaceSetting(_LINKS + _LOSSY)
+QUICK = RaceSetting((_LINKS[2],), inner_steps=60, is_loss_judged=False)
 
 
 def chosen_links(
-    setting: Setting, patterns: Sequence[str], *, is_emulated: bool
+    setting: RaceSetting, patterns: Sequence[str], *, is_emulated: bool
 ) -> tuple[LinkRow, ...]:
     """Give the links that match any of `patterns`.
 
@@ -125,72 +133,72 @@ def chosen_links(
     return tuple(link for link in offered if link.name in wanted)
 
 
-def run_race(
-    setting: Setting,
-    links: Sequence[LinkRow],
+def run(
+    watch: Watch,
+    rows: Sequence[str] = (),
     *,
-    is_emulated: bool,
-    on_progress: Callable[[str, int, int], None],
-    on_look: Callable[[], None] = lambda: None,
+    quick: bool = False,
+    emulate: bool = False,
+    plot: str = "",
+    setting: RaceSetting | None = None,
 ) -> Report:
-    """Train everything on every link and judge.
+    """Train everything on every link whose name matches, and judge.
 
     Args:
-        setting: What is trained.
-        links: Of `chosen_links`.
-        is_emulated: Whether links are made of network namespaces, which needs root.
-        on_progress: Hears what begins, and of runs done and in all.
-        on_look: Called often; what it raises ends every process.
+        watch: See `Watch`.
+        rows: See `chosen_links`.
+        quick: Whether one link and few steps are enough.
+        emulate: Whether links are made of network namespaces, which needs root.
+        plot: Where a picture goes; empty: none is drawn.
+        setting: What is trained, in place of that.
 
     Raises:
         ConfigError: If networks cannot be emulated here.
         IslandFailed: If a run failed.
     """
-    began = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    setting = setting or (QUICK if quick else SETTING)
+    links = chosen_links(setting, rows, is_emulated=emulate)
+    told: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     total = len(links) * len(METHODS)
     for number, link in enumerate(links):
         before = number * len(METHODS)
-        on_progress(link.name, before, total)
 
-        def tell(method: str, done: int, link: LinkRow = link, before: int = before) -> None:
-            on_progress(f"{link.name} {method}", before + done, total)
+        def look(method: str, done: int, link: LinkRow = link, before: int = before) -> None:
+            watch(f"{link.name} {method}".strip(), before + done, total)
 
-        found, check = _measure(setting, link, is_emulated, tell, on_look)
+        found, check = _measure(setting, link, emulate, look)
         of_link = _rows(link, found)
-        table = f"{link.name}, check of the network: {check}" if is_emulated else link.name
-        rows += [{**row, "table": table, "check": check} for row in of_link]
+        table = f"{link.name}, check of the network: {check}" if emulate else link.name
+        told += [{**row, "table": table, "check": check} for row in of_link]
         if link.is_judged:
             requirements += _requirements(setting, of_link)
+    if plot:
+        write_plot(told, Path(plot))
     described = {**asdict(setting), "links": [asdict(link) for link in links], "ranks": _RANKS}
-    described["shaped"] = "emulated" if is_emulated else "in the process"
+    described["shaped"] = "emulated" if emulate else "in the process"
     described["tokens"] = (
         len(ISLANDS) * setting.inner_steps * setting.sequences * setting.sequence_length
     )
-    return Report("race", described, _COLUMNS, rows, requirements, time.monotonic() - began)
+    return Report("race", described, _COLUMNS, told, requirements)
 
 
 def _measure(
-    setting: Setting,
-    link: LinkRow,
-    is_emulated: bool,
-    on_run: Callable[[str, int], None],
-    on_look: Callable[[], None],
+    setting: RaceSetting, link: LinkRow, is_emulated: bool, on_look: Callable[[str, int], None]
 ) -> tuple[dict[str, Any], str]:
     """Make all runs on one link; empty where the link is not as told, which is the text."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-race-") as directory:
         place = Path(directory)
         order = run_order(setting, None if is_emulated else link, place)
         if not is_emulated:
-            return race_on_link(order, place, on_run=on_run, on_look=on_look), "-"
-        module = "diloco.bench.training.race_link"
-        found, record = measure_inside(link.name, link.toml, module, order, place, on_look)
+            return inside(order, None, place, on_look), "-"
+        look = functools.partial(on_look, "", 0)
+        found, record = measure_inside(link.name, link.toml, __name__, order, place, look)
         return found, check_text(record["check"])
 
 
-def run_order(setting: Setting, link: LinkRow | None, place: Path) -> dict[str, Any]:
-    """Write down the runs of one link for `race_on_link`; None: nothing is shaped by us."""
+def run_order(setting: RaceSetting, link: LinkRow | None, place: Path) -> dict[str, Any]:
+    """Write down the runs of one link for `inside`; None: nothing is shaped by us."""
     order = {}
     for method in METHODS:
         is_baseline = method in _BASELINES
@@ -204,7 +212,7 @@ def run_order(setting: Setting, link: LinkRow | None, place: Path) -> dict[str, 
     return order
 
 
-def race_config(setting: Setting, method: str, state_dir: Path, link: LinkRow | None) -> Config:
+def race_config(setting: RaceSetting, method: str, state_dir: Path, link: LinkRow | None) -> Config:
     """Give the run of one method; baselines read no [outer], and have that of classic DiLoCo."""
     outer: dict[str, Any] = {
         "preset": "classic",
@@ -260,7 +268,7 @@ def _rows(link: LinkRow, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _requirements(setting: Setting, rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
+def _requirements(setting: RaceSetting, rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
     (own,) = (row for row in rows if row["method"] == STREAMING)
     faster, loss = (
         float("nan") if own[key] is None else own[key] for key in ("faster", "loss_ratio")
@@ -276,3 +284,60 @@ def _requirements(setting: Setting, rows: Sequence[Mapping[str, Any]]) -> list[R
             is_stretch=not setting.is_loss_judged,
         ),
     ]
+
+
+def inside(
+    order: Mapping[str, Any],
+    _: Emulated | None,
+    directory: Path,
+    on_look: Callable[[str, int], None] = lambda method, number: None,
+) -> dict[str, Any]:
+    """Train with every method, one after the other.
+
+    Every run is the command that a person would type, so that what is compared is what they would
+    get.
+
+    Args:
+        order: By method `words` (of the command, before the run file), `options` (after it) and
+            `toml` (the run file); coordinator.state_dir there is METHOD below `directory`.
+        directory: For run files, logs and what runs leave behind.
+        on_look: Called often with the method, and how many have ended; what it raises ends the run.
+
+    Returns:
+        By method: `wall_s`, `utilisation`, `nats_per_byte`, and `bytes_up` and `bytes_down` of the
+        island that moved most.
+
+    Raises:
+        IslandFailed: If a run failed; says what it printed last.
+    """
+    found: dict[str, Any] = {}
+    for number, (method, run) in enumerate(order.items()):
+        look = functools.partial(on_look, method, number)
+        run_file = directory / f"{method}.toml"
+        run_file.write_text(run["toml"])
+        command = [sys.executable, "-m", "diloco", *run["words"], str(run_file), *run["options"]]
+        code, words = run_watched(command, directory / f"{method}.log", look)
+        if code:
+            raise IslandFailed(f"{method}: {' '.join(command)} failed, exit code {code}: {words}")
+        summary = json.loads((directory / method / "summary.json").read_text())
+        found[method] = figures_of(summary)
+    return found
+
+
+def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the figures out of the summary of a run: of the slowest and worst island.
+
+    That of `diloco baseline` has some of all islands together.
+    """
+    if "baseline" in summary:
+        told, islands = [summary], list(summary["islands"].values())
+    else:
+        told = islands = summary["islands"]
+    loss = "nats_per_byte" if "baseline" in summary else "published_nats_per_byte"
+    return {
+        "wall_s": max(each["wall_s"] for each in told),
+        "utilisation": min(each["utilisation"] for each in told),
+        "nats_per_byte": max(each[loss] for each in told),
+        "bytes_up": max(island["bytes_up"] for island in islands),
+        "bytes_down": max(island["bytes_down"] for island in islands),
+    }

@@ -11,26 +11,30 @@ This is strong scaling; the strategies are those of `diloco.config.mesh`.
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from diloco.baseline.group import BaselineMember
+from diloco.baseline.members import Members
 from diloco.baseline.time_model import step_s, tcp_bps
 from diloco.bench.network.emulating import check_text, measure_inside
-from diloco.bench.training.scaling_link import NODE, measure_ranks
 from diloco.bench.training.scaling_rank import ISLAND, run_delay_s
 from diloco.config.load import config_of, resolved_toml
 from diloco.config.schema import Config
-from diloco.errors import IslandFailed
+from diloco.errors import ConfigError, IslandFailed
+from diloco.launch.process.emulated import Emulated
 from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, usable_cpus
+from diloco.report.rows import Column, Report, Watch, usable_cpus
 from diloco.transport.units import parse_bandwidth
 
+#: The namespace of a rank.
+NODE = "rank-{}"
 _ONE = "one"
 #: Strategy -> axis of the mesh that has all ranks.
 STRATEGIES: Mapping[str, str] = {
@@ -41,21 +45,21 @@ STRATEGIES: Mapping[str, str] = {
     "cp": "cp",
 }
 
-_SPEED = (
+_COLUMNS = (
     Column("row", "row"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("linear_per_s", "x N", ",.0f"),
     Column("ideal_per_s", "ideal", ",.0f"),
     Column("efficiency", "efficiency", ".3f"),
     Column("exposed", "exposed", ".3f"),
+    Column("cpu_ratio", "CPU", ".3f"),
+    Column("moved_mb", "MB/step", ",.1f"),
+    Column("loss", "loss", ".4f"),
 )
-_LOSS = Column("loss", "loss", ".4f")
-_SHARED = (*_SPEED, Column("cpu_ratio", "CPU", ".3f"), _LOSS)
-_EMULATED = (*_SPEED, Column("moved_mb", "MB/step", ",.1f"), _LOSS)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScalingRow:
     """A strategy on some ranks."""
 
     strategy: str
@@ -73,7 +77,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ScalingSetting:
     """What is trained, a Llama of 3.3M parameters on bytes, and links inside where emulated.
 
     Attributes:
@@ -98,101 +102,96 @@ class Setting:
     )
 
 
-SETTING = Setting()
+SETTING = ScalingSetting()
 
 
-def chosen_rows(setting: Setting, ranks: Sequence[int], patterns: Sequence[str]) -> tuple[Row, ...]:
+def chosen_rows(
+    setting: ScalingSetting, ranks: str, patterns: Sequence[str]
+) -> tuple[ScalingRow, ...]:
     """Give the rows of some numbers of ranks that match any of `patterns`, and one rank.
 
     Args:
         setting: Of the bench.
-        ranks: Numbers of ranks.
+        ranks: Numbers of ranks, with commas.
         patterns: Names with `*` and `?`; none of them: all rows.
 
     Raises:
-        ConfigError: If a pattern matches no row, or a mesh does not fit the model.
+        ConfigError: If `ranks` is no such text, a pattern matches no row, or a mesh does not fit
+            the model.
     """
+    words = ranks.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--ranks {ranks}: give numbers of ranks with commas, such as 2,4")
     rows = [
-        Row(strategy, num_ranks)
-        for num_ranks in sorted(set(ranks) - {1})
+        ScalingRow(strategy, num_ranks)
+        for num_ranks in sorted({int(word) for word in words} - {1})
         for strategy in STRATEGIES
     ]
     wanted = matching([_ONE, *(row.name for row in rows)], patterns)
-    chosen = (Row("", 1), *(row for row in rows if row.name in wanted))
+    chosen = (ScalingRow("", 1), *(row for row in rows if row.name in wanted))
     for row in chosen:
         row_config(setting, row)
     return chosen
 
 
-def run_scaling(
-    setting: Setting,
-    rows: Sequence[Row],
+def run(
+    watch: Watch,
+    rows: Sequence[str] = (),
     *,
-    is_emulated: bool,
-    on_progress: Callable[[str, int, int], None],
-    on_look: Callable[[], None] = lambda: None,
+    ranks: str = "2,4",
+    emulate: bool = False,
+    setting: ScalingSetting = SETTING,
 ) -> Report:
     """Train every row and hold it against one rank.
 
     Args:
+        watch: See `Watch`.
+        rows: See `chosen_rows`.
+        ranks: See `chosen_rows`.
+        emulate: Whether ranks have namespaces and links of their own, which needs root.
         setting: What is trained.
-        rows: Of `chosen_rows`.
-        is_emulated: Whether ranks have namespaces and links of their own, which needs root.
-        on_progress: Hears what begins, and of rows done and in all.
-        on_look: Called often; what it raises ends every process.
 
     Raises:
         ConfigError: If the kernel does not tell how long threads wait for a CPU, or networks cannot
             be emulated here.
         IslandFailed: If a rank failed, or a link is not as told; says what its log does.
     """
-    began = time.monotonic()
+    chosen = chosen_rows(setting, ranks, rows)
     run_delay_s()
-    order = _order(setting, rows)
+    order = _order(setting, chosen)
     with tempfile.TemporaryDirectory(prefix="diloco-bench-scaling-") as directory:
-        place = Path(directory)
-        if is_emulated:
-            on_progress("all ranks on emulated links", 0, len(rows))
-            found = _measure_emulated(setting, rows, order, place, on_look)
+        if emulate:
+            look = functools.partial(watch, "all ranks on emulated links", 0, len(chosen))
+            found = _measure_emulated(setting, chosen, order, Path(directory), look)
         else:
-            found = measure_ranks(
+            found = inside(
                 order,
                 None,
-                place,
-                on_ranks=lambda ranks, done: on_progress(f"{ranks} ranks", done, len(rows)),
-                on_look=on_look,
+                Path(directory),
+                lambda num_ranks, done: watch(f"{num_ranks} ranks", done, len(chosen)),
             )
     bps = parse_bandwidth(setting.bandwidth)
-    link_bps = tcp_bps(bps, rtt_s=setting.rtt_ms / 1e3) if is_emulated else math.inf
+    link_bps = tcp_bps(bps, rtt_s=setting.rtt_ms / 1e3) if emulate else math.inf
     cpus, tokens = usable_cpus(), setting.sequences * setting.sequence_length
-    alone = found[rows[0].name]
-    return Report(
-        "scaling",
-        {
-            **asdict(setting),
-            "usable_cpus": cpus,
-            "links": "emulated" if is_emulated else "the loopback",
-        },
-        _EMULATED if is_emulated else _SHARED,
-        [
-            row_figures(
-                row,
-                found[row.name],
-                alone,
-                tokens=tokens,
-                timed_steps=setting.timed_steps,
-                cpus=cpus,
-                link_bps=link_bps,
-            )
-            for row in rows
-        ],
-        [],
-        time.monotonic() - began,
-    )
+    links = "emulated" if emulate else "the loopback"
+    told = [
+        row_figures(
+            row,
+            found[row.name],
+            found[chosen[0].name],
+            tokens=tokens,
+            timed_steps=setting.timed_steps,
+            cpus=cpus,
+            link_bps=link_bps,
+        )
+        for row in chosen
+    ]
+    described = {**asdict(setting), "usable_cpus": cpus, "links": links}
+    return Report("scaling", described, _COLUMNS, told, [])
 
 
 def row_figures(
-    row: Row,
+    row: ScalingRow,
     ranks: Sequence[Mapping[str, float]],
     alone: Sequence[Mapping[str, float]],
     *,
@@ -234,12 +233,12 @@ def row_figures(
         "cpu_us_per_token": 1e6 * cpu_s / timed_steps / tokens,
         "cpu_ratio": cpu_s / alone[0]["cpu_s"],
         "exposed": fmean(rank["exposed_s"] for rank in ranks) / wall_s,
-        "moved_mb": moved_bytes / 1e6,
+        "moved_mb": moved_bytes / 1e6 if math.isfinite(link_bps) else None,
         "loss": ranks[0]["loss"],
     }
 
 
-def links_toml(setting: Setting, num_ranks: int) -> str:
+def links_toml(setting: ScalingSetting, num_ranks: int) -> str:
     """Write the file of the emulated network: every rank joined to a switch by the same link."""
     way = f'{{ bandwidth = "{setting.bandwidth}", delay = "{setting.rtt_ms / 4:g}ms" }}'
     ranks = "".join(f'[islands.{NODE.format(r)}]\nlink = "inside"\n' for r in range(num_ranks))
@@ -249,7 +248,7 @@ def links_toml(setting: Setting, num_ranks: int) -> str:
     )
 
 
-def _order(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
+def _order(setting: ScalingSetting, rows: Sequence[ScalingRow]) -> dict[str, Any]:
     """Say what `measure_ranks` is to train."""
     by_ranks: dict[str, dict[str, str]] = {}
     for row in sorted(rows, key=lambda row: row.num_ranks):
@@ -263,16 +262,15 @@ def _order(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _measure_emulated(
-    setting: Setting,
-    rows: Sequence[Row],
+    setting: ScalingSetting,
+    rows: Sequence[ScalingRow],
     order: Mapping[str, Any],
     place: Path,
     on_look: Callable[[], None],
 ) -> dict[str, Any]:
     """Train all rows in one emulated network, checked first."""
     toml = links_toml(setting, max(row.num_ranks for row in rows))
-    module = "diloco.bench.training.scaling_link"
-    found, record = measure_inside("ranks", toml, module, order, place, on_look)
+    found, record = measure_inside("ranks", toml, __name__, order, place, on_look)
     if not found:
         raise IslandFailed(
             f"emulated links of {setting.bandwidth} are not as told on this machine "
@@ -282,7 +280,7 @@ def _measure_emulated(
     return found
 
 
-def row_config(setting: Setting, row: Row) -> Config:
+def row_config(setting: ScalingSetting, row: ScalingRow) -> Config:
     """Give the run of a row: one island, and no outer loop is started.
 
     Raises:
@@ -307,3 +305,55 @@ def row_config(setting: Setting, row: Row) -> Config:
         },
     }
     return config_of(values, f"row {row.name} does not fit this bench's model")
+
+
+def inside(
+    order: Mapping[str, Any],
+    emulated: Emulated | None,
+    directory: Path,
+    on_look: Callable[[int, int], None] = lambda num_ranks, done: None,
+) -> dict[str, Any]:
+    """Train every row, those of one number of ranks in one process group.
+
+    Args:
+        order: `warmup_steps`, `timed_steps`, and `rows`: by number of ranks, as text, the run file
+            of each row by its name.
+        emulated: The network that this process is in; None: ranks are joined by the loopback.
+        directory: For run files and logs.
+        on_look: Called often with the number of ranks that train, and how many rows are done; what
+            it raises ends every process.
+
+    Returns:
+        By row, what `scaling_rank.measure` gave each rank.
+
+    Raises:
+        IslandFailed: If a rank failed; says what its log does.
+    """
+    found: dict[str, Any] = {}
+    for ranks, rows in order["rows"].items():
+        look = functools.partial(on_look, int(ranks), len(found))
+        run_files = {}
+        for name, toml in rows.items():
+            run_files[name] = str(directory / f"{name}.toml")
+            Path(run_files[name]).write_text(toml)
+        steps = {key: order[key] for key in ("warmup_steps", "timed_steps")}
+        with Members("diloco.bench.training.scaling_rank", directory, look) as members:
+            for island_rank in range(int(ranks)):
+                each = {
+                    "island_rank": island_rank,
+                    "num_ranks": int(ranks),
+                    "host": "127.0.0.1",
+                    "interface": "",
+                    "run_files": run_files,
+                    **steps,
+                }
+                prefix: list[str] = []
+                if emulated is not None:
+                    islands, node = emulated.description["islands"], NODE.format(island_rank)
+                    each["host"] = islands[NODE.format(0)]["address"]
+                    each["interface"] = islands[node]["interface"]
+                    prefix = emulated.prefix(node) + emulated.interface(node)
+                members.start(BaselineMember(ISLAND, island_rank), each, threads=1, prefix=prefix)
+            said = [result for _, result in sorted(members.results().items())]
+        found |= {name: [result[name] for result in said] for name in rows}
+    return found
