@@ -35,7 +35,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 #: What trains: a change in it makes other figures, or is taken to.
 _CODE = (
     "diloco/baseline/time_model.py",
-    "diloco/bench/loopback_run.py",
+    "diloco/launch/loopback_run.py",
     "diloco/compression",
     "diloco/data",
     "diloco/island",

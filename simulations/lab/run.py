@@ -1,7 +1,7 @@
 """One point of a laboratory: train it in this process, and say what became of it.
 
 Model, data, gradients, codecs, outer steps and the machines of the rounds are the product's own
-(`diloco.bench.loopback_run`); time is virtual, and what surrounds the islands is `world`'s.
+(`diloco.launch.loopback_run`); time is virtual, and what surrounds the islands is `world`'s.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bench.loopback_run import World, run_islands
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.errors import DilocoError
 from diloco.island.lanes.shards import canonical_parameters
 from diloco.island.outer_loop import OuterLoop
+from diloco.launch.loopback_run import World, run_islands
 from diloco.simulations.lab.batches import batches_of, union_of
 from diloco.simulations.lab.losses import Losses
 from diloco.simulations.lab.point import Point, open_text, union_config

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
-from diloco.bench.loopback_run import World
 from diloco.island.outer_loop import OuterLoop
+from diloco.launch.loopback_run import World
 from diloco.simulations.engine.timeline import Span
 from diloco.simulations.engine.trace import event_spans, from_the_first
 from diloco.telemetry.events import Event

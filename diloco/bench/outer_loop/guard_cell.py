@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bench.loopback_run import Lanes, World, run_islands
 from diloco.bench.processes import count_one
 from diloco.bench.training.byte_model import (
     SLOT,
@@ -28,6 +27,7 @@ from diloco.bench.training.byte_model import (
 )
 from diloco.errors import AggregationError, DilocoError
 from diloco.island.outer_loop import OuterLoop
+from diloco.launch.loopback_run import Lanes, World, run_islands
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.protocol.run.alarms import Alarm, AlarmKind, Alarms, suspect

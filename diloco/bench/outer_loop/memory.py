@@ -32,13 +32,13 @@ from torch import Tensor
 import diloco
 from diloco.bench.outer_loop.counted_device import CountedDevice
 from diloco.bench.processes import run_jobs
+from diloco.bench.run_values import ISLAND, MODEL_10M, run_values
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.config.schema import Config
 from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.telemetry.events import Event, FragmentMerged
 from diloco.trainer.models.model import LlamaShape, parameter_shapes
 
-ISLAND = "bench"
 _NOISE = 1e-3
 #: Bytes a parameter of a training device: float32 parameters and AdamW's two moments.
 TRAINED_BYTES = 12
@@ -79,15 +79,7 @@ class MemorySetting:
     overlap_steps: int = 5  # no step both sends and merges; rounds end before, mostly
     codec: str = "int4"
     at_most: float = 2 * 1.05
-    model: dict[str, int] = field(
-        default_factory=lambda: {  # 9,933,696 parameters
-            "dim": 384,
-            "num_layers": 6,
-            "num_heads": 6,
-            "num_kv_heads": 3,
-            "ffn_dim": 1024,
-        }
-    )
+    model: dict[str, int] = field(default_factory=lambda: MODEL_10M)
 
 
 SETTING = MemorySetting()
@@ -120,24 +112,18 @@ def _measure(setting: MemorySetting, local_mix: float, look: Callable[[], None])
 
 def config_of(setting: MemorySetting, local_mix: float, state_dir: str) -> Config:
     """Write the run of a row."""
+    outer = {
+        "preset": "streaming",
+        "inner_steps_per_round": setting.inner_steps_per_round,
+        "num_fragments": setting.num_fragments,
+        "overlap_steps": setting.overlap_steps,
+        "local_mix": local_mix,
+        "uplink_codec": setting.codec,
+        "downlink_codec": setting.codec,
+    }
+    steps = setting.inner_steps
     return Config.model_validate(
-        {
-            "run": {"name": "memory", "seed": 1, "inner_steps": setting.inner_steps},
-            "model": setting.model,
-            "data": {"sequence_length": 32},
-            "inner": {"optimizer": {"lr": 1e-3}},
-            "outer": {
-                "preset": "streaming",
-                "inner_steps_per_round": setting.inner_steps_per_round,
-                "num_fragments": setting.num_fragments,
-                "overlap_steps": setting.overlap_steps,
-                "local_mix": local_mix,
-                "uplink_codec": setting.codec,
-                "downlink_codec": setting.codec,
-            },
-            "coordinator": {"state_dir": state_dir},
-            "islands": {ISLAND: {"ranks": 1, "tokens_per_inner_step": 32}},
-        }
+        run_values("memory", setting.model, outer, inner_steps=steps, state_dir=state_dir)
     )
 
 

@@ -22,6 +22,7 @@ from typing import ParamSpec, TypeVar
 
 import diloco
 from diloco.bench.processes import count_one, run_jobs
+from diloco.bench.run_values import ISLAND, MODEL_10M, run_values
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.config.schema import Config
 from diloco.data.open import open_data
@@ -33,7 +34,6 @@ from diloco.report.statistics import Interval
 from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.trainer import InnerTrainer
 
-ISLAND = "bench"
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MILLI, _NANO = 1e3, 1e9
@@ -62,15 +62,7 @@ class OverheadSetting:
     sequence_length: int = 32
     tokens_per_inner_step: int = 32
     codec: str = "int4"
-    model: dict[str, int] = field(
-        default_factory=lambda: {  # 9,933,696 parameters
-            "dim": 384,
-            "num_layers": 6,
-            "num_heads": 6,
-            "num_kv_heads": 3,
-            "ffn_dim": 1024,
-        }
-    )
+    model: dict[str, int] = field(default_factory=lambda: MODEL_10M)
 
     @property
     def overlap_steps(self) -> int:
@@ -120,32 +112,25 @@ def _measure(setting: OverheadSetting, config: Config, watch: Watch) -> Measured
 
 
 def _config(setting: OverheadSetting, state_dir: str) -> Config:
-    return Config.model_validate(
-        {
-            "run": {
-                "name": "overhead",
-                "seed": 1,
-                "inner_steps": 2 * setting.block_steps * setting.num_cycles,
-            },
-            "model": setting.model,
-            "data": {"sequence_length": setting.sequence_length},
-            "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
-            "outer": {
-                "preset": "streaming",
-                "inner_steps_per_round": 2 * setting.block_steps,
-                "num_fragments": setting.num_fragments,
-                "phases": [setting.block_steps + p + 1 for p in range(setting.num_fragments)],
-                "overlap_steps": setting.overlap_steps,
-                "uplink_codec": setting.codec,
-                "downlink_codec": setting.codec,
-            },
-            "coordinator": {"state_dir": state_dir},
-            "evaluation": {"num_sequences": 1},
-            "islands": {
-                ISLAND: {"ranks": 1, "tokens_per_inner_step": setting.tokens_per_inner_step}
-            },
-        }
+    outer = {
+        "preset": "streaming",
+        "inner_steps_per_round": 2 * setting.block_steps,
+        "num_fragments": setting.num_fragments,
+        "phases": [setting.block_steps + p + 1 for p in range(setting.num_fragments)],
+        "overlap_steps": setting.overlap_steps,
+        "uplink_codec": setting.codec,
+        "downlink_codec": setting.codec,
+    }
+    values = run_values(
+        "overhead",
+        setting.model,
+        outer,
+        inner_steps=2 * setting.block_steps * setting.num_cycles,
+        sequence_length=setting.sequence_length,
+        tokens=setting.tokens_per_inner_step,
+        state_dir=state_dir,
     )
+    return Config.model_validate(values)
 
 
 def figures(measured: Measured) -> list[tuple[str, str, Interval]]:

@@ -27,6 +27,7 @@ import torch
 
 import diloco
 from diloco.bench.processes import run_jobs
+from diloco.bench.run_values import MODEL_10M, MODEL_50M, run_values
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.compression.registry import get_codec
 from diloco.config.schema import Config
@@ -85,7 +86,7 @@ class UtilisationSetting:
 
 def _full_setting() -> UtilisationSetting:
     rows = []
-    for size, model in (("10M", _MODEL_10M), ("50M", _MODEL_50M)):
+    for size, model in (("10M", MODEL_10M), ("50M", MODEL_50M)):
         for codec, num_fragments, overlap_steps in (("float32", 1, 0), ("float32", 3, 5)):
             name = f"{size}-{codec}-P{num_fragments}-tau{overlap_steps}"
             rows.append(
@@ -94,7 +95,7 @@ def _full_setting() -> UtilisationSetting:
         rows.append(
             UtilisationRow(f"{size}-int4-P10-tau5", model, _outer("int4", 10, 5), 0.2, 0.97)
         )
-    rows.append(UtilisationRow("10M-int4-P10-tau5-real", _MODEL_10M, _outer("int4", 10, 5), None))
+    rows.append(UtilisationRow("10M-int4-P10-tau5-real", MODEL_10M, _outer("int4", 10, 5), None))
     return UtilisationSetting(tuple(rows))
 
 
@@ -107,10 +108,6 @@ def _outer(codec: str, num_fragments: int, overlap_steps: int) -> dict[str, Any]
         "downlink_codec": codec,
     }
 
-
-#: 9,933,696 and 49,957,632 parameters.
-_MODEL_10M = {"dim": 384, "num_layers": 6, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 1024}
-_MODEL_50M = {"dim": 768, "num_layers": 8, "num_heads": 12, "num_kv_heads": 6, "ffn_dim": 1920}
 
 SETTING = _full_setting()
 
@@ -144,32 +141,20 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: UtilisationSetting =
 
 def _config(setting: UtilisationSetting, row: UtilisationRow, state_dir: Path) -> Config:
     steps = setting.inner_steps_per_round
-    return Config.model_validate(
-        {
-            # Long enough that all sends of the last whole round are made and merged.
-            "run": {
-                "name": "utilisation",
-                "seed": 1,
-                "inner_steps": steps * setting.num_rounds + row.outer["overlap_steps"],
-            },
-            "model": row.model,
-            "data": {"sequence_length": setting.sequence_length},
-            "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
-            "outer": {
-                **row.outer,
-                "inner_steps_per_round": steps,
-                "round_deadline": "600s",
-                "flush": False,
-            },
-            "coordinator": {"state_dir": str(state_dir)},
-            "transport": {"link": setting.link, "rpc_timeout": "600s"},
-            "evaluation": {"num_sequences": 1},
-            "islands": {
-                name: {"ranks": 1, "tokens_per_inner_step": setting.sequence_length}
-                for name in _ISLANDS
-            },
-        }
+    outer = {"inner_steps_per_round": steps, "round_deadline": "600s", "flush": False}
+    values = run_values(
+        "utilisation",
+        row.model,
+        {**row.outer, **outer},
+        # Long enough that all sends of the last whole round are made and merged.
+        inner_steps=steps * setting.num_rounds + row.outer["overlap_steps"],
+        sequence_length=setting.sequence_length,
+        tokens=setting.sequence_length,
+        islands=_ISLANDS,
+        state_dir=state_dir,
+        transport={"link": setting.link, "rpc_timeout": "600s"},
     )
+    return Config.model_validate(values)
 
 
 def _train(

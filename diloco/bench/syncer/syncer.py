@@ -42,6 +42,7 @@ from typing import Any
 
 import blake3
 
+from diloco.bench.run_values import run_values
 from diloco.bench.syncer.publish import PUBLISH_COLUMNS, PublishSetting, measure_publish
 from diloco.bench.syncer.simulated_island import SimulatedIsland, lane_values, write_founding
 from diloco.bench.syncer.syncer_process import Spent, SyncerProcess, serving
@@ -380,23 +381,20 @@ def _security(certs: str, name: str) -> Security:
 def _config(
     setting: SyncerSetting, names: Sequence[str], state_dir: str, spool_memory: str, certs: str
 ) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"name": _RUN, "seed": 1, "inner_steps": 1000},
-            "model": {"preset": "debug"},
-            "data": {"sequence_length": 32},
-            "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
-            "outer": {
-                "preset": "classic",
-                "inner_steps_per_round": 10,
-                "uplink_codec": setting.codec,
-                "downlink_codec": setting.codec,
-                "retained_versions": 1,
-                "round_deadline": "600s",
-            },
-            "coordinator": {"state_dir": state_dir, "spool_memory": spool_memory},
-            "transport": {"certs": certs},
-            "evaluation": {"num_sequences": 1},
-            "islands": {name: {"ranks": 1, "tokens_per_inner_step": 32} for name in names},
-        }
+    outer = {
+        "preset": "classic",
+        "inner_steps_per_round": 10,
+        "uplink_codec": setting.codec,
+        "downlink_codec": setting.codec,
+        "retained_versions": 1,
+        "round_deadline": "600s",
+    }
+    values = run_values(
+        _RUN,
+        {"preset": "debug"},
+        outer,
+        islands=names,
+        coordinator={"state_dir": state_dir, "spool_memory": spool_memory},
+        transport={"certs": certs},
     )
+    return Config.model_validate(values)

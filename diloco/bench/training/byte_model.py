@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.bench.run_values import NO_OUTER, run_values
 from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
@@ -20,8 +21,6 @@ from diloco.trainer.trainer import InnerMetrics
 
 #: Names of islands, by slot.
 SLOT = "island-{}"
-#: For what is built whatever the rounds; a run has an [outer] of its own.
-_NO_OUTER: Mapping[str, Any] = {"preset": "classic", "inner_steps_per_round": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class ByteTraining:
         self, task: ByteTask, seed: int, data: Data, *, num_islands: int, island_slot: int
     ) -> None:
         """Build them, with the values that the seed gives."""
-        config = byte_config(task, seed, num_islands, _NO_OUTER)
+        config = byte_config(task, seed, num_islands, NO_OUTER)
         config = config.model_copy(update={"island_id": SLOT.format(island_slot)})
         # One slot's batch, cut among the islands: the same sequences whatever their number.
         batches = data.batches(
@@ -127,25 +126,23 @@ class ByteTraining:
 
 def open_bytes(task: ByteTask, seed: int) -> Data:
     """Open the text of a seed."""
-    return open_data(byte_config(task, seed, 1, _NO_OUTER))
+    return open_data(byte_config(task, seed, 1, NO_OUTER))
 
 
 def byte_config(task: ByteTask, seed: int, num_islands: int, outer: Mapping[str, Any]) -> Config:
     """Give the configuration of a run with this section [outer]."""
-    tokens = task.sequences // num_islands * task.sequence_length
-    island = {"ranks": 1, "tokens_per_inner_step": tokens}
-    return Config.model_validate(
-        {
-            "run": {"name": "bench", "seed": seed, "inner_steps": task.inner_steps},
-            "model": dict(task.model),
-            "data": {"sequence_length": task.sequence_length},
-            "inner": {
-                "optimizer": {"lr": task.lr, "warmup_steps": task.warmup_steps},
-                "clip_norm": task.clip_norm,
-            },
-            "outer": {**outer, "retained_versions": 1},
-            "coordinator": {"state_dir": "unused"},
-            "evaluation": {"num_sequences": task.evaluation_sequences},
-            "islands": {SLOT.format(slot): island for slot in range(num_islands)},
-        }
+    values = run_values(
+        "bench",
+        task.model,
+        {**outer, "retained_versions": 1},
+        sequence_length=task.sequence_length,
+        tokens=task.sequences // num_islands * task.sequence_length,
+        islands=[SLOT.format(slot) for slot in range(num_islands)],
+        run={"name": "bench", "seed": seed, "inner_steps": task.inner_steps},
+        inner={
+            "optimizer": {"lr": task.lr, "warmup_steps": task.warmup_steps},
+            "clip_norm": task.clip_norm,
+        },
+        evaluation={"num_sequences": task.evaluation_sequences},
     )
+    return Config.model_validate(values)

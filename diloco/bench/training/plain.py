@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from diloco.bench.processes import count_one, run_jobs
+from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
 from diloco.bench.training.plain_loop import PlainLlama, PlainLoop
 from diloco.config.schema import Config
 from diloco.data.open import open_data
@@ -25,8 +26,6 @@ from diloco.report.row_choice import matching
 from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.report.statistics import Interval
 from diloco.trainer.island_trainer import island_trainer, own_batches
-
-_ISLAND = "bench"
 
 _COLUMNS = (
     Column("model", "model"),
@@ -106,19 +105,17 @@ def _measure(setting: PlainSetting, row: PlainRow, watch: Watch) -> Measured:
 
 def config_of(row: PlainRow, num_cycles: int) -> Config:
     """Write the run of a row; its only island is selected."""
-    return Config.model_validate(
-        {
-            "run": {"name": "plain", "seed": 1, "inner_steps": row.block_steps * num_cycles},
-            "model": {"preset": row.name},
-            "data": {"sequence_length": row.sequence_length},
-            "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0}},
-            "outer": {"preset": "classic", "inner_steps_per_round": 1},
-            "coordinator": {"state_dir": "unused"},
-            "evaluation": {"num_sequences": 1},
-            "islands": {_ISLAND: {"ranks": 1, "tokens_per_inner_step": row.tokens_per_inner_step}},
-            "island_id": _ISLAND,
-        }
+    values = run_values(
+        "plain",
+        {"preset": row.name},
+        NO_OUTER,
+        inner_steps=row.block_steps * num_cycles,
+        sequence_length=row.sequence_length,
+        tokens=row.tokens_per_inner_step,
+        inner={"optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0}},
+        island_id=ISLAND,
     )
+    return Config.model_validate(values)
 
 
 def figures(row: PlainRow, measured: Measured) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from diloco.bench.network.emulating import (
     measure_inside,
     run_watched,
 )
+from diloco.bench.run_values import run_values
 from diloco.bench.training.race_plot import write_plot
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
@@ -229,22 +230,21 @@ def race_config(setting: RaceSetting, method: str, state_dir: Path, link: LinkRo
             "uplink_codec": "int4",
             "downlink_codec": "int4",
         }
-    tokens = setting.sequences * setting.sequence_length
-    island = {"ranks": _RANKS, "mesh": {"dp_shard": _RANKS}, "tokens_per_inner_step": tokens}
-    warmup_steps = setting.inner_steps // 10
-    return Config.model_validate(
-        {
-            "run": {"name": f"race-{method}", "seed": 1, "inner_steps": setting.inner_steps},
-            "model": dict(setting.model),
-            "data": {"sequence_length": setting.sequence_length},
-            "inner": {"optimizer": {"lr": setting.lr, "warmup_steps": warmup_steps}},
-            "outer": outer,
-            "coordinator": {"state_dir": str(state_dir)},
-            "evaluation": {"num_sequences": setting.evaluation_sequences},
-            "transport": {"link": f"bench-{link.name}"} if link else {},
-            "islands": dict.fromkeys(ISLANDS, island),
-        }
+    values = run_values(
+        f"race-{method}",
+        setting.model,
+        outer,
+        inner_steps=setting.inner_steps,
+        sequence_length=setting.sequence_length,
+        tokens=setting.sequences * setting.sequence_length,
+        islands=ISLANDS,
+        island={"ranks": _RANKS, "mesh": {"dp_shard": _RANKS}},
+        state_dir=state_dir,
+        inner={"optimizer": {"lr": setting.lr, "warmup_steps": setting.inner_steps // 10}},
+        evaluation={"num_sequences": setting.evaluation_sequences},
+        transport={"link": f"bench-{link.name}"} if link else {},
     )
+    return Config.model_validate(values)
 
 
 def _rows(link: LinkRow, found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,8 @@ from diloco.baseline.group import BaselineMember
 from diloco.baseline.members import Members
 from diloco.baseline.time_model import step_s, tcp_bps
 from diloco.bench.network.emulating import check_text, measure_inside
-from diloco.bench.training.scaling_rank import ISLAND, run_delay_s
+from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
+from diloco.bench.training.scaling_rank import run_delay_s
 from diloco.config.load import config_of, resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, IslandFailed
@@ -287,23 +288,14 @@ def row_config(setting: ScalingSetting, row: ScalingRow) -> Config:
         ConfigError: If the mesh does not fit the model; says the nearest that does.
     """
     mesh = {STRATEGIES[row.strategy]: row.num_ranks} if row.num_ranks > 1 else {}
-    values = {
-        "run": {"name": "scaling", "seed": 1, "inner_steps": 1000},
-        "model": dict(setting.model),
-        "data": {"sequence_length": setting.sequence_length},
-        "inner": {"optimizer": {"lr": 1e-3, "schedule": "constant"}},
-        "outer": {"preset": "classic", "inner_steps_per_round": 1},
-        "coordinator": {"state_dir": "unused"},
-        "evaluation": {"num_sequences": 1},
-        "islands": {
-            ISLAND: {
-                "ranks": row.num_ranks,
-                "mesh": mesh,
-                "micro_batches": row.micro_batches,
-                "tokens_per_inner_step": setting.sequences * setting.sequence_length,
-            }
-        },
-    }
+    values = run_values(
+        "scaling",
+        setting.model,
+        NO_OUTER,
+        sequence_length=setting.sequence_length,
+        tokens=setting.sequences * setting.sequence_length,
+        island={"ranks": row.num_ranks, "mesh": mesh, "micro_batches": row.micro_batches},
+    )
     return config_of(values, f"row {row.name} does not fit this bench's model")
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.baseline.site import Channel
+from diloco.bench.run_values import ISLAND
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError, DilocoError
@@ -28,8 +29,6 @@ from diloco.trainer.parallel.mesh import make_mesh
 
 logger = logging.getLogger(__name__)
 
-#: The island of the run files.
-ISLAND = "bench"
 _PATIENCE = timedelta(seconds=120)
 _NANO = 1e-9
 _SCHEDSTAT = "/proc/thread-self/schedstat"
