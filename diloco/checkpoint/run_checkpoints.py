@@ -83,10 +83,10 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         identity_difference=identity_difference,
         inner_steps=config.run.inner_steps,
         num_checkpoints=config.checkpoint.keep,
-        rules=terms_of(config).rules,
         claims=Claims(config.max_islands, config.islands) if config.outer.is_on_arrival else None,
         assignment=Assignment(config.coordinator.num_syncers),
     )
+    membership.members.rules = terms_of(config).rules
     try:
         membership.apply(journal.entries().items())
     except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:

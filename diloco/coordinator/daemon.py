@@ -115,7 +115,7 @@ class Coordinator:
             halt=self.halt,
             end_if_over=self._end_if_over,
         )
-        membership.rules = terms.rules
+        membership.members.rules = terms.rules
         membership.merged_tokens = lambda: self.run_status.merged_tokens
         self.ended = asyncio.Event()
 
@@ -236,7 +236,7 @@ class Coordinator:
         most says nothing: on ruined parameters every island finds its own loss far off.
         """
         membership = self._membership
-        live, accused = set(membership.live), set[str]()
+        live, accused = set(membership.members.live), set[str]()
         if self.run_status.instead_of_syncer:
             return accused
         since = self._complete_since.get(to, -math.inf)
@@ -267,13 +267,16 @@ class Coordinator:
             holding[AlarmKind.CERTIFICATE] = problem, 1
         for kind, (text, count) in holding.items():
             self.alarms.raise_(Alarm(kind, text), now, count=count)
-        if len(membership.live) == 2:  # of more, the loss that rises may be of a third
+        if len(membership.members.live) == 2:  # of more, the loss that rises may be of a third
             self.alarms.suspect(now)
 
     def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
         membership = self._membership
-        if not membership.live or membership.merged_tokens() >= self.run_status.terms.total_tokens:
+        if (
+            not membership.members.live
+            or membership.merged_tokens() >= self.run_status.terms.total_tokens
+        ):
             return
         if membership.is_cut_due(self.run_status.terms.cut_tokens):
             self._keep(membership.cut())
@@ -281,19 +284,21 @@ class Coordinator:
     def _end_leases(self) -> None:
         """Act on the islands that were silent for a term."""
         membership = self._membership
-        silent = self._leases.expired(membership.holders, loop_now())
+        silent = self._leases.expired(membership.members.holders, loop_now())
         if not silent or membership.promises is not None:  # a stop has its own patience
             return
         away = f"not heard of for {self.run_status.terms.lease_s:g} s (coordinator.lease)"
         policy = "wait" if membership.rules.is_elastic else membership.rules.on_member_lost
-        if policy != "wait" and silent == membership.holders:
+        if policy != "wait" and silent == membership.members.holders:
             return  # nobody waits for anybody
         logger.warning("%s, islands=%s", away, ", ".join(silent))
         match policy:
             case "wait":
-                self._keep(membership.lapsed(silent))
+                self._keep(membership.members.lapsed(silent))
             case "shrink":
-                self._keep(membership.kicked(silent, f"{away}, and on_member_lost = shrink"))
+                self._keep(
+                    membership.members.kicked(silent, f"{away}, and on_member_lost = shrink")
+                )
             case "stop":
                 lost = ", ".join(silent)
                 self.fail(
@@ -352,7 +357,7 @@ class Coordinator:
     def _apply_config(self, config: Config) -> None:
         """Go by another configuration from now on."""
         self.run_status.terms = terms = terms_of(config)
-        self._membership.rules = terms.rules
+        self._membership.members.rules = terms.rules
         self._leases.term_s = terms.lease_s
 
     def _keep(self, entries: Entries) -> None:
@@ -369,7 +374,7 @@ class Coordinator:
     def _end_if_over(self) -> None:
         """End with the run; an island that may be starting again is to hear of its end, too."""
         membership, now = self._membership, loop_now()
-        is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.away)
+        is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.members.away)
         if membership.is_stopped or (membership.is_finished and not is_awaited):
             self.ended.set()
         elif self._membership.is_stopped_in_vain and not self.ended.is_set():

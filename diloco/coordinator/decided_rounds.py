@@ -139,7 +139,7 @@ class DecidedRounds:
                 p,
                 membership.timeline,
                 RoundRules(
-                    members=membership.islands,
+                    members=membership.members.configured,
                     num_lanes=len(planned.lanes),
                     deadline_s=self._rules.round_deadline_s,
                     weights=self._rules.weights,

@@ -150,7 +150,7 @@ class Decider:
         keys = keys_of(request.outstanding, len(self._rounds.fragments))
         island = request.grant.island
         self._unreached[island] = sorted(
-            set(request.unreached).intersection(self._membership.islands)
+            set(request.unreached).intersection(self._membership.members.configured)
         )
         peer = wire.Peer(
             island=island,
@@ -341,7 +341,7 @@ class Decider:
         """Note that an island has nothing to go on from; when none has, the run is lost."""
         fragment.empty_handed[grant.island] = grant.incarnation
         starts = fragment.rounds.rounds.incarnations
-        have_all_come = len(starts) == len(self._membership.islands)
+        have_all_come = len(starts) == len(self._membership.members.configured)
         if fragment.saved is None and have_all_come and fragment.empty_handed == starts:
             p, step = fragment.rounds.rounds.fragment_id, self._membership.resume_step
             reason = (
@@ -403,7 +403,7 @@ class Decider:
     def _is_founder(self, island: str) -> bool:
         """Whether an island's initial parameters are what the run begins from."""
         membership = self._membership
-        is_first = membership.timeline == 0 and island == membership.islands[0]
+        is_first = membership.members.timeline == 0 and island == membership.members.configured[0]
         return is_first and membership.have_all_joined
 
     def _peer_grant(self, grant: Grant) -> Grant:

@@ -337,7 +337,7 @@ class IslandService:
             checkpoint_steps=membership.checkpoints,
             policy_revision=membership.settings.revision,
             policy_json=membership.settings.policy_json,
-            drain=membership.lease_of(island) in (Lease.DRAINING, Lease.LEFT),
+            drain=membership.members.lease_of(island) in (Lease.DRAINING, Lease.LEFT),
         )
         if self._run_status.is_halting and not reply.stop:
             # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
@@ -352,8 +352,8 @@ class IslandService:
     def _fenced_text(self, grant: Grant) -> str:
         """Say why a start counts no more, and what to do."""
         membership, island = self._membership, grant.island
-        if membership.lease_of(island) is Lease.KICKED:
-            return membership.kicked_text(island)
+        if membership.members.lease_of(island) is Lease.KICKED:
+            return membership.members.kicked_text(island)
         if grant.timeline != membership.timeline:
             return (
                 f"the run was resumed from {membership.checkpoint_name(membership.resume_step)} "

@@ -200,7 +200,7 @@ class RunStatus:
             return "stopping"
         if not membership.have_all_joined:
             return "waiting for islands"
-        return "paused" if membership.is_paused else "running"
+        return "paused" if membership.members.is_paused else "running"
 
     def status(self) -> StatusReply:
         """Everything an operator sees: islands, fragments, the syncer, the run's state."""
@@ -217,8 +217,8 @@ class RunStatus:
             checkpoint_steps=membership.checkpoints,
             start_step=membership.start_step,
             has_published=self.has_published,
-            generation=membership.generation,
-            is_paused=membership.is_paused,
+            generation=membership.members.generation,
+            is_paused=membership.members.is_paused,
             total_tokens=self.terms.total_tokens,
         )
         reply.islands.extend(map(self.island_status, membership.members))
@@ -275,9 +275,9 @@ class RunStatus:
             island=island,
             incarnation=member.incarnation,
             island_slot=member.slot,
-            lease=membership.lease_of(island),
+            lease=membership.members.lease_of(island),
         )
-        if island in membership.holders:
+        if island in membership.members.holders:
             status.lease_left_s = self._leases.left_s(island, now)
         if seen is not None:
             status.last_report.CopyFrom(seen.report)

@@ -156,7 +156,7 @@ class SyncerService:
             reply.cut = self._asked[syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
         reply.repairs.extend(self._repairs(known))
-        if (roster := membership.roster()) is not None:
+        if (roster := membership.members.roster()) is not None:
             reply.roster.CopyFrom(
                 Roster(
                     generation=roster.generation,

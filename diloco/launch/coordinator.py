@@ -314,8 +314,8 @@ async def _coordinate(
         announce(f"coordinator of run {config.run.name!r} listens on {address}")
         if membership.is_finished:
             announce(
-                f"the run has finished, but for {', '.join(membership.away)}: waiting for up to "
-                f"{RETURN_S:g} s, so that it can fetch the end"
+                f"the run has finished, but for {', '.join(membership.members.away)}: "
+                f"waiting for up to {RETURN_S:g} s, so that it can fetch the end"
             )
         await first_of(
             coordinator.ended.wait(),
@@ -546,7 +546,7 @@ async def _linger(membership: Membership, linger_s: float) -> None:
 
 def _is_over(membership: Membership) -> bool:
     """Whether nobody is to be answered any more; who is away may still come for the end."""
-    has_all = membership.is_finished and not membership.away
+    has_all = membership.is_finished and not membership.members.away
     return has_all or bool(membership.fatal_reason)
 
 

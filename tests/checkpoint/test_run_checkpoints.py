@@ -24,7 +24,7 @@ from diloco.errors import ConfigError
 from diloco.launch.local import find_resume_step, membership_of
 from diloco.launch.syncer import take_to_timeline
 from diloco.outer.fragments import Plan
-from diloco.protocol.run.members import Member
+from diloco.protocol.run.members import Member, member_entry
 from diloco.protocol.run.membership import Membership
 from diloco.state_dir import StateDir, Timeline, read_timeline
 from diloco.trainer.models.model import LlamaShape
@@ -179,8 +179,8 @@ def test_a_part_that_is_in_its_islands_mirror_is_not_missing(
 @pytest.mark.parametrize("at_step", [None, 10])
 def test_a_finished_run_is_resumed_only_where_asked(stored: Stored, at_step: int | None) -> None:
     membership = stored.membership([10])
-    for slot, island in enumerate(ISLANDS):
-        membership.members[island] = Member(slot, {"a": 1}, exit_code=0)
+    for island in ISLANDS:
+        membership.apply([member_entry(island, Member(0, {"a": 1}, exit_code=0))])
     arguments = (stored.config, stored.state, membership, at_step, stored.told.append)
 
     if at_step is not None:

@@ -51,7 +51,7 @@ def test_what_an_operator_does_and_a_resume_are_told(tmp_path: Path) -> None:
         entries = (
             *membership.settings.changed("outer.optimizer.lr", 0.5),
             *membership.settings.operated({"command": "set", "message": "done"}),
-            *membership.paused(True),
+            *membership.members.paused(True),
             *membership.resumed(8),
         )
 

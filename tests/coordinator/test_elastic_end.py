@@ -108,11 +108,11 @@ def test_a_full_disk_does_not_end_the_watch_and_what_it_found_is_written_later(
                 await asyncio.sleep(1.0)
                 await coord.report(east.grant)
             assert not watching.done()
-            assert coord.membership.live == ("east", "west"), "it cannot be written down"
+            assert coord.membership.members.live == ("east", "west"), "it cannot be written down"
 
         await asyncio.sleep(2.0)
 
-        assert coord.membership.live == ("east",)
+        assert coord.membership.members.live == ("east",)
         watching.cancel()
 
     tell(tmp_path, story, config=config)

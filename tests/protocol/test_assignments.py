@@ -46,8 +46,8 @@ def test_fragments_stay_where_they_were_first_put(
         await coord.restart()
         await coord.join("west")
         await coord.restart(resume_step=0)
-        assert coord.membership.timeline == 1
-        coord.membership.timeline = 0  # whose grants `hello` shows
+        assert coord.membership.members.timeline == 1
+        coord.membership.members.timeline = 0  # whose grants `hello` shows
         again = [list((await hello(coord, n)).fragment_ids) for n in (0, 1)]
         assert again == first
         await coord.close()

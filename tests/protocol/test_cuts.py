@@ -209,7 +209,7 @@ def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = [(await coord.join(name)).grant for name in NAMES]
         await stop(coord)
-        coord.coordinator._keep(coord.membership.lapsed(["west"]))
+        coord.coordinator._keep(coord.membership.members.lapsed(["west"]))
         await coord.report(east, cut=part_of(1, 3, 5))
 
         thawed = await coord.report(west)

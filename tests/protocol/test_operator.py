@@ -468,7 +468,7 @@ def test_all_reduce_runs_can_only_be_stopped(tmp_path: Path, config_of) -> None:
 def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, config_of) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         await joined(coord)
-        before, roster = coord.membership.members.copy(), await coord.roster()
+        before, roster = dict(coord.membership.members), await coord.roster()
         coord.journal._require().execute("PRAGMA query_only=ON")
 
         commands = [

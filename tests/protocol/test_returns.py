@@ -81,7 +81,7 @@ def test_two_bad_checkpoints_send_every_island_back_to_the_last_good_one(tmp_pat
 def test_after_the_return_starts_of_the_old_timeline_are_to_start_again(tmp_path: Path) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         grants = await begun(coord)
-        coord.journal.write(kicked := coord.membership.kicked(["west"], "it poisoned"))
+        coord.journal.write(kicked := coord.membership.members.kicked(["west"], "it poisoned"))
         coord.membership.apply(kicked)
         await reported(coord, grants[:1], 30, math.nan)
         assert coord.membership.is_returning
@@ -243,12 +243,14 @@ def test_who_is_spoken_against_is_fenced_before_the_second_return(
             await asyncio.sleep(1.0)
             await reported(coord, grants, 25, 1.9)
         await ruined(coord, grants)
-        assert len(coord.membership.live) == 3, "the first return is with everybody"
+        assert len(coord.membership.members.live) == 3, "the first return is with everybody"
         grants = await joined(coord, "b")
 
         await ruined(coord, grants)
 
-        assert coord.membership.live == (("east", "north") if fenced else ("east", "north", "west"))
+        assert coord.membership.members.live == (
+            ("east", "north") if fenced else ("east", "north", "west")
+        )
         again = await coord.join("west", "c")
         assert (again.status == control.JOIN_STATUS_KICKED) is fenced
         if fenced:
@@ -271,7 +273,7 @@ def test_nobody_is_fenced_where_half_of_the_islands_are_spoken_against(tmp_path:
             await coord.round_report(timeline=coord.membership.timeline, alarms=[REFUSED])
             await ruined(coord, grants)
             grants = await joined(coord, start)
-        assert coord.membership.live == ("east", "west")
+        assert coord.membership.members.live == ("east", "west")
 
     tell(tmp_path, story)
 

@@ -69,6 +69,6 @@ class CutPatience:
             cut.number, ", ".join(awaited), unreachable_s,
         )  # fmt: skip
         if cut.is_last:
-            self._keep(membership.given_up(awaited))
+            self._keep(membership.members.given_up(awaited))
         else:
             self._keep(membership.cuts.without(membership.timeline, writing))

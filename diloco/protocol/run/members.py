@@ -1,17 +1,25 @@
-"""One island of a run as its coordinator remembers it, and what may happen to it.
+"""The members of a run: the lease of each island, drains, kicks and pauses.
 
-Pure: a member is replaced, never changed; `member_entry` is how it is remembered.
+A `Member` is one island as its coordinator remembers it, and is replaced, never changed. `Members`
+are all of them. Every change is returned as entries and made by applying them; `generation` counts
+the changes of who takes part.
 
-Source: PROTOCOL.md, "A lease" and "Fencing".
+    guests            islands that joined without being configured, in the order of their slots
+    island/NAME       a `Member`
+    generation, paused, timeline
+
+Source: PROTOCOL.md, "Members", "A lease" and "Fencing".
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
+from diloco.protocol.rounds.terms import Roster
+from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import TRANSITIONS, Lease, LeaseEvent
 
 #: Starts of one island that are remembered, the newest: an island that starts again and again does
@@ -43,26 +51,6 @@ class MembershipRules:
     on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
     most_step_tokens: int = 0
     total_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """Who may take part in the next rounds, for the syncers.
-
-    Args:
-        generation: Counter of changes; information, not a fence.
-        live: Islands that rounds open with, sorted: those that hold a lease, or where the islands
-            are fixed all that were not taken out, be they there or not.
-        fenced: Island -> least incarnation that counts, where a kick has raised it.
-        is_paused: Whether no round opens until an operator says so.
-        min_islands: Islands without which none opens.
-    """
-
-    generation: int
-    live: tuple[str, ...]
-    fenced: Mapping[str, int]
-    is_paused: bool
-    min_islands: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +142,176 @@ def read_member(slot: int, value: str) -> Member:
     """Read what `member_entry` wrote."""
     saved = json.loads(value)
     return Member(slot, **{**saved, "lease": Lease(saved["lease"])})
+
+
+class Members(Mapping[str, Member]):
+    """The members of one run, by name; configured islands first, in the order of their slots.
+
+    Args:
+        configured: Configured island ids, sorted; the index is the island slot.
+
+    Attributes:
+        rules: Who may take part; may be replaced at any time.
+        timeline: Counter of resumes.
+        generation: Counter of changes of who takes part.
+        is_paused: Whether no round opens.
+    """
+
+    def __init__(self, configured: tuple[str, ...]) -> None:
+        """Give every configured island its slot."""
+        self.configured = configured
+        self.rules = MembershipRules()
+        self.timeline = 0
+        self.generation = 0
+        self.is_paused = False
+        self._was_paused = False
+        self._by_name = {island: Member(slot) for slot, island in enumerate(configured)}
+
+    def __getitem__(self, island: str) -> Member:
+        """Return a member."""
+        return self._by_name[island]
+
+    def __iter__(self) -> Iterator[str]:
+        """Give the names in the order of their slots."""
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        """Count the members."""
+        return len(self._by_name)
+
+    def apply(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Take over what is durable; entries of others are passed over."""
+        entries = list(entries)
+        for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
+            self._by_name.setdefault(guest, Member(len(self)))
+        for key, value in entries:
+            kind, _, name = key.partition("/")
+            match kind:
+                case "timeline":
+                    self.timeline = json.loads(value)["timeline"]
+                case "generation":
+                    self.generation = int(value)
+                case "paused":
+                    self.is_paused, self._was_paused = json.loads(value), True
+                case "island" if name in self:
+                    self._by_name[name] = read_member(self[name].slot, value)
+
+    def lease_of(self, island: str) -> Lease:
+        """How an island stands in this timeline."""
+        return self[island].lease_in(self.timeline)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Islands that must be heard of within a term, sorted."""
+        return self._with_lease(Lease.ACTIVE, Lease.DRAINING)
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """Islands whose lease has ended and that have not left, sorted: they may come back."""
+        return self._with_lease(Lease.LAPSED)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Islands that rounds open with, sorted."""
+        if self.rules.is_elastic:
+            return self._with_lease(Lease.ACTIVE)
+        return tuple(sorted(self.counted))
+
+    def roster(self) -> Roster | None:
+        """Who may take part in the next rounds; None: all that are configured, as ever."""
+        fenced = {i: m.fenced_below for i, m in self.items() if m.fenced_below}
+        if not (self.rules.is_elastic or self._was_paused or fenced):
+            return None
+        least = self.rules.min_islands if self.rules.is_elastic else len(self.live)
+        return Roster(self.live, fenced, self.is_paused, least, self.generation)
+
+    def lapsed(self, islands: Iterable[str]) -> Entries:
+        """Note that the leases of islands have ended: no round opens with them."""
+        return self._after(dict.fromkeys(islands, LeaseEvent.EXPIRED))
+
+    def drained(self, island: str) -> Entries:
+        """Ask an island to finish what is outstanding and to leave; none if it does already."""
+        return self._after({island: LeaseEvent.DRAINED})
+
+    def given_up(self, islands: Iterable[str]) -> Entries:
+        """Count islands as left that are there, and were to leave."""
+        return self.all_changed(
+            {
+                island: self[island]
+                .after(LeaseEvent.DRAINED, self.timeline)
+                .after(LeaseEvent.EXPIRED, self.timeline)
+                for island in islands
+            }
+        )
+
+    def kicked(self, islands: Iterable[str], reason: str) -> Entries:
+        """Take islands out: starts so far are fenced, later ones refused; none if they are out."""
+        changed = {
+            island: self[island].kicked(reason, self.timeline)
+            for island in islands
+            if self.lease_of(island) is not Lease.KICKED
+        }
+        return self.all_changed(changed)
+
+    def readmitted(self, island: str) -> Entries:
+        """Let the next start of an island that was taken out join; none if it was not."""
+        return self._after({island: LeaseEvent.READMITTED})
+
+    def paused(self, is_paused: bool) -> Entries:
+        """Let no round open, or let them open again; none if it is so."""
+        if is_paused == self.is_paused:
+            return ()
+        return (("paused", json.dumps(is_paused)), self._next_generation)
+
+    def _after(self, events: Mapping[str, LeaseEvent]) -> Entries:
+        return self.all_changed(
+            {i: self[i].after(event, self.timeline) for i, event in events.items()}
+        )
+
+    def changed(self, island: str, member: Member) -> Entries:
+        """Write a member that is not what it was."""
+        return self.all_changed({island: member})
+
+    def all_changed(self, changed: Mapping[str, Member]) -> Entries:
+        """Write members that are not what they were; a change of who takes part is counted."""
+        new = {i: m for i, m in changed.items() if m != self.get(i)}
+        entries = [member_entry(island, member) for island, member in sorted(new.items())]
+        if any(self._counts(i) != _counts(m) for i, m in new.items()):
+            entries.append(self._next_generation)
+        return tuple(entries)
+
+    def _counts(self, island: str) -> object:
+        return _counts(self[island]) if island in self else None
+
+    @property
+    def _next_generation(self) -> tuple[str, str]:
+        return "generation", str(self.generation + 1)
+
+    def _with_lease(self, *leases: Lease) -> tuple[str, ...]:
+        return tuple(sorted(i for i in self if self.lease_of(i) in leases))
+
+    @property
+    def guests(self) -> tuple[str, ...]:
+        """Islands that joined without being configured, in the order of their slots."""
+        return tuple(self)[len(self.configured) :]
+
+    @property
+    def counted(self) -> Mapping[str, Member]:
+        """Members that were not taken out, and where islands come and go have not left for good."""
+        gone = [Lease.KICKED]
+        if self.rules.is_elastic:
+            gone += [Lease.ABSENT, Lease.LEFT]
+        return {i: m for i, m in self.items() if self.lease_of(i) not in gone}
+
+    def kicked_text(self, island: str) -> str:
+        """Say why an island is out, and how it comes back."""
+        return (
+            f"island {island!r} was taken out of the run: {self[island].reason}. Nothing "
+            f"of it counts until the operator takes it back, diloco kick HOST:PORT {island} "
+            f"--undo; then start it again"
+        )
+
+
+def _counts(member: Member) -> object:
+    """What of a member decides who takes part."""
+    return member.lease, member.incarnation, member.fenced_below, member.timeline

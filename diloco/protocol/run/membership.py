@@ -1,25 +1,20 @@
-"""Who takes part in a run: a pure machine over joins, leases, departures, stops and checkpoints.
+"""Accepts joins, and decides when a run stops and which run checkpoints are complete: pure.
 
 It accepts or refuses joins, grants incarnations, fixes plan, text and first inner step with the
-first join, knows who holds a lease and so who rounds open with, finds the inner step after which
-all can stop, and which run checkpoints are complete. Whatever it must never forget comes back as
-`entries`: key-value pairs that the caller writes durably, then applies, then answers; a write that
-fails has changed nothing.
+first join, finds the inner step after which all can stop, and which run checkpoints are complete.
+Whatever it must never forget comes back as `entries`: key-value pairs that the caller writes
+durably, then applies, then answers; a write that fails has changed nothing.
 
     plan, corpus, tokenizer, start    what the first join fixed
-    guests            islands that joined without being configured, in the order of their slots
-    island/NAME       a `Member`
     position/NAME     {timeline, inner_step}: how far it has come
-    generation        counter of changes of who takes part
-    paused            whether no round opens
     stop, checkpoint, timeline, fatal
 
-What belongs to it adds entries of its own: `assignment`, `candidates`, `claims`, `cuts`, `repairs`,
-`settings`.
+Its parts have entries of their own: `members`, `assignment`, `candidates`, `claims`, `cuts`,
+`repairs`, `settings`.
 
 A stop: `request_stop`; every island promises an inner step that it will not pass unasked; when all
 have, the largest promise is the `stop_step` to which everybody goes on and checkpoints. Nobody
-leaves before that checkpoint is complete: an island that starts again before promises anew, and
+leaves before that checkpoint is complete: an island that starts again before promises again, and
 when it can stop only later, so do all. Where islands come and go they stand at different inner
 steps: each leaves after its part of a last cut (`cuts`), and the cut's number stands in place of an
 inner step wherever a checkpoint is named.
@@ -32,7 +27,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from diloco.config.fields import ISLAND_NAME
 from diloco.errors import AggregationError
@@ -42,16 +37,15 @@ from diloco.protocol.run.candidates import Candidates, JudgeRules, newest_first
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.cuts import Cuts
 from diloco.protocol.run.leases import Lease, LeaseEvent
-from diloco.protocol.run.members import Member, MembershipRules, read_member
+from diloco.protocol.run.members import Member, Members, MembershipRules
 from diloco.protocol.run.peer_bounds import MOST_BATCH_RATIO
 from diloco.protocol.run.repairs import Repairs
-from diloco.protocol.run.roll import Roll
 from diloco.protocol.run.settings import Settings
 from diloco.refusals import Cause
 
 
 @dataclass(slots=True)
-class Membership(Roll):
+class Membership:
     """Islands of one run.
 
     Args:
@@ -61,14 +55,13 @@ class Membership(Roll):
         identity_difference: Names the dotted keys in which two identity documents differ.
         inner_steps: Last inner step of the run.
         num_checkpoints: Complete run checkpoints that are remembered, the newest; at least 1.
-        rules: Who may take part; may be replaced at any time.
         claims: Who draws from which slots of the text; None: each island from its own.
         assignment: Which syncer has which fragments.
 
     Attributes:
         is_text_known: Whether a join has fixed text and first inner step; one has that fixed the
             plan, unless the journal was lost since.
-        timeline: Counter of resumes.
+        members: The islands, by name.
         resume_step: Inner step of the checkpoint that this timeline began from.
         checkpoints: Inner steps of the complete run checkpoints, ascending.
         promises: Island -> inner step that it will not pass unasked; None while nobody asked for a
@@ -77,12 +70,11 @@ class Membership(Roll):
     """
 
     run: str
-    islands: tuple[str, ...]
+    islands: InitVar[tuple[str, ...]]
     identity_json: str
     identity_difference: Callable[[str, str], list[str]]
     inner_steps: int
     num_checkpoints: int
-    rules: MembershipRules = field(default_factory=MembershipRules)
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
     candidates: Candidates = field(default_factory=Candidates)
@@ -94,23 +86,29 @@ class Membership(Roll):
     tokenizer_digest: str = ""
     start_step: int = 0
     is_text_known: bool = False
-    timeline: int = 0
     resume_step: int = 0
-    generation: int = 0
-    is_paused: bool = False
     checkpoints: tuple[int, ...] = ()
     promises: Mapping[str, int] | None = None
     merged_tokens: Callable[[], int] = lambda: 0
-    members: dict[str, Member] = field(init=False)
+    members: Members = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
-    _was_paused: bool = False
     _kept: dict[str, set[int]] = field(default_factory=dict)
     _positions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, islands: tuple[str, ...]) -> None:
         """Give every configured island its slot."""
-        self.members = {island: Member(slot) for slot, island in enumerate(self.islands)}
+        self.members = Members(islands)
+
+    @property
+    def timeline(self) -> int:
+        """Counter of resumes."""
+        return self.members.timeline
+
+    @property
+    def rules(self) -> MembershipRules:
+        """Who may take part."""
+        return self.members.rules
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable: after a write, and after a restart all of it."""
@@ -122,8 +120,11 @@ class Membership(Roll):
         self.assignment.apply(dict(entries))
         self.repairs.apply(entries)
         self.settings.apply(entries)
-        for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
-            self.members.setdefault(guest, Member(len(self.members)))
+        before = {island: member.incarnation for island, member in self.members.items()}
+        self.members.apply(entries)
+        for island, incarnation in before.items():
+            if self.members[island].incarnation > incarnation:
+                self._kept.pop(island, None)  # a new start may write some of them again
         for key, value in entries:
             kind, _, name = key.partition("/")
             match kind:
@@ -136,12 +137,7 @@ class Membership(Roll):
                 case "start":
                     self.start_step = int(value)
                 case "timeline":
-                    saved = json.loads(value)
-                    self.timeline, self.resume_step = saved["timeline"], saved["resume_step"]
-                case "generation":
-                    self.generation = int(value)
-                case "paused":
-                    self.is_paused, self._was_paused = json.loads(value), True
+                    self.resume_step = json.loads(value)["resume_step"]
                 case "checkpoint":
                     self.checkpoints = tuple(json.loads(value))
                 case "stop":
@@ -150,20 +146,15 @@ class Membership(Roll):
                     self.fatal_reason, self.fatal_exit_code = json.loads(value)
                 case "position":
                     self._positions[name] = json.loads(value)
-                case "island" if name in self.members:
-                    before = self.members[name]
-                    self.members[name] = read_member(before.slot, value)
-                    if self.members[name].incarnation > before.incarnation:
-                        self._kept.pop(name, None)  # it may write some of them anew
 
     def follow_ups(self) -> Entries:
         """Give the text to those who are there, go on with a cut without the others, tidy up."""
         if self.claims is None:
             return ()
-        absent = [i for i in self.islands if self.lease_of(i) is Lease.ABSENT]
+        absent = [i for i in self.members.configured if self.members.lease_of(i) is Lease.ABSENT]
         return (
-            *self.claims.shared_out(self.holders, absent),
-            *self.cuts.without(self.timeline, self.holders),
+            *self.claims.shared_out(self.members.holders, absent),
+            *self.cuts.without(self.timeline, self.members.holders),
             *self.cuts.forgotten({*self.checkpoints, self.resume_step}),
         )
 
@@ -193,7 +184,7 @@ class Membership(Roll):
             return refusal
         if (refusal := self._batch_objection(island, tokens_per_inner_step)) is not None:
             return refusal
-        guests = self.guests if island in self.members else (*self.guests, island)
+        guests = self.members.guests if island in self.members else (*self.members.guests, island)
         member = self.members.get(island) or Member(len(self.members))
         incarnation = member.incarnations.get(start_id, member.incarnation + 1)
         is_newest = incarnation >= member.incarnation
@@ -206,8 +197,8 @@ class Membership(Roll):
             incarnation=incarnation,
             entries=(
                 *self._fixed_by(there),
-                *(() if guests == self.guests else (("guests", json.dumps(guests)),)),
-                *self.changed(island, member.started(start_id, incarnation, self.timeline)),
+                *(() if guests == self.members.guests else (("guests", json.dumps(guests)),)),
+                *self.members.changed(island, member.started(start_id, incarnation, self.timeline)),
                 *self._reopened(island),
                 *(self.cuts.taken_back(self.timeline) if self._is_stop_void else ()),
             ),
@@ -275,7 +266,7 @@ class Membership(Roll):
                 cause=Cause.FULL,
             )
         if member is not None and member.lease_in(self.timeline) is Lease.KICKED:
-            return Joined(JoinVerdict.KICKED, self.kicked_text(island), cause=Cause.KICKED)
+            return Joined(JoinVerdict.KICKED, self.members.kicked_text(island), cause=Cause.KICKED)
         return None
 
     def _batch_objection(self, island: str, tokens_per_inner_step: int) -> Joined | None:
@@ -307,7 +298,7 @@ class Membership(Roll):
             return Cause.GRANT
         if timeline != self.timeline:
             return Cause.TIMELINE
-        if self.lease_of(island) is Lease.KICKED:
+        if self.members.lease_of(island) is Lease.KICKED:
             return Cause.KICKED
         is_old = incarnation < max(member.incarnation, member.fenced_below)
         return Cause.INCARNATION if is_old else Cause.GRANT
@@ -323,7 +314,7 @@ class Membership(Roll):
             member = member.after(LeaseEvent.LEFT, self.timeline)
         elif self.rules.is_elastic:
             member = member.after(LeaseEvent.FAILED, self.timeline)
-        return self.changed(island, member)
+        return self.members.changed(island, member)
 
     def reported(self, island: str) -> Entries:
         """Bring back an island whose newest start has reported; none if it was not away.
@@ -334,7 +325,7 @@ class Membership(Roll):
         last = self.cuts.last(self.timeline)
         if last is not None and island not in {*last.owing, *last.parts}:
             member = member.after(LeaseEvent.DRAINED, self.timeline)
-        return self.changed(island, member)
+        return self.members.changed(island, member)
 
     def failed(self, reason: str, exit_code: int) -> Entries:
         """Note that the run must stop; none if it must already: the first reason stays."""
@@ -346,8 +337,8 @@ class Membership(Roll):
     def have_all_joined(self) -> bool:
         """Whether the islands are there that rounds need."""
         if self.rules.is_elastic:
-            return len(self.live) >= self.rules.min_islands
-        return all(map(self._has_joined, self.counted.values()))
+            return len(self.members.live) >= self.rules.min_islands
+        return all(map(self._has_joined, self.members.counted.values()))
 
     @property
     def has_been_joined(self) -> bool:
@@ -364,22 +355,22 @@ class Membership(Roll):
         if self.rules.is_elastic:
             members = filter(self._has_joined, self.members.values())
             has_end = any(m.has_finished for m in members)
-            if not has_end or self.holders or self.is_stopping:
+            if not has_end or self.members.holders or self.is_stopping:
                 return False
             return not 0 < self.merged_tokens() < self.rules.total_tokens
-        return self._have_left_well and not any(m.is_stopped for m in self.counted.values())
+        return self._have_left_well and not any(m.is_stopped for m in self.members.counted.values())
 
     @property
     def is_stopped(self) -> bool:
         """Whether every island has left without an error, in a graceful stop."""
         if self.rules.is_elastic:
-            return self.is_stop_complete and not self.holders
-        return self._have_left_well and any(m.is_stopped for m in self.counted.values())
+            return self.is_stop_complete and not self.members.holders
+        return self._have_left_well and any(m.is_stopped for m in self.members.counted.values())
 
     @property
     def is_stopped_in_vain(self) -> bool:
         """Whether everybody has left in a stop of which no island has a part of its last cut."""
-        return self._is_stop_void and not (self.holders or self.is_finished)
+        return self._is_stop_void and not (self.members.holders or self.is_finished)
 
     @property
     def _is_stop_void(self) -> bool:
@@ -391,7 +382,7 @@ class Membership(Roll):
         """Whether no island is left that joined."""
         return all(
             member.exit_code is not None
-            for member in self.counted.values()
+            for member in self.members.counted.values()
             if self._has_joined(member)
         )
 
@@ -400,7 +391,7 @@ class Membership(Roll):
 
     @property
     def _have_left_well(self) -> bool:
-        counted = self.counted.values()
+        counted = self.members.counted.values()
         return bool(counted) and all(self._has_joined(m) and m.exit_code == 0 for m in counted)
 
     def positions(self, inner_steps: Mapping[str, int]) -> Entries:
@@ -427,7 +418,7 @@ class Membership(Roll):
             return ()
         if self.rules.is_elastic:
             has_published = any(p["timeline"] == self.timeline for p in self._positions.values())
-            is_at_work = self.live and (self.have_all_joined or has_published)
+            is_at_work = self.members.live and (self.have_all_joined or has_published)
             return self.cut(is_last=True) if is_at_work else ()
         if not self.have_all_joined or self.is_deserted:
             return ()
@@ -463,7 +454,9 @@ class Membership(Roll):
         """Say which of the silent islands a stop waits for, and in words for what of each."""
         if self.promises is None:
             return {}
-        at_work = [n for n in silent if n in self.counted and self.members[n].exit_code != 0]
+        at_work = [
+            n for n in silent if n in self.members.counted and self.members[n].exit_code != 0
+        ]
         if self.stop_step is not None:
             return dict.fromkeys(at_work, f"the checkpoint of inner step {self.stop_step}")
         missing = [name for name in at_work if name not in self.promises]
@@ -496,7 +489,7 @@ class Membership(Roll):
 
     def _named_by(self, promises: Mapping[str, int]) -> int | None:
         """Return the stop step; who has finished has promised the last inner step."""
-        counted = self.counted
+        counted = self.members.counted
         finished = {name: self.inner_steps for name, m in counted.items() if m.exit_code == 0}
         promises = {**finished, **promises}
         return max(promises.values()) if promises and promises.keys() >= counted.keys() else None
@@ -527,7 +520,7 @@ class Membership(Roll):
         self._kept[island] = {step for step in steps if step <= reached}
         # Complete once is complete for good: an island that has not reported yet keeps its own.
         # What was let go of is not taken back: the syncers' part may be gone.
-        kept = [self._kept.get(name, set()) for name in self.counted]
+        kept = [self._kept.get(name, set()) for name in self.members.counted]
         last = max(self.checkpoints, default=-1)
         new = {step for step in set.intersection(*kept) if step > last} if kept else set()
         newest = self.candidates.kept({*new, *self.checkpoints}, self.num_checkpoints)
@@ -540,7 +533,7 @@ class Membership(Roll):
     def cut(self, *, is_last: bool = False) -> Entries:
         """Ask the islands at work for their parts of a checkpoint."""
         return self.cuts.named(
-            self.live,
+            self.members.live,
             timeline=self.timeline,
             begun_at=self.resume_step,
             tokens=self.merged_tokens(),
@@ -554,7 +547,7 @@ class Membership(Roll):
         cut = self.cuts.newest(self.timeline)
         if cut is None:
             return ()
-        return self.holders if cut.is_last else cut.owing
+        return self.members.holders if cut.is_last else cut.owing
 
     def cut_kept(self, number: int) -> Entries:
         """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
@@ -569,7 +562,7 @@ class Membership(Roll):
 
     def has_returned_from(self, island: str, timeline: int) -> bool:
         """Whether the run has returned by itself from the timeline of an island's start."""
-        is_old = timeline < self.timeline and self.lease_of(island) is not Lease.KICKED
+        is_old = timeline < self.timeline and self.members.lease_of(island) is not Lease.KICKED
         return is_old and self.candidates.is_followed(timeline)
 
     def voted(self, island: str, number: int, loss: float, rules: JudgeRules) -> Entries:
@@ -598,7 +591,7 @@ class Membership(Roll):
     def _voters(self, number: int) -> Collection[str]:
         """Islands that have, or are to have, a part of a checkpoint; none: not known yet."""
         if not self.rules.is_elastic:
-            return self.counted.keys()
+            return self.members.counted.keys()
         cut = self.cuts.find(number)
         return () if cut is None or cut.owing else cut.parts.keys()
 
@@ -662,7 +655,7 @@ class Membership(Roll):
             ("checkpoint", json.dumps(kept)),
             ("stop", "null"),
             ("fatal", json.dumps(["", 0])),
-            *self.paused(False),
+            *self.members.paused(False),
             *self.candidates.resumed(step, self.timeline + 1, is_return=is_return),
             *self._taken_back(step),
             *(self._kicked_from(self.timeline + 1) if is_return else ()),
@@ -675,7 +668,9 @@ class Membership(Roll):
             "checks or those of the merges speak against it"
         )
         without = self.candidates.without
-        return self._all_changed({i: self.members[i].kicked(reason, timeline) for i in without})
+        return self.members.all_changed(
+            {i: self.members[i].kicked(reason, timeline) for i in without}
+        )
 
 
 def _text_fixed_by(first: Shared) -> Entries:

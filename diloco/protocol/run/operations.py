@@ -102,7 +102,7 @@ def decide(
 
 
 def _pause(_: Mapping[str, str], membership: Membership, config: Config) -> Decision:
-    if membership.is_paused:
+    if membership.members.is_paused:
         return Decision("the run is paused already; it goes on with diloco unpause HOST:PORT")
     if membership.is_stopping:
         return _refused("the run is stopping, and needs rounds to come to its end: let it")
@@ -114,14 +114,14 @@ def _pause(_: Mapping[str, str], membership: Membership, config: Config) -> Deci
     return Decision(
         f"paused: {_HEARD}, and opens no round from then on. Those that are open end as ever, and "
         f"{waiting}. It stays so over restarts; it goes on with diloco unpause HOST:PORT",
-        entries=membership.paused(True),
+        entries=membership.members.paused(True),
     )
 
 
 def _unpause(_: Mapping[str, str], membership: Membership, config: Config) -> Decision:
-    if not membership.is_paused:
+    if not membership.members.is_paused:
         return Decision("the run is not paused")
-    return Decision(f"rounds open again: {_HEARD}", entries=membership.paused(False))
+    return Decision(f"rounds open again: {_HEARD}", entries=membership.members.paused(False))
 
 
 def _drain(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
@@ -134,11 +134,11 @@ def _drain(arguments: Mapping[str, str], membership: Membership, config: Config)
             f"diloco kick HOST:PORT {island} takes it out of all rounds, without what it has not "
             f"sent; diloco stop HOST:PORT --checkpoint stops all of them"
         )
-    match membership.lease_of(island):
+    match membership.members.lease_of(island):
         case Lease.ABSENT:
             return _refused(f"{island} has not joined: there is nothing to drain")
         case Lease.KICKED:
-            return _refused(f"nothing to drain: {membership.kicked_text(island)}")
+            return _refused(f"nothing to drain: {membership.members.kicked_text(island)}")
         case Lease.LEFT:
             return Decision(f"{island} has left already")
         case Lease.DRAINING:
@@ -150,7 +150,7 @@ def _drain(arguments: Mapping[str, str], membership: Membership, config: Config)
     return Decision(
         f"{island} {what}. No round opens with it from now on; another start of it is welcome"
         + _least(membership, island),
-        entries=membership.drained(island),
+        entries=membership.members.drained(island),
     )
 
 
@@ -158,7 +158,7 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
     island = arguments.get("island", "")
     if (refusal := _unknown(island, membership)) is not None:
         return refusal
-    is_out = membership.lease_of(island) is Lease.KICKED
+    is_out = membership.members.lease_of(island) is Lease.KICKED
     if arguments.get("undo"):
         if not is_out:
             return Decision(f"{island} is not out of the run")
@@ -166,11 +166,11 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
         return Decision(
             f"{island} may join again{waits}: start it with diloco island RUN.toml --island "
             f"{island}. Its starts until now stay fenced",
-            entries=membership.readmitted(island),
+            entries=membership.members.readmitted(island),
         )
     if is_out:
-        return Decision(f"out already: {membership.kicked_text(island)}")
-    if not membership.rules.is_elastic and membership.live == (island,):
+        return Decision(f"out already: {membership.members.kicked_text(island)}")
+    if not membership.rules.is_elastic and membership.members.live == (island,):
         return _refused(f"{island} is the last island: stop the run, diloco stop HOST:PORT")
     words = bounded_text(arguments.get("reason", ""))
     reason = "kicked by an operator" + (f": {words}" if words else "")
@@ -179,7 +179,7 @@ def _kick(arguments: Mapping[str, str], membership: Membership, config: Config) 
         f"are fenced, {_HEARD}, what is in open rounds of it does not count, and it ends with exit "
         f"code {Fenced.exit_code} at its next report. Its starts are refused until diloco kick "
         f"HOST:PORT {island} --undo" + _least(membership, island),
-        entries=membership.kicked([island], reason),
+        entries=membership.members.kicked([island], reason),
     )
 
 
@@ -242,12 +242,12 @@ def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) 
             or "no island could write a checkpoint: not all have joined, or all have left. diloco "
             "stop HOST:PORT stops without"
         )
-    again = ", and the pause is over, for that needs rounds" if membership.is_paused else ""
+    again = ", and the pause is over, for that needs rounds" if membership.members.is_paused else ""
     how = "" if membership.rules.is_elastic else " goes on to one inner step,"
     return Decision(
         f"stopping: every island{how} writes its checkpoint and leaves"
         f"{again}. diloco coordinator RUN.toml --resume goes on from there",
-        entries=entries + membership.paused(False),
+        entries=entries + membership.members.paused(False),
     )
 
 
@@ -262,8 +262,8 @@ def _repair(arguments: Mapping[str, str], membership: Membership, config: Config
         )
     if (refusal := _unknown(island, membership)) is not None:
         return refusal
-    if membership.lease_of(island) is not Lease.ACTIVE:
-        at_work = ", ".join(membership.holders) or "none"
+    if membership.members.lease_of(island) is not Lease.ACTIVE:
+        at_work = ", ".join(membership.members.holders) or "none"
         return _refused(f"{island} is not at work, and cannot give anything; at work: {at_work}")
     if refusal_text := membership.repairs.refusal(int(number), island):
         return _refused(refusal_text)
@@ -300,7 +300,7 @@ def _unknown(island: str, membership: Membership) -> Decision | None:
 
 def _least(membership: Membership, without: str) -> str:
     """Warn of rounds that do not open any more."""
-    rules, live = membership.rules, [i for i in membership.live if i != without]
+    rules, live = membership.rules, [i for i in membership.members.live if i != without]
     if not rules.is_elastic or len(live) >= rules.min_islands:
         return ""
     return (

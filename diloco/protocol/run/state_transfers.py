@@ -59,7 +59,7 @@ class StateTransfers:
             self._requests.pop(island, None)
         elif island not in self._requests or self._requests[island].incarnation != incarnation:
             self._requests[island] = _Request(incarnation)
-        for absent in self._requests.keys() - set(self._membership.holders):
+        for absent in self._requests.keys() - set(self._membership.members.holders):
             del self._requests[absent]  # a next start asks again
         if (request := self._requests.get(island)) is not None:
             reply.transfer.CopyFrom(self._answer(island, request))
@@ -128,8 +128,9 @@ class StateTransfers:
         membership = self._membership
         return [
             other
-            for other in membership.holders
-            if other not in {island, *self._requests} and membership.lease_of(other) is Lease.ACTIVE
+            for other in membership.members.holders
+            if other not in {island, *self._requests}
+            and membership.members.lease_of(other) is Lease.ACTIVE
         ]
 
     def _sources(self, island: str, request: _Request) -> dict[str, int]:

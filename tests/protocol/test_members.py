@@ -18,9 +18,10 @@ from hypothesis.stateful import (
 
 from diloco.config.classes import identity_difference
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.run.admission import Entries, Joined, JoinVerdict
 from diloco.protocol.run.leases import Lease, Leases
-from diloco.protocol.run.members import MembershipRules, Roster
+from diloco.protocol.run.members import MembershipRules
 from diloco.protocol.run.membership import Membership
 from diloco.refusals import Cause
 
@@ -42,7 +43,7 @@ class Run:
         membership = Membership(
             "demo", self.islands, self.identity(self.islands), identity_difference, 100, 2
         )
-        membership.rules = self.rules
+        membership.members.rules = self.rules
         membership.apply(sorted(self.written.items()))
         return membership
 
@@ -72,7 +73,7 @@ class Run:
 
     @property
     def roster(self) -> Roster:
-        roster = self.membership.roster()
+        roster = self.membership.members.roster()
         assert roster is not None
         return roster
 
@@ -89,20 +90,20 @@ def joined(rules: MembershipRules = ELASTIC) -> Run:
 
 def test_a_lapsed_island_is_out_of_the_roster_and_back_at_its_next_report() -> None:
     run = joined()
-    assert run.roster == Roster(3, NAMES, {}, False, 1)
+    assert run.roster == Roster(NAMES, {}, False, 1, 3)
 
-    run.do(run.membership.lapsed(["west"]))
+    run.do(run.membership.members.lapsed(["west"]))
 
-    assert run.roster == Roster(4, ("east", "north"), {}, False, 1)
+    assert run.roster == Roster(("east", "north"), {}, False, 1, 4)
     assert run.membership.is_current("west", 1, 0), "it is not fenced"
     assert not run.do(run.membership.reported("east"))
     assert run.do(run.membership.reported("west"))
-    assert run.roster == Roster(5, NAMES, {}, False, 1)
+    assert run.roster == Roster(NAMES, {}, False, 1, 5)
 
 
 def test_an_older_start_does_not_come_back_for_a_newer_one() -> None:
     run = joined()
-    run.do(run.membership.lapsed(["west"]))
+    run.do(run.membership.members.lapsed(["west"]))
 
     assert run.join("west", "b").incarnation == 2
 
@@ -117,8 +118,10 @@ def test_one_that_failed_is_lost_at_once_where_nobody_waits_for_it() -> None:
         run.do(run.membership.left("west", 40, is_stopped=False))
 
     assert elastic.roster.live == ("east", "north")
-    assert scheduled.membership.roster() is None, "rounds wait for all, to the end of its lease"
-    assert scheduled.membership.holders == NAMES
+    assert scheduled.membership.members.roster() is None, (
+        "rounds wait for all, to the end of its lease"
+    )
+    assert scheduled.membership.members.holders == NAMES
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -127,14 +130,14 @@ def test_one_that_failed_is_lost_at_once_where_nobody_waits_for_it() -> None:
 def test_a_drained_island_is_in_no_opening_until_it_starts_again() -> None:
     run = joined()
 
-    assert run.do(run.membership.drained("west"))
-    assert not run.do(run.membership.drained("west"))
-    assert (run.roster.live, run.membership.holders) == (("east", "north"), NAMES)
+    assert run.do(run.membership.members.drained("west"))
+    assert not run.do(run.membership.members.drained("west"))
+    assert (run.roster.live, run.membership.members.holders) == (("east", "north"), NAMES)
     run.join("west", "b")
-    assert run.membership.lease_of("west") is Lease.DRAINING, "a restart does not forget it"
+    assert run.membership.members.lease_of("west") is Lease.DRAINING, "a restart does not forget it"
     run.do(run.membership.left("west", 0, is_stopped=False))
 
-    assert run.membership.lease_of("west") is Lease.LEFT
+    assert run.membership.members.lease_of("west") is Lease.LEFT
     assert not run.membership.is_finished
     run.join("west", "c")
     assert run.roster.live == NAMES
@@ -144,8 +147,8 @@ def test_a_kicked_island_is_fenced_and_refused_until_it_is_taken_back() -> None:
     run = joined()
     run.join("west", "b")
 
-    assert run.do(run.membership.kicked(["west"], "it sends nonsense"))
-    assert not run.do(run.membership.kicked(["west"], "again"))
+    assert run.do(run.membership.members.kicked(["west"], "it sends nonsense"))
+    assert not run.do(run.membership.members.kicked(["west"], "again"))
     assert (run.roster.live, run.roster.fenced) == (("east", "north"), {"west": 3})
     assert not run.membership.is_current("west", 2, 0)
     refused = run.join("west", "c")
@@ -154,8 +157,8 @@ def test_a_kicked_island_is_fenced_and_refused_until_it_is_taken_back() -> None:
     assert "diloco kick HOST:PORT west --undo" in refused.message
     assert run.join("west", "b").verdict is JoinVerdict.KICKED, "a start that was there, too"
 
-    assert run.do(run.membership.readmitted("west"))
-    assert not run.do(run.membership.readmitted("west"))
+    assert run.do(run.membership.members.readmitted("west"))
+    assert not run.do(run.membership.members.readmitted("west"))
     assert not run.membership.is_current("west", 2, 0), "what was fenced stays so"
     assert run.join("west", "c").incarnation == 3
     assert (run.roster.live, run.roster.fenced) == (NAMES, {"west": 3})
@@ -164,34 +167,34 @@ def test_a_kicked_island_is_fenced_and_refused_until_it_is_taken_back() -> None:
 
 def test_an_island_can_be_kicked_before_it_joins() -> None:
     run = Run()
-    run.do(run.membership.kicked(["west"], "not today"))
+    run.do(run.membership.members.kicked(["west"], "not today"))
 
     assert run.join("west").verdict is JoinVerdict.KICKED
-    run.do(run.membership.readmitted("west"))
+    run.do(run.membership.members.readmitted("west"))
     assert run.join("west").incarnation == 1
     assert run.membership.is_current("west", 1, 0)
 
 
 def test_a_pause_is_told_and_remembered() -> None:
     run = joined(MembershipRules())
-    assert run.membership.roster() is None
+    assert run.membership.members.roster() is None
 
-    assert run.do(run.membership.paused(True))
-    assert not run.do(run.membership.paused(True))
-    assert run.roster == Roster(4, NAMES, {}, True, 3)
-    assert run.new().is_paused
-    run.do(run.membership.paused(False))
-    assert run.roster == Roster(5, NAMES, {}, False, 3), "and that it is over, after a restart too"
-    assert run.new().roster() == run.roster
+    assert run.do(run.membership.members.paused(True))
+    assert not run.do(run.membership.members.paused(True))
+    assert run.roster == Roster(NAMES, {}, True, 3, 4)
+    assert run.new().members.is_paused
+    run.do(run.membership.members.paused(False))
+    assert run.roster == Roster(NAMES, {}, False, 3, 5), "and that it is over, after a restart too"
+    assert run.new().members.roster() == run.roster
 
 
 def test_a_scheduled_run_goes_on_without_one_that_was_taken_out() -> None:
     run = joined(MembershipRules())
     membership = run.membership
-    run.do(membership.kicked(["west"], "away"))
+    run.do(membership.members.kicked(["west"], "away"))
 
     assert run.roster.live == ("east", "north"), "be they there or not"
-    run.do(membership.lapsed(["north"]))
+    run.do(membership.members.lapsed(["north"]))
     assert run.roster.live == ("east", "north")
     for island in ("east", "north"):
         run.do(membership.keeps(island, [10], inner_step=10))
@@ -208,14 +211,14 @@ def test_a_scheduled_run_goes_on_without_one_that_was_taken_out() -> None:
 
 def test_a_resume_takes_everybody_back() -> None:
     run = joined()
-    run.do(run.membership.kicked(["west"], "away"))
-    run.do(run.membership.drained("east"))
-    run.do(run.membership.paused(True))
+    run.do(run.membership.members.kicked(["west"], "away"))
+    run.do(run.membership.members.drained("east"))
+    run.do(run.membership.members.paused(True))
 
     run.do(run.membership.resumed(0))
 
     assert (run.roster.live, run.roster.is_paused) == ((), False)
-    assert [run.membership.lease_of(name) for name in NAMES] == [Lease.ABSENT] * 3
+    assert [run.membership.members.lease_of(name) for name in NAMES] == [Lease.ABSENT] * 3
     for name in NAMES:
         assert run.join(name, "b").verdict is JoinVerdict.ACCEPTED
     assert run.roster.live == NAMES
@@ -226,10 +229,10 @@ def test_a_resume_takes_everybody_back() -> None:
 
 def test_who_left_or_lapsed_does_not_keep_a_run_from_its_end() -> None:
     run = joined()
-    run.do(run.membership.drained("west"))
+    run.do(run.membership.members.drained("west"))
     run.do(run.membership.left("west", 0, is_stopped=False))
     assert not run.membership.is_finished
-    run.do(run.membership.lapsed(["north"]))
+    run.do(run.membership.members.lapsed(["north"]))
     assert not run.membership.is_finished
 
     run.do(run.membership.left("east", 0, is_stopped=False))
@@ -243,14 +246,14 @@ def test_an_island_at_work_is_waited_for() -> None:
     run.do(run.membership.left("north", 0, is_stopped=False))
 
     assert not run.membership.is_finished
-    run.do(run.membership.lapsed(["west"]))
+    run.do(run.membership.members.lapsed(["west"]))
     assert run.membership.is_finished
 
 
 def test_a_run_that_everybody_was_drained_from_has_not_finished() -> None:
     run = joined()
     for name in NAMES:
-        run.do(run.membership.drained(name))
+        run.do(run.membership.members.drained(name))
         run.do(run.membership.left(name, 0, is_stopped=False))
 
     assert not run.membership.is_finished
@@ -278,7 +281,7 @@ def test_an_open_run_takes_islands_that_it_does_not_know_up_to_its_most() -> Non
     run.do(run.membership.left("south", 0, is_stopped=False))
     assert run.join("south", "b", names=("south",)).incarnation == 2, "its place is its own"
     after = run.new()
-    assert (after.members, after.live) == (
+    assert (after.members, after.members.live) == (
         run.membership.members,
         ("east", "north", "south", "west"),
     )
@@ -310,7 +313,7 @@ def test_a_guest_stays_known_when_the_run_is_closed() -> None:
     run = joined(OPEN)
     run.join("south", names=("south",))
 
-    run.membership.rules = replace(OPEN, is_open=False)
+    run.membership.members.rules = replace(OPEN, is_open=False)
 
     assert run.join("south", "b", names=("south",)).verdict is JoinVerdict.ACCEPTED
     assert run.join("far", names=("far",)).verdict is JoinVerdict.UNKNOWN_ISLAND
@@ -381,7 +384,7 @@ class Histories(RuleBasedStateMachine):
             self.leases.renewed(island, self.now)
             self.alive[island] = joined.incarnation
             self.frozen.pop(island, None)
-            if self.run.membership.lease_of(island) is Lease.ACTIVE:
+            if self.run.membership.members.lease_of(island) is Lease.ACTIVE:
                 self.out.discard(island)
 
     def report(self, island: str, incarnation: int) -> bool:
@@ -428,23 +431,23 @@ class Histories(RuleBasedStateMachine):
 
     @rule(island=names)
     def drains(self, island: str) -> None:
-        if self.run.do(self.run.membership.drained(island)):
+        if self.run.do(self.run.membership.members.drained(island)):
             self.out.add(island)
 
     @rule(island=names)
     def kicks(self, island: str) -> None:
-        self.run.do(self.run.membership.kicked([island], "why"))
+        self.run.do(self.run.membership.members.kicked([island], "why"))
         self.out.add(island)
         self.alive.pop(island, None)
         self.frozen.pop(island, None)
 
     @rule(island=names)
     def takes_back(self, island: str) -> None:
-        self.run.do(self.run.membership.readmitted(island))
+        self.run.do(self.run.membership.members.readmitted(island))
 
     @rule(paused=st.booleans())
     def pauses(self, paused: bool) -> None:
-        self.run.do(self.run.membership.paused(paused))
+        self.run.do(self.run.membership.members.paused(paused))
 
     @rule(seconds=st.sampled_from([1, 6, 12]))
     def time_passes(self, seconds: int) -> None:
@@ -453,15 +456,15 @@ class Histories(RuleBasedStateMachine):
             self.leases.looked(self.now)
             for island, incarnation in self.alive.items():
                 assert self.report(island, incarnation), "a healthy island is fenced"
-            holders = self.run.membership.holders
-            self.run.do(self.run.membership.lapsed(self.leases.expired(holders, self.now)))
+            holders = self.run.membership.members.holders
+            self.run.do(self.run.membership.members.lapsed(self.leases.expired(holders, self.now)))
 
     @rule(away_s=st.floats(0, 100))
     def coordinator_restarts(self, away_s: float) -> None:
         self.now += away_s
         before = self.run.membership
         self.run.membership = after = self.run.new()
-        assert (after.members, after.roster()) == (before.members, before.roster())
+        assert (after.members, after.members.roster()) == (before.members, before.members.roster())
         self.leases = Leases(TERM_S)
         self.leases.restarted(after.members, self.now)
 
@@ -470,19 +473,19 @@ class Histories(RuleBasedStateMachine):
     def a_write_fails(self) -> None:
         island = sorted(self.alive)[0]
         before = self.run.new()
-        self.run.membership.kicked([island], "never written")
+        self.run.membership.members.kicked([island], "never written")
         self.run.membership.left(island, 0, is_stopped=False)
         assert self.run.membership.members == before.members
 
     @invariant()
     def the_healthy_count_and_nobody_else_for_long(self) -> None:
         membership = self.run.membership
-        live = set(membership.live)
+        live = set(membership.members.live)
         assert self.alive.keys() - self.out <= live
         for island in live - self.alive.keys():
             assert self.leases.silent_s(island, self.now) < TERM_S
         assert all(membership.is_current(i, n, 0) for i, n in self.alive.items())
-        assert not live & {i for i in NAMES if membership.lease_of(i) is Lease.KICKED}
+        assert not live & {i for i in NAMES if membership.members.lease_of(i) is Lease.KICKED}
         assert self.run.roster.generation >= self.generation_seen
         self.generation_seen = self.run.roster.generation
 
