@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.bench.outer_loop.guard import as_row, chosen_cells, guard_cost_ns, requirements_of
-from diloco.bench.outer_loop.guard_cell import MODES, Cell, CellResult, GuardSetting, run_cell
+from diloco.bench.outer_loop.guard_cell import MODES, CellResult, GuardCell, GuardSetting, run_cell
 
 TASK = replace(GuardSetting().task, inner_steps=48, sequence_length=16, evaluation_sequences=4)
 SETTING = GuardSetting(TASK, inner_steps_per_round=6, fault_step=25)
@@ -20,7 +20,7 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_cells_and_what_is_required_of_them() -> None:
-    three, two = Cell("scheduled", 3, "x100"), Cell("scheduled", 2, "signs")
+    three, two = GuardCell("scheduled", 3, "x100"), GuardCell("scheduled", 2, "signs")
     results = {cell: run_cell(SETTING, cell, 1) for cell in (three, two)}
     undisturbed = CellResult(3.0, "", {}, {}, (), is_opposed=False, left=())
     results |= {replace(cell, fault="none"): undisturbed for cell in results}
@@ -48,8 +48,8 @@ def test_every_cell_has_what_it_is_held_against() -> None:
         cells = chosen_cells(is_full=is_full)
         assert {cell.mode for cell in cells} == set(MODES)
         for cell in cells:
-            assert Cell(cell.mode, cell.num_islands, "none") in cells
-            assert cell.num_islands > 2 or Cell(cell.mode, 2, "leave") in cells
+            assert GuardCell(cell.mode, cell.num_islands, "none") in cells
+            assert cell.num_islands > 2 or GuardCell(cell.mode, 2, "leave") in cells
 
 
 def test_the_cost_is_that_of_a_merge_that_refuses_nobody() -> None:

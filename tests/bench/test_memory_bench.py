@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.bench.outer_loop.counted_device import CountedDevice
-from diloco.bench.outer_loop.memory import SETTING, Measured, figures, run
+from diloco.bench.outer_loop.memory import SETTING, MeasuredMemory, figures, run
 from diloco.config.outer import OuterConfig
 from diloco.island.lanes.boxes import declare_part
 from diloco.island.lanes.shards import LaneShards
@@ -135,7 +135,7 @@ def test_a_session_keeps_nothing_on_the_device_between_rounds():
 
 @pytest.mark.parametrize(("num_merges", "extra"), [(3, 211), (0, 0)], ids=["leak", "no-merge"])
 def test_too_much_and_nothing_merged_are_missed(monkeypatch, num_merges, extra):
-    found = Measured("counted", num_merges, 100, 50, 600, {"merge": extra, "between": extra})
+    found = MeasuredMemory("counted", num_merges, 100, 50, 600, {"merge": extra, "between": extra})
     monkeypatch.setattr("diloco.bench.outer_loop.memory._measure", lambda *_: found)
 
     report = run(lambda *_: None, setting=SMALL)

@@ -10,10 +10,10 @@ import pytest
 from diloco.bench.outer_loop.overhead import (
     CRITICAL_PHASES,
     IO_PHASES,
-    Block,
-    Cycle,
-    Measured,
+    MeasuredOverhead,
     OverheadSetting,
+    TimedBlock,
+    TimedCycle,
     figures,
     run,
 )
@@ -22,18 +22,18 @@ from diloco.errors import ConfigError
 TINY = OverheadSetting(num_cycles=3, block_steps=7, model={"preset": "tiny"})
 
 
-def cycle(plain_s: float, idle_s: float, flying_s: float) -> Cycle:
+def cycle(plain_s: float, idle_s: float, flying_s: float) -> TimedCycle:
     """A cycle of two-step blocks; in a flying step the outer loop takes 8 ms of CPU time.
 
     One of them is what the inner step itself takes longer.
     """
     phases = dict.fromkeys([*CRITICAL_PHASES, *IO_PHASES], 0.001)
     none = dict.fromkeys(phases, 0.0)
-    return Cycle(
-        plain=Block((plain_s, plain_s), 2 * plain_s, 2 * plain_s, 0.0, 0.0, none),
-        idle=Block((idle_s, idle_s), 2 * idle_s, 2 * idle_s, 0.0, 0.0, none),
-        plain_again=Block((plain_s, plain_s), 2 * plain_s, 2 * plain_s, 0.0, 0.0, none),
-        flying=Block(
+    return TimedCycle(
+        plain=TimedBlock((plain_s, plain_s), 2 * plain_s, 2 * plain_s, 0.0, 0.0, none),
+        idle=TimedBlock((idle_s, idle_s), 2 * idle_s, 2 * idle_s, 0.0, 0.0, none),
+        plain_again=TimedBlock((plain_s, plain_s), 2 * plain_s, 2 * plain_s, 0.0, 0.0, none),
+        flying=TimedBlock(
             (flying_s, flying_s), 2 * plain_s + 0.016, 2 * plain_s + 0.002, 0.006, 0.005, phases
         ),
     )
@@ -41,7 +41,7 @@ def cycle(plain_s: float, idle_s: float, flying_s: float) -> Cycle:
 
 def test_figures_compare_neighbouring_blocks_and_divide_by_parameters() -> None:
     # The machine is twice as slow in the second cycle: ratios do not see it.
-    measured = Measured(1_000_000, (cycle(0.1, 0.101, 0.11), cycle(0.2, 0.202, 0.22)))
+    measured = MeasuredOverhead(1_000_000, (cycle(0.1, 0.101, 0.11), cycle(0.2, 0.202, 0.22)))
 
     medians = {name: (interval.median, unit) for name, unit, interval in figures(measured)}
 

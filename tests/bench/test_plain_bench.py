@@ -5,9 +5,9 @@ import pytest
 from diloco.bench.training import plain as bench
 from diloco.bench.training.plain import (
     SETTING,
-    Block,
-    Cycle,
-    Measured,
+    LoopBlock,
+    LoopCycle,
+    MeasuredLoops,
     PlainRow,
     PlainSetting,
     config_of,
@@ -21,12 +21,12 @@ TINY = PlainRow("tiny", 128, 32, 2)
 
 
 def measured(native_s, plain_s, loss=5.0):
-    warming = Cycle(Block(9.0, 9.0, (5.0, 4.0)), Block(1.0, 1.0, (loss, 4.0)))
+    warming = LoopCycle(LoopBlock(9.0, 9.0, (5.0, 4.0)), LoopBlock(1.0, 1.0, (loss, 4.0)))
     timed = [
-        Cycle(Block(ours, 2 * ours, (1.0,)), Block(theirs, ours, (2.0,)))
+        LoopCycle(LoopBlock(ours, 2 * ours, (1.0,)), LoopBlock(theirs, ours, (2.0,)))
         for ours, theirs in zip(native_s, plain_s, strict=True)
     ]
-    return Measured(1000, (warming, *timed))
+    return MeasuredLoops(1000, (warming, *timed))
 
 
 def test_a_ratio_is_of_the_two_blocks_of_a_cycle_and_the_first_one_only_warms_up():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.bench.syncer.control_plane import serving
 from diloco.bench.syncer.publish import PublishSetting, _hear
 from diloco.bench.syncer.syncer import SETTING, SyncerSetting, run
-from diloco.bench.syncer.syncer_process import serving
 from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.state_dir import StateDir
 

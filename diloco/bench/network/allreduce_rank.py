@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 import time
 from typing import Any
 
@@ -12,14 +9,11 @@ import torch
 
 from diloco.baseline.reduction import GradientReduction, all_reduce, padded_numel
 from diloco.baseline.site import BaselineSite, Channel, SiteOrder
+from diloco.bench.processes import run_member
 from diloco.errors import DilocoError
-from diloco.launch.process.ending import exit_at_once
-from diloco.launch.process.logs import log_to
 from diloco.security.security import Security
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.shaping.link import Link, LinkProfile
-
-logger = logging.getLogger(__name__)
 
 _FLOAT_BYTES = 4
 
@@ -53,8 +47,8 @@ def _timed(
     return spans[1:]
 
 
-def measure(order: dict[str, Any], channel: Channel) -> None:
-    """Measure as one member and say what was measured."""
+def measure(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Measure as one member."""
     chosen = order["link"]
     link = Link(chosen["bandwidth_bps"], chosen["delay_s"]) if chosen else None
     profile = LinkProfile("measured", link, link, "diloco bench allreduce") if link else None
@@ -78,21 +72,9 @@ def measure(order: dict[str, Any], channel: Channel) -> None:
             inside = site.reduction(size, only_inside=True)
             alone = _timed(site, inside, num_bytes, repetitions, place.num_ranks)
             found["inside_s"][size] = alone
-    channel.say(found)
     site.close()
-
-
-def main(order: dict[str, Any]) -> int:
-    """Run as one member; returns the exit code."""
-    log_to(None, logging.WARNING)
-    torch.set_num_threads(1)
-    try:
-        measure(order, Channel())
-    except DilocoError as error:
-        logger.error("member stops, exit_code=%d: %s", error.exit_code, error)
-        return error.exit_code
-    return 0
+    return found
 
 
 if __name__ == "__main__":
-    exit_at_once(main(json.loads(sys.argv[1])))
+    run_member(measure)

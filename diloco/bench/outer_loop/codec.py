@@ -105,7 +105,7 @@ _ZSTD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _CodecRow:
     """A row: a codec, how it is run (which column "mode" says), and on how much."""
 
     codec: Codec
@@ -148,14 +148,14 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTI
     return Report("codec", described, _COLUMNS, told, _requirements(told, setting, names))
 
 
-def _rows(codec: Codec, setting: CodecSetting) -> list[_Wanted]:
+def _rows(codec: Codec, setting: CodecSetting) -> list[_CodecRow]:
     """List a codec's rows, eager ones first: a formula of blocks is compiled, if it can be here."""
-    rows = [_Wanted(codec, "eager", setting.lane_numel)]
+    rows = [_CodecRow(codec, "eager", setting.lane_numel)]
     if isinstance(codec, BlockCodec) and can_compile():
         sizes = (setting.lane_numel, setting.numel)
-        rows += [_Wanted(codec, "compiled", numel) for numel in sizes]
+        rows += [_CodecRow(codec, "compiled", numel) for numel in sizes]
     if torch.cuda.is_available() and codec.name in setting.gpu_codecs and can_compile("cuda"):
-        rows.append(_Wanted(codec, "GPU", setting.gpu_numel, "cuda"))
+        rows.append(_CodecRow(codec, "GPU", setting.gpu_numel, "cuda"))
     return rows
 
 
@@ -201,7 +201,7 @@ def _figure(rows: Sequence[dict[str, Any]], name: str, mode: str, numel: int, ke
     return float(next(found, {}).get(key, float("nan")))
 
 
-def _measure(wanted: _Wanted, repetitions: int) -> dict[str, Any]:
+def _measure(wanted: _CodecRow, repetitions: int) -> dict[str, Any]:
     """Give one row: JSON values, hence `Any`."""
     codec, numel, seconds_of = wanted.codec, wanted.numel, _CLOCKS[wanted.device]
     values = _values(numel).to(wanted.device)

@@ -22,8 +22,8 @@ from diloco.bench.outer_loop.guard_cell import (
     LASTING,
     MODES,
     PLACES,
-    Cell,
     CellResult,
+    GuardCell,
     GuardSetting,
     run_cell,
 )
@@ -69,13 +69,13 @@ _COLUMNS = (
 )
 
 
-def chosen_cells(*, is_full: bool) -> tuple[Cell, ...]:
+def chosen_cells(*, is_full: bool) -> tuple[GuardCell, ...]:
     """Give the cells to train: all, or those of two and three islands that tell most."""
     full = dict.fromkeys((2, 3, 4), (*CLEAN, *LASTING, *_FLIPS))
     quick = {2: (_NONE, _LEAVE, "labels", "signs"), 3: (_NONE, *LASTING, "parameter-30")}
     chosen = full if is_full else quick
     return tuple(
-        Cell(mode, num, fault)
+        GuardCell(mode, num, fault)
         for mode in MODES
         for num, faults in chosen.items()
         for fault in faults
@@ -89,7 +89,7 @@ def run(
     seed: int = 1,
     processes: int = 0,
     setting: GuardSetting = SETTING,
-    cells: Sequence[Cell] = (),
+    cells: Sequence[GuardCell] = (),
 ) -> Report:
     """Train every cell, and time what the guard costs a merge.
 
@@ -111,12 +111,12 @@ def run(
     return Report("guard", described, _COLUMNS, rows, [*requirements_of(rows), cost])
 
 
-def as_row(cell: Cell, results: Mapping[Cell, CellResult]) -> dict[str, Any]:
+def as_row(cell: GuardCell, results: Mapping[GuardCell, CellResult]) -> dict[str, Any]:
     """Give the row of a cell, JSON values."""
     result, faulty = results[cell], SLOT.format(cell.num_islands - 1)
     is_clean = cell.fault in CLEAN
-    base = results[Cell(cell.mode, cell.num_islands, _NONE)]
-    without = results.get(Cell(cell.mode, cell.num_islands, _LEAVE))
+    base = results[GuardCell(cell.mode, cell.num_islands, _NONE)]
+    without = results.get(GuardCell(cell.mode, cell.num_islands, _LEAVE))
     of_faulty = [0 if is_clean else of.get(faulty, 0) for of in (result.refused, result.declined)]
     num_judged = sum(result.refused.values()) + sum(result.declined.values())
     is_named = result.named == (faulty,)

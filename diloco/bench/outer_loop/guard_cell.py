@@ -72,7 +72,7 @@ class GuardSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GuardCell:
     """A run of M islands, the last of which is faulty.
 
     Attributes:
@@ -109,7 +109,7 @@ class CellResult:
     left: tuple[str, ...]
 
 
-def run_cell(setting: GuardSetting, cell: Cell, seed: int) -> CellResult:
+def run_cell(setting: GuardSetting, cell: GuardCell, seed: int) -> CellResult:
     """Train one cell to its end and evaluate it; in a process of its own."""
     task, num = setting.task, cell.num_islands
     data = open_bytes(task, seed)
@@ -127,7 +127,7 @@ def run_cell(setting: GuardSetting, cell: Cell, seed: int) -> CellResult:
             for training in trainings.values():
                 training.load(path, start_step)
         fault = _Fault(setting, cell, faulty, trainings[faulty])
-        seen = _Seen(setting.inner_steps_per_round, num)
+        seen = _GuardEvents(setting.inner_steps_per_round, num)
         outer = {
             **MODES[cell.mode],
             "inner_steps_per_round": setting.inner_steps_per_round,
@@ -169,7 +169,7 @@ def run_cell(setting: GuardSetting, cell: Cell, seed: int) -> CellResult:
     )
 
 
-class _Seen:
+class _GuardEvents:
     """What is told of a run: who was refused, who declined, whom alarms name."""
 
     def __init__(self, period: int, num_islands: int) -> None:
@@ -213,7 +213,7 @@ class _Watched:
     """
 
     def __init__(
-        self, training: ByteTraining, restarting: ByteTask | None, seen: _Seen, island: str
+        self, training: ByteTraining, restarting: ByteTask | None, seen: _GuardEvents, island: str
     ) -> None:
         self._training, self._restarting, self._seen = training, restarting, seen
         self._island = island
@@ -234,7 +234,7 @@ class _Fault:
     """What is wrong with one island, from its `fault_step` on."""
 
     def __init__(
-        self, setting: GuardSetting, cell: Cell, island: str, training: ByteTraining
+        self, setting: GuardSetting, cell: GuardCell, island: str, training: ByteTraining
     ) -> None:
         self._at, self._island, self._training = setting.fault_step, island, training
         self._what, _, bit = cell.fault.partition("-")

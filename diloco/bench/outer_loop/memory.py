@@ -102,7 +102,7 @@ def run(watch: Watch, *, setting: MemorySetting = SETTING) -> Report:
     return Report("memory", asdict(setting), _COLUMNS, rows, requirements)
 
 
-def _measure(setting: MemorySetting, local_mix: float, look: Callable[[], None]) -> Measured:
+def _measure(setting: MemorySetting, local_mix: float, look: Callable[[], None]) -> MeasuredMemory:
     with (
         tempfile.TemporaryDirectory(prefix="diloco-memory-") as directory,
         control_plane(config_of(setting, local_mix, f"{directory}/run")) as run_file,
@@ -127,7 +127,7 @@ def config_of(setting: MemorySetting, local_mix: float, state_dir: str) -> Confi
     )
 
 
-def figures(local_mix: float, measured: Measured) -> list[dict[str, Any]]:
+def figures(local_mix: float, measured: MeasuredMemory) -> list[dict[str, Any]]:
     """Compute the rows of one run, in the order of `_PHASES`."""
     trained_bytes = TRAINED_BYTES * measured.parameter_bytes / 4
     return [
@@ -148,7 +148,7 @@ def figures(local_mix: float, measured: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def _requirement(setting: MemorySetting, local_mix: float, measured: Measured) -> Requirement:
+def _requirement(setting: MemorySetting, local_mix: float, measured: MeasuredMemory) -> Requirement:
     """Judge the worst moment; a run that merged nothing proves nothing."""
     most = max(measured.extra_bytes.values()) if measured.num_merges else float("nan")
     return Requirement(
@@ -203,7 +203,7 @@ class CudaDevice:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredMemory:
     """Bytes on the device beyond the parameters, at most, by what the outer loop did.
 
     Attributes:
@@ -228,7 +228,7 @@ class Measured:
         self.extra_bytes[phase] = max(self.extra_bytes.get(phase, 0), num_bytes)
 
 
-def measure(run_file: Path) -> Measured:
+def measure(run_file: Path) -> MeasuredMemory:
     """Join as the run's only island, and make all its inner steps.
 
     Args:
@@ -237,7 +237,7 @@ def measure(run_file: Path) -> Measured:
     config = diloco.load_config(run_file, island=ISLAND)
     is_cuda = torch.cuda.is_available()
     device: MeasuredDevice = CudaDevice() if is_cuda else CountedDevice()
-    found = Measured("cuda" if is_cuda else "counted")
+    found = MeasuredMemory("cuda" if is_cuda else "counted")
     generator = torch.Generator().manual_seed(config.run.seed)
     shapes = parameter_shapes(LlamaShape.from_config(config.model))
     parameters = {

@@ -92,7 +92,7 @@ def run(watch: Watch, *, setting: OverheadSetting = SETTING) -> Report:
     )
 
 
-def _measure(setting: OverheadSetting, config: Config, watch: Watch) -> Measured:
+def _measure(setting: OverheadSetting, config: Config, watch: Watch) -> MeasuredOverhead:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         raise ConfigError(
@@ -133,21 +133,21 @@ def _config(setting: OverheadSetting, state_dir: str) -> Config:
     return Config.model_validate(values)
 
 
-def figures(measured: Measured) -> list[tuple[str, str, Interval]]:
+def figures(measured: MeasuredOverhead) -> list[tuple[str, str, Interval]]:
     """Compute every figure, one value a cycle: (name, unit, interval)."""
     cycles, per = measured.cycles, _NANO / measured.num_parameters
 
-    def over(figure: Callable[[Cycle], float]) -> Interval:
+    def over(figure: Callable[[TimedCycle], float]) -> Interval:
         return Interval.of([figure(cycle) for cycle in cycles])
 
     def phase(name: str) -> Interval:
         return over(lambda cycle: per * cycle.flying.phases_s[name])
 
-    def slowed_s(cycle: Cycle) -> float:
+    def slowed_s(cycle: TimedCycle) -> float:
         plain_s = (cycle.plain.trained_cpu_s + cycle.plain_again.trained_cpu_s) / 2
         return cycle.flying.trained_cpu_s - plain_s
 
-    def rest_of(total: Callable[[Cycle], float], names: Sequence[str]) -> Interval:
+    def rest_of(total: Callable[[TimedCycle], float], names: Sequence[str]) -> Interval:
         return over(lambda c: per * (total(c) - sum(c.flying.phases_s[name] for name in names)))
 
     return [
@@ -185,24 +185,24 @@ def _requirements(rows: dict[str, Interval]) -> list[Requirement]:
     ]
 
 
-def _median_s(block: Block) -> float:
+def _median_s(block: TimedBlock) -> float:
     return statistics.median(block.steps_s)
 
 
-def _mean_s(block: Block) -> float:
+def _mean_s(block: TimedBlock) -> float:
     return statistics.fmean(block.steps_s)
 
 
-def _plain_step_s(cycle: Cycle) -> float:
+def _plain_step_s(cycle: TimedCycle) -> float:
     return statistics.median([*cycle.plain.steps_s, *cycle.plain_again.steps_s])
 
 
-def _flying_ratio(cycle: Cycle) -> float:
+def _flying_ratio(cycle: TimedCycle) -> float:
     """Divide means: what flying costs falls on few steps of the block."""
     return 2 * _mean_s(cycle.flying) / (_mean_s(cycle.plain) + _mean_s(cycle.plain_again))
 
 
-def _added_cpu_s(cycle: Cycle) -> float:
+def _added_cpu_s(cycle: TimedCycle) -> float:
     return cycle.flying.cpu_s - (cycle.plain.cpu_s + cycle.plain_again.cpu_s) / 2
 
 
@@ -210,7 +210,7 @@ def _added_cpu_s(cycle: Cycle) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TimedBlock:
     """Some inner steps in a row.
 
     Attributes:
@@ -231,26 +231,26 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
+class TimedCycle:
     """Blocks in the order in which they ran; in `flying` each fragment is sent and merged once."""
 
-    plain: Block
-    idle: Block
-    plain_again: Block
-    flying: Block
+    plain: TimedBlock
+    idle: TimedBlock
+    plain_again: TimedBlock
+    flying: TimedBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredOverhead:
     """What the island measured, and the size of its model."""
 
     num_parameters: int
-    cycles: tuple[Cycle, ...]
+    cycles: tuple[TimedCycle, ...]
 
 
 def measure(
     run_file: Path, *, training_cpu: int, other_cpu: int, block_steps: int, num_cycles: int
-) -> Measured:
+) -> MeasuredOverhead:
     """Join as the run's only island and train to its end.
 
     Args:
@@ -274,7 +274,7 @@ def measure(
         loop = _Loop(trainer, outer, clock, block_steps)
         for _ in range(num_cycles):
             cycles.append(
-                Cycle(
+                TimedCycle(
                     plain=loop.block(has_outer=False),
                     idle=loop.block(has_outer=True),
                     plain_again=loop.block(has_outer=False),
@@ -285,7 +285,7 @@ def measure(
             count_one()
         outer.finish()
     parameters = canonical_parameters(trainer.model).values()
-    return Measured(sum(p.numel() for p in parameters), tuple(cycles[1:]))
+    return MeasuredOverhead(sum(p.numel() for p in parameters), tuple(cycles[1:]))
 
 
 class _Loop:
@@ -298,7 +298,7 @@ class _Loop:
         self._block_steps = block_steps
         self._inner_step = 0
 
-    def block(self, *, has_outer: bool) -> Block:
+    def block(self, *, has_outer: bool) -> TimedBlock:
         """Make and time the inner steps of one block."""
         outer, steps_s, outer_s, outer_cpu_s = self._outer, [], 0.0, 0.0
         trained_cpu_s = 0.0
@@ -316,7 +316,7 @@ class _Loop:
                 outer_cpu_s += time.thread_time() - trained_cpu
             steps_s.append(time.perf_counter() - began)
             self._inner_step += 1
-        return Block(
+        return TimedBlock(
             steps_s=tuple(steps_s),
             cpu_s=time.process_time() - cpu_before,
             trained_cpu_s=trained_cpu_s,

@@ -1,4 +1,4 @@
-"""A real coordinator and its real syncer beside a bench, as processes of their own."""
+"""A coordinator with its syncer, or a syncer alone, as processes; what the kernel knows of it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.process.logs import tail
+from diloco.launch.process.children import how_ended, last_words, spawn
 from diloco.state_dir import StateDir, read_endpoint, stop_syncer
 
-_START_S = 60.0
+_START_S = 180.0
 _END_S = 20.0
 _LOOK_S = 0.1
 
@@ -39,29 +40,121 @@ def control_plane(config: Config, *, cpu: int | None = None) -> Iterator[Path]:
     state.create()
     run_file = state.root / "bench.toml"
     run_file.write_text(resolved_toml(config), encoding="utf-8")
-    log = state.root / "coordinator.log"
-    command = [sys.executable, "-m", "diloco", "coordinator", str(run_file)]
-    with open(log, "ab") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    words, log = ["diloco", "coordinator", str(run_file)], state.root / "coordinator.log"
     try:
-        if cpu is not None:
-            os.sched_setaffinity(process.pid, {cpu})  # before its first thread: all inherit it
-        _wait_for_address(process, state, log)
-        yield run_file
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)  # it ends by itself once the islands have finished
+        with _process(words, log, state.coordinator, cpu) as (process, _):
+            yield run_file
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)  # it ends by itself once the islands have finished
     finally:
-        process.kill()
-        process.wait()
         stop_syncer(state)
 
 
-def _wait_for_address(process: subprocess.Popen[bytes], state: StateDir, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while (endpoint := read_endpoint(state.coordinator)) is None or not endpoint.address:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise CoordinatorUnavailable(
-                f"the bench's coordinator did not start (exit code {process.returncode}); its "
-                f"log says:\n{tail(log)}"
-            )
-        time.sleep(_LOOK_S)
+@contextlib.contextmanager
+def serving(state: StateDir) -> Iterator[tuple[str, SyncerProcess]]:
+    """Run a syncer on one CPU while the context lasts; gives its address.
+
+    Raises:
+        CoordinatorUnavailable: If it does not serve in time; says what its log does.
+    """
+    words, cpu = ["diloco.launch.syncer", str(state.root)], max(os.sched_getaffinity(0))
+    with _process(words, state.syncer_log, state.syncer, cpu) as (process, address):
+        yield address, SyncerProcess(process.pid)
+
+
+@contextlib.contextmanager
+def _process(
+    words: list[str], log: Path, endpoint_file: Path, cpu: int | None
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run a server, bound to a CPU if there is one, until the context ends."""
+    process = spawn([sys.executable, "-m", *words], log)
+    try:
+        if cpu is not None:
+            os.sched_setaffinity(process.pid, {cpu})  # before its first thread: all inherit it
+        until = time.monotonic() + _START_S
+        while (endpoint := read_endpoint(endpoint_file)) is None or not endpoint.address:
+            if process.poll() is not None or time.monotonic() > until:
+                is_over = process.returncode is not None
+                raise CoordinatorUnavailable(
+                    f"{' '.join(words)} {how_ended(process) if is_over else 'did not serve'} "
+                    f"before it served the bench; {last_words(log)}"
+                )
+            time.sleep(_LOOK_S)
+        yield process, endpoint.address
+    finally:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """CPU seconds of a process, by what its threads do; `kernel_s` are those in system calls."""
+
+    loop_s: float
+    tensors_s: float
+    wire_s: float
+    kernel_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        """All of them."""
+        return self.loop_s + self.tensors_s + self.wire_s
+
+    def __sub__(self, before: Spent) -> Spent:
+        """Return what was spent since."""
+        return Spent(
+            self.loop_s - before.loop_s,
+            self.tensors_s - before.tensors_s,
+            self.wire_s - before.wire_s,
+            self.kernel_s - before.kernel_s,
+        )
+
+
+class SyncerProcess:
+    """A running syncer, as /proc shows it."""
+
+    def __init__(self, pid: int) -> None:
+        """Assign only."""
+        self._pid = pid
+        self._proc = Path(f"/proc/{pid}")
+
+    def spent(self) -> Spent:
+        """CPU seconds since its start: its main thread's is the event loop; gRPC names its own.
+
+        The threads of a merge have ended by then, so tensors are what is left of the whole.
+        """
+        user, kernel = _ticks(self._proc / "stat")
+        loop = wire = 0
+        for task in (self._proc / "task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                ticks = sum(_ticks(task / "stat"))
+                if int(task.name) == self._pid:
+                    loop = ticks
+                elif not (task / "comm").read_text().startswith("python"):
+                    wire += ticks
+        per_s = os.sysconf("SC_CLK_TCK")
+        whole = user + kernel
+        return Spent(loop / per_s, (whole - loop - wire) / per_s, wire / per_s, kernel / per_s)
+
+    def resident_bytes(self) -> int:
+        """Return what it has in memory now."""
+        return self._status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Return the most that it has had in memory since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        (self._proc / "clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        lines = (self._proc / "status").read_text().splitlines()
+        found = next(line for line in lines if line.startswith(name + ":"))
+        return 1024 * int(found.split()[1])
+
+
+def _ticks(path: Path) -> tuple[int, int]:
+    """User and kernel ticks of a process or a thread."""
+    fields = path.read_text().rpartition(")")[2].split()
+    return int(fields[11]), int(fields[12])

@@ -28,7 +28,7 @@ import blake3
 import torch
 
 from diloco.allocator import keep_freed_memory
-from diloco.bench.syncer.simulated_island import SimulatedIsland, lane_values, write_founding
+from diloco.bench.syncer.sending_island import SendingIsland, lane_values, write_founding
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.compression.warm_up import warm_up
@@ -331,7 +331,7 @@ async def _contribute(pipe: Connection, setting: PublishSetting, name: str, addr
     for lane in values:
         codec.encode(lane)  # compiles
     grant = Grant(run=_RUN, island=name, incarnation=1, roles=[ROLE_ISLAND])
-    here = SimulatedIsland(GrpcTransport(address), grant, setting.fragment, setting.codec)
+    here = SendingIsland(GrpcTransport(address), grant, setting.fragment, setting.codec)
     await here.join()
     await here.published(0)
     pipe.send("joined")

@@ -43,9 +43,9 @@ from typing import Any
 import blake3
 
 from diloco.bench.run_values import run_values
+from diloco.bench.syncer.control_plane import Spent, SyncerProcess, serving
 from diloco.bench.syncer.publish import PUBLISH_COLUMNS, PublishSetting, measure_publish
-from diloco.bench.syncer.simulated_island import SimulatedIsland, lane_values, write_founding
-from diloco.bench.syncer.syncer_process import Spent, SyncerProcess, serving
+from diloco.bench.syncer.sending_island import SendingIsland, lane_values, write_founding
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.config.load import resolved_toml
@@ -222,10 +222,10 @@ def _measure(
     write_founding(state.store, fragment)
     with serving(state) as (address, process):
 
-        def start(name: str, incarnation: int = 1) -> SimulatedIsland:
+        def start(name: str, incarnation: int = 1) -> SendingIsland:
             grant = Grant(run=_RUN, island=name, incarnation=incarnation, roles=[ROLE_ISLAND])
             transport = _security(certs, name).transport(address, Role.SYNCER)
-            return SimulatedIsland(transport, sign(grant, secret), fragment, setting.codec)
+            return SendingIsland(transport, sign(grant, secret), fragment, setting.codec)
 
         again = functools.partial(start, names[-1])
         islands = [start(name) for name in names]
@@ -307,8 +307,8 @@ def _figures(
 
 
 async def _rounds(
-    islands: Sequence[SimulatedIsland],
-    again: Callable[[int], SimulatedIsland],
+    islands: Sequence[SendingIsland],
+    again: Callable[[int], SendingIsland],
     payloads: Sequence[bytes],
     process: SyncerProcess,
     row: SyncerRow,
@@ -319,7 +319,7 @@ async def _rounds(
     digests = [blake3.blake3(payload).digest() for payload in payloads]
     sending = asyncio.Semaphore(row.num_sending or row.num_islands)
 
-    async def contribute(island: SimulatedIsland, version: int) -> None:
+    async def contribute(island: SendingIsland, version: int) -> None:
         async with sending:
             await island.contribute(version, payloads, digests)
 
@@ -349,7 +349,7 @@ async def _rounds(
 
 
 async def _longest_call_s(
-    caller: SimulatedIsland, again: Callable[[int], SimulatedIsland], merge: Awaitable[None]
+    caller: SendingIsland, again: Callable[[int], SendingIsland], merge: Awaitable[None]
 ) -> float:
     """Give the longest call, a poll or the first of a start, until a merge is over."""
     merging, longest_s, starts = asyncio.ensure_future(merge), 0.0, itertools.count(2)

@@ -93,7 +93,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: PlainSetting = SETTI
     return Report("plain", asdict(setting), _COLUMNS, told, requirements)
 
 
-def _measure(setting: PlainSetting, row: PlainRow, watch: Watch) -> Measured:
+def _measure(setting: PlainSetting, row: PlainRow, watch: Watch) -> MeasuredLoops:
     job = functools.partial(
         measure,
         config_of(row, setting.num_cycles),
@@ -118,11 +118,11 @@ def config_of(row: PlainRow, num_cycles: int) -> Config:
     return Config.model_validate(values)
 
 
-def figures(row: PlainRow, measured: Measured) -> dict[str, Any]:
+def figures(row: PlainRow, measured: MeasuredLoops) -> dict[str, Any]:
     """Compute a row of the report; times are of all cycles but the first, losses of that one."""
     warming, *timed = measured.cycles
 
-    def tokens_per_s(of: Callable[[Cycle], Block]) -> float:
+    def tokens_per_s(of: Callable[[LoopCycle], LoopBlock]) -> float:
         num_tokens = row.block_steps * row.tokens_per_inner_step
         return statistics.median(num_tokens / of(cycle).wall_s for cycle in timed)
 
@@ -171,7 +171,7 @@ Step = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LoopBlock:
     """Some inner steps in a row: how long they took, on the wall and of the CPU, and their loss."""
 
     wall_s: float
@@ -180,22 +180,22 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
+class LoopCycle:
     """The same inner steps of both loops."""
 
-    native: Block
-    plain: Block
+    native: LoopBlock
+    plain: LoopBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoops:
     """All cycles, the first one included, which warms up, and the size of the model."""
 
     num_parameters: int
-    cycles: tuple[Cycle, ...]
+    cycles: tuple[LoopCycle, ...]
 
 
-def measure(config: Config, *, block_steps: int, num_cycles: int) -> Measured:
+def measure(config: Config, *, block_steps: int, num_cycles: int) -> MeasuredLoops:
     """Train both loops from the same values on the same sequences, block by block.
 
     Args:
@@ -221,12 +221,12 @@ def measure(config: Config, *, block_steps: int, num_cycles: int) -> Measured:
         order = sorted(steps, reverse=bool(number % 2))
         first = number * block_steps
         blocks = {name: _block(steps[name], first, block_steps) for name in order}
-        cycles.append(Cycle(**blocks))
+        cycles.append(LoopCycle(**blocks))
         count_one()
-    return Measured(sum(p.numel() for p in model.parameters()), tuple(cycles))
+    return MeasuredLoops(sum(p.numel() for p in model.parameters()), tuple(cycles))
 
 
-def _block(step: Step, first: int, num_steps: int) -> Block:
+def _block(step: Step, first: int, num_steps: int) -> LoopBlock:
     began, began_cpu = time.perf_counter(), time.process_time()
     losses = [step(number) for number in range(first, first + num_steps)]
-    return Block(time.perf_counter() - began, time.process_time() - began_cpu, tuple(losses))
+    return LoopBlock(time.perf_counter() - began, time.process_time() - began_cpu, tuple(losses))

@@ -15,7 +15,7 @@ from diloco.config.inner import InnerConfig
 from diloco.config.model import ModelConfig
 
 
-class _Block(nn.Module):
+class _PlainBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         dim, head_dim = config.dim, config.dim // config.num_heads
@@ -60,7 +60,7 @@ class PlainLlama(nn.Module):
         """Create the modules, and the rotations of so many positions."""
         super().__init__()
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_PlainBlock(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         head_dim = config.dim // config.num_heads

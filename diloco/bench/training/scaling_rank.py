@@ -5,9 +5,6 @@ Trains every strategy of its number of ranks, one after the other, in one proces
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,16 +15,13 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diloco.baseline.site import Channel
+from diloco.bench.processes import run_member
 from diloco.bench.run_values import ISLAND
 from diloco.config.load import load_config
 from diloco.data.open import open_data
-from diloco.errors import ConfigError, DilocoError
-from diloco.launch.process.ending import exit_at_once
-from diloco.launch.process.logs import log_to
+from diloco.errors import ConfigError
 from diloco.trainer.island_trainer import island_trainer
 from diloco.trainer.parallel.mesh import make_mesh
-
-logger = logging.getLogger(__name__)
 
 _PATIENCE = timedelta(seconds=120)
 _NANO = 1e-9
@@ -138,26 +132,15 @@ def _join(order: dict[str, Any], channel: Channel) -> None:
     )
 
 
-def main(order: dict[str, Any]) -> int:
-    """Run as one rank; returns the exit code."""
-    log_to(None, logging.WARNING)
-    torch.set_num_threads(1)
-    channel = Channel()
-    try:
-        _join(order, channel)
-        same = {key: order[key] for key in ("interface", "warmup_steps", "timed_steps")}
-        found = {name: measure(path, **same) for name, path in order["run_files"].items()}
-        if dist.is_initialized():
-            dist.barrier()  # nobody ends while another still needs its connections
-    except DilocoError as error:
-        logger.error("rank stops, exit_code=%d: %s", error.exit_code, error)
-        return error.exit_code
-    except Exception:
-        logger.exception("rank failed")
-        return 1
-    channel.say(found)
-    return 0
+def train(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Train every strategy of this number of ranks, as one of them."""
+    _join(order, channel)
+    same = {key: order[key] for key in ("interface", "warmup_steps", "timed_steps")}
+    found = {name: measure(path, **same) for name, path in order["run_files"].items()}
+    if dist.is_initialized():
+        dist.barrier()  # nobody ends while another still needs its connections
+    return found
 
 
 if __name__ == "__main__":
-    exit_at_once(main(json.loads(sys.argv[1])))
+    run_member(train)

@@ -39,7 +39,7 @@ def write_founding(directory: Path, fragment: Fragment) -> None:
     store.commit(founding_record(fragment, zeros, 0))
 
 
-class SimulatedIsland:
+class SendingIsland:
     """One island of a run with one fragment; its rounds are all on attempt 0."""
 
     def __init__(self, transport: Transport, grant: Grant, fragment: Fragment, codec: str) -> None:
