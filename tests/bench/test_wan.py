@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from diloco.bench.network import wan as bench
-from diloco.bench.network import wan_averager, wan_link
+from diloco.bench.network import wan_link
 from diloco.bench.network.heartbeat import HeartbeatSetting
 from diloco.bench.network.wan import SETTING, LinkSpec, WanRow, WanSetting, row_names
-from diloco.bench.network.wan_averager import step
 from diloco.bench.network.wan_link import IPERF3, PLAIN, measure_link, receiving, sent
-from diloco.errors import ConfigError, IslandFailed
+from diloco.errors import ConfigError
 from diloco.launch.process.emulated import Emulated
 from diloco.simulations.emulate.config import load_wan
 from tests.simulations.emulated_site import needs_namespaces
@@ -43,7 +40,7 @@ def test_the_rows_are_those_of_the_table() -> None:
         "star-4x100M-60ms": 0.90,
     }
     assert (SETTING.shaper_off, SETTING.tls_cost) == (0.01, 1.7)
-    assert {row.kind for row in SETTING.rows if not row.at_least} == {"hivemind", "averager"}
+    assert {row.kind for row in SETTING.rows if not row.at_least} == {"hivemind"}
 
 
 @pytest.mark.parametrize("row", SETTING.rows, ids=lambda row: row.name)
@@ -159,53 +156,6 @@ def test_the_fat_row_of_hivemind_names_its_cap() -> None:
     (row,) = (row for row in SETTING.rows if row.name == "hivemind-1G-100ms")
 
     assert "4 MB in flight" in row.note
-
-
-class Averager:
-    """A peer whose steps give a group and do to its values what it is told."""
-
-    def __init__(self, left: float | None, group: dict[str, None] | None) -> None:
-        self.values, self.left, self.group = torch.zeros(8), left, group
-
-    @contextlib.contextmanager
-    def get_tensors(self) -> Iterator[list[torch.Tensor]]:
-        yield [self.values]
-
-    def step(self, timeout: float) -> dict[str, None] | None:
-        if self.left is not None:
-            self.values[4:] = 2.0
-            self.values[:4] = self.left
-        return self.group
-
-
-def test_a_step_of_the_averager_that_averages_nothing_is_no_measurement() -> None:
-    group = {"a": None, "b": None}
-
-    assert step(Averager(2.0, group), 3.0) >= 0
-    with pytest.raises(IslandFailed, match="group of 2, and values of 3 to 3 where the mean is 2"):
-        step(Averager(None, group), 3.0)
-    with pytest.raises(IslandFailed, match="values of 2 to 3 where"):
-        step(Averager(3.0, group), 3.0)
-    with pytest.raises(IslandFailed, match="no group"):
-        step(Averager(2.0, None), 3.0)
-
-
-@pytest.mark.parametrize("name", ["uniform8bit", ""])
-def test_a_lossy_averager_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name!r} is not measured.*none, float16"):
-        wan_averager.main({"do": "send", "compression": name})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("compression", ["none", "float16"])
-def test_the_averager_averages(compression: str, tmp_path: Path) -> None:
-    order = {"host": "127.0.0.1", "burst_bytes": 4 << 20, "compression": compression}
-    averaged = {key: order[key] for key in ("burst_bytes", "compression")}
-    with receiving("averager", "127.0.0.1", tmp_path, **averaged) as address:  # type: ignore[arg-type]
-        found = sent((), {**order, "kind": "averager", "address": address, "bursts": 3})
-
-    assert len(found["seconds"]) == 3
 
 
 @pytest.mark.parametrize("kind", ["grpc", "tcp"])

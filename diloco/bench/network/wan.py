@@ -6,9 +6,8 @@ through the transport that the configuration would make, and it is over when the
 acknowledged every lane. On the link itself a packet of 1500 bytes holds at most 1448 of payload.
 
 Rows of hivemind have a table of their own and no bar: the same contributions through the product's
-libp2p transport, and beside it one step of hivemind's own averager. libp2p does not fill a fat long
-link: one stream has about 4 MB on its way, which is 320 Mbit/s at 100 ms (the cause was not
-traced).
+libp2p transport. It does not fill a fat long link: one stream has about 4 MB on its way, which is
+320 Mbit/s at 100 ms (the cause was not traced).
 
 Beside the links: the in-process shaper against its specification, and what mTLS costs.
 """
@@ -56,8 +55,7 @@ class WanRow:
     Attributes:
         name: What --rows chooses by.
         spec: The link.
-        kind: Transport of the product, or averager: hivemind's own, for comparison.
-        compression: Of an averager.
+        kind: Transport of the product.
         at_least: Share of the limit that is required; 0: none is.
         burst_bytes: Payload of a contribution.
         bursts: How many are timed; the median counts.
@@ -69,7 +67,6 @@ class WanRow:
     name: str
     spec: LinkSpec
     kind: str = "grpc"
-    compression: str = ""
     at_least: float = 0.0
     burst_bytes: int = 64 * _MIB
     bursts: int = 2
@@ -92,7 +89,6 @@ class WanRow:
         """Give what `wan_link` is to do, as JSON values."""
         return {
             "kind": self.kind,
-            "compression": self.compression,
             "islands": self.spec.islands,
             "burst_bytes": self.burst_bytes,
             "lanes": LANES,
@@ -155,10 +151,6 @@ SETTING = WanSetting(
         WanRow("hivemind-100M-60ms", _THIN, kind="hivemind"),
         WanRow("hivemind-1G-100ms", _FAT, kind="hivemind", burst_bytes=128 * _MIB,
             note="capped: about 4 MB in flight a stream"),
-        WanRow("hivemind-averager-100M-60ms", _THIN, kind="averager", compression="float16",
-            burst_bytes=32 * _MIB, note="float16"),
-        WanRow("hivemind-averager-none-100M-60ms", _THIN, kind="averager", compression="none",
-            burst_bytes=32 * _MIB, note="float32"),
     )
 )  # fmt: skip
 SHAPER, MTLS = "shaper", "mtls-cpu"

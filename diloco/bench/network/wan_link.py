@@ -29,6 +29,7 @@ _FIRST_PORT = 5201
 _OMIT_S = 3
 _PATIENCE_S = 400.0
 _END_S = 10.0
+_END = (sys.executable, "-m", "diloco.bench.network.wan_end")
 
 Message = dict[str, Any]  # JSON values
 
@@ -40,27 +41,22 @@ def receiving(
     directory: Path,
     *,
     certs: str = "",
-    burst_bytes: int = 0,
-    compression: str = "",
 ) -> Iterator[str]:
     """A receiver in this namespace; gives its address.
 
     Args:
-        kind: Of `wan_end`, or "averager".
+        kind: Of `wan_end`.
         host: Its own address.
         directory: For its key.
         certs: Directory of certificates; empty: plaintext.
-        burst_bytes: What an averager averages.
-        compression: How an averager sends it.
 
     Raises:
         IslandFailed: If it does not start; its last words are above.
     """
     order: Message = {"do": "receive", "kind": kind, "host": host, "certs": certs}
-    order |= {"key": str(directory / "receiver.p2p-key"), "burst_bytes": burst_bytes}
-    order |= {"compression": compression}
+    order |= {"key": str(directory / "receiver.p2p-key")}
     process = subprocess.Popen(
-        [*_end(kind), json.dumps(order)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [*_END, json.dumps(order)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -85,13 +81,8 @@ def sent(prefix: Sequence[str], order: Message) -> Message:
     Raises:
         IslandFailed: If that failed.
     """
-    command = [*prefix, *_end(order["kind"]), json.dumps({"do": "send", **order})]
+    command = [*prefix, *_END, json.dumps({"do": "send", **order})]
     return dict(json.loads(_output(command)))
-
-
-def _end(kind: str) -> list[str]:
-    module = "wan_averager" if kind == "averager" else "wan_end"
-    return [sys.executable, "-m", f"diloco.bench.network.{module}"]
 
 
 def _output(command: Sequence[str]) -> str:
@@ -107,10 +98,9 @@ def measure_link(order: Message, emulated: Emulated, directory: Path) -> Message
     """Measure one link's row.
 
     Args:
-        order: `kind` of the transport, `compression` of an averager, `islands` that send at once,
-            `burst_bytes` and `lanes` of a contribution, `bursts`, how many of them only warm up,
-            `every_s` from one to the next (0: without a pause), `repetitions`, `limit_s` of the
-            limit.
+        order: `kind` of the transport, `islands` that send at once, `burst_bytes` and `lanes` of a
+            contribution, `bursts`, how many of them only warm up, `every_s` from one to the next
+            (0: without a pause), `repetitions`, `limit_s` of the limit.
         emulated: The network that this process is in.
         directory: For keys.
 
@@ -120,10 +110,9 @@ def measure_link(order: Message, emulated: Emulated, directory: Path) -> Message
     islands = sorted(emulated.description["islands"])[: order["islands"]]
     host = str(emulated.description["coordinator"])
     is_paused = order["every_s"] > 0
-    averaged = {key: order[key] for key in ("burst_bytes", "compression")}
     found: Message = {"limit_bps": {}, "own_bps": {}}
     with (
-        receiving(order["kind"], host, directory, **averaged) as own,
+        receiving(order["kind"], host, directory) as own,
         receiving("tcp", host, directory) as plain,
         ThreadPoolExecutor(len(islands)) as pool,
     ):
@@ -153,7 +142,6 @@ def _bursts_bps(
     """Payload bits per second of bursts after those that warm up: of the median one."""
     bursts = {
         "kind": kind,
-        "compression": order["compression"],
         "host": emulated.description["islands"][island]["address"],
         "address": address,
         "burst_bytes": order["burst_bytes"],
