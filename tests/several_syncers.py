@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from diloco.island.exchange.exchange import SyncerWay
+from diloco.island.exchange.exchange import SyncerConnection
 from diloco.outer.assignment import assign_fragments
 from diloco.transport.calls.loopback import LoopbackNetwork
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
@@ -74,12 +74,14 @@ class Several:
             await part.start_syncer()
 
     def island(self, name: str, incarnation: int = 1) -> VirtualIsland:
-        ways = [
-            SyncerWay(p.own, self.network.connect(p.name), self.network.connect(p.name))
+        connections = [
+            SyncerConnection(p.own, self.network.connect(p.name), self.network.connect(p.name))
             for p in self.parts
         ]
         unused, timeline = self.network.connect("nobody"), self.kept.timeline
-        return VirtualIsland(name, self.setting, unused, unused, incarnation, timeline, ways=ways)
+        return VirtualIsland(
+            name, self.setting, unused, unused, incarnation, timeline, connections=connections
+        )
 
     async def run(
         self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from diloco.errors import ConfigError
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_loop import OuterLoop
 from diloco.outer.combination import MergeRule
@@ -249,7 +249,7 @@ class VirtualIsland:
         data: Transport,
         incarnation: int = 1,
         timeline: int = 0,
-        ways: Sequence[SyncerWay] = (),
+        connections: Sequence[SyncerConnection] = (),
         held: Grant | None = None,
     ) -> None:
         """With `ways` to several syncers, `control` and `data` are not used; `held`: its grant."""
@@ -270,7 +270,8 @@ class VirtualIsland:
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            ways=ways or [SyncerWay(range(len(plan.fragments)), control, data)],
+            connections=connections
+            or [SyncerConnection(range(len(plan.fragments)), control, data)],
             grant=held or grant(name, incarnation, timeline),
             rules=ExchangeRules(
                 setting.uplink_codec,

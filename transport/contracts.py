@@ -112,7 +112,7 @@ Handlers: TypeAlias = Mapping[str, Handler]
 
 @runtime_checkable
 class Transport(Protocol):
-    """A client's way to one peer.
+    """A client's connection to one peer.
 
     Safe for concurrent calls from one event loop. Closing cancels what is in flight.
     """

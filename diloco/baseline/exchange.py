@@ -79,7 +79,7 @@ class ValueExchange:
         self._start = start
         self._members = members
         self._bounds = bounds
-        self._ways: Mapping[BaselineMember, Transport] = {}
+        self._transports: Mapping[BaselineMember, Transport] = {}
         self._slots: dict[BaselineMember, asyncio.Semaphore] = {}
         self._came: dict[BaselineMember, dict[Key, Buffer]] = {member: {} for member in members}
         self._taken: dict[BaselineMember, set[Key]] = {member: set() for member in members}
@@ -95,14 +95,14 @@ class ValueExchange:
         """What a server has to answer."""
         return {METHOD: self._receive}
 
-    def connect(self, ways: Mapping[BaselineMember, Transport]) -> None:
-        """Take the ways to the members that this one sends to."""
-        self._ways = ways
-        self._slots = {member: asyncio.Semaphore(self._bounds.streams) for member in ways}
+    def connect(self, transports: Mapping[BaselineMember, Transport]) -> None:
+        """Set the transports to the members that this one sends to."""
+        self._transports = transports
+        self._slots = {member: asyncio.Semaphore(self._bounds.streams) for member in transports}
 
     async def close(self) -> None:
-        """Close every way."""
-        await asyncio.gather(*(way.close() for way in self._ways.values()))
+        """Close every transport."""
+        await asyncio.gather(*(transport.close() for transport in self._transports.values()))
 
     async def send(self, to: BaselineMember, key: Key, payload: Buffer) -> None:
         """Send a vector; return when it is held there.
@@ -110,7 +110,7 @@ class ValueExchange:
         Raises:
             IslandFailed: If the member cannot be reached, or refuses it.
         """
-        bounds, way = self._bounds, self._ways[to]
+        bounds, transport = self._bounds, self._transports[to]
         reduction, chunk, hop = key
         header = VectorHeader(
             protocol_version=PROTOCOL_VERSION,
@@ -124,7 +124,7 @@ class ValueExchange:
         transfer = Transfer()
 
         async def attempt() -> Reply:
-            return await way.call(
+            return await transport.call(
                 METHOD, header, payload, deadline_s=bounds.silence_s, transfer=transfer
             )
 

@@ -165,7 +165,7 @@ class BaselineSite:
         served = f"?descriptor={listener.detach()}" if listener else ""
         meet(Job(place.own.island_rank, place.num_ranks, store + served))
         addresses = {BaselineMember(p["island"], p["island_rank"]): p["address"] for p in places}
-        self.exchange.connect(self._ways(addresses, profile))
+        self.exchange.connect(self._open_transports(addresses, profile))
         self._inside = self._groups()
 
     def reduction(self, chunk_bytes: int, *, only_inside: bool = False) -> GradientReduction:
@@ -212,10 +212,10 @@ class BaselineSite:
         scatter, gather = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         return Inside(scatter, gather)
 
-    def _ways(
+    def _open_transports(
         self, addresses: Mapping[BaselineMember, str], profile: LinkProfile | None
     ) -> dict[BaselineMember, Transport]:
-        """Open the ways that are used: to the next of the ring, or to the others of the column."""
+        """Open the connections in use: to the next of the ring, or to the others of the column."""
         place, own = self.place, self.place.own
         if self.order.is_flat:
             members = place.members
@@ -227,21 +227,23 @@ class BaselineSite:
         if profile is not None:
             seed = random.Random(f"{self.order.start}/{own}").getrandbits(64)
             link = carrier_link(profile, carriers).states(seed)
-        ways: dict[BaselineMember, Transport] = {}
+        transports: dict[BaselineMember, Transport] = {}
         for member in used:
             if member == own:
                 continue
             within = member.island == own.island
             security = self._security.within_site() if within else self._security
-            way = security.transport(
+            transport = security.transport(
                 addresses[member],
                 Role.ISLAND,
                 chunk_bytes=self._message_bytes,
                 channels=1 if within else self._channels,
             )
             is_shaped = link is not None and not within
-            ways[member] = ShapedTransport(way, *link) if is_shaped and link else way
-        return ways
+            transports[member] = (
+                ShapedTransport(transport, *link) if is_shaped and link else transport
+            )
+        return transports
 
 
 class GroupSite:

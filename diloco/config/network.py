@@ -85,7 +85,7 @@ class HivemindConfig(Section):
     @classmethod
     def _check_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for peer in value:
-            if not parse_peer_address(peer).ways:
+            if not parse_peer_address(peer).routes:
                 raise ValueError(f"{peer} does not say where the first peers are: /ip4/.../p2p/...")
         return value
 

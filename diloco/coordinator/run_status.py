@@ -106,18 +106,18 @@ class RunStatus:
         self.alarms.reported(reporter, alarms, islands=members, now=loop_now(), most=most)
 
     def assignments(self) -> list[SyncerAssignment]:
-        """Give the way to every fragment; none while a syncer has not said where it is.
+        """Give the route to every fragment; none while a syncer has not said where it is.
 
         None, too, while the run goes back to a checkpoint: whoever joins waits for that.
         """
-        ways = [
+        assignments = [
             SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(syncer_id))
             for syncer_id, word in sorted(self.syncers.items())
             if word.address
         ]
         if self._membership.is_returning:
             return []
-        return ways if len(ways) == self._membership.assignment.num_syncers else []
+        return assignments if len(assignments) == self._membership.assignment.num_syncers else []
 
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Take note of a report."""

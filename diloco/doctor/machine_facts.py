@@ -1,4 +1,4 @@
-"""What a site is like: its kernel's TCP, the ways out, clock, ports, certificates, tokens.
+"""What a site is like: its kernel's TCP, the routes out, clock, ports, certificates, tokens.
 
 Reads and tries; judges nothing (`diagnosis` does). Every wait has an end.
 """
@@ -39,7 +39,7 @@ from diloco.transport.addresses import is_loopback, split_address, split_candida
 from diloco.transport.contracts import PROTOCOL_VERSION
 from diloco.transport.errors import TransportError
 from diloco.transport.identity import Identity, Role
-from diloco.transport.libp2p.address import is_peer_address, is_relayed_way, parse_peer_address
+from diloco.transport.libp2p.address import is_peer_address, is_relayed_route, parse_peer_address
 from diloco.transport.security.certificates import CertificateError
 from diloco.transport.security.tls import Tls
 
@@ -159,10 +159,10 @@ def _hosts_of(address: str, *, with_relays: bool = False) -> list[str]:
     if not is_peer_address(address):
         return split_candidates(address)
     hosts = []
-    for way in parse_peer_address(address).ways:
-        if is_relayed_way(way) and not with_relays:
+    for route in parse_peer_address(address).routes:
+        if is_relayed_route(route) and not with_relays:
             continue
-        parts = way.split("/")
+        parts = route.split("/")
         if parts[1:2] and parts[1] in ("ip4", "ip6", "dns4", "dns6", "dns") and "tcp" in parts:
             host = f"[{parts[2]}]" if parts[1] == "ip6" else parts[2]
             hosts.append(f"{host}:{parts[parts.index('tcp') + 1]}")
@@ -170,7 +170,7 @@ def _hosts_of(address: str, *, with_relays: bool = False) -> list[str]:
 
 
 def try_path(address: str) -> PathFacts:
-    """Connect to one address, and probe the longest packet on the way."""
+    """Connect to one address, and probe the longest packet on the route."""
     host, port = split_address(address)
     began = time.monotonic()
     try:

@@ -84,7 +84,7 @@ class ArrivalForecast:
 
 
 @dataclass(frozen=True, slots=True)
-class WayForecast:
+class DirectionForecast:
     """A way of training: payload bytes of one island over the run.
 
     `transfer_s` is what they take on the configured link, one after the other and nothing
@@ -141,7 +141,7 @@ class Forecast:
     round_bytes_up: int
     round_bytes_down: int
     link: str
-    ways: tuple[WayForecast, ...]
+    directions: tuple[DirectionForecast, ...]
     disk: DiskForecast
     kept_bytes: dict[str, int]
     copied_bytes: dict[str, int]
@@ -197,7 +197,7 @@ def forecast(config: Config) -> Forecast:
         round_bytes_up=sum(fragment.bytes_up for fragment in fragments),
         round_bytes_down=sum(fragment.bytes_down for fragment in fragments),
         link=link.name if link is not None else "",
-        ways=_ways(config, plan, schedule, link),
+        directions=_directions(config, plan, schedule, link),
         disk=forecast_disk(config, sum(fragment.parameters for fragment in fragments)),
         kept_bytes={
             name: kept_bytes(sum(fragment.parameters for fragment in fragments))
@@ -287,9 +287,9 @@ def _shown_sends(schedule: Schedule) -> tuple[SendForecast, ...]:
     )
 
 
-def _ways(
+def _directions(
     config: Config, plan: Plan, schedule: Schedule, link: LinkProfile | None
-) -> tuple[WayForecast, ...]:
+) -> tuple[DirectionForecast, ...]:
     up, down = config.outer.uplink, config.outer.downlink
     count = diloco_traffic
     if config.outer.exchange == "allreduce":
@@ -307,7 +307,7 @@ def _ways(
     }
     own = _bytes(traffics["this run"])
     return tuple(
-        WayForecast(
+        DirectionForecast(
             name=name,
             bytes_up=traffic.bytes_up,
             bytes_down=traffic.bytes_down,

@@ -1,4 +1,4 @@
-"""One rank's way to a run: IO thread, word with the coordinator, transports to the syncers.
+"""One rank's connection to a run: IO thread, word with the coordinator, transports to the syncers.
 
 Everything of an island that needs the network begins and ends here; what is said over it belongs
 to `Registration` and `Exchange`, and what it is for to `DiLoCo`.
@@ -30,7 +30,7 @@ from diloco.config.load import with_policy
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, Moved, SyncerWay
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, Moved, SyncerConnection
 from diloco.island.exchange.state_transfer import SyncerRoutes, TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
@@ -254,7 +254,7 @@ class Connection:
         island_rank: int,
         on_event: Callable[[Event], None],
     ) -> Exchange:
-        """Open this rank's ways to the syncers, or to what is one for it: the island's own peer."""
+        """Open the connections to the syncers, or to the island's own peer instead."""
         config = self.config
         lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
         carriers = {
@@ -264,16 +264,16 @@ class Connection:
         }
         addresses, moved = [each.address for each in reply.syncers], None
         if config.outer.exchange == "syncer":
-            ways = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
+            wires = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
         else:
-            ways = [self._wires.own_peer(address) for address in addresses]
+            wires = [self._wires.own_peer(address) for address in addresses]
             moved = self._peer or _NothingMoved()
         self._exchange = Exchange(
             plan,
             lanes,
-            ways=[
-                SyncerWay(each.fragment_ids, control, data)
-                for each, (control, data) in zip(reply.syncers, ways, strict=True)
+            connections=[
+                SyncerConnection(each.fragment_ids, control, data)
+                for each, (control, data) in zip(reply.syncers, wires, strict=True)
             ],
             grant=reply.grant,
             rules=ExchangeRules(

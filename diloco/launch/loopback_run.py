@@ -24,7 +24,7 @@ from diloco.config.schema import Config
 from diloco.errors import AggregationError
 from diloco.forecast.build import build_syncer_rules
 from diloco.island.agreement import Agreement
-from diloco.island.exchange.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerWay
+from diloco.island.exchange.exchange import ANYWHERE, Exchange, ExchangeRules, SyncerConnection
 from diloco.island.lanes.shards import LaneShards, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
@@ -338,8 +338,8 @@ class _Island:
         self.exchange = _Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            ways=[
-                SyncerWay(
+            connections=[
+                SyncerConnection(
                     [fragment.fragment_id for fragment in plan.fragments],
                     control=self._world.way(self.name, self._network.connect(_SYNCER)),
                     data=self._world.way(self.name, self._network.connect(_SYNCER)),

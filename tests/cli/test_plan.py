@@ -94,11 +94,11 @@ def test_a_run_of_any_length_is_planned_at_once(run_file: Path) -> None:
     # What would merge at 10^9 or later is left to the flush.
     assert steps == [2, 4, 6, 8, 10**9 - 4, 10**9 - 2]
     assert planned["num_sends"] == 10**9 // 2 - 1
-    assert planned["ways"][0]["transfers"] == planned["num_sends"] + 2
+    assert planned["directions"][0]["transfers"] == planned["num_sends"] + 2
 
 
 def test_alternatives_are_multiples_of_the_run(run_file: Path) -> None:
-    own, dense, parallel = json.loads(plan(run_file, "--json", "-"))["ways"]
+    own, dense, parallel = json.loads(plan(run_file, "--json", "-"))["directions"]
 
     assert (own["name"], own["times"]) == ("this run", 1.0)
     assert own["transfers"] == 9 + 2
@@ -144,7 +144,7 @@ def test_without_a_link_no_time_is_claimed(run_file: Path) -> None:
 
     assert "no transport.link, so no times" in text
     planned = json.loads(plan(run_file, "--set", "transport.link=", "--json", "-"))
-    assert {way["transfer_s"] for way in planned["ways"]} == {None}
+    assert {each["transfer_s"] for each in planned["directions"]} == {None}
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,11 @@ def test_prediction_stands_beside_all_reduces_on_the_same_link(
     predicted = planned["prediction"]
     assert predicted["islands"].keys() == {"east", "west"}
     # At least the inner steps, at most these and every exchange waited for.
-    assert 20 * 0.05 < predicted["wall_s"] < 20 * 0.05 + planned["ways"][0]["transfer_s"] + 11 * 0.2
+    assert (
+        20 * 0.05
+        < predicted["wall_s"]
+        < 20 * 0.05 + planned["directions"][0]["transfer_s"] + 11 * 0.2
+    )
     names = [each["name"] for each in planned["alternatives"]]
     assert names == ["flat, float32", "hierarchical, float32", "hierarchical, bfloat16"]
     assert planned["not_predicted"] == ""

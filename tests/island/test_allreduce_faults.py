@@ -447,7 +447,7 @@ def test_the_way_to_an_address_that_nobody_has_any_more_is_closed(setting: Setti
     async def scenario() -> set[str]:
         islands = await living(run)
         await asyncio.sleep(8.0)
-        ways = islands.starts["a"].peer._calls._ways
+        ways = islands.starts["a"].peer._calls._transports
         assert "peer b 1" in ways
         await islands.kill("b")
         await islands.begin("b")

@@ -12,7 +12,7 @@ import grpc.aio
 
 from diloco.errors import CoordinatorUnavailable
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.fragment_pb2 import Ack
@@ -70,7 +70,7 @@ def test_waits_between_calls_are_those_of_the_rules(tmp_path: Path) -> None:
         exchange = Exchange(
             setting.plan(),
             {0: (0,)},
-            ways=[SyncerWay([0], silent, Silent())],
+            connections=[SyncerConnection([0], silent, Silent())],
             grant=grant("a"),
             rules=rules,
             rng=Longest(0),

@@ -25,7 +25,7 @@ from diloco.errors import (
     QuorumLost,
 )
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
 from diloco.island.exchange.staging import grouped
 from diloco.outer.fragments import Lane
 from diloco.outer.pseudo_gradient import bit_sum
@@ -149,7 +149,7 @@ def make_exchange(
     return Exchange(
         setting.plan(),
         lanes,
-        ways=[SyncerWay(range(setting.num_fragments), control, data or control)],
+        connections=[SyncerConnection(range(setting.num_fragments), control, data or control)],
         grant=grant(name),
         rules=ExchangeRules(**(values | rules)),
         rng=random.Random(0),

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from diloco.errors import AggregationError, CodecError, DilocoError, IslandFailed
 from diloco.io_thread import IoThread
 from diloco.island.agreement import Agreement
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerWay
+from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
 from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.island.outer_loop import OuterLoop
 from diloco.outer.fragments import Plan, make_plan
@@ -261,7 +261,7 @@ def island(
         exchange = Exchange(
             plan,
             {0: shards.lanes_of(0)},
-            ways=[SyncerWay([0], GrpcTransport(address), data)],
+            connections=[SyncerConnection([0], GrpcTransport(address), data)],
             grant=grant("island", 1 + timeline, timeline),
             rules=ExchangeRules(
                 "int4",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import CoordinatorUnavailable
-from diloco.island.exchange.exchange import SyncerWay
+from diloco.island.exchange.exchange import SyncerConnection
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.contracts import Transport
 from diloco.transport.errors import ConnectError
@@ -245,12 +245,12 @@ def test_a_start_that_never_reaches_a_syncer_ends_though_others_answer(
         await run.start()
         cut: Transport = Cut()  # type: ignore[assignment]
         first, other = run.parts
-        kept = SyncerWay(
+        kept = SyncerConnection(
             first.own, run.network.connect(first.name), run.network.connect(first.name)
         )
-        ways = [kept, SyncerWay(other.own, cut, cut)]
+        connections = [kept, SyncerConnection(other.own, cut, cut)]
         unused = run.network.connect("nobody")
-        island = VirtualIsland("a", setting, unused, unused, ways=ways)
+        island = VirtualIsland("a", setting, unused, unused, connections=connections)
         training = asyncio.create_task(island.run())
         for _ in range(int(PATIENCE_S) + 4):
             island.exchange.coordinator_answered()
@@ -272,12 +272,12 @@ def test_a_way_for_data_that_is_cut_alone_ends_the_island_though_others_answer(
         run = Several(setting)
         await run.start()
         data: list[Transport] = [run.network.connect("syncer-0"), Cut()]  # type: ignore[list-item]
-        ways = [
-            SyncerWay(p.own, run.network.connect(p.name), each)
+        connections = [
+            SyncerConnection(p.own, run.network.connect(p.name), each)
             for p, each in zip(run.parts, data, strict=True)
         ]
         unused = run.network.connect("nobody")
-        island = VirtualIsland("a", setting, unused, unused, ways=ways)
+        island = VirtualIsland("a", setting, unused, unused, connections=connections)
 
         with pytest.raises(CoordinatorUnavailable, match="the syncer at cut gave no answer"):
             await island.run()

@@ -244,7 +244,7 @@ def test_a_peer_is_found_by_its_identity_alone(tmp_path: Path) -> None:
 def test_another_peer_at_the_same_place_is_not_believed(tmp_path: Path) -> None:
     async def claim(server: HivemindServer) -> None:
         real = parse_peer_address(server.address)
-        other = PeerAddress("12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9", real.ways)
+        other = PeerAddress("12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9", real.routes)
         transport = HivemindTransport(str(other))
         with pytest.raises(ConnectError):
             await transport.call("echo", b"", deadline_s=DEADLINE_S)

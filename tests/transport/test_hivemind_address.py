@@ -36,7 +36,7 @@ RSA_PEER = "QmQLxPbD2BoyiGKB3RuTTZEs2uK1avhQZZyPkagYHoKiim"
 def test_addresses_are_read_and_written(text: str, ways: tuple[str, ...]) -> None:
     address = parse_peer_address(text)
 
-    assert (address.peer_id, address.ways) == (PEER, ways)
+    assert (address.peer_id, address.routes) == (PEER, ways)
     assert str(address) == text
     assert is_peer_address(text)
     for way in ways:

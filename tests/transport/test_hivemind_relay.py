@@ -70,7 +70,7 @@ def test_a_server_behind_nat_is_called_through_a_relay(
             handlers = {"echo": echo, "whence": whence}
             server = make(tmp_path / "server", handlers, "10.99.2.2:0", swarm=swarm)
             await server.start()
-        *direct, relayed = parse_peer_address(server.address).ways
+        *direct, relayed = parse_peer_address(server.address).routes
         assert all("10.99.2.2" in way for way in direct)
         assert relayed == f"{to_server}/p2p-circuit"
 

@@ -2,7 +2,7 @@
 
     /ip4/192.0.2.7/tcp/4711/p2p/12D3KooW...      where it was last, and who it is
     /p2p/12D3KooW...                             who it is; the DHT knows where
-    ADDRESS,ADDRESS                              several ways to one peer
+    ADDRESS,ADDRESS                              several routes to one peer
 
 The identity is the hash of a public key: whoever answers proves that it is that peer, wherever it
 is. Pure.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from diloco.transport.addresses import is_loopback, split_address
 
-_PEER = re.compile(r"(?P<way>(?:/[^/,\s]+)*)/p2p/(?P<peer_id>[1-9A-HJ-NP-Za-km-z]{40,60})")
+_PEER = re.compile(r"(?P<route>(?:/[^/,\s]+)*)/p2p/(?P<peer_id>[1-9A-HJ-NP-Za-km-z]{40,60})")
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 #: Protocols of a multiaddr: number, and bytes of the value; None: preceded by its length.
 _PROTOCOLS: dict[str, tuple[int, int | None]] = {
@@ -39,19 +39,19 @@ _TCP = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<por
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A peer and the ways to it.
+    """A peer and the routes to it.
 
     Attributes:
         peer_id: Its identity, base58.
-        ways: Multiaddrs without the identity; none: the DHT is asked.
+        routes: Multiaddrs without the identity; none: the DHT is asked.
     """
 
     peer_id: str
-    ways: tuple[str, ...]
+    routes: tuple[str, ...]
 
     def __str__(self) -> str:
         """Write it as it is read."""
-        return ",".join(f"{way}/p2p/{self.peer_id}" for way in self.ways or ("",))
+        return ",".join(f"{route}/p2p/{self.peer_id}" for route in self.routes or ("",))
 
 
 def is_peer_address(text: str) -> bool:
@@ -73,7 +73,7 @@ def parse_peer_address(text: str) -> PeerAddress:
             f"{text!r} must be the multiaddr of one peer, such as "
             f'"/ip4/192.0.2.7/tcp/4711/p2p/IDENTITY" or "/p2p/IDENTITY"'
         )
-    return PeerAddress(peers.pop(), tuple(match["way"] for match in found if match["way"]))
+    return PeerAddress(peers.pop(), tuple(match["route"] for match in found if match["route"]))
 
 
 def to_multiaddr(address: str) -> str:
@@ -92,30 +92,30 @@ def to_multiaddr(address: str) -> str:
 
 
 def tcp_port(address: PeerAddress) -> int:
-    """Give the TCP port of the first way that has one, relays' apart; 0 when none has."""
-    ports = [match["port"] for way in address.ways if (match := _TCP.fullmatch(way))]
+    """Give the TCP port of the first route that has one, relays' apart; 0 when none has."""
+    ports = [match["port"] for route in address.routes if (match := _TCP.fullmatch(route))]
     return int(ports[0]) if ports else 0
 
 
 def through(relay: PeerAddress) -> tuple[str, ...]:
-    """Give the ways to a peer that `relay` relays to."""
-    return tuple(f"{way}/p2p/{relay.peer_id}/p2p-circuit" for way in relay.ways)
+    """Give the routes to a peer that `relay` relays to."""
+    return tuple(f"{route}/p2p/{relay.peer_id}/p2p-circuit" for route in relay.routes)
 
 
-def direct_host(way: str) -> str:
-    """Give the host of a way without relays, such as ``192.0.2.7``; empty: it has none."""
-    match = _TCP.fullmatch(way)
+def direct_host(route: str) -> str:
+    """Give the host of a route without relays, such as ``192.0.2.7``; empty: it has none."""
+    match = _TCP.fullmatch(route)
     return match["host"] if match is not None else ""
 
 
-def is_relayed_way(way: str) -> bool:
+def is_relayed_route(route: str) -> bool:
     """Whether a multiaddr leads through a relay."""
-    return "p2p-circuit" in way.split("/")
+    return "p2p-circuit" in route.split("/")
 
 
-def is_loopback_way(way: str) -> bool:
+def is_loopback_route(route: str) -> bool:
     """Whether a multiaddr leads no further than this machine."""
-    match = _TCP.match(way)
+    match = _TCP.match(route)
     return match is not None and is_loopback(match["host"])
 
 

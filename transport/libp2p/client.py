@@ -28,7 +28,7 @@ _KEEP_S = 2.0
 
 
 class HivemindTransport:
-    """A way to one peer, over a libp2p daemon and hence a connection of its own.
+    """A route to one peer, over a libp2p daemon and hence a connection of its own.
 
     The daemon is started by the first call and ended by `close`. It belongs to the event loop of
     its first call.
@@ -47,7 +47,7 @@ class HivemindTransport:
 
         Args:
             address: Of the peer; see `hivemind_address`.
-            swarm: Through whom it is found where `address` names no way, or no good one.
+            swarm: Through whom it is found where `address` names no route, or no good one.
             chunk_bytes: Chunk size of requests.
             token: Sent with every call; empty: none.
             pacer: Of this process; None: one without a rate.

@@ -36,13 +36,13 @@ class Whereabouts:
     """Who a daemon is, and the multiaddrs at which it believes to be reached."""
 
     peer_id: str
-    ways: tuple[str, ...]
+    routes: tuple[str, ...]
 
 
 def connect_request(peer: PeerAddress) -> bytes:
-    """Ask for a connection to a peer by the ways of its address."""
+    """Ask for a connection to a peer by the routes of its address."""
     fields = [(1, peer_id_to_bytes(peer.peer_id))]
-    fields += [(2, multiaddr_to_bytes(way)) for way in peer.ways]
+    fields += [(2, multiaddr_to_bytes(route)) for route in peer.routes]
     return _varint_field(1, 1) + _fields([(2, _fields(fields))])
 
 
@@ -104,7 +104,7 @@ async def read_stream_peer(reader: asyncio.StreamReader) -> PeerAddress:
 
 
 def parse_stream_peer(reply: bytes) -> PeerAddress:
-    """Read to whom, and by which way, a stream was opened from the answer to `open_request`.
+    """Read to whom, and by which route, a stream was opened from the answer to `open_request`.
 
     Raises:
         ValueError: If it is none.
@@ -114,10 +114,10 @@ def parse_stream_peer(reply: bytes) -> PeerAddress:
 
 def _stream_peer(fields: dict[int, list[int | bytes]]) -> PeerAddress:
     try:
-        ways: tuple[str, ...] = (multiaddr_from_bytes(_bytes(fields, 2)),)
+        routes: tuple[str, ...] = (multiaddr_from_bytes(_bytes(fields, 2)),)
     except ValueError:  # of a kind that is unknown here
-        ways = ()
-    return PeerAddress(peer_id_from_bytes(_bytes(fields, 1)), ways)
+        routes = ()
+    return PeerAddress(peer_id_from_bytes(_bytes(fields, 1)), routes)
 
 
 def parse_whereabouts(reply: bytes) -> Whereabouts:
@@ -127,13 +127,13 @@ def parse_whereabouts(reply: bytes) -> Whereabouts:
         ValueError: If it is none.
     """
     fields = _parse(_bytes(_parse(reply), 4))
-    ways = []
+    routes = []
     for address in fields.get(2, []):
         try:
-            ways.append(multiaddr_from_bytes(address if isinstance(address, bytes) else b""))
+            routes.append(multiaddr_from_bytes(address if isinstance(address, bytes) else b""))
         except ValueError:
             continue
-    return Whereabouts(peer_id_from_bytes(_bytes(fields, 1)), tuple(ways))
+    return Whereabouts(peer_id_from_bytes(_bytes(fields, 1)), tuple(routes))
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES
-from diloco.transport.libp2p.address import PeerAddress, is_relayed_way, parse_peer_address
+from diloco.transport.libp2p.address import PeerAddress, is_relayed_route, parse_peer_address
 from diloco.transport.libp2p.control import (
     DaemonRefused,
     Whereabouts,
@@ -185,7 +185,7 @@ class Daemon:
         await asyncio.gather(*self._meetings())
 
     async def open(self, peer: PeerAddress) -> Stream:
-        """Open a stream to a peer, by the ways of its address, else those that the DHT knows.
+        """Open a stream to a peer, by the routes of its address, else those that the DHT knows.
 
         Raises:
             DaemonFailed: If it cannot be reached.
@@ -202,11 +202,11 @@ class Daemon:
             raise
         self._known.add(peer.peer_id)
         try:
-            ways = parse_stream_peer(reply).ways
+            routes = parse_stream_peer(reply).routes
         except ValueError as error:
             writer.transport.abort()
             raise DaemonFailed(f"the libp2p daemon opened a stream to nobody: {error}") from error
-        return reader, writer, any(map(is_relayed_way, ways))
+        return reader, writer, any(map(is_relayed_route, routes))
 
     async def accept(
         self, handle: Callable[[PeerAddress, asyncio.StreamReader, asyncio.StreamWriter], None]
@@ -308,8 +308,8 @@ class Daemon:
         return [self._own(self._reach(peer)) for peer in self._initial]
 
     async def _reach(self, peer: PeerAddress) -> bool:
-        """Whether a peer is connected now, by the ways of its address."""
-        if not peer.ways:
+        """Whether a peer is connected now, by the routes of its address."""
+        if not peer.routes:
             return False
         try:
             _, _, writer = await self._ask(connect_request(peer), within_s=_REMOTE_S)

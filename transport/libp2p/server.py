@@ -28,8 +28,8 @@ from diloco.transport.identity import Identity
 from diloco.transport.libp2p.address import (
     PeerAddress,
     direct_host,
-    is_loopback_way,
-    is_relayed_way,
+    is_loopback_route,
+    is_relayed_route,
     parse_peer_address,
     tcp_port,
     through,
@@ -135,15 +135,15 @@ class HivemindServer:
                 errno.EADDRINUSE,
                 f"cannot listen on {self._bind}: is another process using it? ({error})",
             ) from error
-        beyond = tuple(way for way in found.ways if not is_loopback_way(way))
+        beyond = tuple(route for route in found.routes if not is_loopback_route(route))
         # A daemon that dies is started again where it was.
-        address = PeerAddress(found.peer_id, beyond or found.ways)
+        address = PeerAddress(found.peer_id, beyond or found.routes)
         base, _, asked = self._listen.rpartition("/")
         self._listen = f"{base}/{tcp_port(address) or asked}"
         if self._swarm.is_relayed:
             relays = map(parse_peer_address, self._swarm.initial_peers)
-            relayed = (way for relay in relays for way in through(relay))
-            address = replace(address, ways=tuple(dict.fromkeys((*address.ways, *relayed))))
+            relayed = (route for relay in relays for route in through(relay))
+            address = replace(address, routes=tuple(dict.fromkeys((*address.routes, *relayed))))
         self._address = address
         self._is_stopping = False
         self._keeper = asyncio.get_running_loop().create_task(self._keep(daemon))
@@ -346,8 +346,8 @@ class _Stream:
     ) -> None:
         self._movement = movement
         self.peer = address.peer_id
-        self.hosts = [direct_host(way) for way in address.ways]
-        self.is_relayed = any(map(is_relayed_way, address.ways))
+        self.hosts = [direct_host(route) for route in address.routes]
+        self.is_relayed = any(map(is_relayed_route, address.routes))
         self.writer = writer
         self.reader = reader
         self.silence_s = 0.0

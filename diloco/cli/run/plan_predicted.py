@@ -125,7 +125,7 @@ def _alternative_rows(planned: Planned, forecast: Forecast) -> Rows:
                 format_duration(own.wall_s),
                 "1",
                 f"{own.utilisation:.1%}",
-                format_bytes(forecast.ways[0].bytes_up),
+                format_bytes(forecast.directions[0].bytes_up),
             ]
         )
     for other in planned.alternatives:

@@ -39,7 +39,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     else:
         console.print(_arrival_text(planned, planned.arrival))
     console.print(f"\nOne island's traffic over the run{_link_text(planned)}:\n")
-    print_rows(console, _way_rows(planned))
+    print_rows(console, _direction_rows(planned))
     console.print("\nA rank of each island takes, estimated from shapes, on its device:\n")
     print_rows(console, _rank_rows(planned))
     console.print("\nand beside it:\n")
@@ -210,20 +210,20 @@ def _send_rows(planned: Forecast) -> Rows:
     return columns, rows
 
 
-def _way_rows(planned: Forecast) -> Rows:
+def _direction_rows(planned: Forecast) -> Rows:
     from diloco.transport.units import format_bytes, format_duration
 
     columns = ["", "up", "down", "exchanges", "on this link", "times as much"]
     rows = [
         [
-            way.name,
-            format_bytes(way.bytes_up),
-            format_bytes(way.bytes_down),
-            f"{way.transfers:,}",
-            "-" if way.transfer_s is None else format_duration(way.transfer_s),
-            f"{way.times:.1f}",
+            direction.name,
+            format_bytes(direction.bytes_up),
+            format_bytes(direction.bytes_down),
+            f"{direction.transfers:,}",
+            "-" if direction.transfer_s is None else format_duration(direction.transfer_s),
+            f"{direction.times:.1f}",
         ]
-        for way in planned.ways
+        for direction in planned.directions
     ]
     return columns, rows
 

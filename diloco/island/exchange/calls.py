@@ -30,7 +30,7 @@ _POLL_WAIT_S = 20.0
 
 
 class SyncerCalls:
-    """One rank's way to the syncer, over a control and a data transport.
+    """One rank's connection to the syncer, over a control and a data transport.
 
     Whole models let the payloads of rounds go first. Where the syncer has no room for all payloads
     at once (`PollReply.asks_first`), each is sent when it is its turn there.

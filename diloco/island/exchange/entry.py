@@ -34,7 +34,7 @@ _TELL_WAITING_S = 30.0
 
 
 class Entry:
-    """One rank's way into the run, for the fragments that its exchange carries."""
+    """One rank's join, for the fragments that its exchange carries."""
 
     def __init__(
         self,

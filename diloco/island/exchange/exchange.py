@@ -79,7 +79,7 @@ class Moved(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncerWay:
+class SyncerConnection:
     """The transports to one syncer, and the fragments that it has."""
 
     fragment_ids: Sequence[int]
@@ -115,7 +115,7 @@ class Exchange:
         plan: Plan,
         lanes: Mapping[int, tuple[int, ...]],
         *,
-        ways: Sequence[SyncerWay],
+        connections: Sequence[SyncerConnection],
         grant: Grant,
         rules: ExchangeRules,
         rng: random.Random,
@@ -124,8 +124,8 @@ class Exchange:
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
-        Each fragment is that of one of the `ways`. `moved` counts what crosses to other sites,
-        where that is not what the calls here move.
+        Each fragment is that of one of the `connections`. `moved` counts what crosses to other
+        sites, where that is not what the calls here move.
         """
         self.rules = rules
         self._plan = plan
@@ -135,20 +135,20 @@ class Exchange:
         self._views = {p: FragmentView() for p in self._carried}
         self._tasks = Tasks(self._show)
         self._reach = Reach()
-        self._links = [self._link(way, rng) for way in ways]
+        self._links = [self._link(each, rng) for each in connections]
         self._link_of = {p: link for link in self._links for p in link.carried}
         self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
         self.step_s = 0.0
         self.num_heard = 0
 
-    def _link(self, way: SyncerWay, rng: random.Random) -> SyncerLink:
+    def _link(self, connection: SyncerConnection, rng: random.Random) -> SyncerLink:
         rules, grant = self.rules, self._grant
         return SyncerLink(
             self._plan,
-            {p: self._carried[p] for p in sorted(way.fragment_ids)},
+            {p: self._carried[p] for p in sorted(connection.fragment_ids)},
             calls=SyncerCalls(
-                way.control,
-                way.data,
+                connection.control,
+                connection.data,
                 grant,
                 rpc_deadline_s=rules.rpc_deadline_s,
                 policy=RetryPolicy(
@@ -194,7 +194,7 @@ class Exchange:
         return self._carried[fragment_id].staged
 
     def calls_of(self, fragment_id: int) -> SyncerCalls:
-        """Return the way to the syncer of a fragment."""
+        """Return the connection to the syncer of a fragment."""
         return self._link_of[fragment_id].calls
 
     @property

@@ -1,4 +1,4 @@
-"""A carrier's way to one syncer: its epoch, its polls, and the rounds of its fragments.
+"""A carrier's connection to one syncer: its epoch, its polls, and the rounds of its fragments.
 
 Belongs to the exchange and its loop. A syncer that is away holds up nothing but its own fragments,
 as long as anybody else answers (`retried_calls.Reach`); what it says that ends this rank, such as a

@@ -61,7 +61,7 @@ class PeerCalls:
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
-        self._ways: dict[str, Transport] = {}
+        self._transports: dict[str, Transport] = {}
         self._silent_since: dict[str, float] = {}  # island -> loop time
         self._unreached: set[str] = set()
         self.peers: Mapping[str, wire.Peer] = {}
@@ -71,7 +71,9 @@ class PeerCalls:
 
     async def close(self) -> None:
         """Close every transport."""
-        await asyncio.gather(self._decider.close(), *(way.close() for way in self._ways.values()))
+        await asyncio.gather(
+            self._decider.close(), *(transport.close() for transport in self._transports.values())
+        )
 
     # -- to the decider --------------------------------------------------------------------------
 
@@ -138,8 +140,8 @@ class PeerCalls:
             if before.get(island) != peer:
                 self._has_answered(island)  # a new start: of its silence nothing is known
         named = {peer.address for peer in self.peers.values()}
-        gone = [self._ways.pop(address) for address in self._ways.keys() - named]
-        await asyncio.gather(*(way.close() for way in gone))
+        gone = [self._transports.pop(address) for address in self._transports.keys() - named]
+        await asyncio.gather(*(transport.close() for transport in gone))
 
     # -- to other peers --------------------------------------------------------------------------
 
@@ -189,15 +191,15 @@ class PeerCalls:
         peer = self.peers.get(island)
         if peer is None:
             return b"", "the decider has not named its peer yet"
-        way = self._ways.get(peer.address)
+        transport = self._transports.get(peer.address)
         began = loop_now()
         header = _addressed(request, self.peer_grant)
         received = transfer.received_bytes
         self.bytes_up += len(header)
         try:
-            if way is None:
-                way = self._ways[peer.address] = self._open(peer.address)
-            reply = await way.call(
+            if transport is None:
+                transport = self._transports[peer.address] = self._open(peer.address)
+            reply = await transport.call(
                 method,
                 header,
                 deadline_s=self._rpc_deadline_s + 8 * num_bytes / SLOWEST_BPS,

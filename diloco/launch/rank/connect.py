@@ -129,14 +129,14 @@ class _Wires:
 
         def connect(address: str) -> Transport:
             chosen = config.transport
-            way = self._security.transport(
+            transport = self._security.transport(
                 address,
                 Role.ISLAND,
                 chunk_bytes=chosen.chunk_bytes,
                 channels=chosen.num_channels,
             )
             # What others pull from here takes their links' time, not this one's as well.
-            return way if link is None else ShapedTransport(way, *link)
+            return transport if link is None else ShapedTransport(transport, *link)
 
         return await start_peer(
             config,
