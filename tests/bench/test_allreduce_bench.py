@@ -65,7 +65,7 @@ def test_a_link_that_is_not_as_told_misses_its_bars(monkeypatch):
     report = run(SMALL, is_emulated=True)
 
     assert len(report.missed) == 2
-    assert all(row["note"] == "the link is not as told" for row in report.rows)
+    assert all(row["note"] == "the link is not as specified" for row in report.rows)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.bench.syncer.control_plane import serving
-from diloco.bench.syncer.publish import PublishSetting, _hear
+from diloco.bench.syncer.publish import PublishSetting, _receive
 from diloco.bench.syncer.syncer import SETTING, SyncerSetting, run
 from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.state_dir import StateDir
@@ -101,7 +101,7 @@ def test_a_process_that_ended_is_named_as_the_reason() -> None:
     there.close()
 
     with pytest.raises(DilocoError, match="a process of the bench ended"):
-        _hear(here)
+        _receive(here)
 
 
 def test_the_setting_is_what_was_asked_for() -> None:

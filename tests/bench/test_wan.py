@@ -94,7 +94,7 @@ def test_a_link_that_is_not_as_told_judges_nothing(monkeypatch: pytest.MonkeyPat
     assert report.rows[0]["figure"] is None
     (bar,) = report.missed
     assert math.isnan(bar.figure)
-    assert bar.what == f"one: payload over {IPERF3} (the link is not as told)"
+    assert bar.what == f"one: payload over {IPERF3} (the link is not as specified)"
 
 
 def test_without_iperf3_nothing_stands_in_for_the_limit(

@@ -2,8 +2,8 @@
 
 Two islands of two ranks, a process each, sum 64 MiB of float32 again and again: through one ring of
 all four, or inside the islands first, in chunks of several sizes; one chunk for the whole vector is
-what nothing overlaps in. The ideal is `diloco.baseline.time_model`: of the link as it is told, and
-of the inside phases as they are measured by themselves on this machine.
+what nothing overlaps in. The ideal is `diloco.baseline.time_model`: of the link as it is specified,
+and of the inside phases as they are measured by themselves on this machine.
 
 Links are shaped in the process, or emulated (network namespaces); there TCP's payload is at most
 1448 of 1500 bytes, and the ideal is of that.
@@ -102,13 +102,13 @@ def run(
     """
     wanted = matching([link.name for link in setting.links], rows, what="link")
     links = [link for link in setting.links if link.name in wanted]
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     for number, link in enumerate(links):
         look = functools.partial(watch, link.name, number, len(links))
         found, check = _measure(setting, link, emulate, look)
         of_link = _rows(setting, link, found, is_emulated=emulate)
-        told += [{**row, "check": check} for row in of_link]
+        results += [{**row, "check": check} for row in of_link]
         requirements += _requirements(setting, link, of_link)
     described = {
         "num_bytes": setting.num_bytes,
@@ -118,13 +118,13 @@ def run(
         "repetitions": setting.repetitions,
         "links": "emulated" if emulate else "shaped in the process",
     }
-    return Report("allreduce", described, _COLUMNS, told, requirements)
+    return Report("allreduce", described, _COLUMNS, results, requirements)
 
 
 def _measure(
     setting: AllReduceSetting, link: LinkRow, is_emulated: bool, on_look: Callable[[], None]
 ) -> tuple[dict[str, Any], str]:
-    """Measure all kinds on one link; empty where the link is not as told, which is the text."""
+    """Measure all kinds on one link; empty where the link is not as specified: the text says so."""
     order = {
         "num_bytes": setting.num_bytes,
         "chunks_bytes": list(setting.chunks_bytes),
@@ -146,7 +146,7 @@ def _measure(
 def _rows(
     setting: AllReduceSetting, link: LinkRow, found: Mapping[str, Any], *, is_emulated: bool
 ) -> list[dict[str, Any]]:
-    """Hold what was found against the ideal; nothing was found on a link that is not as told."""
+    """Hold what was found against the ideal; on a link that is not as specified, nothing."""
     bandwidth_bps, rtt_s = parse_bandwidth(link.bandwidth), link.rtt_ms / 1e3
     wan_bps = tcp_bps(bandwidth_bps, rtt_s=rtt_s) if is_emulated else bandwidth_bps
     rows = []
@@ -156,7 +156,7 @@ def _rows(
         row: dict[str, Any] = {"link": link.name, "kind": kind, "chunk_mib": chunk_bytes / _MIB}
         row |= dict.fromkeys(("inside_s", "ideal_s", "took_s", "ratio"))
         if not found:
-            rows.append({**row, "note": "the link is not as told"})
+            rows.append({**row, "note": "the link is not as specified"})
             continue
         inside_s = min(found[_HIERARCHICAL]["inside_s"][str(chunk_bytes)])
         ideal = Reduction(

@@ -122,7 +122,7 @@ def measure_inside(
         on_look: Called often; what it raises takes the network down.
 
     Returns:
-        What was found, and the emulation's record. A link that is not as told carries no
+        What was found, and the emulation's record. A link that is not as specified carries no
         measurement: what was found is empty then.
 
     Raises:
@@ -147,7 +147,7 @@ def measure_inside(
 
 
 def check_text(check: Sequence[dict[str, Any]] | None) -> str:
-    """Say in a word whether the network was as told; None: nobody looked."""
+    """Say in a word whether the network was as specified; None: nobody looked."""
     if check is None:
         return "-"
     missed = [f"{f['link']} {f['way']} {f['figure']}" for f in check if not f["is_met"]]

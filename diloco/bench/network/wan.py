@@ -169,23 +169,23 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: WanSetting = SETTING
         IslandFailed: If a measurement failed.
     """
     wanted = matching(row_names(setting), rows)
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     by_link: dict[LinkSpec, list[WanRow]] = {}
     for row in setting.rows:
         if row.name in wanted:
             by_link.setdefault(row.spec, []).append(row)
     for spec, of_link in by_link.items():
-        look = functools.partial(watch, spec.text, len(told), len(wanted))
+        look = functools.partial(watch, spec.text, len(results), len(wanted))
         for row, measured in zip(of_link, _measure(spec, of_link, setting, look), strict=True):
-            told.append(measured)
+            results.append(measured)
             if row.at_least:
                 requirements.append(_requirement(row, measured))
     for name in setting.heartbeats.rows:
         if name in wanted:
-            look = functools.partial(watch, name, len(told), len(wanted))
+            look = functools.partial(watch, name, len(results), len(wanted))
             measured, bars = measure_heartbeats(setting.heartbeats, name, look)
-            told.append(measured)
+            results.append(measured)
             requirements += bars
     tries = setting.repetitions + 1
     beside: dict[str, tuple[Callable[[], dict[str, Any]], str, float]] = {
@@ -204,11 +204,11 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: WanSetting = SETTING
     }
     for name, (measure, what, limit) in beside.items():
         if name in wanted:
-            watch(name, len(told), len(wanted))
-            told.append({"table": _BESIDE, "row": name, **measure()})
-            requirements.append(Requirement(f"{name}: {what}", told[-1]["figure"], limit, "x"))
+            watch(name, len(results), len(wanted))
+            results.append({"table": _BESIDE, "row": name, **measure()})
+            requirements.append(Requirement(f"{name}: {what}", results[-1]["figure"], limit, "x"))
     described = {"lanes": LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
-    return Report("wan", described, (*_COLUMNS, *HEARTBEAT_COLUMNS), told, requirements)
+    return Report("wan", described, (*_COLUMNS, *HEARTBEAT_COLUMNS), results, requirements)
 
 
 def _requirement(row: WanRow, measured: Mapping[str, Any]) -> Requirement:
@@ -241,7 +241,7 @@ def _measure(
             "limit_mbps": None,
             "own_mbps": None,
             "figure": None,
-            "note": "the link is not as told"
+            "note": "the link is not as specified"
             if row in able
             else "hivemind is not installed: pip install diloco[hivemind]",
         }
@@ -282,7 +282,7 @@ def _emulate(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run `wan_link` in an emulated network; returns what it found, and the emulation's record.
 
-    A link that is not as told carries no measurement: what was found is empty then.
+    A link that is not as specified carries no measurement: what was found is empty then.
     """
     common = {"repetitions": setting.repetitions, "limit_s": setting.limit_s}
     orders = {row.name: {**row.order, **common} for row in rows}

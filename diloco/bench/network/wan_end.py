@@ -44,8 +44,8 @@ Order = dict[str, Any]  # JSON values
 def main(order: Order) -> None:
     """Do what an order says."""
     if order["do"] == "send":
-        send = _send_tcp if order["kind"] == "tcp" else _send_calls
-        seconds, receiver_cpu_s = send(order)
+        is_plain = order["kind"] == "tcp"
+        seconds, receiver_cpu_s = _send_tcp(order) if is_plain else asyncio.run(_send_lanes(order))
         _send({"seconds": seconds, "cpu_s": _cpu_s(), "receiver_cpu_s": receiver_cpu_s})
     elif order["kind"] == "tcp":
         _receive_tcp(order["host"])
@@ -92,10 +92,6 @@ async def _receive_calls(order: Order) -> None:
     _send({"address": server.address})
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(0.0)
-
-
-def _send_calls(order: Order) -> tuple[list[float], float]:
-    return asyncio.run(_send_lanes(order))
 
 
 async def _send_lanes(order: Order) -> tuple[list[float], float]:

@@ -126,14 +126,14 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTI
     wanted = [row for name in names for row in _rows(get_codec(name), setting)]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     try:
         delta = pseudo_gradient(ByteTask(), 1, first=setting.first, inner_steps=setting.inner_steps)
         for row in wanted:
-            watch("codecs", len(told), len(wanted))
+            watch("codecs", len(results), len(wanted))
             # A codec's rows have the same bytes: one try is enough.
             tried = _zstd(row.codec, delta) if row.mode == "eager" else _UNTRIED
-            told.append({**_measure(row, setting.repetitions), **tried})
+            results.append({**_measure(row, setting.repetitions), **tried})
     finally:
         torch.set_num_threads(num_threads)
     described = {
@@ -145,7 +145,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTI
         "inner_steps": setting.inner_steps,
         "threads": 1,
     }
-    return Report("codec", described, _COLUMNS, told, _requirements(told, setting, names))
+    return Report("codec", described, _COLUMNS, results, _requirements(results, setting, names))
 
 
 def _rows(codec: Codec, setting: CodecSetting) -> list[_CodecRow]:

@@ -42,7 +42,7 @@ class CountedDevice:
         return _on_device(values.detach().clone(memory_format=torch.contiguous_format))
 
     def reset_peak(self) -> None:
-        """Count the peak anew, from what is there."""
+        """Count the peak from what is there now."""
         self.peak_bytes = self.live_bytes
 
     def count(self, inner: Tensor) -> None:

@@ -170,7 +170,7 @@ def run_cell(setting: GuardSetting, cell: GuardCell, seed: int) -> CellResult:
 
 
 class _GuardEvents:
-    """What is told of a run: who was refused, who declined, whom alarms name."""
+    """What the events of a run say: who was refused, who declined, whom alarms name."""
 
     def __init__(self, period: int, num_islands: int) -> None:
         self.refused, self.declined = Counter[str](), Counter[str]()

@@ -8,8 +8,8 @@ have it staged, beside the steps before the merge. Streaming DiLoCo keeps two fr
     8 bytes of outer parameters and momentum / 12 of parameters and Adam's moments      = 66 %
     2 of P fragments of them                                                            = 66 % 2 / P
 
-The same ratio is told of the measured bytes. On CUDA they are the allocator's; elsewhere those of
-a device made of host memory (`counted_device`), and so are exact but for what CUDA's allocator
+The same ratio is computed of the measured bytes. On CUDA they are the allocator's; elsewhere those
+of a device made of host memory (`counted_device`), and so are exact but for what CUDA's allocator
 rounds up and its kernels take inside an operation.
 
 Source: Streaming DiLoCo (arXiv 2501.18512), section on memory; papers' anchor 66 % and 2 %.
@@ -134,7 +134,7 @@ def figures(local_mix: float, measured: MeasuredMemory) -> list[dict[str, Any]]:
         {
             "table": f"local_mix = {local_mix:g}, {measured.num_merges} merges",
             "local_mix": local_mix,
-            "phase": told,
+            "phase": heading,
             "device": measured.device,
             "extra_bytes": (extra := measured.extra_bytes.get(phase, 0)),
             "extra_mib": extra / _MEBI,
@@ -144,7 +144,7 @@ def figures(local_mix: float, measured: MeasuredMemory) -> list[dict[str, Any]]:
             "largest_tensor_bytes": measured.largest_tensor_bytes,
             "parameter_bytes": measured.parameter_bytes,
         }
-        for phase, told in _PHASES.items()
+        for phase, heading in _PHASES.items()
     ]
 
 
@@ -177,7 +177,7 @@ class MeasuredDevice(Protocol):
         """Put a copy of a CPU tensor there."""
 
     def reset_peak(self) -> None:
-        """Count the peak anew."""
+        """Count the peak from now on."""
 
 
 class CudaDevice:
@@ -198,7 +198,7 @@ class CudaDevice:
         return values.cuda()
 
     def reset_peak(self) -> None:
-        """Count the peak anew."""
+        """Count the peak from now on."""
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -121,13 +121,13 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: UtilisationSetting =
     """
     wanted = matching([row.name for row in setting.rows], rows)
     chosen = [row for row in setting.rows if row.name in wanted]
-    told, requirements = [], []
+    results, requirements = [], []
     for index, row in enumerate(chosen):
         look = functools.partial(watch, row.name, index, len(chosen))
         with tempfile.TemporaryDirectory(prefix="diloco-utilisation-") as directory:
-            told.append(row_figures(setting, row, _train(setting, row, Path(directory), look)))
+            results.append(row_figures(setting, row, _train(setting, row, Path(directory), look)))
         if row.at_least is not None:
-            figure = told[-1]["utilisation"]
+            figure = results[-1]["utilisation"]
             what = f"utilisation of {row.name}"
             requirements.append(Requirement(what, figure, row.at_least, "x", is_at_least=True))
     described = {
@@ -136,7 +136,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: UtilisationSetting =
         "link": setting.link,
         "num_islands": len(_ISLANDS),
     }
-    return Report("utilisation", described, _COLUMNS, told, requirements)
+    return Report("utilisation", described, _COLUMNS, results, requirements)
 
 
 def _config(setting: UtilisationSetting, row: UtilisationRow, state_dir: Path) -> Config:

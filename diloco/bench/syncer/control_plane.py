@@ -145,7 +145,7 @@ class SyncerProcess:
         return self._status("VmHWM")
 
     def forget_peak(self) -> None:
-        """Begin to look for the peak anew."""
+        """Look for the peak from now on."""
         (self._proc / "clear_refs").write_text("5")
 
     def _status(self, name: str) -> int:

@@ -4,7 +4,7 @@ Two islands and a syncer, a process each, over loopback without shaping. The clo
 islands begin to encode, lane by lane, and stops when the last of them hears that the next version
 is published. Beside it, alone on one thread: 2 encodes, 3 decodes (both contributions, and what
 is published), the outer step, and the downlink's encode, of the same lanes by the same codec.
-Rounds and codecs take turns, so that other load on the machine meets both. Processes are told what
+Rounds and codecs take turns, so that other load on the machine meets both. Processes learn what
 to do over pipes; `time.monotonic`, which they share, says when what happened.
 """
 
@@ -210,7 +210,7 @@ class _RoundsUnderWay:
         begin = time.monotonic() + _START_S
         for pipe in self._islands:
             pipe.send(begin)
-        sent: list[SentTimes] = [_hear(pipe) for pipe in self._islands]
+        sent: list[SentTimes] = [_receive(pipe) for pipe in self._islands]
         before, self._spent = self._spent, self._ask()
         merge_s, commit_s, cpu_s = (a - b for a, b in zip(self._spent, before, strict=True))
         first = min(island.began for island in sent)
@@ -231,7 +231,7 @@ class _RoundsUnderWay:
 
     def _ask(self) -> tuple[float, float, float]:
         self._syncing.send(True)
-        spent: tuple[float, float, float] = _hear(self._syncing)
+        spent: tuple[float, float, float] = _receive(self._syncing)
         return spent
 
 
@@ -252,14 +252,14 @@ def _running(setting: PublishSetting, *, is_stored: bool) -> Iterator[_RoundsUnd
             return here
 
         syncing = start(syncer, setting, is_stored)
-        address = _hear(syncing)
+        address = _receive(syncing)
         islands = [start(island, setting, name, address) for name in setting.islands]
         for pipe in islands:
-            _hear(pipe)
+            _receive(pipe)
         yield _RoundsUnderWay(syncing, islands)
 
 
-def _hear(pipe: Connection) -> Any:
+def _receive(pipe: Connection) -> Any:
     """Return what a process says, hence `Any`.
 
     Raises:

@@ -92,15 +92,6 @@ class SendingIsland:
             request.known.extend(reply.fragments)
             request.known_epoch = reply.syncer_epoch
 
-    async def fetch(self, version: int, lane_id: int) -> bytes:
-        """Return one lane's published payload."""
-        header = wire.FetchHeader(version=version, lane_ids=[lane_id], kind=wire.FETCH_KIND_PAYLOAD)
-        reply = await self._call("fragment.fetch", header)
-        answer = wire.FetchReply.FromString(reply.header)
-        if answer.status != wire.FETCH_STATUS_OK:
-            raise DilocoError(f"the bench's syncer did not serve a lane: {answer}")
-        return bytes(reply.payload)
-
     async def close(self) -> None:
         """Release the connection."""
         await self._transport.close()

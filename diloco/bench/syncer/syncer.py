@@ -9,7 +9,7 @@ resident set.
 
 In the row of a small spool all islands send at once, and only the syncer bounds what is in memory:
 as many bytes as its spool holds may arrive, and a lane that waits for its turn waits at its island,
-which was told to ask first. In the row of mTLS gRPC's threads encrypt, too: what they take beyond
+which has to ask first. In the row of mTLS gRPC's threads encrypt, too: what they take beyond
 the same row without it is the cost of TLS.
 
     extra = peak - idle - state - held - in flight
@@ -165,7 +165,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: SyncerSetting = SETT
     """
     wanted = matching([*(row.name for row in setting.rows), _PUBLISH], rows)
     chosen, rounds = [row for row in setting.rows if row.name in wanted], setting.num_rounds + 1
-    told: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     requirements: list[Requirement] = []
     for number, row in enumerate(chosen):
 
@@ -173,20 +173,20 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: SyncerSetting = SETT
             watch("rounds", before + done, len(chosen) * rounds)
 
         with tempfile.TemporaryDirectory(prefix="diloco-syncer-") as directory:
-            plain = told.get(replace(row, has_tls=False).name) if row.has_tls else None
-            told[row.name] = _measure(setting, row, plain, Path(directory), on_round)
-    fewest, most = (told.get(str(of(setting.num_islands))) for of in (min, max))
+            plain = results.get(replace(row, has_tls=False).name) if row.has_tls else None
+            results[row.name] = _measure(setting, row, plain, Path(directory), on_round)
+    fewest, most = (results.get(str(of(setting.num_islands))) for of in (min, max))
     if fewest and most:
         what = f"{most['num_islands']} islands over {fewest['num_islands']}"
         figure = most["nanoseconds"] / fewest["nanoseconds"]
         what = f"CPU time a parameter and island, {what}"
         requirements.append(Requirement(what, figure, setting.flatness, "x"))
     for security in (_PLAIN, _MTLS):
-        if extra := [r["extra_of_state"] for r in told.values() if r["security"] == security]:
+        if extra := [r["extra_of_state"] for r in results.values() if r["security"] == security]:
             what = f"peak memory beyond state, contributions and lanes in flight, {security}"
             unit = "of one fragment's state"
             requirements.append(Requirement(what, max(extra), setting.memory, unit))
-    shown = list(told.values())
+    shown = list(results.values())
     if _PUBLISH in wanted:
         published, bars = measure_publish(
             setting.publish, lambda done, total: watch("rounds to publish", done, total)

@@ -85,12 +85,12 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: PlainSetting = SETTI
         ConfigError: If a pattern matches no row.
     """
     wanted = matching([row.name for row in setting.rows], rows)
-    told, requirements = [], []
+    results, requirements = [], []
     for row in setting.rows:
         if row.name in wanted:
-            told.append(figures(row, _measure(setting, row, watch)))
-            requirements += _requirements(setting, told[-1])
-    return Report("plain", asdict(setting), _COLUMNS, told, requirements)
+            results.append(figures(row, _measure(setting, row, watch)))
+            requirements += _requirements(setting, results[-1])
+    return Report("plain", asdict(setting), _COLUMNS, results, requirements)
 
 
 def _measure(setting: PlainSetting, row: PlainRow, watch: Watch) -> MeasuredLoops:

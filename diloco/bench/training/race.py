@@ -159,7 +159,7 @@ def run(
     """
     setting = setting or (QUICK if quick else SETTING)
     links = chosen_links(setting, rows, is_emulated=emulate)
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
     total = len(links) * len(METHODS)
     for number, link in enumerate(links):
@@ -171,23 +171,23 @@ def run(
         found, check = _measure(setting, link, emulate, look)
         of_link = _rows(link, found)
         table = f"{link.name}, check of the network: {check}" if emulate else link.name
-        told += [{**row, "table": table, "check": check} for row in of_link]
+        results += [{**row, "table": table, "check": check} for row in of_link]
         if link.is_judged:
             requirements += _requirements(setting, of_link)
     if plot:
-        write_plot(told, Path(plot))
+        write_plot(results, Path(plot))
     described = {**asdict(setting), "links": [asdict(link) for link in links], "ranks": _RANKS}
     described["shaped"] = "emulated" if emulate else "in the process"
     described["tokens"] = (
         len(ISLANDS) * setting.inner_steps * setting.sequences * setting.sequence_length
     )
-    return Report("race", described, _COLUMNS, told, requirements)
+    return Report("race", described, _COLUMNS, results, requirements)
 
 
 def _measure(
     setting: RaceSetting, link: LinkRow, is_emulated: bool, on_look: Callable[[str, int], None]
 ) -> tuple[dict[str, Any], str]:
-    """Make all runs on one link; empty where the link is not as told, which is the text."""
+    """Make all runs on one link; empty where the link is not as specified, which is the text."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-race-") as directory:
         place = Path(directory)
         order = run_order(setting, None if is_emulated else link, place)
@@ -248,7 +248,7 @@ def race_config(setting: RaceSetting, method: str, state_dir: Path, link: LinkRo
 
 
 def _rows(link: LinkRow, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Hold all against hierarchical all-reduce; nothing was found on a link that is not as told."""
+    """Hold all against hierarchical all-reduce; on a link that is not as specified, nothing."""
     rows = []
     for method in METHODS:
         row: dict[str, Any] = dict.fromkeys(column.key for column in _COLUMNS)
@@ -330,14 +330,14 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     That of `diloco baseline` has some of all islands together.
     """
     if "baseline" in summary:
-        told, islands = [summary], list(summary["islands"].values())
+        whole, islands = [summary], list(summary["islands"].values())
     else:
-        told = islands = summary["islands"]
+        whole = islands = summary["islands"]
     loss = "nats_per_byte" if "baseline" in summary else "published_nats_per_byte"
     return {
-        "wall_s": max(each["wall_s"] for each in told),
-        "utilisation": min(each["utilisation"] for each in told),
-        "nats_per_byte": max(each[loss] for each in told),
+        "wall_s": max(each["wall_s"] for each in whole),
+        "utilisation": min(each["utilisation"] for each in whole),
+        "nats_per_byte": max(each[loss] for each in whole),
         "bytes_up": max(island["bytes_up"] for island in islands),
         "bytes_down": max(island["bytes_down"] for island in islands),
     }

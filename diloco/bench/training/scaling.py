@@ -155,7 +155,7 @@ def run(
     Raises:
         ConfigError: If the kernel does not tell how long threads wait for a CPU, or networks cannot
             be emulated here.
-        IslandFailed: If a rank failed, or a link is not as told; says what its log does.
+        IslandFailed: If a rank failed, or a link is not as specified; says what its log does.
     """
     chosen = chosen_rows(setting, ranks, rows)
     run_delay_s()
@@ -175,7 +175,7 @@ def run(
     link_bps = tcp_bps(bps, rtt_s=setting.rtt_ms / 1e3) if emulate else math.inf
     cpus, tokens = usable_cpus(), setting.sequences * setting.sequence_length
     links = "emulated" if emulate else "the loopback"
-    told = [
+    results = [
         row_figures(
             row,
             found[row.name],
@@ -188,7 +188,7 @@ def run(
         for row in chosen
     ]
     described = {**asdict(setting), "usable_cpus": cpus, "links": links}
-    return Report("scaling", described, _COLUMNS, told, [])
+    return Report("scaling", described, _COLUMNS, results, [])
 
 
 def row_figures(
@@ -274,7 +274,7 @@ def _measure_emulated(
     found, record = measure_inside("ranks", toml, __name__, order, place, on_look)
     if not found:
         raise IslandFailed(
-            f"emulated links of {setting.bandwidth} are not as told on this machine "
+            f"emulated links of {setting.bandwidth} are not as specified on this machine "
             f"({check_text(record['check'])}), and carry no measurement: end other work, or "
             f"leave --emulate out"
         )
