@@ -17,7 +17,7 @@ from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.operator_service import Operations
 from diloco.outer.fragments import TensorSpec, make_plan
-from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.terms import Terms, terms_of
@@ -61,7 +61,7 @@ class CoordinatorInMemory:
         self.membership = Membership(
             "demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2,
             claims=Claims(2, names) if is_shared else None,
-            assignment=Assignment(self.num_syncers),
+            assignment=FragmentAssignment(self.num_syncers),
         )  # fmt: skip
         self.membership.apply(self.journal.entries().items())
         terms = self.terms

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from diloco.baseline.group import GLOO, HOPS, NCCL, TRANSPORT, BaselineMember, check_equal_ranks
-from diloco.baseline.members import Members
+from diloco.baseline.members import BaselineProcesses
 from diloco.config.hugging_face import check_version
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
@@ -206,7 +206,7 @@ def run_baseline(
     run_file = directory / "baseline.toml"
     run_file.write_text(resolved_toml(config))
     start, most_bytes = secrets.token_hex(8), 4 * _num_parameters(config)
-    with Members("diloco.baseline.member", directory, on_look) as members:
+    with BaselineProcesses("diloco.baseline.member", directory, on_look) as members:
         for name, island in sorted(config.islands.items()):
             host = emulated.description["islands"][name]["address"] if emulated else "127.0.0.1"
             for island_rank in range(island.ranks):

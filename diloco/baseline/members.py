@@ -52,7 +52,7 @@ class _Process:
         self.listening.start()
 
 
-class Members:
+class BaselineProcesses:
     """The processes; use it as a context manager, so that none outlives it."""
 
     def __init__(self, module: str, log_dir: Path, on_look: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class Members:
         self._module, self._log_dir, self._on_look = module, log_dir, on_look
         self._processes: list[_Process] = []
 
-    def __enter__(self) -> Members:
+    def __enter__(self) -> BaselineProcesses:
         """Start nothing yet."""
         return self
 

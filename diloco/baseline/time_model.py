@@ -19,7 +19,7 @@ _MATHIS = 1.22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
+class ReductionTime:
     """An all-reduce of float32 or coded values over islands.
 
     Attributes:

@@ -22,7 +22,7 @@ from diloco.protocol.rounds.terms import Weights
 from diloco.state_dir import StateDir
 from diloco.versions.log import headers_in
 from diloco.versions.record import fragment_directory
-from diloco.versions.replay import FragmentReplay, Verdict
+from diloco.versions.replay import FragmentReplay, ReplayVerdict
 from diloco.versions.stored import StoredVersions
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
                 continue
             newest[p] = Newest(record.version, record.digest.hex())
             for each in FragmentReplay(store.store_dir, plan, p).run():
-                is_made = each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)
+                is_made = each.verdict in (ReplayVerdict.RECOMPUTED, ReplayVerdict.DIFFERENT)
                 if is_made or each.version == record.version:  # others: forgotten, damaged
                     recomputed.append(Recomputed(p, each.version, each.detail))
     return Evidence(

@@ -29,7 +29,7 @@ from diloco.errors import ConfigError
 from diloco.launch.process.disk_full_retry import retry_disk_full
 from diloco.launch.process.progress import progress_bar
 from diloco.outer.fragments import Plan
-from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import newest_first
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
@@ -84,7 +84,7 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         inner_steps=config.run.inner_steps,
         num_checkpoints=config.checkpoint.keep,
         claims=Claims(config.max_islands, config.islands) if config.outer.is_on_arrival else None,
-        assignment=Assignment(config.coordinator.num_syncers),
+        assignment=FragmentAssignment(config.coordinator.num_syncers),
     )
     membership.members.rules = terms_of(config).rules
     try:

@@ -10,7 +10,7 @@ from diloco.coordinator.journal import Journal
 from diloco.durable import read_json
 from diloco.errors import ConfigError, PlanMismatch
 from diloco.outer.fragments import Fragment, Plan
-from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.state_dir import ONLY_SYNCER, StateDir
 
 
@@ -48,7 +48,9 @@ def part_of(state: StateDir, plan: Plan) -> StorePart:
     )
 
 
-def assigned_parts(state: StateDir, plan: Plan, assignment: Assignment) -> tuple[StorePart, ...]:
+def assigned_parts(
+    state: StateDir, plan: Plan, assignment: FragmentAssignment
+) -> tuple[StorePart, ...]:
     """Give each syncer's part, or that of the island's peer that holds records here.
 
     Raises:
@@ -74,7 +76,7 @@ def parts_of(state: StateDir, plan: Plan) -> tuple[StorePart, ...]:
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.
     """
-    assignment = Assignment(len(state.holding_records))
+    assignment = FragmentAssignment(len(state.holding_records))
     if assignment.num_syncers > 1 and state.journal.is_file():
         journal = Journal(state.journal)
         journal.open()

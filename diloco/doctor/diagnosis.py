@@ -40,7 +40,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SiteFinding:
     """One thing that was looked at.
 
     Attributes:
@@ -64,7 +64,7 @@ class Finding:
         return {key: str(value) for key, value in asdict(self).items()}
 
 
-def diagnose(facts: Facts) -> list[Finding]:
+def diagnose(facts: Facts) -> list[SiteFinding]:
     """Judge everything, in the order of the command's table."""
     return [
         *tcp_findings(facts),
@@ -79,20 +79,20 @@ def diagnose(facts: Facts) -> list[Finding]:
     ]
 
 
-def tcp_findings(facts: Facts) -> Iterator[Finding]:
+def tcp_findings(facts: Facts) -> Iterator[SiteFinding]:
     """Judge what the kernel does with every connection."""
     tcp = facts.tcp
     if tcp is None:
-        yield Finding("tcp", State.UNKNOWN, "this system does not say how its TCP is set")
+        yield SiteFinding("tcp", State.UNKNOWN, "this system does not say how its TCP is set")
         return
     algorithms = sorted({path.congestion_control for path in facts.reached} - {""})
     algorithm = algorithms[0] if len(algorithms) == 1 else tcp.congestion_control
     is_loss_proof = algorithm in _LOSS_PROOF
     if is_loss_proof:
-        yield Finding("congestion control", State.OK, algorithm)
+        yield SiteFinding("congestion control", State.OK, algorithm)
     else:
         load = "" if "bbr" in tcp.available else "sudo modprobe tcp_bbr && "
-        yield Finding(
+        yield SiteFinding(
             "congestion control",
             State.SLOW,
             f"{algorithm}: 0.1 % of loss over 100 ms leaves one connection 17 of 100 Mbit/s, bbr "
@@ -100,11 +100,11 @@ def tcp_findings(facts: Facts) -> Iterator[Finding]:
             f"{load}sudo sysctl -w net.ipv4.tcp_congestion_control=bbr",
         )
     if not tcp.slow_start_after_idle:
-        yield Finding("slow start after idle", State.OK, "off")
+        yield SiteFinding("slow start after idle", State.OK, "off")
     elif is_loss_proof:
-        yield Finding("slow start after idle", State.OK, f"on, which {algorithm} does not heed")
+        yield SiteFinding("slow start after idle", State.OK, f"on, which {algorithm} does not heed")
     else:
-        yield Finding(
+        yield SiteFinding(
             "slow start after idle",
             State.SLOW,
             f"on: with {algorithm} every round begins slowly again, at a third of the rate of a "
@@ -114,7 +114,7 @@ def tcp_findings(facts: Facts) -> Iterator[Finding]:
     yield from _buffer_findings(tcp, max((path.rtt_s for path in facts.reached), default=0.0))
 
 
-def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[Finding]:
+def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[SiteFinding]:
     named = "" if rtt_s else ", the round trip being unknown"
     rtt_s = rtt_s or _RTT_S
     for what, parameter, lowest, num_bytes in (
@@ -129,30 +129,32 @@ def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[Finding]:
         needed = max(_BUFFER_BYTES, int(2 * _RATE_BPS * rtt_s / 8))
         mend = f'sudo sysctl -w net.ipv4.{parameter}="{lowest} {needed}"'
         is_enough = rate_bps >= _RATE_BPS
-        yield Finding(what, State.OK if is_enough else State.SLOW, found, "" if is_enough else mend)
+        yield SiteFinding(
+            what, State.OK if is_enough else State.SLOW, found, "" if is_enough else mend
+        )
 
 
-def _coordinator_findings(facts: Facts) -> Iterator[Finding]:
+def _coordinator_findings(facts: Facts) -> Iterator[SiteFinding]:
     if facts.is_proxied:
         for path in facts.paths:
             found = f"{path.address} is not reached from here but answers calls: through grpc_proxy"
-            yield Finding("coordinator", State.OK, found)
+            yield SiteFinding("coordinator", State.OK, found)
     else:
         yield from _path_findings("coordinator", "coordinator.address", facts, facts.paths)
     call = facts.call
     if call is None:
         return
     if not call.error:
-        yield Finding("call to the coordinator", State.OK, "answered")
+        yield SiteFinding("call to the coordinator", State.OK, "answered")
     elif facts.is_libp2p and all(path.error for path in facts.paths):
-        yield Finding(
+        yield SiteFinding(
             "call to the coordinator",
             State.BROKEN,
             call.error,
             "start it: diloco coordinator RUN.toml; or set transport.hivemind.initial_peers",
         )
     elif not all(path.error for path in facts.paths):
-        yield Finding(
+        yield SiteFinding(
             "call to the coordinator",
             State.BROKEN,
             call.error,
@@ -160,27 +162,27 @@ def _coordinator_findings(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _syncer_findings(facts: Facts) -> Iterator[Finding]:
+def _syncer_findings(facts: Facts) -> Iterator[SiteFinding]:
     call = facts.call
     if not facts.asks_syncer or call is None or call.error:
         return
     for address, paths in zip(call.syncers, facts.syncer_paths, strict=True):
         if not address:
             found = "the coordinator does not know yet where it is: look again when it has started"
-            yield Finding("syncer", State.UNKNOWN, found)
+            yield SiteFinding("syncer", State.UNKNOWN, found)
         elif facts.is_proxied:
             found = f"{address}: calls to it go through grpc_proxy, which was not tried"
-            yield Finding("syncer", State.UNKNOWN, found)
+            yield SiteFinding("syncer", State.UNKNOWN, found)
         elif not paths:
             found = f"{address} is reached through the libp2p network, which was not tried"
-            yield Finding("syncer", State.UNKNOWN, found)
+            yield SiteFinding("syncer", State.UNKNOWN, found)
         else:
             yield from _path_findings("syncer", "coordinator.syncer_address", facts, paths)
 
 
 def _path_findings(
     what: str, key: str, facts: Facts, paths: Sequence[PathFacts]
-) -> Iterator[Finding]:
+) -> Iterator[SiteFinding]:
     is_reached = not all(path.error for path in paths)
     for path in paths:
         if path.error and facts.is_libp2p:
@@ -188,15 +190,15 @@ def _path_findings(
                 f"{path.address} is not reached directly: {path.error}; libp2p may find another "
                 f"way, or a relay, which is slow"
             )
-            yield Finding(what, State.UNKNOWN, found, _mend_path(path, key, is_libp2p=True))
+            yield SiteFinding(what, State.UNKNOWN, found, _mend_path(path, key, is_libp2p=True))
         elif path.error:
             # Another address that answers is enough: they are tried in order.
             state = State.SLOW if is_reached else State.BROKEN
             found = f"{path.address} is not reached: {path.error}"
-            yield Finding(what, state, found, _mend_path(path, key, is_libp2p=False))
+            yield SiteFinding(what, state, found, _mend_path(path, key, is_libp2p=False))
         else:
             found = f"{path.address} is reached, round trip {format_duration(path.rtt_s)}"
-            yield Finding(what, State.OK, found)
+            yield SiteFinding(what, State.OK, found)
 
 
 def _mend_path(path: PathFacts, key: str, *, is_libp2p: bool) -> str:
@@ -213,16 +215,16 @@ def _mend_path(path: PathFacts, key: str, *, is_libp2p: bool) -> str:
     return mend if is_libp2p else f"{mend}, or set grpc_proxy"
 
 
-def _mtu_findings(facts: Facts) -> Iterator[Finding]:
+def _mtu_findings(facts: Facts) -> Iterator[SiteFinding]:
     """Judge the way to every host once."""
     by_host = {split_address(path.address)[0]: path for path in reversed(facts.reached)}
     for path in reversed(by_host.values()):
         yield _mtu_finding(path, facts.tcp)
 
 
-def _mtu_finding(path: PathFacts, tcp: TcpFacts | None) -> Finding:
+def _mtu_finding(path: PathFacts, tcp: TcpFacts | None) -> SiteFinding:
     if not path.answered_bytes:
-        return Finding(
+        return SiteFinding(
             "MTU",
             State.UNKNOWN,
             f"{path.address}: {path.mtu_bytes} bytes by the kernel's account; echo requests are "
@@ -230,17 +232,17 @@ def _mtu_finding(path: PathFacts, tcp: TcpFacts | None) -> Finding:
         )
     if path.answered_bytes >= path.mtu_bytes:
         found = f"{path.address}: packets of {path.mtu_bytes} bytes pass"
-        return Finding("MTU", State.OK, found)
+        return SiteFinding("MTU", State.OK, found)
     found = (
         f"{path.address}: packets of {path.mtu_bytes} bytes are lost in silence, "
         f"{path.answered_bytes} bytes pass: a tunnel drops what it should refuse"
     )
     if tcp is not None and tcp.mtu_probing:
-        return Finding("MTU", State.SLOW, f"{found}; tcp_mtu_probing finds its way around it")
-    return Finding("MTU", State.BROKEN, found, "sudo sysctl -w net.ipv4.tcp_mtu_probing=1")
+        return SiteFinding("MTU", State.SLOW, f"{found}; tcp_mtu_probing finds its way around it")
+    return SiteFinding("MTU", State.BROKEN, found, "sudo sysctl -w net.ipv4.tcp_mtu_probing=1")
 
 
-def _clock_findings(facts: Facts) -> Iterator[Finding]:
+def _clock_findings(facts: Facts) -> Iterator[SiteFinding]:
     keep = "sudo timedatectl set-ntp true"
     call = facts.call
     if call is not None and not call.error:
@@ -251,55 +253,55 @@ def _clock_findings(facts: Facts) -> Iterator[Finding]:
         if off_s > _SLOW_CLOCK_S:
             state = State.BROKEN if off_s > _WRONG_CLOCK_S else State.SLOW
             found += ": certificates and grants are judged by it"
-        yield Finding("clock", state, found, keep if state is not State.OK else "")
+        yield SiteFinding("clock", state, found, keep if state is not State.OK else "")
     elif facts.is_clock_kept is None:
-        yield Finding("clock", State.UNKNOWN, "not compared with the coordinator's")
+        yield SiteFinding("clock", State.UNKNOWN, "not compared with the coordinator's")
     elif facts.is_clock_kept:
-        yield Finding("clock", State.OK, "kept by the system")
+        yield SiteFinding("clock", State.OK, "kept by the system")
     else:
         found = "nothing keeps it right, and it was not compared with the coordinator's"
-        yield Finding("clock", State.UNKNOWN, found, keep)
+        yield SiteFinding("clock", State.UNKNOWN, found, keep)
 
 
-def _port_findings(facts: Facts) -> Iterator[Finding]:
+def _port_findings(facts: Facts) -> Iterator[SiteFinding]:
     for port in facts.ports:
         if port.is_ours:
-            yield Finding("port", State.OK, f"{port.key}: {port.address} is held by this run")
+            yield SiteFinding("port", State.OK, f"{port.key}: {port.address} is held by this run")
         elif port.error:
             number = split_address(port.address)[1]
-            yield Finding(
+            yield SiteFinding(
                 "port",
                 State.BROKEN,
                 f"{port.key} = {port.address} cannot be bound: {port.error}",
                 f"ss -ltnp 'sport = :{number}' shows who has it; end that, or choose another",
             )
         else:
-            yield Finding("port", State.OK, f"{port.key}: {port.address} can be bound")
+            yield SiteFinding("port", State.OK, f"{port.key}: {port.address} can be bound")
 
 
-def _certificate_findings(facts: Facts) -> Iterator[Finding]:
+def _certificate_findings(facts: Facts) -> Iterator[SiteFinding]:
     for shown in facts.certificates:
         renew = f"diloco certs rotate {shown.short}, where the CA is; bring it to {shown.directory}"
         if shown.error:
-            yield Finding("certificate", State.BROKEN, shown.error, renew)
+            yield SiteFinding("certificate", State.BROKEN, shown.error, renew)
         elif shown.days_left < WARN_DAYS:
             found = f"{shown.short} expires in {shown.days_left:.1f} days"
-            yield Finding("certificate", State.SLOW, found, renew)
+            yield SiteFinding("certificate", State.SLOW, found, renew)
         else:
             found = f"{shown.short} is valid for {shown.days_left:.0f} days"
-            yield Finding("certificate", State.OK, found)
+            yield SiteFinding("certificate", State.OK, found)
 
 
-def _token_findings(facts: Facts) -> Iterator[Finding]:
+def _token_findings(facts: Facts) -> Iterator[SiteFinding]:
     for held in facts.tokens:
         if held.error:
             mend = f"diloco certs token {held.short}, where the CA is; bring it to {held.directory}"
-            yield Finding("token", State.BROKEN, held.error, mend)
+            yield SiteFinding("token", State.BROKEN, held.error, mend)
         else:
-            yield Finding("token", State.OK, f"that of {held.short} can be read")
+            yield SiteFinding("token", State.OK, f"that of {held.short} can be read")
 
 
-def _stranger_findings(facts: Facts) -> Iterator[Finding]:
+def _stranger_findings(facts: Facts) -> Iterator[SiteFinding]:
     """Judge what keeps strangers out where there are no certificates."""
     if facts.certificates or not (facts.ports or facts.coordinator):
         return
@@ -313,14 +315,14 @@ def _stranger_findings(facts: Facts) -> Iterator[Finding]:
             found += "whoever reaches the ports can call"
         else:
             found += "whoever reaches the ports can read and change the traffic"
-        yield Finding("certificate", State.SLOW, found, mend)
+        yield SiteFinding("certificate", State.SLOW, found, mend)
     elif not is_found_only and all(is_loopback(host) for host in hosts):
-        yield Finding("certificate", State.OK, "none; everything is on this machine's loopback")
+        yield SiteFinding("certificate", State.OK, "none; everything is on this machine's loopback")
     elif facts.is_libp2p and facts.tokens:
-        yield Finding("certificate", State.OK, "none: libp2p encrypts, tokens say who calls")
+        yield SiteFinding("certificate", State.OK, "none: libp2p encrypts, tokens say who calls")
     elif facts.is_libp2p:
         found = "no tokens, and not all is loopback: libp2p encrypts, but knows no callers"
         mend = "diloco certs token IDENTITY, for each of the run; then set transport.tokens"
-        yield Finding("token", State.BROKEN, found, mend)
+        yield SiteFinding("token", State.BROKEN, found, mend)
     else:
-        yield Finding("certificate", State.BROKEN, "none, and not all is loopback", mend)
+        yield SiteFinding("certificate", State.BROKEN, "none, and not all is loopback", mend)

@@ -35,7 +35,7 @@ from diloco.errors import ConfigError
 from diloco.transport.addresses import is_loopback, split_address
 from diloco.transport.contracts import Transport
 from diloco.transport.shaping.faulty import Fault, Faults, FaultScript, FaultyTransport, Gate
-from diloco.transport.shaping.line import Line, Way
+from diloco.transport.shaping.line import ShapedLine, Way
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class _Lines:
     """The lines of one rank, one to each peer, with both ways in common; in a thread of theirs."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, ShapedLine] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._script: tuple[float, float] = (0.0, 0.0)
 
@@ -179,7 +179,7 @@ class _Lines:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="lines", daemon=True).start()
         if address not in self._lines:
-            line = Line(split_address(address), beside=next(iter(self._lines.values()), None))
+            line = ShapedLine(split_address(address), beside=next(iter(self._lines.values()), None))
             entered = asyncio.run_coroutine_threadsafe(line.__aenter__(), self._loop)
             self._lines[address] = entered.result()
         return f"127.0.0.1:{self._lines[address].port}"

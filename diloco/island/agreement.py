@@ -39,7 +39,7 @@ GONE = -2
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class FragmentVote:
     """One rank's word on one fragment; agreed, everything but the first is the leader's.
 
     Args:
@@ -60,7 +60,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AgreedCut:
     """A run checkpoint of islands that merge on arrival; `number` 0: none.
 
     `is_last`: this start ends with it.
@@ -70,7 +70,7 @@ class Cut:
     is_last: bool = False
 
 
-NO_CUT = Cut()
+NO_CUT = AgreedCut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class Agreed:
     """
 
     exit_code: int
-    standings: tuple[Standing, ...]
+    standings: tuple[FragmentVote, ...]
     is_leaving: bool = False
-    cut: Cut = NO_CUT
+    cut: AgreedCut = NO_CUT
     is_unsound: bool = False
 
 
@@ -131,10 +131,10 @@ class Agreement:
     def start(
         self,
         exit_code: int,
-        standings: Sequence[Standing],
+        standings: Sequence[FragmentVote],
         *,
         is_leaving: bool = False,
-        cut: Cut = NO_CUT,
+        cut: AgreedCut = NO_CUT,
         is_unsound: bool = False,
     ) -> None:
         """Start an all-reduce that `read` ends in the next outer step: no barrier now."""
@@ -163,10 +163,10 @@ class Agreement:
     def now(
         self,
         exit_code: int,
-        standings: Sequence[Standing],
+        standings: Sequence[FragmentVote],
         *,
         is_leaving: bool = False,
-        cut: Cut = NO_CUT,
+        cut: AgreedCut = NO_CUT,
         is_unsound: bool = False,
     ) -> Agreed:
         """Agree at once: a barrier for the island."""
@@ -178,9 +178,9 @@ class Agreement:
     def _encode(
         self,
         exit_code: int,
-        standings: Sequence[Standing],
+        standings: Sequence[FragmentVote],
         is_leaving: bool = False,
-        cut: Cut = NO_CUT,
+        cut: AgreedCut = NO_CUT,
         is_unsound: bool = False,
     ) -> Tensor:
         words = [self.num_heard(), int(is_leaving), 2 * cut.number + cut.is_last]
@@ -192,7 +192,7 @@ class Agreement:
         return torch.tensor(values, dtype=torch.int64)
 
 
-def _leaders_words(standing: Standing) -> list[int]:
+def _leaders_words(standing: FragmentVote) -> list[int]:
     known, target = standing.verdict, standing.target or _NO_TARGET
     return [
         _UNDECIDED if known is None else _VERDICTS.index(known),
@@ -236,7 +236,7 @@ def _decode(vector: Tensor) -> Agreed:
         -minus_code,
         standings,
         bool(is_leaving),
-        Cut(cut // 2, bool(cut % 2)),
+        AgreedCut(cut // 2, bool(cut % 2)),
         bool(minus_unsound),
     )
 
@@ -251,9 +251,9 @@ def _standing(
     flags: int,
     open_version: int,
     is_ending: int,
-) -> Standing:
+) -> FragmentVote:
     staged = least if least in (-minus_most, GONE) else NOTHING_STAGED
-    return Standing(
+    return FragmentVote(
         staged,
         None if verdict == _UNDECIDED else _VERDICTS[verdict],
         attempt,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from diloco.island.agreement import NO_CUT, Cut
+from diloco.island.agreement import NO_CUT, AgreedCut
 from diloco.outer.schedule import Schedule
 from diloco.tasks import wait_for
 
@@ -68,7 +68,7 @@ class GracefulStop:
         is_asked: bool,
         is_complete: bool,
         is_drained: bool = False,
-        cut: Cut = NO_CUT,
+        cut: AgreedCut = NO_CUT,
     ) -> None:
         """Hear what the coordinator says.
 
@@ -124,7 +124,7 @@ class GracefulStop:
             return self._on_arrival and self._is_drained
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> AgreedCut:
         """The cut that an island that merges on arrival was asked for last."""
         with self._lock:
             return self._cut

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.io_thread import Waits
-from diloco.island.agreement import Standing
+from diloco.island.agreement import FragmentVote
 from diloco.island.exchange.exchange import Exchange
-from diloco.island.exchange.fragment_state import Announced, FragmentView
+from diloco.island.exchange.fragment_state import AnnouncedVersion, FragmentView
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_state import Runner
 from diloco.outer.fragments import Plan
@@ -171,7 +171,7 @@ class Merging:
         self,
         ledger: FragmentLedger,
         inner_step: int,
-        standing: Standing,
+        standing: FragmentVote,
         verdict: Verdict,
         blocked_s: float,
     ) -> None:
@@ -240,7 +240,7 @@ def _merged_event(
     view: FragmentView,
 ) -> FragmentMerged:
     """Tell of a merge; `view` is from before it."""
-    merged = view.staging or Announced(Target(ledger.version))
+    merged = view.staging or AnnouncedVersion(Target(ledger.version))
     return FragmentMerged(
         inner_step,
         ledger.fragment_id,

@@ -24,9 +24,9 @@ from diloco.io_thread import Waits
 from diloco.island.agreement import (
     NO_CUT,
     Agreed,
+    AgreedCut,
     Agreement,
-    Cut,
-    Standing,
+    FragmentVote,
     exit_code_of,
     raise_failure,
 )
@@ -137,7 +137,7 @@ class OuterLoop:
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
         self.loss_of: Callable[[], float | None] = lambda: None
-        self.asked_cut: Callable[[], Cut] = lambda: NO_CUT
+        self.asked_cut: Callable[[], AgreedCut] = lambda: NO_CUT
         self.cut = NO_CUT
         self._past_cut = 0
         self.digests: tuple[str, ...] = ()
@@ -420,7 +420,7 @@ class OuterLoop:
             yield from self._check.trying(p, self.inner_step, self.loss_of)
 
     def _apply(
-        self, ledger: FragmentLedger, standing: Standing, verdict: Verdict, blocked_s: float
+        self, ledger: FragmentLedger, standing: FragmentVote, verdict: Verdict, blocked_s: float
     ) -> None:
         self._merging.apply(ledger, self.inner_step, standing, verdict, blocked_s)
         self._check.take_end(ledger.fragment_id, verdict, self.inner_step)
@@ -430,7 +430,7 @@ class OuterLoop:
         for ledger, standing in zip(self._ledgers, agreed.standings, strict=True):
             self._arrive(ledger, standing)
 
-    def _arrive(self, ledger: FragmentLedger, standing: Standing) -> None:
+    def _arrive(self, ledger: FragmentLedger, standing: FragmentVote) -> None:
         """Take the target that the leader names, and settle what needs no more waiting."""
         if aim(ledger, standing):
             assert ledger.target is not None
@@ -546,7 +546,7 @@ class OuterLoop:
     def _raise_failure(self, agreed: Agreed | None) -> None:
         raise_failure(self._exchange.failure, 0 if agreed is None else agreed.exit_code)
 
-    def _standings(self) -> list[Standing]:
+    def _standings(self) -> list[FragmentVote]:
         standings = []
         for ledger in self._ledgers:
             view = self._exchange.view(ledger.fragment_id)
@@ -557,10 +557,10 @@ class OuterLoop:
             is_current = ledger.outstanding is not None and view.key == ledger.outstanding.key
             verdict = view.verdict if is_current else None
             target = view.staging.target if view.staging else None
-            standings.append(Standing(view.staged_version, verdict, view.attempt, target))
+            standings.append(FragmentVote(view.staged_version, verdict, view.attempt, target))
         return standings
 
 
-def _is_staged(standing: Standing, sent: Outstanding) -> bool:
+def _is_staged(standing: FragmentVote, sent: Outstanding) -> bool:
     """Whether all ranks have staged the version that what was sent has led to."""
     return standing.verdict is not None and standing.staged_version > sent.key.version

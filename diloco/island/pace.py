@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, Standing
+from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, FragmentVote
 from diloco.island.exchange.fragment_state import FragmentView
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
@@ -37,7 +37,7 @@ class Pace(Protocol):
     def is_merge_due(self, ledger: FragmentLedger, inner_step: int) -> bool:
         """Whether what is outstanding must be settled now, however long that takes."""
 
-    def arrived(self, ledger: FragmentLedger, standing: Standing) -> Verdict | None:
+    def arrived(self, ledger: FragmentLedger, standing: FragmentVote) -> Verdict | None:
         """Say how to settle a fragment now, without waiting; None: there is nothing to settle."""
 
     def due(
@@ -76,7 +76,7 @@ class ScheduledPace:
         sent = ledger.outstanding
         return sent is not None and self._schedule.merge_step(sent.sent_at_inner_step) <= inner_step
 
-    def arrived(self, ledger: FragmentLedger, standing: Standing) -> Verdict | None:
+    def arrived(self, ledger: FragmentLedger, standing: FragmentVote) -> Verdict | None:
         """See `Pace`: nothing is merged before its step."""
         return None
 
@@ -106,7 +106,7 @@ class ArrivalPace:
         """See `Pace`: nothing is waited for."""
         return False
 
-    def arrived(self, ledger: FragmentLedger, standing: Standing) -> Verdict | None:
+    def arrived(self, ledger: FragmentLedger, standing: FragmentVote) -> Verdict | None:
         """See `Pace`."""
         sent, target = ledger.outstanding, ledger.target
         verdict = standing.verdict
@@ -145,7 +145,7 @@ class ArrivalPace:
         return True
 
 
-def aim(ledger: FragmentLedger, standing: Standing) -> bool:
+def aim(ledger: FragmentLedger, standing: FragmentVote) -> bool:
     """Take the target that the leader names; whether it is another than before."""
     named, held = standing.target, ledger.target
     if named is None or named.version <= max(ledger.version, held.version if held else -1):
@@ -155,7 +155,7 @@ def aim(ledger: FragmentLedger, standing: Standing) -> bool:
     return True
 
 
-def arrival_standing(ledger: FragmentLedger, view: FragmentView) -> Standing:
+def arrival_standing(ledger: FragmentLedger, view: FragmentView) -> FragmentVote:
     """Give a rank's word on a fragment, from what it holds and what its exchange shows.
 
     Posted commands may not have been carried out yet: what the exchange shows of versions that are
@@ -172,7 +172,7 @@ def arrival_standing(ledger: FragmentLedger, view: FragmentView) -> Standing:
     if held is not None and ledger.is_target_gone and view.newest.version > held.version:
         target = view.newest
     is_open = sent is None and view.is_open
-    return Standing(
+    return FragmentVote(
         staged,
         view.verdict if is_current else None,
         view.attempt,

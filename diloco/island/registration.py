@@ -27,7 +27,7 @@ from diloco.errors import (
     RunStopped,
     error_of_exit_code,
 )
-from diloco.island.agreement import Cut
+from diloco.island.agreement import AgreedCut
 from diloco.island.exchange.state_transfer import TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
@@ -378,7 +378,7 @@ class Registration:
                     is_asked=reply.hold,
                     is_complete=stop_step in reply.checkpoint_steps,
                     is_drained=reply.drain,
-                    cut=Cut(reply.cut, reply.is_last_cut),
+                    cut=AgreedCut(reply.cut, reply.is_last_cut),
                 )
             await asyncio.sleep(_LEAST_REPORT_S)
             with contextlib.suppress(TimeoutError):

@@ -24,7 +24,7 @@ from diloco.island.peer.replica import state_digest
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import read_member
 from diloco.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
-from diloco.versions.repair import Condition, Finding, repair_fragment
+from diloco.versions.repair import Condition, RepairFinding, repair_fragment
 from diloco.versions.store import FragmentStore
 
 #: Fragment of a finding that is of all of them.
@@ -32,8 +32,8 @@ ALL_FRAGMENTS = -1
 
 
 def repair_run(
-    state: StateDir, *, on_finding: Callable[[Finding], None] = lambda finding: None
-) -> tuple[Finding, ...]:
+    state: StateDir, *, on_finding: Callable[[RepairFinding], None] = lambda finding: None
+) -> tuple[RepairFinding, ...]:
     """Verify and mend the store of a run that nobody serves; returns one finding a part.
 
     Where islands merge among themselves only a lost journal is made again: a peer takes what is
@@ -55,7 +55,7 @@ def repair_run(
             f"island's peer here first (peers/ISLAND)"
         )
     config = load_config(state.resolved)
-    rebuilt: tuple[Finding, ...] = ()
+    rebuilt: tuple[RepairFinding, ...] = ()
     if not has_journal(state):
         rebuilt = (_rebuilt(state, config, plan),)
         on_finding(rebuilt[0])
@@ -64,7 +64,7 @@ def repair_run(
     return (*rebuilt, *_repaired(state, config, plan, on_finding))
 
 
-def _rebuilt(state: StateDir, config: Config, plan: Plan) -> Finding:
+def _rebuilt(state: StateDir, config: Config, plan: Plan) -> RepairFinding:
     """Make the journal again; of several syncers it says whose the fragments are."""
     with hold(state.coordinator_lock), _held(stores_of(state, config)):
         decided = _decided(state, config, plan) if config.outer.exchange == "allreduce" else []
@@ -76,7 +76,7 @@ def _rebuilt(state: StateDir, config: Config, plan: Plan) -> Finding:
             f"the directory of its peer here (peers/ISLAND), remove {state.journal}, and repair "
             f"again"
         )
-    return Finding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
+    return RepairFinding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
 
 
 def _decided(state: StateDir, config: Config, plan: Plan) -> list[SavedRound]:
@@ -103,8 +103,8 @@ def _decided(state: StateDir, config: Config, plan: Plan) -> list[SavedRound]:
 
 
 def _repaired(
-    state: StateDir, config: Config, plan: Plan, on_finding: Callable[[Finding], None]
-) -> tuple[Finding, ...]:
+    state: StateDir, config: Config, plan: Plan, on_finding: Callable[[RepairFinding], None]
+) -> tuple[RepairFinding, ...]:
     parts = parts_of(state, plan)
     with _held(state.syncers):
         found = []
@@ -136,7 +136,7 @@ def _held(stores: Sequence[StateDir]) -> Iterator[None]:
         ) from error
 
 
-def _record(state: StateDir, found: Sequence[Finding]) -> None:
+def _record(state: StateDir, found: Sequence[RepairFinding]) -> None:
     """Put in the audit log what was made again, where the coordinator's journal is here."""
     told = [
         AuditEntry(
@@ -156,11 +156,11 @@ def _record(state: StateDir, found: Sequence[Finding]) -> None:
             journal.close()
 
 
-def _findings(part: StorePart, config: Config) -> Iterator[Finding]:
+def _findings(part: StorePart, config: Config) -> Iterator[RepairFinding]:
     state = part.state
     if not state.store.is_dir():
         for fragment in part.fragments:
-            yield Finding(
+            yield RepairFinding(
                 fragment.fragment_id,
                 state.store.name,
                 Condition.DAMAGED,
@@ -177,7 +177,7 @@ def _findings(part: StorePart, config: Config) -> Iterator[Finding]:
             place = state.store if state.syncer_name == ONLY_SYNCER else state.root
             name = str(path.relative_to(place))
             is_known = path == state.incarnations and _restore_incarnations(state)
-            yield Finding(
+            yield RepairFinding(
                 ALL_FRAGMENTS,
                 name,
                 Condition.REPAIRED if is_known else Condition.DAMAGED,
@@ -198,7 +198,7 @@ def _findings(part: StorePart, config: Config) -> Iterator[Finding]:
         newest = -1 if recovered is None else recovered.record.version
         indexed = _newest_indexed(state, fragment.fragment_id)
         if indexed > newest:
-            yield Finding(
+            yield RepairFinding(
                 fragment.fragment_id,
                 f"version {indexed}",
                 Condition.DAMAGED,

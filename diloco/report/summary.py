@@ -39,7 +39,7 @@ from diloco.report.text_account import TextSummary, text_summary
 from diloco.telemetry.meter import utilisation
 from diloco.transport.shaping.link import LinkProfile
 from diloco.versions.publication import PublicationRules
-from diloco.versions.replay import FragmentReplay, Verdict
+from diloco.versions.replay import FragmentReplay, ReplayVerdict
 from diloco.versions.store import FragmentStore
 
 logger = logging.getLogger(__name__)
@@ -311,7 +311,11 @@ def _fragment_summary(
     last = recovered.record
     replay = FragmentReplay(store.store_dir, plan, last.fragment_id, unnamed=rules)
     replayed = list(replay.run(max(1, last.version - retained_versions + 1)))
-    made = [each for each in replayed if each.verdict in (Verdict.RECOMPUTED, Verdict.DIFFERENT)]
+    made = [
+        each
+        for each in replayed
+        if each.verdict in (ReplayVerdict.RECOMPUTED, ReplayVerdict.DIFFERENT)
+    ]
     wrong = [each for each in replayed if each.is_wrong]
     return FragmentSummary(
         fragment_id=last.fragment_id,

@@ -71,7 +71,7 @@ def read_revoked(directory: Path) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IssuedEntry:
     """One certificate that was issued."""
 
     identity: Identity
@@ -264,13 +264,13 @@ class RunCa:
         """End of the CA itself."""
         return expiry_of(self._authority().certificate)
 
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[IssuedEntry]:
         """Return everything that was issued, oldest first."""
         newest_ca, revoked = _serial(self._authority().certificate), self._revoked()
         issued = self._issued()
         newest = {uri: serial for serial, uri, *_ in issued}
         return [
-            Entry(
+            IssuedEntry(
                 Identity.from_uri(uri),
                 int(serial, 16),
                 datetime.datetime.fromisoformat(expires),

@@ -53,7 +53,7 @@ _DEADLINE_S = 5.0
 _MOST_HEADER_BYTES = MAX_HEADER_BYTES * 3 // 4
 
 
-class Rounds(Protocol):
+class ReportedRounds(Protocol):
     """What is told of a syncer."""
 
     @property
@@ -191,7 +191,7 @@ class Reporter:
                     return reply
             await asyncio.sleep(_RETRY_WAIT_S)
 
-    async def run(self, rounds: Rounds, address: str) -> None:
+    async def run(self, rounds: ReportedRounds, address: str) -> None:
         """Tell what is new at once, and everything every 2 s, until cancelled.
 
         Args:
@@ -242,7 +242,7 @@ class Reporter:
         reply = await self._call("control.syncer_hello", request)
         return SyncerHelloReply.FromString(reply.header)
 
-    async def _send_report(self, rounds: Rounds, address: str) -> None:
+    async def _send_report(self, rounds: ReportedRounds, address: str) -> None:
         hello = await self._hello(address)
         rounds.indexed(*indexed_of(hello))
         while self._expiries:
@@ -265,7 +265,7 @@ class Reporter:
             rounds.keep_cut(reply.cut, reply.cut_versions)
 
     async def _report(
-        self, rounds: Rounds, record_json: str, expiry: Expiry | None = None
+        self, rounds: ReportedRounds, record_json: str, expiry: Expiry | None = None
     ) -> RoundReportReply:
         """Report once; returns what the coordinator says."""
         reason, exit_code = self._fatal
@@ -286,7 +286,7 @@ class Reporter:
         reply = await self._call("control.round_report", report)
         return RoundReportReply.FromString(reply.header)
 
-    def _status(self, rounds: Rounds, state: FragmentState) -> FragmentStatus:
+    def _status(self, rounds: ReportedRounds, state: FragmentState) -> FragmentStatus:
         now = loop_now()
         num_rounds, num_solo = rounds.rounds_of(state.fragment_id)
         status = FragmentStatus(

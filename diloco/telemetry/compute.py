@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeWork:
     """Work of a token and the devices that do it.
 
     Args:

@@ -71,7 +71,7 @@ class FanOut:
             sink.close()
 
 
-class Losses:
+class LostWrites:
     """Counts what a sink could not write: one warning at the first, one at the end."""
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class JsonlSink:
     ) -> None:
         """Assign only. `context` is repeated in every line: run, island, rank."""
         self.path = path
-        self.losses = Losses(f"path={path}")
+        self.losses = LostWrites(f"path={path}")
         self._context = dict(context)
         self._unix_clock = unix_clock
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class BackgroundSink:
             capacity: Events that may wait.
             close_s: Seconds that `close` gives the sink to take what waits; then it is left alone.
         """
-        self.losses = Losses(f"sink={name}")
+        self.losses = LostWrites(f"sink={name}")
         self._name = name
         self._sink = sink
         self._close_s = close_s

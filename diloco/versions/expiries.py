@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _LATER_ATTEMPT = 1 << 16
 
 
-class Standing(NamedTuple):
+class ExpiredAttempts(NamedTuple):
     """How a version stands: its next attempt, and how those before it ended.
 
     `expired_in_a_row` counts the expiries recorded since that version was published, less the
@@ -57,20 +57,20 @@ def write_expiry(directory: Path, expiry: RecordExpiry, expired_unix_s: float | 
     write_checked_json(expiry_path(directory), noted)
 
 
-def standing_of(directory: Path, version: int) -> Standing:
+def standing_of(directory: Path, version: int) -> ExpiredAttempts:
     """Read how attempts at the version after this one ended."""
     path = expiry_path(directory)
     if not path.exists():
-        return Standing()
+        return ExpiredAttempts()
     try:
         noted = read_checked_json(path)
     except ValueError as error:
         logger.warning("what expired is not known: %s", error)
-        return Standing(_LATER_ATTEMPT)
+        return ExpiredAttempts(_LATER_ATTEMPT)
     if noted["version"] != version:
-        return Standing()
+        return ExpiredAttempts()
     attempt, rejected = int(noted["attempt"]), int(noted.get("rejected_in_a_row", 0))
-    return Standing(
+    return ExpiredAttempts(
         attempt,
         attempt % _LATER_ATTEMPT - rejected,
         int(noted["broken_in_a_row"]),

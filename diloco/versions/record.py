@@ -212,7 +212,7 @@ class RecordDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class RecordSection:
     """Where the bytes of one section lie in their file, and their blake3."""
 
     start: int
@@ -231,7 +231,7 @@ class StoredRecord:
     start: int
     end: int
     header: Mapping[str, Any]
-    sections: Mapping[str, Section]
+    sections: Mapping[str, RecordSection]
 
     def read(self, name: str) -> bytearray:
         """Read and verify one section.
@@ -302,7 +302,7 @@ def locate(path: Path, start: int = 0) -> StoredRecord:
     header = json.loads(encoded)
     sections, at = {}, start + _PREFIX.size + header_bytes
     for entry in header.pop("sections"):
-        sections[entry["name"]] = Section(at, entry["bytes"], entry["digest"])
+        sections[entry["name"]] = RecordSection(at, entry["bytes"], entry["digest"])
         at += entry["bytes"]
     return StoredRecord(path, start, at, header, sections)
 

@@ -40,7 +40,7 @@ class Condition(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RepairFinding:
     """One part of a store: a version, a pin, the end of a log."""
 
     fragment_id: int
@@ -49,7 +49,7 @@ class Finding:
     detail: str = ""
 
 
-def repair_fragment(store: FragmentStore) -> Iterator[Finding]:
+def repair_fragment(store: FragmentStore) -> Iterator[RepairFinding]:
     """Verify every byte of a fragment's store, and make again what can be made.
 
     Only versions of a syncer: those of a peer of an all-reduce are its neighbours' too.
@@ -71,15 +71,15 @@ def repair_fragment(store: FragmentStore) -> Iterator[Finding]:
         version = version_of(path)
         before.pop(max(segment for segment in segments if version_of(segment) < version), None)
         what = f"the frame of version {version} is set aside, the log goes on without it"
-        yield Finding(fragment_id, path.name, Condition.DAMAGED, what)
+        yield RepairFinding(fragment_id, path.name, Condition.DAMAGED, what)
     for path, size in before.items():
         left = path.stat().st_size if path.exists() else 0
         if left < size:
             what = f"{size - left} bytes half written, and never a version: removed"
-            yield Finding(fragment_id, path.name, Condition.REPAIRED, what)
+            yield RepairFinding(fragment_id, path.name, Condition.REPAIRED, what)
         elif left > (end := max((frame.end for frame in frames_of(path)), default=0)):
             what = f"{left - end} bytes from {end} on cannot be reached"
-            yield Finding(fragment_id, path.name, Condition.DAMAGED, what)
+            yield RepairFinding(fragment_id, path.name, Condition.DAMAGED, what)
     for step in pinned_steps(store.store_dir):
         for version in versions_in(
             pinned := fragment_directory(pin_directory(store.store_dir, step), fragment_id)
@@ -87,38 +87,38 @@ def repair_fragment(store: FragmentStore) -> Iterator[Finding]:
             yield _repaired_pin(store, step, record_path(pinned, version), version)
 
 
-def _repaired(store: FragmentStore, version: int) -> Finding:
+def _repaired(store: FragmentStore, version: int) -> RepairFinding:
     fragment_id, what = store.fragment.fragment_id, f"version {version}"
     try:
         store.load(version)
-        return Finding(fragment_id, what, Condition.WHOLE)
+        return RepairFinding(fragment_id, what, Condition.WHOLE)
     except RecordInvalid as error:
         problem = str(error)
     try:
         store.make_again(version)
     except RecordInvalid as error:
         why = "" if str(error) == problem else f"; it cannot be made again: {error}"
-        return Finding(fragment_id, what, Condition.DAMAGED, problem + why)
+        return RepairFinding(fragment_id, what, Condition.DAMAGED, problem + why)
     detail = f"made again from version {version - 1}: {problem}"
-    return Finding(fragment_id, what, Condition.REPAIRED, detail)
+    return RepairFinding(fragment_id, what, Condition.REPAIRED, detail)
 
 
-def _repaired_pin(store: FragmentStore, step: int, path: Path, version: int) -> Finding:
+def _repaired_pin(store: FragmentStore, step: int, path: Path, version: int) -> RepairFinding:
     fragment_id, what = store.fragment.fragment_id, f"pin of inner step {step}, version {version}"
     try:
         verify(path, version, store.fragment)
-        return Finding(fragment_id, what, Condition.WHOLE)
+        return RepairFinding(fragment_id, what, Condition.WHOLE)
     except RecordInvalid as error:
         problem = str(error)
     own = record_path(fragment_directory(store.store_dir, fragment_id), version)
     if not _is_same_version(own, path, store.fragment, version):
-        return Finding(fragment_id, what, Condition.DAMAGED, problem)
+        return RepairFinding(fragment_id, what, Condition.DAMAGED, problem)
     fresh = path.with_name(path.name + ".tmp")
     durable.unlink(fresh)
     durable.link(own, fresh)
     durable.rename(fresh, path)
     durable.sync_directory(path.parent)
-    return Finding(fragment_id, what, Condition.REPAIRED, f"linked again: {problem}")
+    return RepairFinding(fragment_id, what, Condition.REPAIRED, f"linked again: {problem}")
 
 
 def _is_same_version(own: Path, pinned: Path, fragment: Fragment, version: int) -> bool:

@@ -56,7 +56,7 @@ _NOT_MERGED = "it was taken back from an island"
 _NO_RULES = "its record names no rules, and those of the run may have been others then"
 
 
-class Verdict(StrEnum):
+class ReplayVerdict(StrEnum):
     """What became of a version: made again to the bit, or not."""
 
     RECOMPUTED = "recomputed"
@@ -74,18 +74,18 @@ class Replayed:
     fragment_id: int
     timeline: int
     version: int
-    verdict: Verdict
+    verdict: ReplayVerdict
     detail: str = ""
 
     @property
     def is_wrong(self) -> bool:
         """Whether something is not as it was published."""
-        return self.verdict in (Verdict.DAMAGED, Verdict.DIFFERENT)
+        return self.verdict in (ReplayVerdict.DAMAGED, ReplayVerdict.DIFFERENT)
 
     @property
     def is_unknown(self) -> bool:
         """Whether it could not be made again, by no fault of what is kept."""
-        return self.verdict is Verdict.UNKNOWN
+        return self.verdict is ReplayVerdict.UNKNOWN
 
 
 class FragmentReplay:
@@ -170,7 +170,7 @@ class FragmentReplay:
                 state, start = self._state_of(self._records[version]), version
                 break
             except RecordInvalid as error:
-                yield self._replayed(version, Verdict.DAMAGED, str(error))
+                yield self._replayed(version, ReplayVerdict.DAMAGED, str(error))
         with ThreadPoolExecutor(num_threads, "lanes") as pool:
             for version in range(start + 1, self.newest + 1):
                 replayed, state = self._step(version, state, pool)
@@ -180,9 +180,9 @@ class FragmentReplay:
             if version >= first and self._timelines.get(version) != timeline:
                 detail = f"a resume left timeline {timeline} behind"
                 id_ = self._fragment.fragment_id
-                yield Replayed(id_, timeline, version, Verdict.ABANDONED, detail)
+                yield Replayed(id_, timeline, version, ReplayVerdict.ABANDONED, detail)
 
-    def _replayed(self, version: int, verdict: Verdict, detail: str = "") -> Replayed:
+    def _replayed(self, version: int, verdict: ReplayVerdict, detail: str = "") -> Replayed:
         timeline = self._timelines[version]
         return Replayed(self._fragment.fragment_id, timeline, version, verdict, detail)
 
@@ -221,15 +221,15 @@ class FragmentReplay:
             except RecordInvalid as error:
                 damage = damage or str(error)
         if damage:
-            return self._replayed(version, Verdict.DAMAGED, damage), after
+            return self._replayed(version, ReplayVerdict.DAMAGED, damage), after
         if differences:
-            return self._replayed(version, Verdict.DIFFERENT, "; ".join(differences)), after
+            return self._replayed(version, ReplayVerdict.DIFFERENT, "; ".join(differences)), after
         if island := stored.header.get("repaired"):
             detail = f"taken back from island {island}; what it was made of is gone"
-            return self._replayed(version, Verdict.REPAIRED, detail), after
+            return self._replayed(version, ReplayVerdict.REPAIRED, detail), after
         if why_not:
-            return self._replayed(version, Verdict.UNKNOWN, why_not), after
-        return self._replayed(version, Verdict.RECOMPUTED), after
+            return self._replayed(version, ReplayVerdict.UNKNOWN, why_not), after
+        return self._replayed(version, ReplayVerdict.RECOMPUTED), after
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -243,11 +243,11 @@ class FragmentReplay:
 
     def _absent(self, version: int) -> Replayed:
         if (problem := self._unreadable.get(version) or self._cut(version)) is not None:
-            return self._replayed(version, Verdict.DAMAGED, problem)
+            return self._replayed(version, ReplayVerdict.DAMAGED, problem)
         if version > self._stored_newest:
             problem = "it was published, as the audit log says, and nothing here leads to it"
-            return self._replayed(version, Verdict.DAMAGED, problem)
-        return self._replayed(version, Verdict.UNKNOWN, FORGOTTEN)
+            return self._replayed(version, ReplayVerdict.DAMAGED, problem)
+        return self._replayed(version, ReplayVerdict.UNKNOWN, FORGOTTEN)
 
     def _cut(self, version: int) -> str | None:
         """Say which segment of a log holds a version that cannot be reached in it."""

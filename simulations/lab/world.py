@@ -11,13 +11,13 @@ import math
 import random
 from collections.abc import Iterator
 
-from diloco.baseline.time_model import Reduction
+from diloco.baseline.time_model import ReductionTime
 from diloco.protos import fragment_pb2 as wire
 from diloco.simulations.lab.config import FailuresConfig
 from diloco.simulations.lab.point import Point
 from diloco.transport.contracts import Buffer, Reply, Transport
 from diloco.transport.errors import PeerReset
-from diloco.transport.shaping.link import LinkState
+from diloco.transport.shaping.link import LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 from diloco.transport.transfer import Transfer
 from diloco.transport.units import parse_duration
@@ -33,7 +33,7 @@ class Surroundings:
         self._point = point
         names = sorted(point.config.islands)
         self._mean_s = {name: _mean_step_s(point, name, slot) for slot, name in enumerate(names)}
-        self._links: dict[str, tuple[LinkState, LinkState]] = {}
+        self._links: dict[str, tuple[LinkQueue, LinkQueue]] = {}
         for name in names:
             if (profile := point.link_of(name)) is not None:
                 self._links[name] = profile.states(self._rng("link", name).getrandbits(63))
@@ -87,7 +87,7 @@ class Surroundings:
         ways = [(up.link, down.link) for up, down in self._links.values()]
         if not ways:
             return 0.0, share
-        ring = Reduction(
+        ring = ReductionTime(
             num_islands=num_islands,
             num_ranks=1,
             num_bytes=num_bytes,

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from diloco.baseline.group import BaselineMember
-from diloco.baseline.members import Members
+from diloco.baseline.members import BaselineProcesses
 from diloco.checkpoint.host_memory import available_bytes
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
@@ -77,7 +77,9 @@ def measure_step(
             "warmup_steps": WARMUP_STEPS,
             "timed_steps": TIMED_STEPS,
         }
-        with Members("diloco.simulations.planner.timed_rank", Path(directory), on_look) as members:
+        with BaselineProcesses(
+            "diloco.simulations.planner.timed_rank", Path(directory), on_look
+        ) as members:
             for rank in range(ranks):
                 threads = config.islands[island].threads
                 members.start(

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, Reduction
+from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, ReductionTime
 from diloco.config.outer import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
@@ -387,8 +387,8 @@ def _pieces(scenario: Scenario, fragment: Fragment) -> list[Piece]:
     ]
 
 
-def _ring(scenario: Scenario, bits: float, rtt_s: float = 0.0) -> Reduction:
-    return Reduction(
+def _ring(scenario: Scenario, bits: float, rtt_s: float = 0.0) -> ReductionTime:
+    return ReductionTime(
         num_islands=scenario.islands,
         num_ranks=scenario.ranks,
         num_bytes=round(bits / 8),

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, Reduction, tcp_bps
+from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, ReductionTime, tcp_bps
 from diloco.simulations.scenarios.scenario import Scenario
 from diloco.transport.shaping.link import Link
 
@@ -220,7 +220,7 @@ def _reduced_s(
     scenario: Scenario, released: Sequence[float], bits: float, wan_bps: float, rtt_s: float
 ) -> float:
     """When an all-reduce of gradients has ended, whose pieces are released one by one."""
-    ring = Reduction(
+    ring = ReductionTime(
         num_islands=scenario.islands,
         num_ranks=scenario.ranks,
         num_bytes=math.ceil(bits / 8),
@@ -243,8 +243,10 @@ def _reduced_s(
 
 
 def ring_latency_s(islands: int, ranks: int, rtt_s: float) -> float:
-    """Delays of one ring through all ranks: what `Reduction.flat_s` has beside its bytes."""
-    ring = Reduction(num_islands=islands, num_ranks=ranks, num_bytes=0, wan_bps=1.0, rtt_s=rtt_s)
+    """Delays of one ring through all ranks: what `ReductionTime.flat_s` has beside its bytes."""
+    ring = ReductionTime(
+        num_islands=islands, num_ranks=ranks, num_bytes=0, wan_bps=1.0, rtt_s=rtt_s
+    )
     return ring.flat_s
 
 

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from diloco.baseline.time_model import Reduction, tcp_bps
+from diloco.baseline.time_model import ReductionTime, tcp_bps
 
 MIB = 1 << 20
 
 
 def reduction(**changes):
     told = {"num_islands": 2, "num_ranks": 2, "num_bytes": 64 * MIB, "wan_bps": 100e6}
-    return Reduction(**{**told, "rtt_s": 0.06, **changes})
+    return ReductionTime(**{**told, "rtt_s": 0.06, **changes})
 
 
 def test_between_two_islands_one_vector_crosses_each_way():

@@ -17,7 +17,7 @@ from diloco.transport.libp2p.address import parse_peer_address, tcp_port
 from diloco.transport.libp2p.client import HivemindTransport
 from diloco.transport.libp2p.server import HivemindServer
 from diloco.transport.shaping.faulty import Faults, FaultScript, FaultyTransport, faulty_handlers
-from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 from tests.transport.pki import COORDINATOR, EAST, Pki
 
@@ -75,7 +75,7 @@ def shaped_kind(directory: Path) -> Kind:
     link = Link(bandwidth_bps=1e9, delay_s=0.03, jitter_s=0.002, loss=0.01)
 
     def connect(address: str) -> Transport:
-        up, down = (LinkState(link, seed=seed) for seed in (1, 2))
+        up, down = (LinkQueue(link, seed=seed) for seed in (1, 2))
         return ShapedTransport(inner.connect(address), up, down)
 
     return Kind(inner.run, inner.serve, connect)

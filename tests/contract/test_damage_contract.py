@@ -14,7 +14,7 @@ from diloco.transport.contracts import Handlers, IncomingCall, Reply, Transport
 from diloco.transport.errors import TransportError
 from diloco.transport.libp2p.address import is_peer_address, parse_peer_address, tcp_port
 from diloco.transport.retry import RetryPolicy, retry
-from diloco.transport.shaping.line import Line
+from diloco.transport.shaping.line import ShapedLine
 from diloco.transport.transfer import Transfer
 from tests.contract.kinds import KINDS, Kind
 
@@ -32,7 +32,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
 @asynccontextmanager
 async def over_a_line(
     kind: Kind, handlers: Handlers, damage_every_bytes: float
-) -> AsyncIterator[tuple[Transport, Line]]:
+) -> AsyncIterator[tuple[Transport, ShapedLine]]:
     server = kind.serve(handlers, "")
     await server.start()
     address, via = server.address, kind.via
@@ -40,7 +40,7 @@ async def over_a_line(
     is_peer = is_peer_address(address)
     port = tcp_port(parse_peer_address(address)) if is_peer else split_address(address)[1]
     try:
-        line = Line(("127.0.0.1", port), damage_every_bytes=damage_every_bytes)
+        line = ShapedLine(("127.0.0.1", port), damage_every_bytes=damage_every_bytes)
         async with line:
             transport = kind.connect(via(address, line.port))
             try:

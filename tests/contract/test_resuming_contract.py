@@ -17,7 +17,7 @@ from diloco.transport.errors import HandlerFailed, NotYet, PeerReset
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.libp2p.address import is_peer_address, parse_peer_address, tcp_port
 from diloco.transport.retry import RetryPolicy, retry
-from diloco.transport.shaping.line import Line
+from diloco.transport.shaping.line import ShapedLine
 from diloco.transport.transfer import Transfer
 from tests.contract.kinds import KINDS, Kind
 
@@ -49,7 +49,7 @@ def cuts_of(kind: Kind) -> tuple[int, ...]:
 class Ends:
     """A server, the line before it, and a way through."""
 
-    def __init__(self, server: Server, line: Line, transport: Transport) -> None:
+    def __init__(self, server: Server, line: ShapedLine, transport: Transport) -> None:
         self.server, self.line, self.transport = server, line, transport
 
     async def call(
@@ -87,7 +87,9 @@ async def ends(
     port = tcp_port(parse_peer_address(address)) if is_peer else split_address(address)[1]
     try:
         # At a rate at which what has passed before a cut has also been read.
-        async with Line(("127.0.0.1", port), rate_bps=128e6, cut_up=up, cut_down=down) as line:
+        async with ShapedLine(
+            ("127.0.0.1", port), rate_bps=128e6, cut_up=up, cut_down=down
+        ) as line:
             assert kind.via is not None
             transport = kind.connect(kind.via(address, line.port))
             try:

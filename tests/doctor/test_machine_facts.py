@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from diloco.cli.main import app
 from diloco.cli.run.doctor import _show, show_at_start
 from diloco.config.load import load_config
-from diloco.doctor.diagnosis import Finding, State
+from diloco.doctor.diagnosis import SiteFinding, State
 from diloco.doctor.machine_facts import _hosts_of, are_local, gather, read_tcp, try_path
 from diloco.durable import write_json
 from diloco.protos.control_pb2 import ClockReply, RunStateReply
@@ -274,7 +274,7 @@ def test_the_way_to_the_syncer_is_tried_as_the_coordinator_tells_it(
 def test_what_peers_say_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = "[fd00::2]:4710 is not reached: [/x] [bold]\x1b[2J"
 
-    _show([Finding("coordinator", State.BROKEN, found, "[fd00::2] [/x]\x1b")])
+    _show([SiteFinding("coordinator", State.BROKEN, found, "[fd00::2] [/x]\x1b")])
 
     shown = " ".join(capsys.readouterr().out.split())
     assert r"broken [fd00::2]:4710 is not reached: [/x] [bold]\x1b[2J coordinator:" in shown

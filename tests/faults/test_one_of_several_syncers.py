@@ -27,7 +27,7 @@ from diloco.state_dir import StateDir, holder, read_endpoint
 from diloco.versions.pins import pinned_steps
 from diloco.versions.record import versions_in
 from diloco.versions.repair import Condition
-from diloco.versions.replay import Verdict
+from diloco.versions.replay import ReplayVerdict
 from tests.faults.killer import Killer
 from tests.run_files import FinishedRun, all_logs, indexed_headers, write_run
 
@@ -227,11 +227,11 @@ def test_a_run_in_which_nobody_waits_is_cut_resumed_and_made_again(tmp_path: Pat
     assert {record.timeline for record in records} == {1}
     assert all(record.merged_tokens >= config.total_tokens for record in records)
     assert finished.ending_digests() == {tuple(record.digest.hex() for record in records)}
-    assert {each.verdict for each in stopped.versions} == {Verdict.RECOMPUTED}
+    assert {each.verdict for each in stopped.versions} == {ReplayVerdict.RECOMPUTED}
     made = {v.fragment_id: [] for v in stopped.versions}
     for each in replay_run(run.state).versions:
-        assert each.verdict in (Verdict.RECOMPUTED, Verdict.ABANDONED), each
-        if each.verdict is Verdict.RECOMPUTED:
+        assert each.verdict in (ReplayVerdict.RECOMPUTED, ReplayVerdict.ABANDONED), each
+        if each.verdict is ReplayVerdict.RECOMPUTED:
             made[each.fragment_id].append(each.version)
     assert made == {r.fragment_id: [*range(1, r.version + 1)] for r in records}
     assert {finding.condition for finding in repair_run(run.state)} == {Condition.WHOLE}

@@ -16,7 +16,7 @@ from diloco.io_thread import IoThread
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.telemetry.events import AlarmRaised, DamagedOnTheWay, Event
 from diloco.transport.addresses import split_address
-from diloco.transport.shaping.line import Line
+from diloco.transport.shaping.line import ShapedLine
 from tests.served_run import ServedRun
 
 INNER_STEPS = 4
@@ -43,11 +43,11 @@ def train(served: ServedRun, num_layers: int, island: str, events: list[Event]) 
 
 
 @contextmanager
-def over_a_line(served: ServedRun, **options: float) -> Iterator[Line]:
+def over_a_line(served: ServedRun, **options: float) -> Iterator[ShapedLine]:
     """Have islands reach the run through a line, which is what they are told, too."""
     thread = IoThread()
     thread.start()
-    line = Line(("127.0.0.1", split_address(served.address)[1]), **options)
+    line = ShapedLine(("127.0.0.1", split_address(served.address)[1]), **options)
     thread.run(line.__aenter__())
     served.address = f"127.0.0.1:{line.port}"
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco.island.agreement import Cut
+from diloco.island.agreement import AgreedCut
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.pins import pinned_version
 from tests.several_syncers import Several
@@ -81,7 +81,9 @@ class Story:
         session = start.island.session
         await start.island.start()
         heard_at = asyncio.get_running_loop().time() + cut_s + self.rng.uniform(0.0, 1.5)
-        session.asked_cut = lambda: Cut(CUT if asyncio.get_running_loop().time() >= heard_at else 0)
+        session.asked_cut = lambda: AgreedCut(
+            CUT if asyncio.get_running_loop().time() >= heard_at else 0
+        )
         try:
             while not session.is_over:
                 await start.island.train(1)

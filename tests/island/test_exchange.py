@@ -37,7 +37,7 @@ from diloco.syncer.polls import Polls
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import Buffer, IncomingCall, Reply, Transport
 from diloco.transport.errors import ConnectError, PeerReset
-from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 from diloco.transport.transfer import Transfer
 from diloco.versions.store import FragmentStore
@@ -932,7 +932,7 @@ def test_a_round_over_a_thin_link_takes_the_time_of_its_bytes(setting: Setting) 
         run = VirtualRun(replace(setting, initial={"w": [0.0] * NUMEL}, islands=("a",)))
         await run.start_syncer()
         line = ShapedTransport(
-            run.network.connect("syncer"), LinkState(link, seed=0), LinkState(link, seed=1)
+            run.network.connect("syncer"), LinkQueue(link, seed=0), LinkQueue(link, seed=1)
         )
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, line)
         exchange.enter({0: lanes_of(run.setting, 0.0)}, False)

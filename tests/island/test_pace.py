@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, Standing
-from diloco.island.exchange.fragment_state import Announced, FragmentView
+from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, FragmentVote
+from diloco.island.exchange.fragment_state import AnnouncedVersion, FragmentView
 from diloco.island.pace import ArrivalPace, aim, arrival_standing
 from diloco.protocol.island.ledger import FragmentLedger, Target, Verdict
 from diloco.protocol.rounds.terms import RoundKey
@@ -24,21 +24,21 @@ def sending(made: FragmentLedger) -> FragmentLedger:
 
 # what is outstanding, standing -> how it is settled
 ARRIVALS = [
-    (False, Standing(NOTHING_STAGED, None, 0), None),
-    (False, Standing(5, None, 0), Verdict.ABSENT),
-    (False, Standing(4, None, 0), None),
-    (True, Standing(5, None, 0), None),
-    (True, Standing(5, Verdict.INCLUDED, 0), Verdict.INCLUDED),
-    (True, Standing(NOTHING_STAGED, Verdict.INCLUDED, 0), None),
-    (True, Standing(NOTHING_STAGED, Verdict.EXPIRED, 1), Verdict.EXPIRED),
-    (True, Standing(5, Verdict.EXPIRED, 1), Verdict.EXPIRED),
-    (True, Standing(GONE, Verdict.NOT_INCLUDED, 0), None),
+    (False, FragmentVote(NOTHING_STAGED, None, 0), None),
+    (False, FragmentVote(5, None, 0), Verdict.ABSENT),
+    (False, FragmentVote(4, None, 0), None),
+    (True, FragmentVote(5, None, 0), None),
+    (True, FragmentVote(5, Verdict.INCLUDED, 0), Verdict.INCLUDED),
+    (True, FragmentVote(NOTHING_STAGED, Verdict.INCLUDED, 0), None),
+    (True, FragmentVote(NOTHING_STAGED, Verdict.EXPIRED, 1), Verdict.EXPIRED),
+    (True, FragmentVote(5, Verdict.EXPIRED, 1), Verdict.EXPIRED),
+    (True, FragmentVote(GONE, Verdict.NOT_INCLUDED, 0), None),
 ]
 
 
 @pytest.mark.parametrize(("has_sent", "standing", "verdict"), ARRIVALS)
 def test_a_version_is_merged_when_all_ranks_have_the_target_staged(
-    has_sent: bool, standing: Standing, verdict: Verdict | None
+    has_sent: bool, standing: FragmentVote, verdict: Verdict | None
 ) -> None:
     made = ledger(target=Target(5))
 
@@ -47,18 +47,18 @@ def test_a_version_is_merged_when_all_ranks_have_the_target_staged(
 
 # standing, is_over -> whether it is sent
 OPENINGS = [
-    (Standing(-1, None, 0, open_version=3), False, True),
-    (Standing(-1, None, 1, open_version=3), False, False),  # attempt 2 is owed
-    (Standing(-1, None, 0, open_version=4), False, False),  # merge first
-    (Standing(-1, None, 0), False, False),
-    (Standing(-1, None, 0, open_version=3, is_ending=True), False, False),
-    (Standing(-1, None, 0, open_version=3, is_ending=True), True, True),
+    (FragmentVote(-1, None, 0, open_version=3), False, True),
+    (FragmentVote(-1, None, 1, open_version=3), False, False),  # attempt 2 is owed
+    (FragmentVote(-1, None, 0, open_version=4), False, False),  # merge first
+    (FragmentVote(-1, None, 0), False, False),
+    (FragmentVote(-1, None, 0, open_version=3, is_ending=True), False, False),
+    (FragmentVote(-1, None, 0, open_version=3, is_ending=True), True, True),
 ]
 
 
 @pytest.mark.parametrize(("standing", "is_over", "is_sent"), OPENINGS)
 def test_a_fragment_is_sent_to_the_attempt_that_waits_for_it(
-    standing: Standing, is_over: bool, is_sent: bool
+    standing: FragmentVote, is_over: bool, is_sent: bool
 ) -> None:
     made = ledger()
     made.attempt = 2 if standing.attempt == 1 else 0
@@ -70,21 +70,21 @@ def test_a_fragment_is_sent_to_the_attempt_that_waits_for_it(
 
 def test_a_target_is_never_lowered_and_raised_only_where_it_is_gone() -> None:
     made = ledger()
-    view = FragmentView(version=5, staging=Announced(Target(5, 50)), anchor_version=3)
+    view = FragmentView(version=5, staging=AnnouncedVersion(Target(5, 50)), anchor_version=3)
 
     assert aim(made, arrival_standing(made, view))
     assert made.target == Target(5, 50)
 
     # Newer versions come, and the leader's own exchange has turned to one: the target stays.
-    newer = FragmentView(version=9, merged_tokens=90, staging=Announced(Target(9, 90)))
+    newer = FragmentView(version=9, merged_tokens=90, staging=AnnouncedVersion(Target(9, 90)))
     assert arrival_standing(made, newer).target == Target(5, 50)
-    assert not aim(made, Standing(-1, None, 0, Target(4)))
-    assert not aim(made, Standing(-1, None, 0, Target(5, 50)))
+    assert not aim(made, FragmentVote(-1, None, 0, Target(4)))
+    assert not aim(made, FragmentVote(-1, None, 0, Target(5, 50)))
 
     # One rank hears that it is gone: all know after the next word, and the leader names another.
     gone = FragmentView(version=9, merged_tokens=90, gone_version=5)
     assert arrival_standing(made, gone).staged_version == GONE
-    assert not aim(made, Standing(GONE, None, 0, Target(5, 50)))
+    assert not aim(made, FragmentVote(GONE, None, 0, Target(5, 50)))
     assert made.is_target_gone
     assert arrival_standing(made, newer).target == Target(9, 90)
     assert aim(made, arrival_standing(made, newer))
@@ -98,10 +98,10 @@ def test_what_the_exchange_shows_of_before_a_merge_counts_nothing() -> None:
         verdict=Verdict.EXPIRED,
         version=5,
         staged_version=5,
-        staging=Announced(Target(5)),
+        staging=AnnouncedVersion(Target(5)),
         is_open=True,
     )
 
     standing = arrival_standing(made, stale)
 
-    assert standing == Standing(NOTHING_STAGED, None, 0)
+    assert standing == FragmentVote(NOTHING_STAGED, None, 0)

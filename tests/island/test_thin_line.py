@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.wrappers_pb2 import Int64Value
 
 from diloco.island.exchange.damage import LineDamage
-from diloco.island.exchange.retried_calls import Reach, RetriedCalls
+from diloco.island.exchange.retried_calls import RetriedCalls, SyncerReach
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import IncomingCall, Reply
 from diloco.transport.errors import DeadlineExceeded
@@ -18,7 +18,7 @@ from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
 from diloco.transport.retry import RetryPolicy
 from diloco.transport.shaping import turns
-from diloco.transport.shaping.line import Line
+from diloco.transport.shaping.line import ShapedLine
 from diloco.transport.transfer import Transfer
 
 WAYS = pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
@@ -64,7 +64,7 @@ async def carry(
     await server.start()
     port = int(server.address.rpartition(":")[2])
     way = {"cut_up" if is_up else "cut_down": cuts}
-    async with Line(("127.0.0.1", port), rate_bps=rate_bps, **way) as line:
+    async with ShapedLine(("127.0.0.1", port), rate_bps=rate_bps, **way) as line:
         ranks = [
             RetriedCalls(
                 GrpcTransport(f"127.0.0.1:{line.port}"),
@@ -73,7 +73,7 @@ async def carry(
                 rpc_deadline_s=60.0,
                 policy=RetryPolicy(budget_s=600.0, max_wait_s=1.0),
                 rng=random.Random(1),
-                reach=Reach(),
+                reach=SyncerReach(),
                 damage=LineDamage("east", lambda _: None),
             )
             for _ in range(num_ranks)
@@ -159,7 +159,7 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it
         await server.start()
         port = int(server.address.rpartition(":")[2])
         loop = asyncio.get_running_loop()
-        async with Line(("127.0.0.1", port), rate_bps=4e6) as line:
+        async with ShapedLine(("127.0.0.1", port), rate_bps=4e6) as line:
             transport = GrpcTransport(f"127.0.0.1:{line.port}")
             began = loop.time()
 

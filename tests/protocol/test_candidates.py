@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco.protocol.run.candidates import Candidates, JudgeRules, Verdict, newest_first
+from diloco.protocol.run.candidates import Candidates, CheckpointVerdict, JudgeRules, newest_first
 
 RULES = JudgeRules(most_rise=0.1, most_returns=2)
 TWO = ("east", "west")
@@ -23,7 +23,7 @@ class Run:
         self.complete: tuple[int, ...] = ()
         self.timeline = 0
 
-    def vote(self, number: int, *losses: float) -> Verdict | None:
+    def vote(self, number: int, *losses: float) -> CheckpointVerdict | None:
         self.complete = self.candidates.kept({*self.complete, number}, 2)
         for island, loss in zip(self.islands, losses, strict=False):
             self.apply(
@@ -34,7 +34,7 @@ class Run:
             )  # fmt: skip
         return self.candidates.verdict(number)
 
-    def all_say(self, number: int, loss: float) -> Verdict | None:
+    def all_say(self, number: int, loss: float) -> CheckpointVerdict | None:
         return self.vote(number, *[loss] * len(self.islands))
 
     def go_back(self) -> int:
@@ -57,10 +57,10 @@ class Run:
 def test_an_island_alone_sets_no_standard_of_what_is_good() -> None:
     for lie in (0.0, 1e9):
         two, three = Run(), Run(("east", "north", "west"))
-        assert two.vote(1, 2.0, lie) is Verdict.DISPUTED
+        assert two.vote(1, 2.0, lie) is CheckpointVerdict.DISPUTED
         assert "east 2.0000, west" in two.candidates.alarm
-        assert three.vote(1, lie, 2.0, 2.1) is Verdict.GOOD
-        assert three.vote(2, lie, 5.5, 5.6) is Verdict.BAD
+        assert three.vote(1, lie, 2.0, 2.1) is CheckpointVerdict.GOOD
+        assert three.vote(2, lie, 5.5, 5.6) is CheckpointVerdict.BAD
 
 
 def test_a_vote_that_is_repeated_is_judged_again_only_when_it_is_known_who_votes(
@@ -86,30 +86,30 @@ def test_a_vote_that_is_repeated_is_judged_again_only_when_it_is_known_who_votes
     assert candidates.verdict(1) is None and asked == [0, 0]
     repeat(TWO)
 
-    assert candidates.verdict(1) is Verdict.GOOD and asked == [0, 0, 2]
+    assert candidates.verdict(1) is CheckpointVerdict.GOOD and asked == [0, 0, 2]
 
 
 @pytest.mark.parametrize(
     ("islands", "losses", "verdict"),
     [
-        (("a",), (2.0,), Verdict.GOOD),
-        (("a",), (3.0,), Verdict.BAD),
-        (("a",), (math.nan,), Verdict.BAD),
+        (("a",), (2.0,), CheckpointVerdict.GOOD),
+        (("a",), (3.0,), CheckpointVerdict.BAD),
+        (("a",), (math.nan,), CheckpointVerdict.BAD),
         (("a", "b"), (2.0,), None),
         (("a", "b"), (3.0,), None),
-        (("a", "b"), (2.0, 2.1), Verdict.GOOD),
-        (("a", "b"), (3.0, 9.0), Verdict.BAD),
-        (("a", "b"), (2.0, math.nan), Verdict.DISPUTED),
+        (("a", "b"), (2.0, 2.1), CheckpointVerdict.GOOD),
+        (("a", "b"), (3.0, 9.0), CheckpointVerdict.BAD),
+        (("a", "b"), (2.0, math.nan), CheckpointVerdict.DISPUTED),
         (("a", "b", "c"), (3.0,), None),
         (("a", "b", "c"), (2.0, 3.0), None),
-        (("a", "b", "c"), (2.0, 3.0, 2.1), Verdict.GOOD),
-        (("a", "b", "c"), (math.inf, 3.0), Verdict.BAD),
-        (("a", "b", "c", "d"), (3.0, 3.0, 2.0, 2.0), Verdict.DISPUTED),
-        (("a", "b", "c", "d"), (3.0, 3.0, 2.0, 4.0), Verdict.BAD),
+        (("a", "b", "c"), (2.0, 3.0, 2.1), CheckpointVerdict.GOOD),
+        (("a", "b", "c"), (math.inf, 3.0), CheckpointVerdict.BAD),
+        (("a", "b", "c", "d"), (3.0, 3.0, 2.0, 2.0), CheckpointVerdict.DISPUTED),
+        (("a", "b", "c", "d"), (3.0, 3.0, 2.0, 4.0), CheckpointVerdict.BAD),
     ],
 )
 def test_most_islands_judge_and_none_alone(
-    islands: tuple[str, ...], losses: tuple[float, ...], verdict: Verdict | None
+    islands: tuple[str, ...], losses: tuple[float, ...], verdict: CheckpointVerdict | None
 ) -> None:
     run = Run(islands)
     run.all_say(1, 2.0)
@@ -120,16 +120,16 @@ def test_most_islands_judge_and_none_alone(
 def test_an_island_that_says_another_loss_moves_no_reference() -> None:
     run = Run(("a", "b", "c"))
     for number in range(1, 9):
-        assert run.vote(number, 2.0, 2.0, 1e-9) is Verdict.GOOD
-    assert run.vote(9, 2.1, 2.1, 1e9) is Verdict.GOOD
+        assert run.vote(number, 2.0, 2.0, 1e-9) is CheckpointVerdict.GOOD
+    assert run.vote(9, 2.1, 2.1, 1e9) is CheckpointVerdict.GOOD
 
 
 def test_losses_that_rise_in_small_steps_are_bad_in_the_end() -> None:
     run = Run(rules=JudgeRules(0.1, most_returns=0))
     verdicts = [run.all_say(number, 2.0 * 1.03**number) for number in range(1, 12)]
 
-    assert verdicts.index(Verdict.BAD) == 6
-    assert Verdict.GOOD not in verdicts[6:]
+    assert verdicts.index(CheckpointVerdict.BAD) == 6
+    assert CheckpointVerdict.GOOD not in verdicts[6:]
 
 
 def test_the_last_good_checkpoints_are_kept_however_many_follow() -> None:
@@ -172,7 +172,7 @@ def test_two_bad_ones_in_a_row_or_one_that_is_not_finite_lead_back() -> None:
     assert run.go_back() == 3
     assert run.candidates.last_return
     assert run.candidates.verdict(4) is None, "it will be made anew"
-    assert run.all_say(4, 2.0) is Verdict.GOOD
+    assert run.all_say(4, 2.0) is CheckpointVerdict.GOOD
     run.all_say(5, math.nan)
 
     assert run.go_back() == 4

@@ -9,7 +9,7 @@ import pytest
 from diloco.config.classes import identity_difference
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.admission import Entries, Joined, JoinVerdict
-from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.members import REMEMBERED_STARTS
 from diloco.protocol.run.membership import Membership
 from diloco.refusals import Cause
@@ -213,7 +213,7 @@ def test_a_plan_of_another_number_of_fragments_cannot_found_a_run() -> None:
     identity = json.dumps({"outer.num_fragments": 2})
     membership = Membership(
         "demo", ("east", "west"), identity, identity_difference, 100, num_checkpoints=2,
-        assignment=Assignment(2),
+        assignment=FragmentAssignment(2),
     )  # fmt: skip
     of_one = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=1).to_json()
 

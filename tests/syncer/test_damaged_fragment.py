@@ -20,7 +20,7 @@ from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.log import segment_path
 from diloco.versions.record import fragment_directory, record_path, versions_in
-from diloco.versions.replay import FragmentReplay, Verdict
+from diloco.versions.replay import FragmentReplay, ReplayVerdict
 from diloco.versions.store import FragmentStore
 from tests.raw_island import NUMEL, RawIsland, founded
 from tests.virtual_run import Setting, VirtualRun, descend
@@ -311,10 +311,10 @@ def test_an_island_that_holds_the_lost_version_gives_it_back(
     ])  # fmt: skip
     verdicts = {each.version: each.verdict for each in replay.run()}
     (repaired,) = [r["version"] for r in headers if "repaired" in r]
-    assert verdicts[repaired] is Verdict.REPAIRED
+    assert verdicts[repaired] is ReplayVerdict.REPAIRED
     later = {version for version in verdicts if version > repaired}
     assert later
-    assert all(verdicts[version] is Verdict.RECOMPUTED for version in later)
+    assert all(verdicts[version] is ReplayVerdict.RECOMPUTED for version in later)
 
 
 @pytest.mark.parametrize("names", ["a", "aba"], ids=["asked-once", "asked-after-another"])

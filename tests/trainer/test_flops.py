@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from diloco.config.model import ExpertsConfig, LatentAttentionConfig
-from diloco.telemetry.compute import Compute
+from diloco.telemetry.compute import ComputeWork
 from diloco.trainer.flops import flops_per_token, peak_flops
 from diloco.trainer.models.model import LlamaShape, build_model, initialise_
 
@@ -76,7 +76,7 @@ def test_of_routed_experts_those_count_that_a_token_goes_through() -> None:
 
 def test_a_share_is_told_of_known_devices_only() -> None:
     assert peak_flops(torch.device("cpu")) == 0
-    unknown, known = Compute(2e9, 4), Compute(2e9, 4, 1e12)
+    unknown, known = ComputeWork(2e9, 4), ComputeWork(2e9, 4, 1e12)
 
     # 1,000 tokens x 2e9 / (4 ranks x 2 s) = 0.25e12 a second and rank.
     assert known.tflops_per_s(1000, 2.0) == unknown.tflops_per_s(1000, 2.0) == 0.25

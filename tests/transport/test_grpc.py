@@ -23,7 +23,7 @@ from diloco.transport.framing import MAX_MESSAGE_BYTES, FrameReader, frame_chunk
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
 from diloco.transport.grpc.wire import SERVICE, STATUS_ERRORS
-from diloco.transport.shaping.line import Line
+from diloco.transport.shaping.line import ShapedLine
 from tests.transport.test_framing import sealed
 from tests.waiting import wait_until
 
@@ -206,7 +206,7 @@ def test_a_peer_that_never_answers_is_deadline_exceeded() -> None:
 
 def test_a_connection_that_nothing_comes_over_is_replaced() -> None:
     async def claim(address: str) -> None:
-        async with Line(("127.0.0.1", split_address(address)[1])) as line:
+        async with ShapedLine(("127.0.0.1", split_address(address)[1])) as line:
             transport = GrpcTransport(f"127.0.0.1:{line.port}")
 
             async def call(deadline_s: float) -> Reply:

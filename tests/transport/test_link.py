@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.shaping.link import CATCH_UP_S, Link, LinkState, find_profile, load_profile
+from diloco.transport.shaping.link import CATCH_UP_S, Link, LinkQueue, find_profile, load_profile
 from diloco.transport.units import parse_bandwidth, parse_duration
 
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "links"
@@ -23,7 +23,7 @@ def test_impossible_links_are_refused(values: tuple[float, ...]) -> None:
 
 
 def test_an_idle_link_takes_size_over_bandwidth_plus_delay() -> None:
-    state = LinkState(Link(bandwidth_bps=8e3, delay_s=0.5), seed=0)
+    state = LinkQueue(Link(bandwidth_bps=8e3, delay_s=0.5), seed=0)
 
     assert state.reserve(10.0, 1000) == (11.0, 11.5)
     assert state.reserve(10.0, 1000) == (12.0, 12.5)  # behind the first
@@ -33,7 +33,7 @@ def test_an_idle_link_takes_size_over_bandwidth_plus_delay() -> None:
 
 
 def test_late_wake_ups_cost_no_bandwidth() -> None:
-    state = LinkState(Link(bandwidth_bps=8e6, delay_s=0.1), seed=0)
+    state = LinkQueue(Link(bandwidth_bps=8e6, delay_s=0.1), seed=0)
     now = 0.0
     for _ in range(1000):
         release, _ = state.reserve(now, 10_000)
@@ -44,7 +44,7 @@ def test_late_wake_ups_cost_no_bandwidth() -> None:
 
 
 def test_the_catch_up_credit_does_not_shorten_the_delay() -> None:
-    state = LinkState(Link(bandwidth_bps=8e9, delay_s=0.1), seed=0)
+    state = LinkQueue(Link(bandwidth_bps=8e9, delay_s=0.1), seed=0)
     release, _ = state.reserve(0.0, 1000)
     now = release + CATCH_UP_S * 0.9
 
@@ -55,7 +55,7 @@ def test_the_catch_up_credit_does_not_shorten_the_delay() -> None:
 
 
 def test_a_pause_longer_than_the_credit_is_not_made_up_for() -> None:
-    state = LinkState(Link(bandwidth_bps=8e3, delay_s=0.0), seed=0)
+    state = LinkQueue(Link(bandwidth_bps=8e3, delay_s=0.0), seed=0)
     release, _ = state.reserve(0.0, 1000)
 
     assert state.reserve(release + 2 * CATCH_UP_S, 1000)[0] == release + 2 * CATCH_UP_S + 1.0
@@ -69,7 +69,7 @@ def test_order_is_kept_and_nothing_is_faster_than_the_link(
     seed: int, steps: list[tuple[float, int]]
 ) -> None:
     link = Link(bandwidth_bps=1e7, delay_s=0.02, jitter_s=0.05, loss=0.2)
-    state = LinkState(link, seed=seed)
+    state = LinkQueue(link, seed=seed)
     now = last = 0.0
     for gap, size in steps:
         now += gap
@@ -82,7 +82,7 @@ def test_order_is_kept_and_nothing_is_faster_than_the_link(
 
 def test_jitter_is_spread_over_its_range() -> None:
     link = Link(bandwidth_bps=1e12, delay_s=1.0, jitter_s=0.5)
-    state = LinkState(link, seed=1)
+    state = LinkQueue(link, seed=1)
     extra = [state.reserve(10.0 * i, 1)[1] - 10.0 * i - 1.0 for i in range(500)]
 
     assert 0.0 <= min(extra) < 0.01 and 0.49 < max(extra) <= 0.5 + 1e-9
@@ -90,7 +90,7 @@ def test_jitter_is_spread_over_its_range() -> None:
 
 def test_a_lost_chunk_takes_the_link_twice_and_one_round_trip_more() -> None:
     link = Link(bandwidth_bps=8e3, delay_s=0.5, loss=0.25)
-    state = LinkState(link, seed=5)
+    state = LinkQueue(link, seed=5)
     for i in range(4000):
         release, delivery = state.reserve(100.0 * i, 1000)
         took = (release - 100.0 * i, delivery - release)
@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_link() -> None:
     link = Link(bandwidth_bps=1e6, delay_s=0.01, jitter_s=0.01, loss=0.3)
     runs = [
         [state.reserve(0.01 * i, 500) for i in range(100)]
-        for state in (LinkState(link, seed=seed) for seed in (7, 7, 8))
+        for state in (LinkQueue(link, seed=seed) for seed in (7, 7, 8))
     ]
 
     assert runs[0] == runs[1] != runs[2]
@@ -118,7 +118,7 @@ def test_both_directions_of_a_profile_draw_differently() -> None:
     assert lost[0] != lost[1]
 
 
-def _is_lost(state: LinkState) -> bool:
+def _is_lost(state: LinkQueue) -> bool:
     before = state.num_lost
     state.reserve(0.0, 1)
     return state.num_lost > before

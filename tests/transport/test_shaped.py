@@ -6,7 +6,7 @@ import pytest
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import IncomingCall, Reply
 from diloco.transport.errors import DeadlineExceeded, MessageTooLarge, TransportClosed
-from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import TURN_BYTES, ShapedTransport
 
 THIN = Link(bandwidth_bps=5e6, delay_s=0.03)
@@ -24,9 +24,9 @@ async def think(call: IncomingCall) -> Reply:
     return Reply(b"")
 
 
-def over_one_link(claim: Claim) -> tuple[LinkState, LinkState]:
+def over_one_link(claim: Claim) -> tuple[LinkQueue, LinkQueue]:
     """Run `claim` with two transports that share an up and a down link."""
-    up, down = LinkState(THIN, seed=1), LinkState(THIN, seed=2)
+    up, down = LinkQueue(THIN, seed=1), LinkQueue(THIN, seed=2)
 
     async def run() -> None:
         network = LoopbackNetwork()

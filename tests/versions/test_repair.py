@@ -9,7 +9,7 @@ import pytest
 from diloco.versions.log import locate_version, segment_path
 from diloco.versions.pins import valid_pins
 from diloco.versions.record import RecordInvalid, locate, record_path
-from diloco.versions.repair import Condition, Finding, repair_fragment
+from diloco.versions.repair import Condition, RepairFinding, repair_fragment
 from diloco.versions.store import FragmentStore
 from diloco.versions.version import VersionRecord
 from tests.versions.test_store import FRAGMENT, PLAN, assert_same, commit
@@ -35,7 +35,7 @@ def damage(store: FragmentStore, version: int, section: str) -> None:
     stored.path.write_bytes(data)
 
 
-def notable(store: FragmentStore) -> list[Finding]:
+def notable(store: FragmentStore) -> list[RepairFinding]:
     return [f for f in repair_fragment(store) if f.condition is not Condition.WHOLE]
 
 

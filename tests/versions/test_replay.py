@@ -23,7 +23,7 @@ from diloco.transport.calls.loopback import run_virtual
 from diloco.versions import replay as replaying
 from diloco.versions.log import KEPT, frames_in
 from diloco.versions.record import locate, record_path, versions_in
-from diloco.versions.replay import FORGOTTEN, FragmentReplay, Replayed, Verdict
+from diloco.versions.replay import FORGOTTEN, FragmentReplay, Replayed, ReplayVerdict
 from tests.island.test_resume import resumed, stopped
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 
@@ -153,7 +153,7 @@ def headers_of(run: VirtualRun) -> list[Mapping[str, Any]]:
     return [json.loads(json.dumps(header)) for header in rows.values()]
 
 
-def counted(replayed: Sequence[Replayed]) -> Counter[Verdict]:
+def counted(replayed: Sequence[Replayed]) -> Counter[ReplayVerdict]:
     return Counter(each.verdict for each in replayed)
 
 
@@ -173,7 +173,7 @@ def test_every_version_of_a_disturbed_run_is_made_again_to_the_bit(setting: Sett
         found = replayed(run, p)
         newest = max(h["version"] for h in headers if h["fragment_id"] == p)
         assert [each.version for each in found] == list(range(1, newest + 1))
-        assert newest > 9 and counted(found) == {Verdict.RECOMPUTED: newest}, found
+        assert newest > 9 and counted(found) == {ReplayVerdict.RECOMPUTED: newest}, found
         (own,) = {h["digest"] for h in headers if (h["fragment_id"], h["version"]) == (p, newest)}
         assert all(own in island.session.digests for island in islands)
         assert replayed(run, p, newest - 1) == found[-2:]
@@ -213,7 +213,7 @@ def short(setting: Setting) -> VirtualRun:
 NEWEST = 10
 
 
-def wrong(found: Sequence[Replayed]) -> list[tuple[int, Verdict]]:
+def wrong(found: Sequence[Replayed]) -> list[tuple[int, ReplayVerdict]]:
     return [(each.version, each.verdict) for each in found if each.is_wrong]
 
 
@@ -226,13 +226,13 @@ def test_one_flipped_bit_in_a_kept_contribution_is_found_and_named(short: Virtua
 
     found = replayed(short, 0)
 
-    assert counted(before) == {Verdict.RECOMPUTED: NEWEST}
-    assert wrong(found) == [(3, Verdict.DAMAGED)]
+    assert counted(before) == {ReplayVerdict.RECOMPUTED: NEWEST}
+    assert wrong(found) == [(3, ReplayVerdict.DAMAGED)]
     assert found[2].detail == f"{kept.path} is torn or damaged in section contribution/b/0"
     assert found[:2] == before[:2]
-    after = {each.detail for each in found[3:] if each.verdict is Verdict.UNKNOWN}
+    after = {each.detail for each in found[3:] if each.verdict is ReplayVerdict.UNKNOWN}
     assert after == {"nothing here leads to the version before it"}
-    assert found[-1].verdict is Verdict.RECOMPUTED, "from a record that is whole"
+    assert found[-1].verdict is ReplayVerdict.RECOMPUTED, "from a record that is whole"
 
 
 def test_what_is_whole_and_does_not_come_to_what_was_published_is_different(
@@ -247,7 +247,7 @@ def test_what_is_whole_and_does_not_come_to_what_was_published_is_different(
     monkeypatch.setattr(replaying, "COEFFICIENT_TOLERANCE", -1.0)
     found = list(FragmentReplay(directory, plan, 0).run())
 
-    assert (told.version, told.verdict) == (5, Verdict.DIFFERENT)
+    assert (told.version, told.verdict) == (5, ReplayVerdict.DIFFERENT)
     assert told.detail == "the audit log says otherwise of its digest"
     assert all(each.detail.startswith("coefficients are 0 from what") for each in found)
 
@@ -263,7 +263,7 @@ def test_a_version_that_was_published_and_is_gone_is_told(short: VirtualRun) -> 
 
     found = replayed(short, 0)
 
-    assert wrong(found) == [(version, Verdict.DAMAGED) for version in gone]
+    assert wrong(found) == [(version, ReplayVerdict.DAMAGED) for version in gone]
     assert "it was published, as the audit log says" in found[-1].detail
 
 
@@ -275,13 +275,13 @@ def test_without_kept_contributions_the_retained_versions_are_made_again(
 
     found = replayed(short, 0)
 
-    assert {e.verdict for e in found} == {Verdict.RECOMPUTED, Verdict.UNKNOWN}
-    assert {e.detail for e in found if e.verdict is Verdict.UNKNOWN} <= {
+    assert {e.verdict for e in found} == {ReplayVerdict.RECOMPUTED, ReplayVerdict.UNKNOWN}
+    assert {e.detail for e in found if e.verdict is ReplayVerdict.UNKNOWN} <= {
         FORGOTTEN,
         "nothing here leads to the version before it",
     }
-    assert all(each.verdict is Verdict.RECOMPUTED for each in found[-4:])
-    assert counted(replayed(short, 0, NEWEST - 3)) == {Verdict.RECOMPUTED: 4}
+    assert all(each.verdict is ReplayVerdict.RECOMPUTED for each in found[-4:])
+    assert counted(replayed(short, 0, NEWEST - 3)) == {ReplayVerdict.RECOMPUTED: 4}
 
 
 def test_a_damaged_state_and_a_torn_log_are_named(short: VirtualRun) -> None:
@@ -295,7 +295,7 @@ def test_a_damaged_state_and_a_torn_log_are_named(short: VirtualRun) -> None:
 
     found = replayed(short, 0)
 
-    assert found[0].verdict is Verdict.RECOMPUTED
+    assert found[0].verdict is ReplayVerdict.RECOMPUTED
     assert f"{kept.path} cannot be read from byte {kept.start} on" == found[1].detail
     assert "section theta/0" in found[newest - 1].detail
 
@@ -310,11 +310,11 @@ def test_after_a_resume_abandoned_versions_are_told(short: VirtualRun, beyond: i
 
     found = replayed(short, 0)
 
-    left = [each for each in found if each.verdict is Verdict.ABANDONED]
+    left = [each for each in found if each.verdict is ReplayVerdict.ABANDONED]
     pinned = 3
     assert [each.version for each in left] == list(range(pinned + 1, pinned + 1 + len(left)))
     assert bool(left) == bool(beyond) and {each.timeline for each in left} <= {0}
     stands = found[: len(found) - len(left)]
     assert [e.timeline for e in stands] == [0] * pinned + [1] * (NEWEST - pinned)
-    assert counted(stands) == {Verdict.RECOMPUTED: NEWEST}, stands
+    assert counted(stands) == {ReplayVerdict.RECOMPUTED: NEWEST}, stands
     assert {each.detail for each in left} <= {"a resume left timeline 0 behind"}

@@ -37,7 +37,7 @@ class Way:
     def __init__(
         self, rate_bps: float, damage_every_bytes: float, cuts: Sequence[int], seed: int
     ) -> None:
-        """See `Line`."""
+        """See `ShapedLine`."""
         self.num_bytes = self.num_slowed = self.num_flips = 0
         self._free = 0.0
         self._rng = random.Random(seed)
@@ -83,7 +83,7 @@ class Way:
         return True
 
 
-class Line:
+class ShapedLine:
     """Carries bytes between whoever connects and `target`; `up` is towards the target.
 
     Attributes:
@@ -99,7 +99,7 @@ class Line:
         cut_up: Sequence[int] = (),
         cut_down: Sequence[int] = (),
         seed: int = 1,
-        beside: Line | None = None,
+        beside: ShapedLine | None = None,
     ) -> None:
         """Carry bytes.
 
@@ -123,7 +123,7 @@ class Line:
         self._silent: set[_Ends] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Line:
+    async def __aenter__(self) -> ShapedLine:
         """Listen."""
         listening = _socket()
         listening.bind(("127.0.0.1", 0))

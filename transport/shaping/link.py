@@ -61,7 +61,7 @@ class Link:
             raise ValueError(f"loss = {self.loss}: must be in [0, 1)")
 
 
-class LinkState:
+class LinkQueue:
     """A link in use: when it is free again, and what it has carried.
 
     Attributes:
@@ -120,12 +120,12 @@ class LinkProfile:
     down: Link
     source: str
 
-    def states(self, seed: int) -> tuple[LinkState, LinkState]:
+    def states(self, seed: int) -> tuple[LinkQueue, LinkQueue]:
         """Make the two idle links, up and down, with seeds of their own."""
         rng = random.Random(seed)
         return (
-            LinkState(self.up, seed=rng.getrandbits(64)),
-            LinkState(self.down, seed=rng.getrandbits(64)),
+            LinkQueue(self.up, seed=rng.getrandbits(64)),
+            LinkQueue(self.down, seed=rng.getrandbits(64)),
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diloco.transport.framing import MAX_CHUNKS, SMALL_CHUNK_BYTES
-from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.link import Link, LinkQueue
 
 #: What a payload byte costs on the wire: TCP/IP, HTTP/2 and TLS headers in packets of 1500 bytes.
 WIRE_SHARE = 1.05
@@ -70,8 +70,8 @@ class Departures:
             self._bulk_free, _ = self._bulk_line.reserve(now, on_wire)
 
 
-def _line(rate_bps: float) -> LinkState | None:
-    return LinkState(Link(rate_bps, 0.0), seed=0) if rate_bps else None
+def _line(rate_bps: float) -> LinkQueue | None:
+    return LinkQueue(Link(rate_bps, 0.0), seed=0) if rate_bps else None
 
 
 @dataclass(slots=True)

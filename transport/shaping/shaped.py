@@ -12,7 +12,7 @@ import asyncio
 from diloco.transport.contracts import Buffer, Reply, Transport
 from diloco.transport.deadlines import Deadlines, seconds_left
 from diloco.transport.framing import check_call
-from diloco.transport.shaping.link import LinkState
+from diloco.transport.shaping.link import LinkQueue
 from diloco.transport.transfer import Transfer
 
 #: Calls that share a link take turns at this size.
@@ -22,10 +22,10 @@ TURN_BYTES = 64 << 10
 class ShapedTransport:
     """A transport as it would be at the far end of a link.
 
-    Give the same `LinkState` to every transport that shares the path: lanes, control and data.
+    Give the same `LinkQueue` to every transport that shares the path: lanes, control and data.
     """
 
-    def __init__(self, inner: Transport, up: LinkState, down: LinkState) -> None:
+    def __init__(self, inner: Transport, up: LinkQueue, down: LinkQueue) -> None:
         """Wrap `inner`; requests go over `up`, replies over `down`."""
         self._inner = inner
         self._up = up
@@ -72,7 +72,7 @@ class ShapedTransport:
         await self._inner.close()
 
 
-async def _cross(link: LinkState, num_bytes: int) -> None:
+async def _cross(link: LinkQueue, num_bytes: int) -> None:
     """Reserve the link turn by turn and wait until the last byte has arrived.
 
     All bytes are there from the start, so a turn is ready when the one before has left, however

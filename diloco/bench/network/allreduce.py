@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.baseline.group import BaselineMember
-from diloco.baseline.members import Members
-from diloco.baseline.time_model import Reduction, tcp_bps
+from diloco.baseline.members import BaselineProcesses
+from diloco.baseline.time_model import ReductionTime, tcp_bps
 from diloco.bench.network.emulating import ISLANDS, LinkRow, check_text, measure_inside
 from diloco.launch.process.emulated import Emulated
 from diloco.report.row_choice import matching
@@ -159,7 +159,7 @@ def _rows(
             rows.append({**row, "note": "the link is not as specified"})
             continue
         inside_s = min(found[_HIERARCHICAL]["inside_s"][str(chunk_bytes)])
-        ideal = Reduction(
+        ideal = ReductionTime(
             num_islands=len(ISLANDS),
             num_ranks=RANKS,
             num_bytes=setting.num_bytes,
@@ -218,7 +218,9 @@ def inside(
     found: dict[str, Any] = {}
     for kind in ("flat", "hierarchical"):
         chunks = order["chunks_bytes"][:1] if kind == "flat" else order["chunks_bytes"]
-        with Members("diloco.bench.network.allreduce_rank", directory, on_look) as members:
+        with BaselineProcesses(
+            "diloco.bench.network.allreduce_rank", directory, on_look
+        ) as members:
             start = secrets.token_hex(8)
             for island in ISLANDS:
                 host = emulated.description["islands"][island]["address"] if emulated else ""

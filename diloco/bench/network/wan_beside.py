@@ -13,7 +13,7 @@ from typing import Any
 from diloco.bench.network.wan_link import LANES, receiving, sent
 from diloco.security.run_ca import RunCa
 from diloco.transport.contracts import Reply
-from diloco.transport.shaping.link import Link, LinkState
+from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 
 #: In which the bytes of a measurement of CPU time are sent.
@@ -68,7 +68,7 @@ class _Sink:
 
 
 async def _shaped_s(link: Link, chunk_bytes: int, count: int) -> float:
-    shaped = ShapedTransport(_Sink(), LinkState(link, seed=1), LinkState(Link(1e15, 0.0), seed=2))
+    shaped = ShapedTransport(_Sink(), LinkQueue(link, seed=1), LinkQueue(Link(1e15, 0.0), seed=2))
     chunk, left = bytes(chunk_bytes), iter(range(count))
 
     async def send() -> None:

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from diloco.baseline.group import BaselineMember
-from diloco.baseline.members import Members
+from diloco.baseline.members import BaselineProcesses
 from diloco.baseline.time_model import step_s, tcp_bps
 from diloco.bench.network.emulating import check_text, measure_inside
 from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
@@ -329,7 +329,7 @@ def inside(
             run_files[name] = str(directory / f"{name}.toml")
             Path(run_files[name]).write_text(toml)
         steps = {key: order[key] for key in ("warmup_steps", "timed_steps")}
-        with Members("diloco.bench.training.scaling_rank", directory, look) as members:
+        with BaselineProcesses("diloco.bench.training.scaling_rank", directory, look) as members:
             for island_rank in range(int(ranks)):
                 each = {
                     "island_rank": island_rank,

@@ -11,7 +11,7 @@ import typer
 from diloco.cli.terminal.options import RunFile, Tokens
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.security.run_ca import Entry, RunCa
+    from diloco.security.run_ca import IssuedEntry, RunCa
 
 certs = typer.Typer(
     no_args_is_help=True,
@@ -210,7 +210,7 @@ def show(directory: _Directory = _DIRECTORY) -> None:
     raise typer.Exit(1 if needy else 0)
 
 
-def _state(entry: Entry, now: datetime.datetime) -> str:
+def _state(entry: IssuedEntry, now: datetime.datetime) -> str:
     from diloco.transport.security.tls import WARN_DAYS
 
     days = entry.days_left(now)

@@ -11,7 +11,7 @@ import typer
 from diloco.cli.terminal.options import Overrides
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.doctor.diagnosis import Finding
+    from diloco.doctor.diagnosis import SiteFinding
 
 _STYLES = {"ok": "green", "unknown": "dim", "slow": "yellow", "broken": "bold red"}
 
@@ -74,7 +74,7 @@ def show_at_start(peers: str) -> None:
         typer.echo(f"warning: {text}", err=True)
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(findings: list[SiteFinding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -16,7 +16,7 @@ import blake3
 
 from diloco.errors import Fenced
 from diloco.island.exchange.damage import LineDamage
-from diloco.island.exchange.retried_calls import Reach, RetriedCalls
+from diloco.island.exchange.retried_calls import RetriedCalls, SyncerReach
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.rounds.messages import MOST_UPLOADS, key_message
 from diloco.protocol.rounds.terms import RoundKey
@@ -45,7 +45,7 @@ class SyncerCalls:
         rpc_deadline_s: float,
         policy: RetryPolicy,
         rng: random.Random,
-        reach: Reach | None = None,
+        reach: SyncerReach | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """Assign only; the deadline, the policy and the reach are those of `RetriedCalls`.
@@ -61,7 +61,7 @@ class SyncerCalls:
             rpc_deadline_s=rpc_deadline_s,
             policy=policy,
             rng=rng,
-            reach=reach or Reach(),
+            reach=reach or SyncerReach(),
             damage=LineDamage(grant.island, on_event),
         )
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _TELL_WAITING_S = 30.0
 
 
-class Entry:
+class FragmentEntry:
     """One rank's join, for the fragments that its exchange carries."""
 
     def __init__(

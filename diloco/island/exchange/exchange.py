@@ -24,7 +24,7 @@ from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneChec
 from diloco.island.exchange.contributions import ContributionRules
 from diloco.island.exchange.entry import check_restored
 from diloco.island.exchange.fragment_state import FragmentView, IslandFragment
-from diloco.island.exchange.retried_calls import Reach
+from diloco.island.exchange.retried_calls import SyncerReach
 from diloco.island.exchange.syncer_link import SyncerLink
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
@@ -134,7 +134,7 @@ class Exchange:
         self._carried = {p: IslandFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
         self._views = {p: FragmentView() for p in self._carried}
         self._tasks = Tasks(self._show)
-        self._reach = Reach()
+        self._reach = SyncerReach()
         self._links = [self._link(each, rng) for each in connections]
         self._link_of = {p: link for link in self._links for p in link.carried}
         self._moved: Moved = moved or _OfAll([link.calls for link in self._links])

@@ -27,7 +27,8 @@ from diloco.transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
 
-#: Announced versions that are remembered, so that their digests are known when they are staged.
+#: AnnouncedVersion versions that are remembered, so that their digests are known when they are
+#: staged.
 _MOST_HEARD = 4
 
 #: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
@@ -36,7 +37,7 @@ NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class AnnouncedVersion:
     """A published version, as the syncer announced it; hex digest."""
 
     target: Target
@@ -76,7 +77,7 @@ class FragmentView:
     is_flush: bool = False
     merged_tokens: int = 0
     anchor_tokens: int = 0
-    staging: Announced | None = None
+    staging: AnnouncedVersion | None = None
     gone_version: int = -1
     is_open: bool = False
     is_ending: bool = False
@@ -262,16 +263,16 @@ class IslandFragment:
             asks_trial=_asks_trial(state, island),
         )
 
-    def _staging(self, island: str) -> Announced | None:
+    def _staging(self, island: str) -> AnnouncedVersion | None:
         version = self.staging_version
         if version <= self.anchor_version:
             return None
         state = self.heard.get(version)
         if state is None:
-            return Announced(Target(version))
+            return AnnouncedVersion(Target(version))
         is_tried = _asks_trial(state, island)
         target = Target(version, state.merged_tokens, state.is_flush, is_tried)
-        return Announced(target, state.digest.hex(), tuple(state.contributors))
+        return AnnouncedVersion(target, state.digest.hex(), tuple(state.contributors))
 
     def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> LaneCheckpoint:
         """Return the state of the lanes, zeros where there is none; tensors are not copied."""

@@ -64,7 +64,7 @@ class _Progress:
         return self._count
 
 
-class Reach:
+class SyncerReach:
     """When each of those that a rank calls has answered last: syncers, and the coordinator."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class RetriedCalls:
         rpc_deadline_s: float,
         policy: RetryPolicy,
         rng: random.Random,
-        reach: Reach,
+        reach: SyncerReach,
         damage: LineDamage,
     ) -> None:
         """Assign only; `island` is named in errors.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco.errors import IslandFailed, error_of_exit_code
 from diloco.island.exchange.calls import SyncerCalls
 from diloco.island.exchange.contributions import ContributionRules, Contributions
-from diloco.island.exchange.entry import Entry
+from diloco.island.exchange.entry import FragmentEntry
 from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment
 from diloco.island.exchange.stager import Stager
 from diloco.outer.fragments import Plan
@@ -67,7 +67,7 @@ class SyncerLink:
         self._epoch = self._sent_by = 0
         self.contributions = Contributions(plan, rules, calls, tasks, lambda: self._epoch, on_event)
         self.stager = Stager(plan, calls, tasks, may_leap=on_arrival, on_event=on_event)
-        self.entry = Entry(
+        self.entry = FragmentEntry(
             plan, grant, calls, carried, tasks, lambda: self._epoch, on_arrival=on_arrival
         )
 

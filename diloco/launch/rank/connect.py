@@ -25,7 +25,7 @@ from diloco.security.security import Security
 from diloco.telemetry.events import AlarmRaised
 from diloco.transport.contracts import Transport
 from diloco.transport.identity import Role
-from diloco.transport.shaping.link import LinkProfile, LinkState
+from diloco.transport.shaping.link import LinkProfile, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class _Wires:
         return [self._syncer(address, security, link) for address in addresses]
 
     def _syncer(
-        self, address: str, security: Security, link: tuple[LinkState, LinkState] | None
+        self, address: str, security: Security, link: tuple[LinkQueue, LinkQueue] | None
     ) -> tuple[Transport, Transport]:
         chosen, address = self._config.transport, self._faults.route(address)
         control = security.transport(address, Role.SYNCER)

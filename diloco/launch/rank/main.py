@@ -61,7 +61,7 @@ from diloco.protocol.island.soundness import Mend
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protocol.run.loss_history import LossWatch
 from diloco.protos.control_pb2 import JoinReply
-from diloco.telemetry.compute import Compute
+from diloco.telemetry.compute import ComputeWork
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
 from diloco.trainer.flops import flops_per_token, peak_flops
 from diloco.trainer.models.families import (
@@ -350,7 +350,7 @@ class _Rank:
         """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
         config, job = self._config, self._job
         work = flops_per_token(shape, config.data.sequence_length)
-        self._compute = Compute(work, job.num_ranks, peak_flops(self._device))
+        self._compute = ComputeWork(work, job.num_ranks, peak_flops(self._device))
         self._profile = StepProfile(
             config.telemetry.profile,
             config.profile_dir / f"{config.island_id}-{job.island_rank}",

@@ -16,7 +16,7 @@ from typing import Protocol
 from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
 from diloco.island.registration import IslandState, Progress
-from diloco.telemetry.compute import Compute
+from diloco.telemetry.compute import ComputeWork
 from diloco.telemetry.events import BytesMoved, Evaluated, Event, InnerStepDone, IslandEnded
 from diloco.telemetry.meter import StepMeter
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
@@ -66,7 +66,7 @@ class Outer(Protocol):
         """Bytes received from the syncer."""
 
 
-_UNKNOWN = Compute()
+_UNKNOWN = ComputeWork()
 
 
 class RankRecord:
@@ -82,7 +82,7 @@ class RankRecord:
         self._is_leader = is_leader
         self._clock = clock
         self._meter = StepMeter()
-        self._compute = Compute()
+        self._compute = ComputeWork()
         self._began = 0.0
         self._evaluation_s = 0.0
         self._told_bytes = (0, 0)
@@ -108,7 +108,7 @@ class RankRecord:
         """Record an event."""
         self._sink.write(event)
 
-    def begin(self, compute: Compute = _UNKNOWN) -> None:
+    def begin(self, compute: ComputeWork = _UNKNOWN) -> None:
         """Let wall time run from now; `compute` says what a token costs, where that is known."""
         self._compute = compute
         self._began = self._clock()

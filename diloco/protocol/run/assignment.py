@@ -18,7 +18,7 @@ ASSIGNED = "syncers"
 
 
 @dataclass(slots=True)
-class Assignment:
+class FragmentAssignment:
     """Fragments of each syncer of a run.
 
     Args:

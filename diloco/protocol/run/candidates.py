@@ -40,7 +40,7 @@ _REMEMBERED = 32
 _MOST_OPEN = 8
 
 
-class Verdict(StrEnum):
+class CheckpointVerdict(StrEnum):
     """What islands have found of a candidate."""
 
     GOOD = "good"
@@ -124,7 +124,7 @@ class Candidates:
                     **saved,
                     "lowest": tuple(saved["lowest"]),
                     "verdicts": {
-                        int(n): (Verdict(v), float(loss))
+                        int(n): (CheckpointVerdict(v), float(loss))
                         for n, (v, loss) in saved["verdicts"].items()
                     },
                     "accused": tuple(saved["accused"]),
@@ -170,14 +170,16 @@ class Candidates:
         """Say so, behind where a return leads to; empty: with everybody."""
         return f" without {', '.join(self.without)}" if self.without else ""
 
-    def verdict(self, number: int) -> Verdict | None:
+    def verdict(self, number: int) -> CheckpointVerdict | None:
         """Return what was found of a candidate; None: it is not judged."""
         found = self._state.verdicts.get(number)
-        return None if found is None else Verdict(found[0])
+        return None if found is None else CheckpointVerdict(found[0])
 
     def good(self, complete: Collection[int]) -> list[int]:
         """Return which of the complete checkpoints are good, the newest first."""
-        return [n for n in sorted(complete, reverse=True) if self.verdict(n) is Verdict.GOOD]
+        return [
+            n for n in sorted(complete, reverse=True) if self.verdict(n) is CheckpointVerdict.GOOD
+        ]
 
     def kept(self, complete: Collection[int], most: int) -> tuple[int, ...]:
         """Return which checkpoints to keep, ascending; at most `most` + 1.
@@ -191,8 +193,8 @@ class Candidates:
 
     def problem(self, number: int) -> str:
         """Say of a bad or disputed candidate what is wrong; empty of others."""
-        verdict, loss = self._state.verdicts.get(number, (Verdict.GOOD, 0.0))
-        if verdict == Verdict.GOOD:
+        verdict, loss = self._state.verdicts.get(number, (CheckpointVerdict.GOOD, 0.0))
+        if verdict == CheckpointVerdict.GOOD:
             return ""
         reference = LossHistory(self._state.lowest).reference
         return f"held-out loss {loss:.4f} nats a byte, of good ones {reference:.4f}: {verdict}"
@@ -201,7 +203,7 @@ class Candidates:
     def alarm(self) -> str:
         """Say what is wrong with the newest candidates; empty: nothing."""
         judged = sorted(self._state.verdicts)
-        bad = [n for n in judged if self.verdict(n) is not Verdict.GOOD]
+        bad = [n for n in judged if self.verdict(n) is not CheckpointVerdict.GOOD]
         if not bad or bad[-1] != judged[-1]:
             return ""
         return f"checkpoint {bad[-1]}: {self.problem(bad[-1])} ({self._state.said})"
@@ -250,7 +252,7 @@ class Candidates:
 
     def _judge(
         self, votes: dict[str, float], num_voters: int, rules: JudgeRules
-    ) -> tuple[Verdict, float] | None:
+    ) -> tuple[CheckpointVerdict, float] | None:
         """Return what a majority says, and the loss in the middle of it; None: none does yet.
 
         For a good one its losses have to agree, within `most_rise`.
@@ -269,17 +271,17 @@ class Candidates:
             # All take the loss of one text: a word far from that of the others is not one of them.
             agreed = [x for x in low if first <= x <= first * (1 + rules.most_rise)]
             if len(agreed) >= least:
-                return Verdict.GOOD, statistics.median_low(agreed)
+                return CheckpointVerdict.GOOD, statistics.median_low(agreed)
         if len(high) >= least:
-            return Verdict.BAD, statistics.median_low(high)
+            return CheckpointVerdict.BAD, statistics.median_low(high)
         if len(votes) == num_voters:
-            return Verdict.DISPUTED, max(votes.values(), key=lambda x: (math.isnan(x), x))
+            return CheckpointVerdict.DISPUTED, max(votes.values(), key=lambda x: (math.isnan(x), x))
         return None
 
     def _judged(
         self,
         number: int,
-        verdict: Verdict,
+        verdict: CheckpointVerdict,
         loss: float,
         votes: dict[str, float],
         complete: Collection[int],
@@ -292,10 +294,10 @@ class Candidates:
         state = replace(
             state,
             verdicts={n: v for n, v in verdicts.items() if n not in needless},
-            said="" if verdict is Verdict.GOOD else said,
+            said="" if verdict is CheckpointVerdict.GOOD else said,
         )
         match verdict:
-            case Verdict.GOOD:
+            case CheckpointVerdict.GOOD:
                 history.add(loss)
                 num_good = state.num_good + 1
                 state = replace(
@@ -307,7 +309,7 @@ class Candidates:
                     last="" if num_good >= BAD_IN_A_ROW else state.last,
                     accused=() if num_good >= _CALM else state.accused,
                 )
-            case Verdict.BAD:
+            case CheckpointVerdict.BAD:
                 num_bad = state.num_bad + (1 if math.isfinite(loss) else BAD_IN_A_ROW)
                 state = replace(state, num_bad=num_bad)
                 state = replace(state, pending=self._due(state, number, loss, complete))
@@ -388,7 +390,7 @@ class Candidates:
 
 def newest_first(complete: Sequence[int], candidates: Candidates) -> list[int]:
     """Order checkpoints for a resume: the newest that is not bad, and bad ones last."""
-    bad = [n for n in sorted(complete) if candidates.verdict(n) is Verdict.BAD]
+    bad = [n for n in sorted(complete) if candidates.verdict(n) is CheckpointVerdict.BAD]
     return [*sorted(set(complete) - {*bad}, reverse=True), *reversed(bad)]
 
 

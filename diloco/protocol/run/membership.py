@@ -32,7 +32,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from diloco.config.fields import ISLAND_NAME
 from diloco.errors import AggregationError
 from diloco.protocol.run.admission import Entries, Joined, JoinVerdict, Shared, objection
-from diloco.protocol.run.assignment import Assignment
+from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import Candidates, JudgeRules, newest_first
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.cuts import Cuts
@@ -78,7 +78,7 @@ class Membership:
     claims: Claims | None = None
     cuts: Cuts = field(default_factory=Cuts)
     candidates: Candidates = field(default_factory=Candidates)
-    assignment: Assignment = field(default_factory=Assignment)
+    assignment: FragmentAssignment = field(default_factory=FragmentAssignment)
     repairs: Repairs = field(default_factory=Repairs)
     settings: Settings = field(default_factory=Settings)
     plan_json: str = ""
