@@ -251,7 +251,8 @@ def _running(setting: PublishSetting, *, is_stored: bool) -> Iterator[_RoundsUnd
             stack.callback(process.kill)
             return here
 
-        syncing = start(syncer, setting, is_stored)
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-publish-"))
+        syncing = start(syncer, setting, Path(place), is_stored)
         address = _receive(syncing)
         islands = [start(island, setting, name, address) for name in setting.islands]
         for pipe in islands:
@@ -276,13 +277,12 @@ def _receive(pipe: Connection) -> Any:
 # -- the processes ---------------------------------------------------------------------------------
 
 
-def syncer(pipe: Connection, setting: PublishSetting, is_stored: bool) -> None:
+def syncer(pipe: Connection, setting: PublishSetting, directory: Path, is_stored: bool) -> None:
     """Serve one fragment; the pipe gets the address, then sums of seconds whenever it asks."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="diloco-publish-") as directory:
-        write_founding(Path(directory), setting.fragment)
-        asyncio.run(_serve(pipe, setting, Path(directory), is_stored))
+    write_founding(directory, setting.fragment)
+    asyncio.run(_serve(pipe, setting, directory, is_stored))
 
 
 async def _serve(
@@ -302,11 +302,7 @@ async def _serve(
             on_change=lambda: None,
         )
         await serving.start()
-        await workers.notes.run(
-            lambda: warm_up(
-                setting.plan, (setting.rules.uplink_codec, setting.rules.downlink_codec)
-            )
-        )
+        await workers.notes.run(lambda: warm_up(setting.plan, (setting.codec, setting.codec)))
         server = GrpcServer("127.0.0.1:0", serving.handlers)
         await server.start()
         pipe.send(server.address)
