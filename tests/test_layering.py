@@ -74,6 +74,7 @@ FORBIDDEN = [
     *(
         pytest.param(where, (*IMPURE, "torch"), (), id=f"{where.removeprefix('diloco.')}-is-pure")
         for where in (
+            "diloco.chaos.evidence",
             "diloco.chaos.judge",
             "diloco.chaos.plan",
             "diloco.chaos.tokens",

@@ -48,7 +48,7 @@ class Bounds:
     Attributes:
         max_bytes: Largest vector.
         max_vectors: Vectors of one sender that nobody has taken yet.
-        patience_s: Seconds of silence after which a member counts as gone, beside the time that
+        patience_s: Seconds of silence after which a member counts as gone, besides the time that
             the vectors under way take at 1 Mbit/s.
         streams: Vectors under way to one member at once.
     """

@@ -1,4 +1,4 @@
-"""Who takes part in a baseline: the ranks of all islands, in one order that everybody knows."""
+"""The members of a baseline: the ranks of all islands, in one order that all of them know."""
 
 from __future__ import annotations
 

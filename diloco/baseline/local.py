@@ -29,7 +29,7 @@ NAMES = (FLAT, HIERARCHICAL, LOCAL_SGD, POST_LOCAL_SGD)
 
 @dataclass(frozen=True, slots=True)
 class BaselineOptions:
-    """What a baseline is, beside the run.
+    """What a baseline is, besides the run.
 
     Attributes:
         name: One of `NAMES`.

@@ -155,7 +155,7 @@ class BaselineProcesses:
         failed = [each for each in self._processes if each.process.poll()]
         if not failed:
             return
-        # Whoever was ended by a signal is the cause; the others miss it.
+        # A member that was ended by a signal is the cause; the others miss it.
         first = min(failed, key=lambda each: each.process.returncode > 0)
         code = first.process.returncode
         kind = IslandFailed if code < 0 else error_of_exit_code(code)

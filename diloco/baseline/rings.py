@@ -1,6 +1,6 @@
 """All-reduce of one chunk over members that are far apart, value by value the same on all of them.
 
-Whoever owns a part of the chunk adds it up, encodes the sum once, and decodes what it sends: so all
+The owner of a part of the chunk adds it up, encodes the sum once, and decodes what it sends: so all
 members hold the same bits, whatever the codec is.
 
 Source: ring all-reduce, Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).

@@ -89,7 +89,7 @@ class SiteOrder:
     def bounds(self) -> Bounds:
         """What it bears from others: parts of chunks, of two reductions at once."""
         place = self.place
-        # Whoever adds up parts of a chunk divides it among all members, in whole values.
+        # A chunk is divided among all members, in whole values.
         largest = math.ceil(max(self.chunks_bytes) / FLOAT_BYTES / len(place.members))
         num_chunks = math.ceil(self.most_bytes / min(self.chunks_bytes))
         return Bounds(
@@ -101,7 +101,7 @@ class SiteOrder:
 
 
 class Channel:
-    """What a member says to its parent, and hears: lines of JSON, nothing of anybody else's."""
+    """Lines of JSON between a member and its parent."""
 
     def __init__(self) -> None:
         """Keep standard output for the lines; whatever else is printed goes to standard error."""

@@ -1,7 +1,7 @@
-"""The processes and files of a run under chaos, as whoever does the faults finds them.
+"""The processes and files of a run under chaos, for the injectors of faults.
 
-Who lives is read from locks and /proc, never remembered: a process that died was replaced by
-others than us.
+Which processes run is read from locks and /proc, never remembered: a process that died was
+replaced by its own supervisor.
 """
 
 from __future__ import annotations

@@ -1,118 +1,153 @@
-"""Gathers what a run under chaos left behind: events, audit log, records, and what they give.
-
-The one module here that opens tensors.
-"""
+"""What a run under chaos left behind, and the questions that are asked of it. Pure."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.chaos.fault_log import read_fault_log
-from diloco.chaos.judge import Evidence, Newest, Recomputed
-from diloco.chaos.plan import TimedFault
-from diloco.chaos.runner import FAULT_LOG, Ended
-from diloco.checkpoint.stores import read_plan, state_by_fragment
-from diloco.compression.lanes import lane_codec
-from diloco.coordinator.journal import Journal
-from diloco.protocol.rounds.terms import Weights
-from diloco.state_dir import StateDir
-from diloco.versions.log import headers_in
-from diloco.versions.record import fragment_directory
-from diloco.versions.replay import FragmentReplay, ReplayVerdict
-from diloco.versions.stored import StoredVersions
+from diloco.chaos.fault_log import FaultHistory, RunHistory
+from diloco.chaos.plan import CORRUPTING, Kind
+from diloco.chaos.tokens import Event, Send, sends_of, starts_of
 
-logger = logging.getLogger(__name__)
+#: Faults after which an island is expected to start once more.
+STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
 
 
-def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
-    """Read everything; nothing serves the store any more."""
-    config = ended.config
-    state = StateDir(Path(config.coordinator.state_dir))
-    lines = _json_lines(state.root / FAULT_LOG)
-    stores, newest, recomputed, contribution_bytes = [], {}, [], {}
-    if (plan := read_plan(state)) is not None:
-        for p, own in sorted(state_by_fragment(state, plan).items()):
-            store = StoredVersions(own.store, plan.fragments[p])
-            stores.append(store)
-            contribution_bytes[p] = sum(
-                lane_codec(config.outer.uplink, store.fragment, lane.lane_id).wire_bytes(lane.numel)
-                for lane in store.fragment.lanes
-            )
-            if (record := store.newest()) is None:
-                continue
-            newest[p] = Newest(record.version, record.digest.hex())
-            for each in FragmentReplay(store.store_dir, plan, p).run():
-                is_made = each.verdict in (ReplayVerdict.RECOMPUTED, ReplayVerdict.DIFFERENT)
-                if is_made or each.version == record.version:  # others: forgotten, damaged
-                    recomputed.append(Recomputed(p, each.version, each.detail))
-    return Evidence(
-        history=read_fault_log([*lines], faults),
-        events={
-            island: [
-                event
-                for path in sorted(config.telemetry_dir.glob("events-*.jsonl"))
-                for event in _json_lines(path)
-                if "island_rank" in event and event["island"] == island  # a rank's, no syncer's
-            ]
-            for island in sorted(config.islands)
-        },
-        headers=[*_indexed(state), *_kept_headers(stores)],
-        newest=newest,
-        repaired=_repaired(state),
-        recomputed=recomputed,
-        exit_codes=ended.exit_codes,
-        problem=ended.problem,
-        local_mix=config.outer.local_mix,
-        is_on_arrival=config.outer.is_on_arrival,
-        contribution_bytes=contribution_bytes,
-        most_steps=Weights(config.outer.inner_steps_per_round).most_steps,
-    )
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """A fragment's newest durable record."""
+
+    version: int
+    digest: str
 
 
-def _indexed(state: StateDir) -> Iterator[dict[str, Any]]:
-    if not state.journal.exists():
-        return
-    journal = Journal(state.journal)
-    journal.open()
-    try:
-        for header in journal.headers():
-            yield json.loads(header)
-    finally:
-        journal.close()
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A retained version that was recomputed from its predecessor; empty: to the same bits."""
+
+    fragment_id: int
+    version: int
+    problem: str = ""
 
 
-def _repaired(state: StateDir) -> tuple[tuple[int, int], ...]:
-    """Fragment and version of what was taken back from islands, as the audit log has it."""
-    if not state.journal.exists():
-        return ()
-    journal = Journal(state.journal)
-    journal.open()
-    try:
-        told = [entry.content for entry in journal.audit_rows() if entry.kind == "repair"]
-    finally:
-        journal.close()
-    return tuple((each["fragment_id"], each["version"]) for each in told if "from_island" in each)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is judged.
+
+    Args:
+        history: The fault log.
+        events: Island -> what all its ranks wrote, whole lines, in the order of the files.
+        headers: Of the audit log and of the store, in any order; equal ones may be there twice.
+        newest: Fragment -> its newest record.
+        repaired: Fragment and version of what was lost and taken back from islands.
+        recomputed: Retained versions.
+        exit_codes: Island -> how its last supervisor ended; None: it lived when the run was over.
+        problem: Why the run did not come to its end; empty: it did.
+        local_mix: alpha of the run.
+        is_on_arrival: Whether islands merge on arrival and may jump over versions.
+        contribution_bytes: Fragment -> what one contribution to it weighs on the line.
+        most_steps: Inner steps that one contribution counts; 0: any number.
+    """
+
+    history: RunHistory
+    events: Mapping[str, Sequence[dict[str, Any]]]
+    headers: Sequence[Mapping[str, Any]]
+    newest: Mapping[int, Newest]
+    recomputed: Sequence[Recomputed]
+    exit_codes: Mapping[str, int | None]
+    repaired: Sequence[tuple[int, int]] = ()
+    problem: str = ""
+    local_mix: float = 0.0
+    is_on_arrival: bool = False
+    contribution_bytes: Mapping[int, int] = field(default_factory=dict)
+    most_steps: int = 0
+
+    def fired(self, *kinds: Kind) -> list[FaultHistory]:
+        """Faults of these kinds that took effect."""
+        return [f for f in self.history.faults if f.fired and f.fault.kind in kinds]
+
+    @property
+    def corrupted(self) -> set[str]:
+        """Islands whose training was corrupted."""
+        return {fault.fault.island for fault in self.fired(*CORRUPTING)}
+
+    def ends_of(self, island: str) -> list[FaultHistory]:
+        """Faults that ended an island, which is expected to start again."""
+        return [f for f in self.fired(*STARTING_AGAIN) if f.fault.island == island]
+
+    def returns_of(self, island: str) -> list[Event]:
+        """Events of an island that found itself unsound and took what is published."""
+        events = (event for start in starts_of(self.events[island]).values() for event in start)
+        return [event for event in events if event["kind"] == "published_taken"]
+
+    def sends(self) -> Iterator[Send]:
+        """Contributions of all islands."""
+        for island in self.events:
+            yield from self.sends_of(island)
+
+    def sends_of(self, island: str) -> Iterator[Send]:
+        """Contributions of one island, start by start and fragment by fragment."""
+        for start in starts_of(self.events[island]).values():
+            for p in self.newest:
+                yield from sends_of(start, p)
+
+    def count(self, kind: str) -> int:
+        """Count the events of a kind."""
+        return sum(event["kind"] == kind for events in self.events.values() for event in events)
+
+    def has_ended(self, sent: Event) -> bool:
+        """Whether the start of an island that sent a contribution came to its end."""
+        start = starts_of(self.events[sent["island"]])[sent["incarnation"]]
+        return any(each["kind"] == "island_ended" for each in start)
+
+    def was_away(self, island: str) -> bool:
+        """Whether the run ended while an island was starting again that a fault had ended.
+
+        Where islands merge on arrival the coordinator does not wait for it for ever, and
+        `LocalRun`, which started it, ends it: it has no exit code of its own.
+        """
+        kills = self.ends_of(island)
+        if not (self.is_on_arrival and kills) or self.problem:
+            return False
+        is_back = island_back_s(kills[-1], self.events[island]) is not None
+        return self.exit_codes[island] is None and not is_back
+
+    def versions_within(self, line: FaultHistory) -> int:
+        """Count the versions that were published during a fault."""
+        began_s, ended_s = line.span_s
+        return sum(began_s <= at_s <= ended_s for at_s, *_ in self.history.published)
+
+    def moved_around(self, line: FaultHistory) -> tuple[int, int]:
+        """Bytes up between two records of them around a fault, and bytes of contributions sent.
+
+        Zero where no start of the island wrote both records.
+        """
+        began, ended = line.unix_span_s
+        for start in starts_of(self.events[line.fault.island]).values():
+            notes = [event for event in start if event["kind"] == "bytes_moved"]
+            first = [note for note in notes if note["unix_s"] <= began][-1:]
+            last = [note for note in notes if note["unix_s"] >= ended][:1]
+            if first and last:
+                sent = sum(
+                    self.contribution_bytes.get(event["fragment_id"], 0)
+                    for event in start
+                    if event["kind"] == "fragment_sent" and not event["declined"]
+                    if first[0]["unix_s"] <= event["unix_s"] <= last[0]["unix_s"]
+                )
+                return last[0]["bytes_up"] - first[0]["bytes_up"], sent
+        return 0, 0
 
 
-def _kept_headers(stores: Sequence[StoredVersions]) -> Iterator[dict[str, Any]]:
-    for store in stores:
-        yield from headers_in(fragment_directory(store.store_dir, store.fragment.fragment_id))
+def island_back_s(fault: FaultHistory, events: Sequence[Event]) -> float | None:
+    """Seconds from an island's kill until its next start has made an inner step; None: never."""
+    if fault.began_unix_s is None:
+        return None
+    began = fault.began_unix_s
+    before = max((e["incarnation"] for e in _steps(events) if e["unix_s"] <= began), default=0)
+    after = [e["unix_s"] - began for e in _steps(events) if e["incarnation"] > before]
+    return min(after, default=None)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; one that a kill tore is passed over."""
-    if not path.exists():
-        return
-    for line in path.read_text(errors="replace").split("\n"):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if line:
-                logger.info("torn line passed over, path=%s", path)
-            continue
-        if isinstance(event, dict):
-            yield event
+def _steps(events: Sequence[Event]) -> Iterator[Event]:
+    return (event for event in events if event["kind"] == "inner_step")

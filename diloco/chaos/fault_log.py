@@ -1,7 +1,7 @@
 """The fault log of a run under chaos: what was done when, whether it took effect, what was seen.
 
 One JSON object a line, written by the runner alone, so that its clock is everybody's. `RunHistory`
-is what is read back. Times are seconds since the run's processes were started; `unix_s` beside them
+is what is read back. Times are seconds since the run's processes were started; `unix_s` with them
 joins them to events.
 
     begun   number, kind, target, note     a fault was done

@@ -1,4 +1,4 @@
-"""How islands fared in a run under chaos, and how soon it went on after a fault: pure."""
+"""Figures of the islands in a run under chaos, and of how soon it went on after a fault. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from diloco.chaos.evidence import STARTING_AGAIN, Evidence, island_back_s
 from diloco.chaos.fault_log import FaultHistory, RunHistory
-from diloco.chaos.judge import (
-    STARTING_AGAIN,
-    Evidence,
-    accounts_of,
-    headers_by_version,
-    island_back_s,
-)
+from diloco.chaos.judge import accounts_of, headers_by_version
 from diloco.chaos.plan import Kind
 from diloco.chaos.tokens import Event, starts_of
 from diloco.report.island_starts import effective, has_ended

@@ -1,12 +1,8 @@
-"""How each kind of fault is done to the processes of a run, and how it is known to have fired.
+"""Injectors of each kind of fault, and how they know that it took effect.
 
-A injector is asked to `begin` again and again until its target is there, and to `end` until it
+An injector is asked to `begin` again and again until its target is there, and to `end` until it
 is over; both say whether they are done. It has `fired` when what it did is known to have met its
 target: the process is dead or stopped, a call was met, a publication was kept back.
-
-What files may be damaged is what the rules say a run survives: the rest of a record or frame that
-was being written, a record that is not the newest, and the newest record once islands hold it, for
-these give it back. Frames that follow a record are spared.
 """
 
 from __future__ import annotations
@@ -16,12 +12,14 @@ import datetime
 import resource
 import signal
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from pathlib import Path
 
-from diloco.chaos.environment import ChaosEnvironment, fragment_of, held_still, is_frozen, send
+from diloco.chaos.environment import ChaosEnvironment, is_frozen, send
+from diloco.chaos.injector import Injector
 from diloco.chaos.plan import COORDINATOR, Kind, TimedFault
+from diloco.chaos.store_damage import Flip, TornNewest, Truncate
 from diloco.chaos.storm import Storm
 from diloco.durable import read_json, write_json
 from diloco.faults.process import (
@@ -36,59 +34,12 @@ from diloco.faults.process import (
 )
 from diloco.security.run_ca import RunCa
 from diloco.transport.shaping.faulty import Fault, Gate
-from diloco.versions.log import frames_in, segment_path, segments_in
-from diloco.versions.record import (
-    RecordInvalid,
-    check_whole,
-    locate,
-    record_path,
-    versions_in,
-)
 
 #: Seconds after which processes have read, or told, what they do once a second.
 _TOLD_S = 2.2
-_DEAD_S = 5.0
 _STOPPED_S = 1.0
 _LOOK_S = 0.002
 _CERTIFICATE_DAYS = 30
-
-
-class Injector(ABC):
-    """One fault being done.
-
-    Attributes:
-        fired: Whether it took effect.
-        note: What a reader of the log wants to know.
-        kept_s: Seconds for which it went on beyond its time, because nobody had met it.
-        is_same: Whether the process that it was done to still serves, if it should.
-        had_chance: Whether it could have taken effect: its target did not end before it was met.
-        place: What only one fault at a time can be done to; None: they do not meet.
-    """
-
-    place: tuple[Path, str] | None = None
-
-    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
-        """Do nothing yet."""
-        self.environment = environment
-        self.fault = fault
-        self.fired = False
-        self.note = ""
-        self.kept_s = 0.0
-        self.is_same = True
-        self.had_chance = True
-
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether nobody has met it yet, and somebody may."""
-        return False
-
-    @abstractmethod
-    def begin(self) -> bool:
-        """Do it; false if the target is not there now."""
-
-    @abstractmethod
-    def end(self) -> bool:
-        """Undo it; false if that takes longer. Called from `fault.lasts_s` after its begin on."""
 
 
 class Kill(Injector):
@@ -150,123 +101,6 @@ class Freeze(Injector):
         for pid in self._pids:
             send(pid, signal.SIGCONT)
         return True
-
-
-class _Damage(Injector):
-    """Damage to the store of a syncer that was killed; its supervisor is held still meanwhile."""
-
-    def begin(self) -> bool:
-        """Kill the syncer and damage a file before there is another one."""
-        target = self.fault.target
-        pid = self.environment.serving_pid(target)
-        fragments = [each for each in self.environment.fragments(target) if self.may(each)]
-        if pid is None or not fragments:
-            return False
-        directory = fragments[self.fault.seed % len(fragments)]
-        with held_still(self.environment.pid(COORDINATOR)):
-            send(pid, signal.SIGKILL)
-            until = time.monotonic() + _DEAD_S
-            while self.environment.pid(target) == pid and time.monotonic() < until:
-                time.sleep(_LOOK_S)
-            if self.environment.pid(target) is None and self.may(directory):
-                self.damage(directory)
-                self.fired = True
-        return True
-
-    @abstractmethod
-    def may(self, directory: Path) -> bool:
-        """Whether a fragment has a file that may be damaged."""
-
-    @abstractmethod
-    def damage(self, directory: Path) -> None:
-        """Damage that file."""
-
-    def end(self) -> bool:
-        """Leave it damaged."""
-        return True
-
-
-class Truncate(_Damage):
-    """The syncer dies while it writes, and a file has lost its end.
-
-    A torn temporary file, which is never read; and what has to be noticed: of a log a torn frame at
-    its end, else a part of the oldest record.
-    """
-
-    def may(self, directory: Path) -> bool:
-        """Whether there is a frame, or an old record beside the newest, the truth itself."""
-        return bool(frames_in(directory)) or len(versions_in(directory)) > 1
-
-    def damage(self, directory: Path) -> None:
-        """Leave parts of what was written last where the next version would be written."""
-        frames = frames_in(directory)
-        version = max([*versions_in(directory), *frames])
-        last = frames.get(version) or locate(record_path(directory, version))
-        whole = last.path.read_bytes()[last.start : last.end]
-        torn = record_path(directory, version + 1)
-        torn = torn.with_name(torn.name + ".tmp")
-        kept = whole[: self.fault.seed % len(whole)]
-        torn.write_bytes(kept)
-        self.note = f"{torn.name} of {directory.name} has {len(kept)} of {len(whole)} bytes"
-        if frames:
-            segment = segment_path(directory, segments_in(directory)[-1])
-            with segment.open("ab") as file:
-                file.write(kept)
-            self.note += f", and so has the end of {segment.name}"
-        else:
-            path = record_path(directory, versions_in(directory)[0])
-            body = path.read_bytes()
-            left = body[: 1 + self.fault.seed % (len(body) - 1)]
-            path.unlink()  # a pin may be a link to the same bytes
-            path.write_bytes(left)
-            self.note += f"; {path.name} has {len(left)} of {len(body)}"
-
-
-class Flip(_Damage):
-    """A bit of the oldest record rots."""
-
-    def may(self, directory: Path) -> bool:
-        """Whether it is not the newest record as well, the only copy of the truth."""
-        return len(versions_in(directory)) > 1
-
-    def damage(self, directory: Path) -> None:
-        """Flip one of its bits."""
-        path = record_path(directory, versions_in(directory)[0])
-        body = bytearray(path.read_bytes())
-        where = self.fault.seed % len(body)
-        body[where] ^= 1 << self.fault.seed % 8
-        path.unlink()  # a pin may be a link to the same bytes
-        path.write_bytes(body)
-        self.note = f"{path.name} of {directory.name}, byte {where}"
-
-
-class TornNewest(_Damage):
-    """The newest record of a fragment has lost its end, and islands hold what it was."""
-
-    def may(self, directory: Path) -> bool:
-        """Whether the newest version is a record, and an island that lives can give it back."""
-        versions = versions_in(directory)
-        if not versions or versions[-1] < max([1, *frames_in(directory)]):
-            return False
-        path = record_path(directory, versions[-1])
-        try:
-            check_whole(path)
-        except RecordInvalid:  # it is damaged already, and not repaired yet
-            return False
-        return self.environment.is_held(fragment_of(directory), versions[-1])
-
-    def begin(self) -> bool:
-        """Wait for another moment where a newer version came between."""
-        return super().begin() and self.fired
-
-    def damage(self, directory: Path) -> None:
-        """Cut the end off."""
-        path = record_path(directory, versions_in(directory)[-1])
-        body = path.read_bytes()
-        left = body[: len(body) - 1 - self.fault.seed % (len(body) // 2)]
-        path.unlink()  # a pin may be a link to the same bytes
-        path.write_bytes(left)
-        self.note = f"{path.name} of {directory.name} has {len(left)} of {len(body)} bytes"
 
 
 class DiskFullInjector(Injector):
@@ -343,7 +177,7 @@ class _FromWithin(Injector):
 
     place: tuple[Path, str]
     counted: str
-    #: What is noted beside it: empty, nothing.
+    #: What is noted as well; empty: nothing.
     noted = ""
 
     @property

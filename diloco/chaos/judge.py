@@ -1,8 +1,7 @@
 """Judges what a run under chaos left behind against the rules of a run.
 
-Pure: evidence in, findings out. Nobody's own word on what he holds is taken for more
-than that: what islands told (events), what the syncer made durable (audit log, newest records) and
-what was done to them (fault log) are held against each other.
+Pure: evidence in, results out. No process is believed about itself: the islands' events, what the
+syncer made durable (audit log, newest records) and what was done to them (fault log) are compared.
 """
 
 from __future__ import annotations
@@ -10,71 +9,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from diloco.chaos.fault_log import FaultHistory, RunHistory
-from diloco.chaos.plan import COORDINATOR, ENDING, SPOILING, Kind
-from diloco.chaos.tokens import Event, Headers, Send, TokenAccount, account, sends_of, starts_of
+from diloco.chaos.evidence import Evidence
+from diloco.chaos.fault_log import FaultHistory
+from diloco.chaos.plan import COORDINATOR, ENDING, Kind
+from diloco.chaos.tokens import Headers, Send, TokenAccount, account, starts_of
 
 #: Violations shown of one invariant.
 _SHOWN = 3
-#: Faults after which an island is expected to start once more.
-STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
 #: Bytes that a thin line may move beyond those of contributions, as a share of them: what was under
 #: way when a flipped bit broke its connection is sent again.
 _SENT_AGAIN = 0.5
 _OUTCOMES = frozenset({"included", "not_included", "refused", "declined", "expired", "unknown"})
-
-
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """A fragment's newest durable record."""
-
-    version: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """A retained version that was recomputed from its predecessor; empty: to the same bits."""
-
-    fragment_id: int
-    version: int
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What is judged.
-
-    Args:
-        history: The fault log.
-        events: Island -> what all its ranks wrote, whole lines, in the order of the files.
-        headers: Of the audit log and of the store, in any order; equal ones may be there twice.
-        newest: Fragment -> its newest record.
-        repaired: Fragment and version of what was lost and taken back from islands.
-        recomputed: Retained versions.
-        exit_codes: Island -> how its last supervisor ended; None: it lived when the run was over.
-        problem: Why the run did not come to its end; empty: it did.
-        local_mix: alpha of the run.
-        is_on_arrival: Whether islands merge on arrival and may jump over versions.
-        contribution_bytes: Fragment -> what one contribution to it weighs on the line.
-        most_steps: Inner steps that one contribution counts; 0: any number.
-    """
-
-    history: RunHistory
-    events: Mapping[str, Sequence[dict[str, Any]]]
-    headers: Sequence[Mapping[str, Any]]
-    newest: Mapping[int, Newest]
-    recomputed: Sequence[Recomputed]
-    exit_codes: Mapping[str, int | None]
-    repaired: Sequence[tuple[int, int]] = ()
-    problem: str = ""
-    local_mix: float = 0.0
-    is_on_arrival: bool = False
-    contribution_bytes: Mapping[int, int] = field(default_factory=dict)
-    most_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,54 +49,54 @@ def judge(evidence: Evidence) -> tuple[CheckResult, ...]:
             not evidence.problem,
             evidence.problem or f"{len(evidence.newest)} fragments flushed",
         ),
-        _finding(
+        _check(
             "a version has one digest everywhere",
             [*clashes, *_digest_problems(evidence, headers)],
-            f"{len(headers)} versions, {_num(evidence, 'fragment_merged')} merges, "
-            f"{_num(evidence, 'fragment_staged')} versions hashed by who staged them, every "
+            f"{len(headers)} versions, {evidence.count('fragment_merged')} merges, "
+            f"{evidence.count('fragment_staged')} versions hashed by who staged them, every "
             f"island's end",
         ),
-        _finding(
+        _check(
             "every version is published exactly once",
             [*_version_problems(evidence, headers)],
             ", ".join(f"fragment {p}: 0 to {new.version}" for p, new in evidence.newest.items()),
         ),
-        _finding(
+        _check(
             "every contribution has exactly one outcome",
             [*_outcome_problems(evidence, headers)],
-            _verdicts_text(_sends(evidence)),
+            _verdicts_text(evidence.sends()),
         ),
-        _finding(
+        _check(
             "every token is accounted for",
             [problem for each in accounts.values() for problem in each.problems],
             _tokens_text(accounts),
         ),
-        _finding(
+        _check(
             "no island ends unasked",
             [*_exit_problems(evidence)],
             ", ".join(
                 f"{island} {len(starts_of(events))} starts"
-                f"{', away at the end' if _was_away(evidence, island) else ''}"
+                f"{', away at the end' if evidence.was_away(island) else ''}"
                 for island, events in evidence.events.items()
             ),
         ),
-        _finding(
+        _check(
             "strangers end no process",
             [*_storm_problems(evidence)],
-            f"{len(_fired(evidence, Kind.CONNECT_STORM))} storms of connections",
+            f"{len(evidence.fired(Kind.CONNECT_STORM))} storms of connections",
         ),
-        _finding(
+        _check(
             "a thin line costs time alone",
             [*_thin_line_problems(evidence)],
-            "; ".join(_thin_line_text(evidence, line) for line in _fired(evidence, Kind.THIN_LINE))
+            "; ".join(_thin_line_text(evidence, line) for line in evidence.fired(Kind.THIN_LINE))
             or "no thin lines",
         ),
-        _finding(
+        _check(
             "nobody is blamed for what he did not do",
             [*_blame_problems(evidence)],
             _blame_text(evidence),
         ),
-        _finding(
+        _check(
             "retained versions are recomputed to the bit",
             [
                 f"fragment {each.fragment_id} version {each.version}: {each.problem}"
@@ -158,16 +106,6 @@ def judge(evidence: Evidence) -> tuple[CheckResult, ...]:
             f"{len(evidence.recomputed)} versions",
         ),
     )
-
-
-def island_back_s(fault: FaultHistory, events: Sequence[Event]) -> float | None:
-    """Seconds from an island's kill until its next start has made an inner step; None: never."""
-    if fault.began_unix_s is None:
-        return None
-    began = fault.began_unix_s
-    before = max((e["incarnation"] for e in _steps(events) if e["unix_s"] <= began), default=0)
-    after = [e["unix_s"] - began for e in _steps(events) if e["incarnation"] > before]
-    return min(after, default=None)
 
 
 # -- invariants ----------------------------------------------------------------------------------
@@ -190,11 +128,7 @@ def headers_by_version(headers: Sequence[Mapping[str, Any]]) -> tuple[Headers, l
 
 
 def _digest_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
-    corrupted = {
-        history.fault.island
-        for history in evidence.history.faults
-        if history.fault.kind is Kind.CORRUPT and history.fired
-    }
+    corrupted = {fault.fault.island for fault in evidence.fired(Kind.CORRUPT)}
     newest = tuple(evidence.newest[p].digest for p in sorted(evidence.newest))
     last_with: dict[tuple[int, str], int] = {}  # fragment, digest -> newest version that has it
     for (p, version), header in headers.items():
@@ -237,7 +171,7 @@ def _version_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
             yield f"fragment {p}: versions {missing} of 0 to {newest.version} were not indexed"
         if beyond := sorted(version for version in versions if version > newest.version):
             yield f"fragment {p}: versions {beyond} were published and are lost"
-    torn = _fired(evidence, Kind.TORN_NEWEST)
+    torn = evidence.fired(Kind.TORN_NEWEST)
     if len(torn) > len(evidence.repaired):
         yield (
             f"{len(torn)} newest versions were torn, {len(evidence.repaired)} were taken back from "
@@ -266,7 +200,7 @@ def _outcome_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
     for (p, version, island), times in claimed.items():
         if times > 1:
             yield f"fragment {p} version {version} counts {island} {times} times"
-    for send in _sends(evidence):
+    for send in evidence.sends():
         event = send.event
         header = headers.get((event["fragment_id"], event["version"] + 1))
         is_counted = header is not None and any(
@@ -277,7 +211,7 @@ def _outcome_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
         if send.verdict not in _OUTCOMES:
             yield f"{send.text}: outcome {send.verdict!r} is none"
         elif send.verdict == "unknown":
-            if _has_ended(evidence, event):
+            if evidence.has_ended(event):
                 yield f"{send.text}: its island ended well and never heard its outcome"
         elif is_counted != (send.verdict == "included"):
             yield (
@@ -290,21 +224,17 @@ def _outcome_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
 
 def _exit_problems(evidence: Evidence) -> Iterator[str]:
     for island, code in evidence.exit_codes.items():
-        if code != 0 and not _was_away(evidence, island):
+        if code != 0 and not evidence.was_away(island):
             yield f"{island} ended with exit code {code}"
-        killed = [history for history in evidence.history.faults if _starts_again(history, island)]
+        killed = evidence.ends_of(island)
         num_starts = len(starts_of(evidence.events[island]))
-        is_corrupted = any(history.fault.island == island for history in _corrupting(evidence))
-        if num_starts > 1 + len(killed) and not is_corrupted:  # else it may have given up on itself
+        # A corrupted one may have given up on itself.
+        if num_starts > 1 + len(killed) and island not in evidence.corrupted:
             yield f"{island} started {num_starts} times, and was ended {len(killed)} times"
 
 
-def _fired(evidence: Evidence, *kinds: Kind) -> list[FaultHistory]:
-    return [f for f in evidence.history.faults if f.fired and f.fault.kind in kinds]
-
-
 def _storm_problems(evidence: Evidence) -> Iterator[str]:
-    for storm in _fired(evidence, Kind.CONNECT_STORM):
+    for storm in evidence.fired(Kind.CONNECT_STORM):
         began_s, ended_s = storm.began_s or 0.0, storm.ended_s or float("inf")
         is_explained = any(
             other.began_s is not None
@@ -319,7 +249,7 @@ def _storm_problems(evidence: Evidence) -> Iterator[str]:
 
 def _thin_line_problems(evidence: Evidence) -> Iterator[str]:
     """What a thin line may not cost: a start, a round, the rest of the run, many bytes."""
-    for line in _fired(evidence, Kind.THIN_LINE):
+    for line in evidence.fired(Kind.THIN_LINE):
         island, (began, ended) = line.fault.island, line.unix_span_s
         who, events = f"{island} on its thin line", evidence.events[island]
         within = [e for e in events if "incarnation" in e and began <= e["unix_s"] <= ended]
@@ -328,91 +258,37 @@ def _thin_line_problems(evidence: Evidence) -> Iterator[str]:
             yield f"{who} ended and started again"
         if any(event["kind"] == "round_expired" for event in within) and not is_met:
             yield f"{who} was waited for until a round expired"
-        if not (_versions_within(evidence, line) or is_met):
+        if not (evidence.versions_within(line) or is_met):
             yield f"{who} kept the run from every version for {ended - began:.1f} s"
-        after = [s.verdict for s in _sends_of(evidence, island) if s.event["unix_s"] > ended]
+        after = [s.verdict for s in evidence.sends_of(island) if s.event["unix_s"] > ended]
         if after and "included" not in after:
             yield f"{who}: none of its {len(after)} contributions afterwards was included"
-        moved, sent = _moved_around(evidence, line)
+        moved, sent = evidence.moved_around(line)
         if moved > (1 + _SENT_AGAIN) * sent + sum(evidence.contribution_bytes.values()):
             yield f"{who} moved {moved:,} bytes for {sent:,} of contributions"
 
 
 def _thin_line_text(evidence: Evidence, line: FaultHistory) -> str:
     island, (began, ended) = line.fault.island, line.unix_span_s
-    sends = [s for s in _sends_of(evidence, island) if began <= s.event["unix_s"] <= ended]
-    moved, sent = _moved_around(evidence, line)
+    sends = [s for s in evidence.sends_of(island) if began <= s.event["unix_s"] <= ended]
+    moved, sent = evidence.moved_around(line)
     return (
-        f"{island}: {line.note}, {_versions_within(evidence, line)} versions meanwhile, of its "
+        f"{island}: {line.note}, {evidence.versions_within(line)} versions meanwhile, of its "
         f"contributions {_verdicts_text(sends)}; {moved:,} bytes moved for {sent:,} of them"
     )
 
 
-def _versions_within(evidence: Evidence, line: FaultHistory) -> int:
-    began_s, ended_s = line.span_s
-    return sum(began_s <= at_s <= ended_s for at_s, *_ in evidence.history.published)
-
-
-def _moved_around(evidence: Evidence, line: FaultHistory) -> tuple[int, int]:
-    """Bytes up between two notes of them around a fault, and what was sent between these weighs.
-
-    Nothing where no start of the island wrote both.
-    """
-    began, ended = line.unix_span_s
-    for start in starts_of(evidence.events[line.fault.island]).values():
-        notes = [event for event in start if event["kind"] == "bytes_moved"]
-        first = [note for note in notes if note["unix_s"] <= began][-1:]
-        last = [note for note in notes if note["unix_s"] >= ended][:1]
-        if first and last:
-            sent = sum(
-                evidence.contribution_bytes.get(event["fragment_id"], 0)
-                for event in start
-                if event["kind"] == "fragment_sent" and not event["declined"]
-                if first[0]["unix_s"] <= event["unix_s"] <= last[0]["unix_s"]
-            )
-            return last[0]["bytes_up"] - first[0]["bytes_up"], sent
-    return 0, 0
-
-
 def _blame_problems(evidence: Evidence) -> Iterator[str]:
     """Islands that found themselves unsound, and to which nothing was done."""
-    corrupted = {history.fault.island for history in _corrupting(evidence)}
-    for island in evidence.events.keys() - corrupted:
-        for event in _blaming(evidence, island):
+    for island in evidence.events.keys() - evidence.corrupted:
+        for event in evidence.returns_of(island):
             yield f"{island} after inner step {event['inner_step']}: {event['reason']}"
 
 
 def _blame_text(evidence: Evidence) -> str:
-    corrupted = sorted({history.fault.island for history in _corrupting(evidence)})
-    told = (f"{name} returned {len(_blaming(evidence, name))} times" for name in corrupted)
+    returns = {name: len(evidence.returns_of(name)) for name in sorted(evidence.corrupted)}
+    told = (f"{name} returned {number} times" for name, number in returns.items())
     return ", ".join(told) or "nobody was corrupted, nobody returned"
-
-
-def _corrupting(evidence: Evidence) -> list[FaultHistory]:
-    return _fired(evidence, *SPOILING)
-
-
-def _blaming(evidence: Evidence, island: str) -> list[Event]:
-    events = (event for start in starts_of(evidence.events[island]).values() for event in start)
-    return [event for event in events if event["kind"] == "published_taken"]
-
-
-def _was_away(evidence: Evidence, island: str) -> bool:
-    """Whether the run came to its end while an island was starting again that a fault had ended.
-
-    Where nobody waits for anybody the coordinator does not wait for it for ever, and whoever
-    started it ends it (`LocalRun`): it has no exit code of its own.
-    """
-    kills = [history for history in evidence.history.faults if _starts_again(history, island)]
-    if not (evidence.is_on_arrival and kills) or evidence.problem:
-        return False
-    is_back = island_back_s(kills[-1], evidence.events[island]) is not None
-    return evidence.exit_codes[island] is None and not is_back
-
-
-def _starts_again(history: FaultHistory, island: str) -> bool:
-    fault = history.fault
-    return fault.island == island and history.fired and fault.kind in STARTING_AGAIN
 
 
 def accounts_of(evidence: Evidence, headers: Headers) -> dict[tuple[str, int], TokenAccount]:
@@ -434,32 +310,12 @@ def accounts_of(evidence: Evidence, headers: Headers) -> dict[tuple[str, int], T
 # -- words ---------------------------------------------------------------------------------------
 
 
-def _finding(invariant: str, problems: Sequence[str], evidence: str) -> CheckResult:
+def _check(invariant: str, problems: Sequence[str], evidence: str) -> CheckResult:
     if not problems:
         return CheckResult(invariant, True, evidence)
     shown = "; ".join(problems[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return CheckResult(invariant, False, shown + more)
-
-
-def _sends(evidence: Evidence) -> Iterator[Send]:
-    for island in evidence.events:
-        yield from _sends_of(evidence, island)
-
-
-def _sends_of(evidence: Evidence, island: str) -> Iterator[Send]:
-    for start in starts_of(evidence.events[island]).values():
-        for p in evidence.newest:
-            yield from sends_of(start, p)
-
-
-def _has_ended(evidence: Evidence, event: Event) -> bool:
-    start = starts_of(evidence.events[event["island"]])[event["incarnation"]]
-    return any(each["kind"] == "island_ended" for each in start)
-
-
-def _num(evidence: Evidence, kind: str) -> int:
-    return sum(event["kind"] == kind for events in evidence.events.values() for event in events)
 
 
 def _verdicts_text(sends: Iterable[Send]) -> str:
@@ -473,7 +329,3 @@ def _tokens_text(accounts: Mapping[tuple[str, int], TokenAccount]) -> str:
 
 
 _TOKENS = ("trained", "included", "dropped", "lost", "left")
-
-
-def _steps(events: Sequence[Event]) -> Iterator[Event]:
-    return (event for event in events if event["kind"] == "inner_step")

@@ -86,8 +86,8 @@ _KINDS_OF = {
     ),
 }  # fmt: skip
 #: What an island trains is corrupted, without its knowing.
-SPOILING = frozenset({Kind.FLIP_BIT, Kind.POISON})
-_KINDS_OF_AN_ISLAND = frozenset({Kind.KILL, Kind.RESTART, Kind.FREEZE}) | _LINK_KINDS | SPOILING
+CORRUPTING = frozenset({Kind.FLIP_BIT, Kind.POISON})
+_KINDS_OF_AN_ISLAND = frozenset({Kind.KILL, Kind.RESTART, Kind.FREEZE}) | _LINK_KINDS | CORRUPTING
 _KINDS_OF_A_RANK = frozenset({Kind.KILL, Kind.FREEZE})
 #: After these another coordinator or syncer serves.
 ENDING = frozenset(

@@ -1,4 +1,4 @@
-"""What `diloco chaos` prints: what was done, what held, and what it cost."""
+"""Makes the run of a plan and reports on it: what was done, what held, and what it cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.chaos.evidence import gather
+from diloco.chaos.evidence import Evidence, island_back_s
 from diloco.chaos.fault_log import FaultHistory
 from diloco.chaos.figures import (
     AccidentFigures,
@@ -20,7 +20,8 @@ from diloco.chaos.figures import (
     island_figures,
     next_publication_s,
 )
-from diloco.chaos.judge import CheckResult, Evidence, island_back_s, judge
+from diloco.chaos.gather import gather
+from diloco.chaos.judge import CheckResult, judge
 from diloco.chaos.plan import COORDINATOR, SYNCER, ChaosPlan, JudgeConfig, Kind
 from diloco.chaos.runner import configured, drive, faults_of
 from diloco.launch.process.ending import StopRequest
@@ -199,7 +200,7 @@ def _accident_requirements(
 def is_alone(history: FaultHistory, faults: Sequence[FaultHistory]) -> bool:
     """Whether nothing else happened between a kill and the next process serving.
 
-    A kill on the way back starts the time anew, and a coordinator that is away starts no syncer.
+    A kill on the way back starts the time again, and a coordinator that is away starts no syncer.
     """
     if history.back_s is None:
         return not any(

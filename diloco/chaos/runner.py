@@ -91,7 +91,7 @@ def drive(
 ) -> Ended:
     """Make the run, with its faults, to its end or to the plan's limit.
 
-    Leaves `faults.jsonl` beside what the run itself leaves in `coordinator.state_dir`.
+    Leaves `faults.jsonl` in `coordinator.state_dir`, with what the run itself leaves there.
 
     Raises:
         Interrupted: If a signal asked for the end.

@@ -1,4 +1,4 @@
-"""Where every token of an island went, recounted from its events and the run's audit log.
+"""Recounts where every token of an island went, from its events and the run's audit log.
 
 For one fragment an island counts the tokens of its inner steps; a contribution carries them away,
 a late one or a crash loses them. Recounted here by the table of PROTOCOL.md, "A contribution",

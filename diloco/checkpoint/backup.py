@@ -6,7 +6,8 @@
 
 The journal comes first and as one: what the records say beyond it is indexed when a run is started
 from the copy. The syncers go on and let records go, so the files of all are linked first, which
-takes an instant, and copied from there. Imports no torch, and runs beside the coordinator's loop.
+takes an instant, and copied from there. Imports no torch, and does not hold up the loop of the
+coordinator.
 
 Source: PROTOCOL.md, "Durability".
 """
@@ -29,7 +30,7 @@ from diloco.transport.units import format_bytes
 
 #: Of the syncer's store: a lock, where one process listened, and what only that process reads.
 _NOT_COPIED = frozenset({"lock", "address.json", "spool"})
-#: Times that the files are linked anew because one was let go of meanwhile.
+#: Times that the files are linked again because one was removed meanwhile.
 _ATTEMPTS = 20
 _COMPLETE = "SELECT value FROM entries WHERE key = 'checkpoint'"
 

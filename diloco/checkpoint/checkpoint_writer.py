@@ -1,4 +1,4 @@
-"""Writing an island's checkpoint: every rank its lanes, then the leader what makes them whole.
+"""Writes an island's checkpoint: every rank its lanes, then the leader the manifest.
 
 `write` streams tensors: besides what the training holds, a rank needs the memory of one lane.
 `take` copies them to host memory, and `save` writes the copy, in another thread if one likes. A
@@ -111,7 +111,7 @@ class CheckpointWriter:
             step: Completed inner steps.
             training: Section -> canonical name -> tensor, from `training_tensors`.
             outer: This rank's `DiLoCo.state_dict()`.
-            about: What the manifest says beside the files, JSON values.
+            about: What the manifest says besides the files, JSON values.
             cut: Number of the cut that it is of, which then names it; 0: of none.
 
         Returns:

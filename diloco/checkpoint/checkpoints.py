@@ -1,4 +1,4 @@
-"""Checkpoints of an island: where they are, which are whole, what is in them.
+"""Lists, verifies, reads and removes the checkpoints of an island.
 
     CHECKPOINT_DIR/ISLAND/step-000000000120/parts-0001/rank-00000-of-00002.safetensors
                                                        rank-00001-of-00002.safetensors
@@ -20,7 +20,7 @@ resume.
     model/P/L  exp_avg/P/L  exp_avg_sq/P/L    lane L of fragment P, float32
     outer/...                                 what `DiLoCo.state_dict` gave
 
-Imports no torch: whoever resumes a run must know its checkpoints without loading it.
+Imports no torch: a resume must find its checkpoints without loading it.
 
 Source: PROTOCOL.md, "Run checkpoints and pins".
 """
@@ -307,7 +307,7 @@ def remove_old(
         needed: Inner steps to keep in any case. What was abandoned by a resume from before the last
             of them is removed.
         in_use: Inner steps that somebody reads just now: they stay, and say nothing of the others.
-        num_unsure: Newest checkpoints, after the last needed one, to keep beside them; at least 1.
+        num_unsure: Newest checkpoints, after the last needed one, to keep as well; at least 1.
 
     Returns:
         Inner steps of the whole checkpoints that are left, up to `newest`, ascending.

@@ -73,7 +73,7 @@ class DcpDirectory:
         self.shapes = {name: tuple(about.size) for name, about in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor whole, as float32, whoever has parts of it.
+        """Read one tensor whole, as float32, from all files that have parts of it.
 
         Raises:
             ConfigError: If it cannot be read, is not of a floating type that weights have, or not

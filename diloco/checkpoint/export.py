@@ -7,7 +7,8 @@
     OUT/diloco.json                          which versions these are, digests of the files
     OUT/tokenizer.json, ...                  if the run has a tokenizer and its files are here
 
-A directory of that name is there whole or not at all: it is written beside, fsynced, and renamed.
+A directory of that name is there whole or not at all: it is written under another name, fsynced,
+and renamed.
 """
 
 from __future__ import annotations

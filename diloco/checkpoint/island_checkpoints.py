@@ -1,4 +1,4 @@
-"""Where a start of the built-in loop takes up, and the checkpoints that it leaves.
+"""Loads what a start of the built-in loop begins with, and writes its checkpoints.
 
     resumed run     everything from the run checkpoint that the operator named, bit for bit; where
                     islands merge on arrival, of those that have a part of it
@@ -95,7 +95,7 @@ class IslandCheckpoints:
             memory: Opened; None: no copies in memory.
             receiver: Takes an inner optimizer from another island; None: it is not to.
             mirror: Second place of the checkpoints; None: there is none.
-            on_event: Hears of the leader's checkpoints.
+            on_event: Called with the events of the leader's checkpoints.
         """
         config = connection.config
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -235,7 +235,7 @@ class IslandCheckpoints:
             self._memory.copy(self._outer.inner_step, data=self._batches.state_dict())
 
     def mend(self, what: Mend) -> None:
-        """Mend the inner optimizer, as the last step of the outer loop asks; collective for ALL."""
+        """Repair the inner optimizer as the last outer step asks; collective for ALL."""
         began, inner_step = time.monotonic(), self._outer.inner_step
         if what is Mend.MOMENTS:
             self._emit_mended(self._trainer.mend(is_new=False), inner_step, "training")
@@ -359,7 +359,7 @@ class IslandCheckpoints:
     def _return(self) -> None:
         """Take the inner optimizer from this island's newest copy in memory or checkpoint."""
         steps = written_steps(*self._place) or self._fetch_newest()
-        if not self._config.outer.is_on_arrival:  # later ones will be written anew
+        if not self._config.outer.is_on_arrival:  # later ones will be written again
             self._connection.report_checkpoints(s for s in steps if s <= self._outer.start_step)
         memory, began, copied = self._memory, time.monotonic(), None
         if memory is not None:

@@ -1,6 +1,6 @@
 """A store without its journal: it is told from a new run, and the journal is made again.
 
-`check_journal` keeps a coordinator from founding the run a second time beside what is left of
+`check_journal` keeps a coordinator from founding the run a second time next to what is left of
 it; `rebuild_journal` is what `diloco repair` does of it.
 
 Source: PROTOCOL.md, "Lost journal".
@@ -38,7 +38,7 @@ _FOUNDED = ("fragment-*/v*", "pins/step-*", "incarnations.json", "timeline.json"
 
 
 def check_journal(state: StateDir, journal: Journal) -> None:
-    """Refuse to found a run beside a store that has been served, or beside that of another run.
+    """Refuse to found a run next to a store that has been served, or next to that of another run.
 
     Raises:
         ConfigError: If the journal is empty and a store is not, or if they are of two runs; says
@@ -93,7 +93,7 @@ def rebuild_journal(
 ) -> str:
     """Make an empty journal again from what is left of the run; returns in words what it says.
 
-    Whoever calls this holds the stores.
+    The caller holds the stores.
 
     Args:
         state: The run's state directory.

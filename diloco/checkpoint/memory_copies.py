@@ -1,4 +1,4 @@
-"""Copies of every rank's inner state in host memory: an island whose ranks died returns from them.
+"""Copies every rank's inner state to host memory, from which an island returns whose ranks died.
 
     copy     after every k-th inner step: moments, their age and the data cursor, to the memory of
              this host and, while training goes on, to that of the other hosts that keep them
@@ -77,7 +77,7 @@ class MemoryCopies:
         copies: Hosts that keep each state, at most `num_hosts`.
         every: Inner steps between copies, at least 1.
         island: Name of the island, for messages.
-        on_event: Hears of copies, on the leader alone.
+        on_event: Called with the events of copies, on the leader alone.
         collective_s: Seconds after which a rank that hangs is noticed by the others.
 
     Attributes:

@@ -205,7 +205,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """What is to be copied, and what is kept beside it."""
+    """A checkpoint to be copied, and those that are kept as well."""
 
     inner_step: int
     step: int
@@ -249,7 +249,7 @@ class Mirroring:
         Args:
             inner_step: Completed inner steps.
             step: That, or the cut's number.
-            kept: What stays in the mirror beside it, of those that are there.
+            kept: What stays in the mirror as well, of those that are there.
         """
         with self._changed:
             left_out, self._waiting = self._waiting, _Copy(inner_step, step, tuple(kept))

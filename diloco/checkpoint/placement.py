@@ -1,4 +1,4 @@
-"""Where the copies of a rank's state lie among the hosts of its island, and what that survives.
+"""Places the copies of a rank's state on the hosts of its island, and says what that survives.
 
 Every host keeps the state of its own ranks, and so do m - 1 others. Pure integers and fractions.
 

@@ -2,7 +2,7 @@
 
 Every record is checked whole before a value of it is used; nothing is written or locked, so the run
 may be under way. All values are held in memory, 4 bytes a parameter, while the object lives, and
-while it is made one fragment's record beside them.
+while it is made one fragment's record as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which run checkpoint a run is resumed from, and what is said about it. Imports no torch.
+"""Chooses the run checkpoint that a run is resumed from. Imports no torch.
 
 A run checkpoint is complete when every island has told the coordinator that it keeps its part, and
 can be resumed when the syncer's part, its pin, is whole too; under the all-reduce exchange that of

@@ -56,7 +56,7 @@ _DTYPES = frozenset({"F32", "BF16", "F16"})
 #: Old checkpoints store these frequencies; they follow from rope_theta.
 _IGNORED = (".rotary_emb.inv_freq", "freqs_cis")
 _SHOWN_PROBLEMS = 8
-#: What else is saved beside a model's weights, by torchtitan and others.
+#: What else is saved with a model's weights, by torchtitan and others.
 _NO_WEIGHTS = ("optimizer", "optim.", "lr_scheduler", "dataloader", "train_state", "rng", "outer.")
 #: Names of the head, where it is stored though it repeats the embedding.
 _HEADS = tuple(

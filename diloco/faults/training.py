@@ -63,7 +63,7 @@ def rank_faults(
 
 
 class PacedTraining(RankFaults):
-    """Makes every inner step last so many seconds at least, asleep, beside what `faults` do."""
+    """Makes every inner step last so many seconds at least, asleep, and passes on to `faults`."""
 
     def __init__(self, faults: RankFaults, least_s: float) -> None:
         """Assign only."""

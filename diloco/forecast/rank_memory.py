@@ -275,7 +275,7 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
 def check_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
     """Refuse checkpoints behind the training where their copy does not fit, before ranks meet.
 
-    Beside the copy, what the outer loop keeps is counted, the local values beside an evaluation
+    Besides the copy, what the outer loop keeps is counted, the local values during an evaluation
     among it, and parameters and optimizer of ranks that compute on the CPU.
 
     Args:

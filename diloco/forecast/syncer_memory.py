@@ -9,7 +9,7 @@ Of each of its parameters, and of the values n of its largest fragment:
     a merge     (4 + wire) n    next published values and their payload, for each merge at once
     lanes       12 n       decoded, summed and changed: of lanes that threads have in hand at once
 
-Merges at once are as many as cores allow, and as fit in what is available beside the rest. Without
+Merges at once are as many as cores allow, and as fit in what is available besides the rest. Without
 the interpreter, its libraries, and what gRPC reads ahead.
 """
 
@@ -72,7 +72,7 @@ def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory
 
 
 def check_syncer_memory(config: Config, plan: Plan) -> None:
-    """Refuse to begin a run whose syncers, all beside the coordinator, do not fit into this host.
+    """Refuse to begin a run whose syncers, all on the coordinator's host, do not fit into it.
 
     Raises:
         ConfigError: With what they take, and what there is.

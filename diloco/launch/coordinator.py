@@ -180,7 +180,7 @@ def _with_settings(
 
 
 def _claim(config: Config, state: StateDir, membership: Membership) -> None:
-    """Record the configuration; whoever lives and stays keeps the policy it has."""
+    """Record the configuration; processes that go on keep the policy that they have."""
     if state.resolved.exists() and _is_served(state, membership):
         before = _with_settings(load_config(state.resolved), membership, lambda line: None)
         _check_same_policy(config, before, state, membership)

@@ -1,4 +1,4 @@
-"""Where a host stands among the hosts of its island: what was typed, and what follows from it."""
+"""The position of a host among the hosts of its island, from the options that were typed."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class FirstHost:
                     self._admit(line, messages[0])
                 else:
                     self._strangers.append(line)
-            except HostLost:  # whoever it was: a host of the island comes again, or is missed
+            except HostLost:  # a host of the island comes again, or is missed
                 line.close()
         for host, line in list(self._lines.items()):
             try:

@@ -196,7 +196,7 @@ class LocalRun:
         assert process is not None
         if process.poll() is None:
             return False
-        if name != COORDINATOR:  # that one is started by whoever looks after it
+        if name != COORDINATOR:  # its own restart starts that one
             self._start_island(name)
         self._away.discard(name)
         return True
@@ -214,7 +214,7 @@ class LocalRun:
 
     @property
     def _is_bound(self) -> bool:
-        """Whether the coordinator that lives now has bound its address, and so heeds signals."""
+        """Whether the coordinator that runs now has bound its address, and so handles signals."""
         assert self.coordinator is not None
         return self._has_bound and self.coordinator.poll() is None
 

@@ -68,7 +68,7 @@ class Training(Protocol):
         """
 
     def mend(self, *, is_new: bool) -> int:
-        """Mend the inner optimizer, as the last step of the outer loop asks."""
+        """Repair the inner optimizer, as the last step of the outer loop asks."""
 
     def evaluate(self) -> float:
         """Measure the parameters as they are."""

@@ -99,7 +99,7 @@ class SyncerSupervisor:
             await asyncio.sleep(wait_s)
 
     async def stop(self) -> None:
-        """Stop the syncer, whoever started it; call it when `run` was cancelled."""
+        """Stop the syncer, even one that was adopted; call it when `run` was cancelled."""
         await asyncio.to_thread(stop_syncer, self._state)
 
     def _reason(self) -> str:

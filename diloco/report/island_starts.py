@@ -1,4 +1,4 @@
-"""An island's life, from its events: of every start of it, what stands.
+"""Sums up the starts of an island, from its events.
 
 A start begins at an inner step: 0, that of a resumed checkpoint, or where the run stood when the
 island returned. What earlier starts made beyond it was made in vain: their events of later inner
@@ -18,7 +18,7 @@ Event = Mapping[str, Any]  # JSON values, as a sink wrote them
 
 
 def effective(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out what an island's later starts have made anew or given up.
+    """Leave out what an island's later starts have made again or given up.
 
     Text that was drawn for it was drawn.
     """

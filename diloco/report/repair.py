@@ -34,14 +34,14 @@ ALL_FRAGMENTS = -1
 def repair_run(
     state: StateDir, *, on_finding: Callable[[RepairFinding], None] = lambda finding: None
 ) -> tuple[RepairFinding, ...]:
-    """Verify and mend the store of a run that nobody serves; returns one finding a part.
+    """Verify and repair the store of a run that is not served; returns one finding a part.
 
     Where islands merge among themselves only a lost journal is made again: a peer takes what is
     damaged of its store from the others by itself.
 
     Args:
         state: The run's state directory.
-        on_finding: Hears each as it is made.
+        on_finding: Called with each as it is made.
 
     Raises:
         ConfigError: If there is no store, or a syncer serves it.

@@ -243,7 +243,7 @@ def _arrival_summary(
 
 
 def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Read the effective events of all ranks: what later starts made anew or gave up is left out.
+    """Read the effective events of all ranks: what later starts made again or gave up is left out.
 
     A line that a killed writer tore is left out too, with a warning.
     """

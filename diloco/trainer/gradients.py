@@ -1,7 +1,7 @@
 """Owns what distributed gradients need between backward and the optimizer: settling and clipping.
 
 Knows DTensors and meshes, neither model nor optimizer. `torch.nn.utils.clip_grad_norm_` refuses
-plain tensors beside DTensors, and DTensors of several meshes; this does not.
+plain tensors together with DTensors, and DTensors of several meshes; this does not.
 """
 
 from __future__ import annotations

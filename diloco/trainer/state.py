@@ -6,7 +6,7 @@
 
 Names are those of the plan, so what one island wrote fits another of any layout. Learning rate and
 data position follow from the inner step and are not state. Moments of one optimizer are nothing to
-another: whoever stores them stores its name, too.
+another: the name is stored with them.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def new_moments_(
     for parameter in canonical_parameters(model).values():
         if not parameter.requires_grad:
             continue  # a buffer has none; `moments` gives zeros in their place
-        # Where AdamW itself keeps it: beside the parameter when fused, else on the CPU.
+        # Where AdamW itself keeps it: with the parameter when fused, else on the CPU.
         device = parameter.device if is_fused else torch.device("cpu")
         age = torch.tensor(float(step), dtype=torch.float32, device=device)
         optimizer.state[parameter] = {_STEP: age} | {

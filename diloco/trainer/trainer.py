@@ -197,10 +197,10 @@ class InnerTrainer:
         )
 
     def mend(self, *, is_new: bool) -> int:
-        """Mend the optimizer's state; returns how many values of it were not right.
+        """Repair the optimizer's state; returns how many values of it were not right.
 
         Args:
-            is_new: Whether it begins anew, with moments of zero.
+            is_new: Whether it begins again, with moments of zero.
         """
         if is_new:
             new_moments_(self.model, self.optimizer, step=0)

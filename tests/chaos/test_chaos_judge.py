@@ -9,17 +9,10 @@ from typing import Any
 
 import pytest
 
+from diloco.chaos.evidence import Evidence, Newest, Recomputed, island_back_s
 from diloco.chaos.fault_log import FaultHistory, RunHistory, read_fault_log
 from diloco.chaos.figures import accident_figures, island_figures, next_publication_s
-from diloco.chaos.judge import (
-    Evidence,
-    Newest,
-    Recomputed,
-    accounts_of,
-    headers_by_version,
-    island_back_s,
-    judge,
-)
+from diloco.chaos.judge import accounts_of, headers_by_version, judge
 from diloco.chaos.plan import COORDINATOR, JudgeConfig, Kind, TimedFault
 from diloco.chaos.report import is_alone, report_on
 

@@ -1,4 +1,4 @@
-"""Room on the disk of a process that starts or ends: what it must write waits for it, and says so.
+"""Retries, while the disk is full, what a process must write when it starts or ends.
 
 A coordinator or a syncer at work answers its callers meanwhile (`coordinator.journal`,
 `rounds.room`); these writes are before the first call, or after the last.

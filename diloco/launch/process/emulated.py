@@ -1,4 +1,4 @@
-"""Being inside an emulated network: `diloco emulate WAN.toml -- diloco local RUN.toml`.
+"""The emulated network that a process is in: `diloco emulate WAN.toml -- diloco local RUN.toml`.
 
 The command runs where coordinator and syncer are; each island enters the namespace that bears its
 name. Nothing else of a run knows of it: the network is the kernel's.

@@ -1,4 +1,4 @@
-"""How a process learns that it must end, so that nothing it started outlives it, and ends."""
+"""Signals that ask a process to end, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far long work has come, in lines: none in its first seconds, then one every few.
+"""Shows the progress of long work in lines: none in its first seconds, then one every few.
 
 A line is as good in a log as in a terminal, and nothing moves while other lines are written.
 """

@@ -1,4 +1,4 @@
-"""How often something that fails is started again, and after what wait. Pure arithmetic."""
+"""Decides how often something that fails is started again, and after what wait. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run began, or begins: asked of the coordinator before a warm start is opened.
+"""Asks the coordinator where a run began, before a warm start is opened.
 
 Source: PROTOCOL.md, "Version 0" and "Return of an island".
 """
@@ -20,8 +20,8 @@ def find_beginning(
 ) -> tuple[WarmStart | None, int]:
     """Open the warm start, and say at which inner step the run began or will; collective.
 
-    A run that has published anything, or was resumed, has left it behind: whoever returns needs
-    no more than that inner step, and the source may be gone.
+    A run that has published anything, or was resumed, has left it behind: an island that
+    returns needs no more than that inner step, and the source may be gone.
 
     Args:
         config: With an island selected.

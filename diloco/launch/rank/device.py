@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which backends its process groups need for it."""
+"""Chooses the device of a rank, and the backends that its process groups need for it."""
 
 from __future__ import annotations
 

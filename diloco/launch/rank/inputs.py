@@ -1,8 +1,8 @@
-"""What a run is fed with, text and warm start, opened before anything is started.
+"""Opens text and warm start of a run, before anything is started.
 
-So is a model of transformers, which alone can tell whether a mesh is for it.
+A model of transformers as well, which alone can tell whether a mesh is possible for it.
 
-The ranks open the same again, each for itself; here a mistake is found at once by whoever made it.
+The ranks open the same again, each for itself; here a mistake is found before any is started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the ranks of an island meet: the environment that a launcher sets, the default group."""
+"""Brings the ranks of an island together: a launcher's environment, the default group."""
 
 from __future__ import annotations
 

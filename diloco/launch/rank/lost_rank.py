@@ -1,4 +1,4 @@
-"""Which rank an island has lost, and in which collective: said by those that are left.
+"""Finds out which rank an island has lost, and in which collective.
 
 A rank that hangs is seen by the others when a collective reaches its timeout, one that died when
 its connections close; neither error says who it was. Those that see it answer a roll call in the

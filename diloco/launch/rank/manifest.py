@@ -1,4 +1,4 @@
-"""What a start of an island trains with, written down: manifest-ISLAND.json beside its events.
+"""Writes manifest-ISLAND.json, next to the events: what a start of an island trains with.
 
 The next start says by it what of the text has changed.
 """

@@ -1,7 +1,7 @@
 """Composition root of an island's peer: store, server, ways out, in the leader's IO thread.
 
     peers/ISLAND/syncer/   below coordinator.state_dir: the peer's store, laid out as a syncer's is
-    peers/ISLAND/          resolved.toml beside it, so that `diloco export` reads it like a run's
+    peers/ISLAND/          resolved.toml next to it, so that `diloco export` reads it like a run's
 
 One start of an island holds the store at a time. A store of an earlier timeline is taken back to
 the checkpoint that the run was resumed from; where that is not known any more, or its pin is not

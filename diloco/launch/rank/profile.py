@@ -38,7 +38,7 @@ class StepProfile:
         config: Which steps, and whether memory.
         stem: Of the files, without the steps: directory, island and rank.
         device: Of the model.
-        on_event: Hears of the files.
+        on_event: Called with the event of each file.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a rank tells of itself: events to its sinks, progress for the leader's reports.
+"""Records what a rank does: events to its sinks, progress for the leader's reports.
 
 Belongs to the training thread; `write` and reading `progress` may happen in others.
 """

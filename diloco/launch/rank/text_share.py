@@ -96,7 +96,7 @@ class TextShare:
             groups: The island's ranks.
             most_untold: Draws that another may repeat; at least those of two inner steps.
             draws_per_step: Draws of an inner step.
-            on_event: Hears, on the leader, what was drawn, and of alarms.
+            on_event: Called, on the leader, with what was drawn and with alarms.
             on_due: Called, on the leader, when `say` should be called soon.
             check: Called while the island waits; raises when it must not go on.
             patience_s: Seconds that it waits for an answer before it draws beyond `most_untold`.
@@ -179,7 +179,7 @@ class TextShare:
         return not self._is_alone and untold + self._draws_per_step > self._most_untold
 
     def _await_answer(self, inner_step: int) -> None:
-        """Wait until what is due was told, or until it is clear that nobody hears it."""
+        """Wait until what is due was reported, or the coordinator is known to be away."""
         until = time.monotonic() + self._patience_s
         while True:
             self._answered.clear()
@@ -314,7 +314,7 @@ def open_text(
         batches: The island's text.
         claims_json: Of the join's answer; empty where an island has one slot for ever.
         inner_step: At which training begins.
-        on_event: Hears, on the leader, what was drawn.
+        on_event: Called, on the leader, with what was drawn.
 
     Returns:
         None where the island has one slot for ever.

@@ -1,7 +1,7 @@
-"""Owns what a block keeps for its backward, and what it computes again instead.
+"""Activation checkpointing: what a block keeps for its backward, and what it computes again.
 
     full        the block's input is kept; its backward begins with its forward
-    selective   beside it the outputs of matrix products and of attention: what is computed again is
+    selective   the outputs of matrix products and of attention as well: what is computed again is
                 elementwise (norms, rotations, activations), cheap and large
 
 Called inside the block, not around it: names of parameters and hooks of FSDP2 stay what they are,

@@ -34,7 +34,7 @@ def token_losses(
         z_loss: Coefficient of the penalty; 0: there is none.
 
     Returns:
-        Loss in nats, shape [N]; penalty, shape [N], to be minimised beside it, or None.
+        Loss in nats, shape [N]; penalty, shape [N], to be minimised with it, or None.
     """
     if group is not None:
         lse_N, picked_N = split_log_sum_exp(logits_NV, targets_N, group)

@@ -146,7 +146,7 @@ class ExpertLayer(nn.Module):
         Args:
             dim: Width of the residual stream.
             experts: Sizes and rules.
-            shared: What every token goes through beside; None: nothing.
+            shared: What every token goes through as well; None: nothing.
         """
         super().__init__()
         self.router = Router(dim, experts)
@@ -179,7 +179,7 @@ def imbalances(loads: Mapping[str, Sequence[int]]) -> dict[str, float]:
 def balance_(
     model: nn.Module, speed: float, group: dist.ProcessGroup | None
 ) -> dict[str, tuple[int, ...]]:
-    """Move the bias of every expert against its load since the last call, and count anew.
+    """Move the bias of every expert against its load since the last call; the counts begin again.
 
     bias_x <- bias_x + speed * sign(mean(load) - load_x), load_x the tokens that chose expert x in
     training, on all ranks of the group. Collective where there are routers: one all-reduce.

@@ -1,6 +1,6 @@
 """The sources of models that the trainer takes, by `model.family`: the built-in one, transformers'.
 
-What differs between them is decided here; whoever trains, plans or exports asks this module.
+What differs between them is decided here, for training, planning and export.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     float8-rowwise      E4M3; a scale for each row of what is multiplied
     mxfp8               E4M3; a power of two for each 32 values of a row
 
-Scales are made anew from what is multiplied, of all three products of a linear layer: forward, and
-both of its backward. Parameters are the same tensors as before: gathered and cast to bfloat16 by
-FSDP2, cast to 8 bits where they are used. Left in bfloat16 are embedding, norms, head, routers and
-routed experts, and layers with a width that is no multiple of `Float8.unit`.
+Scales are computed each time from what is multiplied, of all three products of a linear layer:
+forward, and both of its backward. Parameters are the same tensors as before: gathered and cast to
+bfloat16 by FSDP2, cast to 8 bits where they are used. Left in bfloat16 are embedding, norms, head,
+routers and routed experts, and layers with a width that is no multiple of `Float8.unit`.
 
 Source: FP8 formats (arXiv 2209.05433); OCP microscaling formats (MX) 1.0; torchao.
 """

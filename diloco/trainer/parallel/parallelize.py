@@ -166,7 +166,7 @@ def compile_ahead(model: Model, mesh: IslandMesh, *, batch_size: int, sequence_l
     """Make a forward and a backward of zeros, which compile what is compiled; collective.
 
     For a minute in which nobody waits for this island: its first inner step is one of the run, and
-    deadlines of rounds run from the first contribution of whoever was faster. Parameters stay as
+    deadlines of rounds run from the first contribution of a faster island. Parameters stay as
     they are, and have no gradients.
 
     Args:

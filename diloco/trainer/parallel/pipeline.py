@@ -141,7 +141,7 @@ def stage_ranks(schedule: Schedule, pp: int, stages_per_rank: int) -> tuple[int,
 def _tied_group(mesh: IslandMesh) -> dist.ProcessGroup | None:
     """Join the ranks of first and last stage, of one place along all other axes each; collective.
 
-    Every rank of the island takes part in making every group, whoever is in it. Those of the stages
+    Every rank of the island takes part in making every group, its own or not. Those of the stages
     between get a group, too, which nobody uses: PyTorch names a group that its members alone make
     by the number of groups that each is in, and waits for ever where these differ.
     """

@@ -152,7 +152,7 @@ def _copied(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 
 def pipeline_collectives(mesh: DeviceMesh) -> None:
-    """Let the compiler hide collectives along `tp` under the matrix products beside them.
+    """Let the compiler hide collectives along `tp` under the matrix products next to them.
 
     Compiled graphs of this process then cut gather and product, or product and scatter, into parts
     that go through memory which the ranks' devices share.
