@@ -73,7 +73,7 @@ def _prepare(done: multiprocessing.sharedctypes.Synchronized[int]) -> None:
 
 
 def run_member(work: Callable[[dict[str, Any], Channel], Mapping[str, Any]]) -> NoReturn:
-    """Be a rank that `Members` started: do `work`, say what it returns, and end.
+    """Be a rank that `BaselineProcesses` started: do `work`, say what it returns, and end.
 
     Args:
         work: Gets the order, and the channel to the process that gave it.
