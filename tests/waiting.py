@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _LOOK_S = 0.01
@@ -58,6 +58,26 @@ def wait_until(
         assert patience.left_s() > 0, f"not within {within_s:g} s {what()}"
         time.sleep(_LOOK_S)
     return result
+
+
+def exit_code(process: subprocess.Popen[Any], within_s: float) -> int:
+    """Wait for the end of a process; return its exit code."""
+    wait_until(lambda: process.poll() is not None, within_s, what=lambda: str(process.args))
+    return int(process.returncode)
+
+
+def ran(
+    command: Sequence[str], within_s: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; return its exit code, standard output and error as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes, **options) as process:
+        try:
+            output, errors = said_by(process, within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def said_by(

@@ -43,7 +43,7 @@ from diloco.versions.record import RecordInvalid, fragment_directory, record_pat
 from diloco.versions.store import FragmentStore
 from tests.run_files import write_run
 from tests.versions.test_store import FRAGMENT, assert_same, commit
-from tests.waiting import wait_until
+from tests.waiting import exit_code, wait_until
 
 READ_S = 0.05
 SLEEPS = "import time; time.sleep(60)"
@@ -142,7 +142,7 @@ def test_a_syncer_is_ended(scene: Scene, kind: Kind, number: int) -> None:
     assert injector.begin()
 
     assert injector.fired
-    assert process.wait(30.0) == -number
+    assert exit_code(process, 30.0) == -number
     assert injector.end()
     assert not injector.begin(), "there is none now"
 
@@ -242,7 +242,7 @@ def test_a_record_that_was_being_written_is_torn(scene: Scene) -> None:
     assert injector.begin()
 
     assert injector.fired
-    assert process.wait(30.0) == -signal.SIGKILL
+    assert exit_code(process, 30.0) == -signal.SIGKILL
     assert scene.fragment.joinpath("v000000000003.record.tmp").stat().st_size == 77
     assert scene.environment.versions() == {0: [1, 2]}
     left = record_path(scene.fragment, 0).read_bytes()
@@ -267,7 +267,7 @@ def test_of_several_syncers_the_one_that_is_named_is_met(scene: Scene) -> None:
     assert injector.begin()
 
     assert injector.fired
-    assert met.wait(30.0) == -signal.SIGKILL
+    assert exit_code(met, 30.0) == -signal.SIGKILL
     assert scene.environment.serving_pid("syncer-0") == kept.pid and kept.poll() is None
     assert sorted(directories[0].iterdir()) == before
     assert directories[1].joinpath("v000000000003.record.tmp").stat().st_size == 77

@@ -30,7 +30,7 @@ from diloco.trainer.state import optimizer_step, training_tensors
 from tests.checkpoint.small_checkpoint import ISLAND, Trained, make_optimizer
 from tests.distributed import run_ranks
 from tests.served_run import ServedRun
-from tests.waiting import wait_until
+from tests.waiting import exit_code, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,7 +65,7 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
                 rank.send_signal(signal.SIGKILL)
             else:
                 (tmp_path / "go-on").touch()
-            code = rank.wait(60)
+            code = exit_code(rank, 60)
         finally:
             rank.kill()
 

@@ -13,6 +13,7 @@ import pytest
 
 from diloco.checkpoint.checkpoints import valid_steps
 from tests.served_run import ServedRun
+from tests.waiting import run_command
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,13 +22,10 @@ def run_rank(served: ServedRun, output: Path) -> subprocess.CompletedProcess[str
     """Run the only rank of the island east to its end."""
     arguments = ["--config", str(served.run_file), "--island", "east"]
     arguments += ["--coordinator", served.address, "--output", str(output)]
-    return subprocess.run(
+    return run_command(
         [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
+        100,
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
 
 

@@ -372,7 +372,7 @@ def test_nobody_is_waited_for_beyond_the_bound(tmp_path: Path, source: Path) -> 
             transfer(west, joiner, 0.5, (0.1, {"source": ISLAND}))
         give_some(east, source, plan, num_lanes=1)
         with pytest.raises(NotTransferred, match=r"lanes of east did not come"):
-            transfer(west, joiner, 0.5)
+            transfer(west, joiner, 2.0)
         assert not joiner.optimizer.state
 
 

@@ -23,7 +23,7 @@ from diloco.launch.local import LocalRun
 from tests.faults.ranks import pid_of_rank
 from tests.run_files import FinishedRun, all_logs, write_run
 from tests.served_run import ServedRun
-from tests.waiting import wait_until, written
+from tests.waiting import exit_code, wait_until, written
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,7 +88,7 @@ def test_an_island_whose_rank_is_killed_returns_without_storage(tmp_path: Path) 
         try:
             wait_for_copy(output, supervisor)
             os.kill(pid_of_rank(supervisor.pid, island_rank=1), signal.SIGKILL)
-            code = supervisor.wait(120)
+            code = exit_code(supervisor, 120)
         finally:
             end(supervisor)
 
@@ -116,7 +116,7 @@ def test_ranks_killed_at_random_never_take_an_older_copy_than_was_whole(tmp_path
                 time.sleep(draw.uniform(0, 0.2))
                 for rank in draw.choice([(0,), (1,), (0, 1)]):
                     os.kill(pid_of_rank(supervisor.pid, island_rank=rank), signal.SIGKILL)
-            code = supervisor.wait(120)
+            code = exit_code(supervisor, 120)
         finally:
             end(supervisor)
 
@@ -147,7 +147,7 @@ def test_a_host_that_is_lost_takes_its_ranks_states_back_from_another(tmp_path: 
             hosts[1].wait()
             again = ("--nnodes", "2", "--node-rank", "1", "--rdzv", rdzv)
             hosts.append(start_island(served, output, every, *again))
-            codes = hosts[0].wait(120), hosts[2].wait(30)
+            codes = exit_code(hosts[0], 120), exit_code(hosts[2], 30)
         finally:
             end(*hosts)
 

@@ -23,7 +23,7 @@ from diloco.report.summary import read_events
 from diloco.telemetry.plots import flights_of, write_plots
 from tests.run_files import write_run
 from tests.telemetry.wandb_files import offline_files, read_wandb
-from tests.waiting import Patience, wait_until, written
+from tests.waiting import Patience, exit_code, wait_until, written
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -199,7 +199,7 @@ def test_coordinator_whose_metrics_port_is_taken_names_the_setting(tmp_path: Pat
         address = f"127.0.0.1:{holder.getsockname()[1]}"
         setting = f"telemetry.coordinator_metrics={address}"
         started.append(start(log, "coordinator", str(run_file), "--set", setting))
-        code = started[0].wait(60)
+        code = exit_code(started[0], 60)
 
     assert code == 2, log.read_text()
     assert f"telemetry.coordinator_metrics = {address}: cannot serve metrics" in log.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.data.text_files import write_jsonl
 from tests.run_files import all_logs, with_text, write_run
+from tests.waiting import run_command
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,16 +22,13 @@ def test_a_run_that_has_no_more_text_ends_with_the_remedy(tmp_path: Path) -> Non
     run_file = with_text(write_run(tmp_path, {"east": ""}), tmp_path / "text.jsonl")
     overrides = ["run.inner_steps=80", "outer.inner_steps_per_round=80"]
 
-    process = subprocess.run(
+    process = run_command(
         [
             *(sys.executable, "-m", "diloco", "local", str(run_file)),
             *(argument for override in overrides for argument in ("--set", override)),
         ],
+        200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
     )
 
     told = process.stdout + process.stderr + all_logs(tmp_path)

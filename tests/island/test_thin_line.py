@@ -147,10 +147,10 @@ def test_lanes_larger_than_what_is_kept_come_over_a_line_that_breaks(is_up: bool
 
 
 def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it_is_dead() -> None:
-    deadline_s = 0.5
+    deadline_s = 1.0
 
     async def run() -> None:
-        payload = bytes(512 << 10)
+        payload = bytes(1 << 20)
 
         async def give(_: IncomingCall) -> Reply:
             return Reply(b"", payload)

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.checkpoint import checkpoint_writer
 from diloco.launch.process.ending import exit_at_once
-from diloco.launch.rank.main import main as rank
+from diloco.launch.rank import main as rank
 from diloco.transport.contracts import Buffer
 from tests.waiting import wait_until
 

@@ -18,6 +18,7 @@ from diloco.errors import RunHalted
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
 from tests.coordinator_site import Site, call, eventually, status
+from tests.waiting import exit_code
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -28,6 +29,7 @@ from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
 from diloco.transport.errors import TransportError
 from diloco.transport.grpc.client import GrpcTransport
+from tests.waiting import exit_code
 
 async def live(address, request):
     transport = GrpcTransport(address)
@@ -106,7 +108,7 @@ def test_an_operator_pauses_sets_kicks_copies_and_stops_a_run(
     assert "paused already" in told("pause", address)
     assert "revision 1" in told("set", address, "outer.optimizer.lr=0.25")
     assert "west is out" in told("kick", address, "west", "--reason", "it is a test")
-    assert west.wait(30) == 41
+    assert exit_code(west, 30) == 41
     coordinator.kill()  # all of it is remembered by the next one
     coordinator.wait()
     coordinator, again = site.coordinate_until_up(*ELASTIC)
@@ -133,8 +135,8 @@ def test_an_operator_pauses_sets_kicks_copies_and_stops_a_run(
     assert "writes its checkpoint and leaves" in told("stop", address, "--checkpoint")
     assert "already" in told("stop", address, "--checkpoint")
     assert "goes on where it was" in told("stop", address)
-    assert east.wait(30) == RunHalted.exit_code
-    assert coordinator.wait(30) == 0
+    assert exit_code(east, 30) == RunHalted.exit_code
+    assert exit_code(coordinator, 30) == 0
     assert coordinator.stdout is not None
     assert "nothing is lost: start it again with the same command" in coordinator.stdout.read()
 
@@ -161,7 +163,7 @@ def test_a_coordinator_killed_at_the_end_waits_again_for_who_has_not_fetched_it(
 
     assert again == address
     leave("west", "c", 0)
-    assert coordinator.wait(30) == 0
+    assert exit_code(coordinator, 30) == 0
     assert coordinator.stdout is not None
     assert "the run has finished, but for west" in coordinator.stdout.read()
-    assert site.coordinate(*ELASTIC).wait(30) == 0, "now it is over"
+    assert exit_code(site.coordinate(*ELASTIC), 30) == 0, "now it is over"

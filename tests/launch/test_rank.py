@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from tests.distributed import run_ranks
 from tests.guarded_server import serving
 from tests.run_files import run_to_end, write_run
 from tests.transport.pki import COORDINATOR, EAST, Pki
+from tests.waiting import run_command
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,13 +40,10 @@ def test_more_held_out_sequences_than_there_are_is_refused_before_joining(tmp_pa
     arguments += ["--set", "evaluation.num_sequences=1000000000"]
 
     # Whoever tried to join would wait for the coordinator for 120 s.
-    process = subprocess.run(
+    process = run_command(
         [sys.executable, "-m", "diloco", *arguments],
+        60,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
 
     assert process.returncode == 2, process.stderr

@@ -21,7 +21,7 @@ from tests.data.text_files import pieces, write_jsonl
 from tests.launch.stored_run import random_parameters, store_run, tiny_run
 from tests.launch.warm_run import WarmRun
 from tests.run_files import write_run
-from tests.waiting import wait_until
+from tests.waiting import exit_code, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -83,7 +83,7 @@ def test_changed_text_is_named_and_a_warm_start_that_is_gone_is_not_missed(
 
     write_jsonl(tmp_path / "text.jsonl", [*pieces(59), "another piece of text"])
     shutil.rmtree(tmp_path / "export")
-    changed = start(run_file, state, output).wait(120)
+    changed = exit_code(start(run_file, state, output), 120)
     told = log.read_text()
     write_jsonl(tmp_path / "text.jsonl", pieces(60))
     again = start(run_file, state, output)

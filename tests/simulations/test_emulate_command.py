@@ -14,7 +14,7 @@ import pytest
 from diloco.simulations.emulate.namespaces import NAMESPACES, OWNERS
 from tests.run_files import write_run
 from tests.simulations.emulated_site import needs_namespaces, star
-from tests.waiting import wait_until
+from tests.waiting import exit_code, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -156,7 +156,7 @@ def test_a_signal_ends_command_and_network(
     pid = int((tmp_path / "ready").read_text())
 
     process.send_signal(number)
-    process.wait(30)
+    exit_code(process, 30)
 
     assert process.returncode == 128 + number
     assert len(spaces) == 3
@@ -179,7 +179,7 @@ def test_ctrl_c_is_the_commands_to_heed_and_the_network_goes_with_it(
     spaces = namespaces_of(process)
 
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody in it
-    process.wait(30)
+    exit_code(process, 30)
 
     assert process.returncode == 3
     assert len(spaces) == 3
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_the_check_and_the_network(tmp_path: Path) -> None:
     wait_until(lambda: bool(ours() - before))
 
     process.send_signal(signal.SIGINT)
-    process.wait(30)
+    exit_code(process, 30)
 
     assert process.returncode == 128 + signal.SIGINT
     assert not (tmp_path / "ran").exists()
@@ -242,7 +242,7 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
         orphan = subprocess.Popen(enter, start_new_session=True)
         wait_until((tmp_path / "orphan").exists)
         killed.kill()
-        killed.wait(30)
+        exit_code(killed, 30)
         assert left <= ours()
 
         done = emulate(wan_file, "--", "true")
@@ -251,12 +251,12 @@ def test_the_next_start_sweeps_after_sigkill_and_touches_nothing_else(
         assert "removed what a killed emulation had left" in done.stderr
         assert not left & ours()
         assert not is_alive(int((tmp_path / "killed").read_text()))
-        assert orphan.wait(30) == end
+        assert exit_code(orphan, 30) == end
         assert theirs | {foreign} <= ours()
         assert living.poll() is None and is_alive(int((tmp_path / "living").read_text()))
     finally:
         living.terminate()
-        living.wait(30)
+        exit_code(living, 30)
         subprocess.run(["ip", "netns", "delete", foreign], check=True)
     assert not theirs & ours()
 

@@ -189,7 +189,7 @@ def test_every_entry_is_compared_in_constant_time(
         compared.append(b)
         return a == b
 
-    monkeypatch.setattr("transport.tokens.hmac.compare_digest", counted)
+    monkeypatch.setattr("diloco.transport.security.tokens.hmac.compare_digest", counted)
 
     assert table.identify(tokens[EAST]) == EAST
     assert len(compared) == 2  # no early end tells how far a guess came
