@@ -118,7 +118,7 @@ class Island:
         async def connect() -> SyncerRoutes:
             return SyncerRoutes(address, self.grant)
 
-        self.ways = self.io.run(connect())
+        self.routes = self.io.run(connect())
 
         async def nothing(number: int) -> None:
             raise AssertionError

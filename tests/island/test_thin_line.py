@@ -159,7 +159,7 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it
         await server.start()
         port = int(server.address.rpartition(":")[2])
         loop = asyncio.get_running_loop()
-        async with ShapedLine(("127.0.0.1", port), rate_bps=4e6) as line:
+        async with ShapedLine(("127.0.0.1", port), rate_bps=6e6) as line:
             transport = GrpcTransport(f"127.0.0.1:{line.port}")
             began = loop.time()
 
