@@ -50,7 +50,7 @@ demo: $(STAMP)
 	@echo '==> diloco local --fresh configs/runs/demo.toml'
 	@$(BIN)/diloco local --fresh configs/runs/demo.toml
 
-# A file's tests run one after the other. Files with real processes may run beside each other: they
+# A file's tests run one after the other. Files with real processes may run besides each other: they
 # wait for what happens, with deadlines, and claim no time; in one row they would leave a core idle.
 test: $(STAMP)
 	@echo '==> pytest'

@@ -20,7 +20,7 @@ def keep_freed_memory() -> None:
     For the start of a process: threads that there are already keep heaps of their own, and what is
     freed in one of them serves no other.
 
-    A merge allocates a version's vectors anew, as large as those that the last one let go. Given
+    A merge allocates a version's vectors again, as large as those that the last one let go. Given
     back and taken again, every page of them is cleared by the kernel: on two threads a third of a
     merge's CPU time. Vectors over 32 MiB are given back all the same. Elsewhere than under glibc
     nothing is changed, and results never are.
@@ -38,8 +38,8 @@ def keep_freed_memory() -> None:
 def give_back_holes() -> None:
     """Give back whatever is free now, in whole pages, also between what is in use.
 
-    For whoever has let go of much that lay scattered: larger vectors do not fit there, and take
-    memory anew. What is allocated there next has its pages cleared again. Takes milliseconds a
+    For anyone who has let go of much that lay scattered: larger vectors do not fit there, and take
+    memory again. What is allocated there next has its pages cleared again. Takes milliseconds a
     gigabyte. Elsewhere than under glibc nothing is done.
     """
     if _TRIM is not None:

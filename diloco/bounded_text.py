@@ -1,4 +1,4 @@
-"""Bounds of what peers say in words: whoever announces, keeps or logs such a text cuts it here.
+"""Bounds of what peers say in words: anyone who announces, keeps or logs such a text cuts it here.
 
 A reason goes on to all islands, into durable headers and into logs. Without a bound, one caller
 with a valid grant could fill everybody else's replies beyond what a header may hold.
@@ -35,7 +35,7 @@ def bounded_text(text: str, most: int = MOST_TEXT) -> str:
 
 
 def read_peer_json(text: str) -> Any:
-    """Read JSON that a peer has sent; `Any` because whoever reads it checks what it is.
+    """Read JSON that a peer has sent; `Any` because anyone who reads it checks what it is.
 
     Raises:
         ValueError: If it is none, or nested more than `MOST_DEPTH` deep.

@@ -290,7 +290,7 @@ class Held(Exception):
 
 
 def acquire(path: Path) -> int:
-    """Take a lock for whoever keeps the returned descriptor open; `write_pid` says who that is.
+    """Take a lock for anyone who keeps the returned descriptor open; `write_pid` says who that is.
 
     Args:
         path: Lock file, made if missing; its directory must be there.

@@ -23,7 +23,7 @@ if _ROOT not in sys.path:
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests run beside each other: more threads would wait for each other in turns, spinning.
+# Tests run besides each other: more threads would wait for each other in turns, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example takes the time that a loaded machine gives it.

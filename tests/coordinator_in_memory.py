@@ -1,4 +1,4 @@
-"""A coordinator over a loopback network that can be killed, and whoever calls it."""
+"""A coordinator over a loopback network that can be killed, and anyone who calls it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TERMS = Terms(json.dumps({"run.inner_steps": 100}), UNREACHABLE_S)
 
 
 class CoordinatorInMemory:
-    """A coordinator that can be killed, and whoever calls it.
+    """A coordinator that can be killed, and anyone who calls it.
 
     With a `config` it takes an operator's commands, and its terms are read from that.
     """

@@ -86,14 +86,14 @@ class Several:
     async def run(
         self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None
     ) -> dict[str, VirtualIsland]:
-        """Run every island to its end beside something else; returns them by name."""
+        """Run every island to its end besides something else; returns them by name."""
         await self.start()
         islands = {name: self.island(name) for name in self.setting.islands}
-        beside = asyncio.create_task(meanwhile(self)) if meanwhile else None
+        besides = asyncio.create_task(meanwhile(self)) if meanwhile else None
         await asyncio.gather(*(island.run() for island in islands.values()))
-        if beside is not None:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
+        if besides is not None:
+            besides.cancel()
+            await asyncio.gather(besides, return_exceptions=True)
         for island in islands.values():
             await island.exchange.stop()
         await self.kill()

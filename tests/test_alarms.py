@@ -33,7 +33,7 @@ def test_an_alarm_that_is_not_raised_again_expires() -> None:
 
     assert alarms.holding(15.0)
     assert not alarms.holding(15.1)
-    assert alarms.raise_(REFUSED, 16.0), "it begins anew"
+    assert alarms.raise_(REFUSED, 16.0), "it begins again"
 
 
 def test_so_many_alarms_hold_and_a_further_one_takes_the_place_of_the_oldest() -> None:

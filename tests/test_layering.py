@@ -21,7 +21,7 @@ from setuptools import find_namespace_packages
 ROOT = Path(__file__).resolve().parent.parent
 
 #: A package imports itself and what stands left of it, never what stands right of it. All are
-#: packages of `diloco`; the folders of three of them stand beside its own.
+#: packages of `diloco`; the folders of three of them stand next to its own.
 STRATA = ("diloco.protos", "diloco.transport", "diloco", "diloco.simulations")
 
 #: Clock, sockets, threads, processes, files' whereabouts, environment: what pure code is given.
@@ -433,7 +433,7 @@ def test_folders_fit_a_head_and_form_no_circle() -> None:
 
 
 def test_every_package_is_installed() -> None:
-    """The folders beside `diloco/` are packages of it: links in the tree, copies when installed."""
+    """The folders next to `diloco/` are packages of it: links in the tree, copies if installed."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     setuptools = listed["tool"]["setuptools"]
     found = setuptools["packages"]["find"]

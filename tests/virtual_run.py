@@ -338,7 +338,7 @@ class VirtualIsland:
         await self.runner.drive(self.session.resuming(checkpoint.outer))
 
     async def drop(self) -> None:
-        """End without a word; whoever trains it is cancelled by the caller."""
+        """End without a word; anyone who trains it is cancelled by the caller."""
         await self.exchange.stop()
 
     async def train(self, inner_steps: int) -> None:

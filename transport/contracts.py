@@ -143,7 +143,7 @@ class Transport(Protocol):
             max_reply_bytes: Largest reply payload the caller is ready to hold; 0 allows none.
             transfer: Given to every attempt of one call, with the same method, header and payload,
                 it makes each go on where the one before it broke, and has the peer answer once; a
-                payload of at most `framing.WHOLE_BYTES` is sent again. None: a call begins anew.
+                payload of at most `framing.WHOLE_BYTES` is sent again. None: a call begins again.
 
         Raises:
             TransportError: One of the leaves in `errors`; `TransportClosed` after `close`.

@@ -19,8 +19,8 @@
 What `is_damage` came to harm on the way, and is asked for again from the last good byte; of a peer
 that sends nothing else `retry` has enough in time.
 
-Whoever calls a transport sees these and nothing else; `diloco.island.exchange.retried_calls` maps
-them onward.
+Anyone who calls a transport sees these and nothing else; `diloco.island.exchange.retried_calls`
+maps them onward.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Overloaded(TransportError):
 class NotYet(Overloaded):
     """The peer has no room for the payload yet; for some seconds it keeps the call's place.
 
-    Whoever waits in this way is served: the next attempt asks before it sends
+    Anyone who waits in this way is served: the next attempt asks before it sends
     (`transfer.Transfer.asks_first`).
     """
 

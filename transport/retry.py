@@ -66,7 +66,7 @@ async def retry(
         policy: Waits and budget, on the running loop's clock.
         rng: Draws the waits.
         progress: Counts what shows that the peer is reached, such as bytes that need not move
-            again: where it has grown, waits and budget begin anew, so that a transfer may take as
+            again: where it has grown, waits and budget begin again, so that a transfer may take as
             long as its link needs.
         moved: Counts that of this call alone. What arrives damaged again and again is not asked for
             beyond the budget without it, however much else moves.

@@ -29,7 +29,7 @@ def can_count() -> bool:
 def segment_counts(places: Collection[tuple[str, int]]) -> dict[int, SegmentCounts]:
     """Read the counts of all connections to hosts and ports, by the number of their socket.
 
-    A host's name stands for any address, for it is resolved anew at every reconnection. Nothing is
+    A host's name stands for any address, for it is resolved again at every reconnection. Nothing is
     found while this process has no descriptor left to look with.
     """
     wanted = {(ip_of(host), port) for host, port in places}

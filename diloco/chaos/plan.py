@@ -224,7 +224,7 @@ class PlanConfig(Section):
     inner_step: Duration = Field(
         default="0s",
         description="Least time of an inner step, the rest of it asleep: for plans that judge how "
-        "soon a process is back, beside training that leaves it the cores",
+        "soon a process is back, besides training that leaves it the cores",
     )
     certificates: bool = Field(
         default=False,

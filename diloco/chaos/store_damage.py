@@ -143,6 +143,6 @@ class TornNewest(_Damage):
 
 
 def _replace(path: Path, body: bytes | bytearray) -> None:
-    """Write a file anew under its name: a pin may be a link to the same bytes."""
+    """Write a file again under its name: a pin may be a link to the same bytes."""
     path.unlink()
     path.write_bytes(body)

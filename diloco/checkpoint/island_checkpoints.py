@@ -243,7 +243,7 @@ class IslandCheckpoints:
         self._trainer.mend(is_new=True)
         refusal = self._take_anothers(began)
         if refusal is not None:
-            logger.warning("the inner optimizer begins anew after inner step %d", inner_step)
+            logger.warning("the inner optimizer begins again after inner step %d", inner_step)
             self._emit_taken(began, 0, "fresh", reason=refusal)
 
     def _emit_mended(self, num_values: int, inner_step: int, source: str) -> None:
@@ -388,7 +388,7 @@ class IslandCheckpoints:
             self._taken("memory", copied, began, received_bytes)
             return
         self._seek()
-        self._begin_anew(began)
+        self._begin_again(began)
 
     def _take_anothers(self, began: float) -> str | None:
         """Take a source's optimizer, if this island is to; returns why not, None: it was taken."""
@@ -405,7 +405,7 @@ class IslandCheckpoints:
         )
         return None
 
-    def _begin_anew(self, began: float) -> None:
+    def _begin_again(self, began: float) -> None:
         """Go on without any state of this island: with a source's optimizer, or with a new one."""
         config = self._config
         if (reason := self._take_anothers(began)) is None:
@@ -418,7 +418,7 @@ class IslandCheckpoints:
             unset.append(f"islands.{config.island_id}.heal_optimizer")
         logger.warning(
             "no checkpoint of island %s in %s, no copy in memory%s: its inner optimizer begins "
-            "anew (set %s to keep it over a restart)",
+            "again (set %s to keep it over a restart)",
             config.island_id, config.checkpoint_dir, reason and f", none of another: {reason}",
             " or ".join(unset),
         )  # fmt: skip

@@ -98,7 +98,7 @@ def read_membership(config: Config, journal: Journal) -> Membership:
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"cannot read the journal {path}: {error}. Bring it back from a copy; or have it made "
-        f"again from what is left (diloco repair {path.parent}); or start anew in "
+        f"again from what is left (diloco repair {path.parent}); or start again in "
         f"another directory, from a checkpoint of this run if there is one: {START} --set "
         f"coordinator.state_dir=DIRECTORY --set run.warm_start=CHECKPOINT"
     )

@@ -1,4 +1,4 @@
-"""`diloco`: the command line. Commands live beside this module, one file a subject."""
+"""`diloco`: the command line. Commands live besides this module, one file a subject."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ _complete(app)
 def main() -> None:
     """Run the command line; an error of the product ends in its exit code and one message.
 
-    Whoever reads may have enough (`| head`): that ends it as SIGPIPE ends other programs.
+    Anyone who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs.
     """
     try:
         app()

@@ -170,7 +170,7 @@ class ExpertsConfig(Section):
         default=0, ge=0, description="Hidden width of one expert's SwiGLU"
     )
     num_shared: Annotated[Identity[int], Needs("num_experts")] = Field(
-        default=0, ge=0, description="Experts that every token goes through, beside the routed"
+        default=0, ge=0, description="Experts that every token goes through, besides the routed"
     )
     first_dense_layers: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=0, ge=0, description="Layers before the first one with experts"
@@ -374,7 +374,7 @@ class ModelConfig(Section):
             # Rows of the grouped product begin at multiples of 16 bytes, in bfloat16 too.
             if value.num_experts and width is not None and width % 8:
                 raise ValueError(
-                    f"{key} = {width} must be a multiple of 8 beside experts: "
+                    f"{key} = {width} must be a multiple of 8 besides experts: "
                     + (f"{width // 8 * 8} or " if width > 8 else "")
                     + f"{width // 8 * 8 + 8}"
                 )

@@ -132,7 +132,7 @@ class Coordinator:
         }
 
     def fail(self, reason: str, exit_code: int) -> None:
-        """End the run for now: every island is told at its next report, a restart tries anew."""
+        """End the run for now: every island is told at its next report, a restart tries again."""
         remedy = (
             "nothing published is lost, the run goes on where it was: diloco coordinator RUN.toml; "
             "then every island that has ended"
@@ -161,7 +161,7 @@ class Coordinator:
         self.run_status.refused(island, cause)
 
     def fragment_stands(self, status: FragmentStatus) -> None:
-        """Take note of how a fragment stands, for people."""
+        """Record how a fragment stands, for people."""
         self.run_status.fragment_stands(status)
 
     def status(self) -> StatusReply:
@@ -380,7 +380,7 @@ class Coordinator:
         elif self._membership.is_stopped_in_vain and not self.ended.is_set():
             self._keep(self._membership.cuts.taken_back(self._membership.timeline))
             self.fail(
-                "the graceful stop came to nothing: no island could write its part of a last cut, "
+                "the graceful stop was aborted: no island could write its part of a last cut, "
                 "or a syncer has lost what the parts hold (the coordinator's log says which)"
                 + (f": {damage}" if (damage := self.run_status.damage) else ""),
                 QuorumLost.exit_code,

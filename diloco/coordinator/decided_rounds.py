@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeciderRules:
-    """What the decider obeys.
+    """The rules of a decider.
 
     Args:
         round_deadline_s: Seconds from the first contribution to the close, and from the close to
@@ -88,7 +88,7 @@ class DecidedRounds:
         Args:
             membership: Of the run.
             journal: Its durable memory.
-            rules: What is obeyed.
+            rules: Of the rounds.
             on_status: Hears how a fragment stands after every change.
             on_lost: Hears why rounds cannot go on.
             on_change: Called after every change.

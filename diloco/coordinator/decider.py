@@ -73,7 +73,7 @@ class Decider:
             membership: Of the run.
             journal: Its durable memory.
             secret: The run's.
-            rules: What is obeyed.
+            rules: Of the rounds.
             decider_id: Random, one a start: peers tell everything again to a new one.
             is_granted: Whether a grant is an island's, valid and of its newest start.
             on_status: Hears how a fragment stands after every change.
@@ -418,7 +418,7 @@ class Decider:
         return sign(peer_grant, self._secret)
 
     def _notify(self) -> None:
-        """Wake all polls; whoever waits holds the event that is set here."""
+        """Wake all polls; anyone who waits holds the event that is set here."""
         self._sequence += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

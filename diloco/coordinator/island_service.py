@@ -98,7 +98,7 @@ class IslandService:
 
         Args:
             membership: Of the run.
-            run_status: Shows what is told, and has the terms that islands obey.
+            run_status: Shows reports, and has the terms of the run.
             leases: That are renewed by every word.
             cut_patience: Hears what is told of cuts.
             secret: That grants are signed with.
@@ -265,7 +265,7 @@ class IslandService:
         request.message = bounded_text(request.message)
 
     def _take_word(self, request: ReportRequest) -> None:
-        """Take note of where an island stands, what it keeps, and what it promises."""
+        """Record where an island stands, what it keeps, and what it promises."""
         membership, island, inner_step = self._membership, request.grant.island, request.inner_step
         self._run_status.island_says(island, request)
         if inner_step:  # an older report may be handled later
@@ -280,7 +280,7 @@ class IslandService:
             self._keep(membership.promise(island, request.hold_step))
 
     def _take_positions(self, island: str, position_json: str) -> str:
-        """Take note of how far an island's text is drawn; returns its slots where they are news.
+        """Record how far an island's text is drawn; returns its slots where they are news.
 
         Raises:
             FrameError: If it says what no island says.
@@ -297,7 +297,7 @@ class IslandService:
         return claims.of(island) if claims.revision > revision else ""
 
     def _take_part(self, island: str, told: CutPart) -> None:
-        """Take note of an island's part of a cut.
+        """Record an island's part of a cut.
 
         Raises:
             FrameError: If it says what no island says.

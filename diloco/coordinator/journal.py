@@ -94,7 +94,7 @@ class Journal:
         """Open or create the file; every commit reaches the disk before it returns.
 
         Raises:
-            DiskFull: If there is no room for what SQLite keeps beside it.
+            DiskFull: If there is no room for what SQLite keeps next to it.
             sqlite3.DatabaseError: If the file is not a journal.
         """
         with self._checking_space():
@@ -210,7 +210,7 @@ class Journal:
         return [header for (header,) in rows]
 
     def audit_rows(self) -> list[AuditRow]:
-        """Return what is in the audit log beside the records, in the order in which it was told."""
+        """Return the audit log without the records, in the order of its entries."""
         rows = self._require().execute(
             "SELECT after_round, kind, key, json FROM audit_log ORDER BY sequence"
         )

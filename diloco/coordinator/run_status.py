@@ -85,7 +85,7 @@ class RunStatus:
         self.alarms = alarms
 
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
-        """Take note of where islands reach a syncer."""
+        """Record where islands reach a syncer."""
         word = self.syncers.setdefault(syncer_id, SyncerWord())
         word.address, word.epoch, word.at = address, epoch, loop_now()
 
@@ -96,7 +96,7 @@ class RunStatus:
         refusals: list[RefusalCount],
         alarms: Iterable[Alarm] = (),
     ) -> None:
-        """Take note of a syncer's report: what it has refused since its start, and its alarms."""
+        """Record a syncer's report: what it has refused since its start, and its alarms."""
         self._alarms_of(f"{SYNCER}{syncer_id}", alarms, MOST_ALARMS)
         word = self.syncers.setdefault(syncer_id, SyncerWord())
         word.epoch, word.at, word.refusals = epoch, loop_now(), refusals
@@ -108,7 +108,7 @@ class RunStatus:
     def assignments(self) -> list[SyncerAssignment]:
         """Give the route to every fragment; none while a syncer has not said where it is.
 
-        None, too, while the run goes back to a checkpoint: whoever joins waits for that.
+        None, too, while the run goes back to a checkpoint: anyone who joins waits for that.
         """
         assignments = [
             SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(syncer_id))
@@ -120,13 +120,13 @@ class RunStatus:
         return assignments if len(assignments) == self._membership.assignment.num_syncers else []
 
     def island_says(self, island: str, report: ReportRequest) -> None:
-        """Take note of a report."""
+        """Record a report."""
         self._islands[island] = _Seen(loop_now(), report=report)
         self._alarms_of(island, report.alarms, MOST_OF_ISLAND)
         report.ClearField("alarms")  # the status shows them for itself
 
     def fragment_stands(self, status: FragmentStatus) -> None:
-        """Take note of how a fragment stands."""
+        """Record how a fragment stands."""
         self._fragments[status.fragment_id] = _Seen(loop_now(), fragment=status)
 
     def refused(self, island: str, cause: Cause) -> None:

@@ -197,7 +197,7 @@ class SyncerService:
         return expiry_entry(key, missing, bounded_text(expiry.reason))
 
     def _note_pins(self, report: RoundReport) -> None:
-        """Take note of the fragments whose versions are kept for a cut; with all it is complete."""
+        """Record the fragments whose versions are kept for a cut; with all it is complete."""
         membership = self._membership
         cut = membership.cuts.open(membership.timeline)
         if cut is None or not cut.is_taken or report.pinned_cut != cut.number:
@@ -215,7 +215,7 @@ class SyncerService:
 
         It has to know of the cut: a report that was on its way may be older than the parts. Not of
         a damaged fragment: what it has lost may be taken back from an island, and the cut waits for
-        that. But a stop comes to nothing then, for those who could give it leave.
+        that. But a stop is aborted then, for those who could give it leave.
         """
         membership = self._membership
         cut = membership.cuts.open(membership.timeline)

@@ -102,7 +102,7 @@ def tcp_findings(facts: Facts) -> Iterator[SiteFinding]:
     if not tcp.slow_start_after_idle:
         yield SiteFinding("slow start after idle", State.OK, "off")
     elif is_loss_proof:
-        yield SiteFinding("slow start after idle", State.OK, f"on, which {algorithm} does not heed")
+        yield SiteFinding("slow start after idle", State.OK, f"on, which {algorithm} ignores")
     else:
         yield SiteFinding(
             "slow start after idle",
@@ -312,9 +312,9 @@ def _stranger_findings(facts: Facts) -> Iterator[SiteFinding]:
     if facts.insecure:
         found = "transport.insecure = true: "
         if facts.is_libp2p:
-            found += "whoever reaches the ports can call"
+            found += "anyone who reaches the ports can call"
         else:
-            found += "whoever reaches the ports can read and change the traffic"
+            found += "anyone who reaches the ports can read and change the traffic"
         yield SiteFinding("certificate", State.SLOW, found, mend)
     elif not is_found_only and all(is_loopback(host) for host in hosts):
         yield SiteFinding("certificate", State.OK, "none; everything is on this machine's loopback")

@@ -163,7 +163,7 @@ class Facts:
     def is_proxied(self) -> bool:
         """Whether the coordinator answers though no address of it is reached: by grpc_proxy."""
         is_answered = self.call is not None and not self.call.error
-        is_dialled = bool(self.paths) and not self.is_libp2p  # which heeds no grpc_proxy
+        is_dialled = bool(self.paths) and not self.is_libp2p  # which ignores grpc_proxy
         return is_answered and is_dialled and all(path.error for path in self.paths)
 
     def as_dict(self) -> dict[str, Any]:

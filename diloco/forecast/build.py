@@ -42,7 +42,7 @@ def build_publication_rules(config: Config) -> PublicationRules:
 def build_syncer_rules(
     config: Config, *, timeline: int, merges_at_once: int = 1, policy_revision: int = 0
 ) -> SyncerRules:
-    """Give all that a syncer obeys; where nobody waits, tokens end the run and times are measured.
+    """Give all rules of a syncer; where nobody waits, tokens end the run and times are measured.
 
     Args:
         config: The coordinator's, with what an operator has set since.

@@ -7,7 +7,7 @@
                              momentum (4 more: adam's second moment) and what they were made
                              from; the newest, those that `retained_versions` keeps, and those that
                              checkpoints pin
-      snapshot_rounds > 1    two of these beside the pinned, and of all other versions since the
+      snapshot_rounds > 1    two of these besides the pinned, and of all other versions since the
                              older of them what they were made from: frames
       keep_contributions     a frame of every version of the run
 

@@ -18,7 +18,7 @@ class CutTaken:
     Args:
         number: Of the cut.
         versions: That the island had merged, by fragment.
-        text_json: What of the text is to be shared out anew when the cut is resumed.
+        text_json: What of the text is to be shared out again when the cut is resumed.
     """
 
     number: int

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Merging:
     """One rank's fragments against what is published of them.
 
-    `anchors` are the published lanes that were last merged, by fragment; whoever enters the run
+    `anchors` are the published lanes that were last merged, by fragment; anyone who enters the run
     sets them. `reaches` say how far from them local values may lie. `shares` are the fragments'
     parts of the parameters: `overwritten_steps` and `dropped_tokens`, sums since the start, count
     each fragment by its own.
@@ -75,7 +75,7 @@ class Merging:
         self.dropped_tokens = 0.0
 
     def moved(self, step: StepBound) -> None:
-        """Take note of one more inner step."""
+        """Record one more inner step."""
         self.reaches = [reach.after(step) for reach in self.reaches]
 
     def take_published(self, ledger: FragmentLedger) -> int:
@@ -175,7 +175,7 @@ class Merging:
         verdict: Verdict,
         blocked_s: float,
     ) -> None:
-        """Do what the ranks agree on: merge the staged version, or take note of an expiry.
+        """Do what the ranks agree on: merge the staged version, or record an expiry.
 
         Args:
             ledger: Of the fragment.

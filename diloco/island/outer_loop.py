@@ -278,7 +278,7 @@ class OuterLoop:
         self._merging.reaches = state.reaches
         self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
         self._ledgers, self._merging.anchors = state.ledgers, state.anchors
-        # Whoever starts after the end of the run makes no step: nobody would ever count it.
+        # Anyone who starts after the end of the run makes no step: nobody would ever count it.
         self._is_over = all(ledger.is_flushed for ledger in self._ledgers)
 
     # -- run checkpoints -------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class OuterLoop:
         return self.cut.number > self._past_cut
 
     def cut_over(self) -> None:
-        """Take note that the cut was taken, or cannot be: it is not asked for again."""
+        """Record that the cut was taken, or cannot be: it is not asked for again."""
         self._past_cut = self.cut.number
         if not self.cut.is_last:
             self.cut = NO_CUT

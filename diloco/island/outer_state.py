@@ -213,8 +213,8 @@ class StateKeeper:
         for p, (fragment, version) in enumerate(zip(fragments, self._smallest(heard), strict=True)):
             if self._exchange.rules.on_arrival and version > fragment.ledger.version:
                 if counted[p] > _last_known(fragment):
-                    fragment.ledger.begin_anew()
-                    self._runner.post(self._exchange.begin_anew, p)
+                    fragment.ledger.begin_again()
+                    self._runner.post(self._exchange.begin_again, p)
                 elif (sent := fragment.ledger.outstanding) is not None:
                     assert fragment.sent_as is not None
                     fragment.ledger.outstanding = replace(sent, key=fragment.sent_as)
@@ -249,7 +249,8 @@ class StateKeeper:
         """
         lanes: dict[int, LaneCheckpoint] = {}
         yield self._exchange.capture(lanes)
-        # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
+        # Only ranks whose lanes are broken know of it; anyone who carries these lanes next must
+        # too.
         known = [lanes[p] for p in range(len(state.ledgers))]
         broken = self._largest([of.broken_in_a_row for of in known])
         declined = self._largest([int(of.is_declined) for of in known])

@@ -122,7 +122,7 @@ class Island:
 
 
 class TextWord(Protocol):
-    """What an island tells and hears of its text, where it is shared out anew as islands come."""
+    """What an island tells and hears of its text, where it is shared out again as islands come."""
 
     def say(self) -> str:
         """Give ReportRequest.position_json."""
@@ -135,8 +135,8 @@ class Registration:
     """The leader's channel to the coordinator; everything but the constructor runs in one loop.
 
     `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
-    say; whoever keeps them replaces the tuple, from any thread. `cut` is what they say of the last
-    cut, replaced whole, too. `text` is what they say of the island's text, if anything, and
+    say; anyone who keeps them replaces the tuple, from any thread. `cut` is what they say of the
+    last cut, replaced whole, too. `text` is what they say of the island's text, if anything, and
     `transfer` what of inner optimizers that are given; `alarms` hold at this island, and `held_out`
     are its losses of the newest checkpoints, replaced whole. `on_answer` is called when a report is
     answered. `complete_checkpoints` are those of the run that every island has, as the coordinator

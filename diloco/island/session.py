@@ -1,4 +1,4 @@
-"""`DiLoCo`, the outer loop beside a training loop that is not ours.
+"""`DiLoCo`, the outer loop besides a training loop that is not ours.
 
     import diloco
 
@@ -438,7 +438,7 @@ class DiLoCo(Position):
         theirs, and nobody waits.
 
         Args:
-            text_json: What of the text the coordinator is to share out anew when this checkpoint
+            text_json: What of the text the coordinator is to share out again when this checkpoint
                 is resumed (the built-in loop's; on arrival only).
 
         Raises:

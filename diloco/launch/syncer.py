@@ -277,8 +277,8 @@ async def _serve(
             await server.stop(_DRAIN_S)
             await syncer.stop()
             await reporter.drain(_LAST_REPORT_S)
-            for beside_rounds in (reporting, verifying):
-                beside_rounds.cancel()
+            for besides_rounds in (reporting, verifying):
+                besides_rounds.cancel()
             await asyncio.gather(reporting, verifying, return_exceptions=True)
             events.close()
             await warming

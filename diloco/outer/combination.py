@@ -4,7 +4,7 @@ Every merge rule gives merged = sum_m c_m v_m, with one coefficient c_m a contri
 (`diloco.outer.units`: a tensor, a piece of one, an expert). What the coefficients depend on, norms
 and angles, is in the matrices of inner products G[m, n] = <v_m, v_n> of the units; those are
 computed elsewhere, in float64, and their last bits are the hardware's. Coefficients are therefore
-rounded to float32 and kept with the version that they made: whoever recomputes it reads them.
+rounded to float32 and kept with the version that they made: anyone who recomputes it reads them.
 
 Pure: lists of floats in the order of sorted island ids, no tensors.
 """

@@ -12,7 +12,7 @@ contribution is compared, by its norm and by its largest value, with what is usu
 
 Work of more inner steps than theirs may be as many times larger. What all islands do at once, as
 when a learning rate restarts, is refused of none, since the others do it too. In the first four
-rounds half the size of the parameters is not too large either, beside one other contribution (that
+rounds half the size of the parameters is not too large either, besides one other contribution (that
 one may be the wrong one), and 4 times their size alone. After two attempts in a row of which all
 members were refused, and without another since, the history is forgotten, and that holds again: an
 island that is alone may jump by any factor, as when its learning rate restarts, and is refused

@@ -23,7 +23,7 @@ Range: TypeAlias = tuple[str, int, int]
 #: Name -> shape, in sorted order of names.
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 #: A tensor that is cut between any rows: elements of a row, name, number of rows.
-_Sand: TypeAlias = tuple[int, str, int]
+_Divisible: TypeAlias = tuple[int, str, int]
 
 #: The list of a decoder's layers, and what transformers calls it where there is none of that name.
 _LAYERS = (re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)(?:h|blocks)\.(\d+)\."))
@@ -47,21 +47,21 @@ def by_pattern(
             "name: use outer.fragment_pattern = 'explicit'"
         )
     num_rest = num_fragments - bool(alone)
-    pieces, sands = _whole(rest), list[_Sand]()
+    pieces, divisible = _whole(rest), list[_Divisible]()
     if pattern == "balanced" and num_rest > 0:
-        pieces, sands = _crushed(rest, num_rest)
-    num_pieces = len(pieces) + sum(num_rows for _, _, num_rows in sands)
+        pieces, divisible = _divided(rest, num_rest)
+    num_pieces = len(pieces) + sum(num_rows for _, _, num_rows in divisible)
     if not (1 <= num_rest <= num_pieces or num_rest == len(rest) == 0):
         what = "pieces of tensors, cut along dim 0," if pattern == "balanced" else "tensors"
-        beside = " beside the embedding, a fragment of its own" if alone else ""
+        besides = " besides the embedding, a fragment of its own" if alone else ""
         raise ConfigError(
             f"outer.num_fragments = {num_fragments} is outside [{1 + bool(alone)}, "
-            f"{num_pieces + bool(alone)}]: there are {num_pieces} {what} to share out{beside}"
+            f"{num_pieces + bool(alone)}]: there are {num_pieces} {what} to share out{besides}"
         )
     if not rest:
         groups = []
     elif pattern == "balanced":
-        groups = _balanced(pieces, sands, num_rest)
+        groups = _balanced(pieces, divisible, num_rest)
     elif pattern in ("strided", "sequential"):
         groups = _by_layer(rest, num_rest, pattern)
     else:
@@ -88,15 +88,15 @@ def _whole(shapes: Shapes) -> list[Range]:
     return [(name, 0, math.prod(shape)) for name, shape in shapes.items()]
 
 
-def _crushed(shapes: Shapes, num_fragments: int) -> tuple[list[Range], list[_Sand]]:
-    """Return what is dealt piece by piece, and the tensors that are poured beside it.
+def _divided(shapes: Shapes, num_fragments: int) -> tuple[list[Range], list[_Divisible]]:
+    """Return what is dealt piece by piece, and the tensors that are divided at will besides it.
 
     A tensor is cut if it is larger than a fragment's equal share, total / P: into its rows where
     these are over a third of the share, at will where they are not.
     """
     total = sum(map(math.prod, shapes.values()))
     pieces: list[Range] = []
-    sands: list[_Sand] = []
+    divisible: list[_Divisible] = []
     for name, shape in shapes.items():
         numel, num_rows = math.prod(shape), shape[0] if shape else 1
         row = numel // num_rows
@@ -105,8 +105,8 @@ def _crushed(shapes: Shapes, num_fragments: int) -> tuple[list[Range], list[_San
         elif 3 * row * num_fragments > total:
             pieces += [(name, start, start + row) for start in range(0, numel, row)]
         else:
-            sands.append((row, name, num_rows))
-    return pieces, sands
+            divisible.append((row, name, num_rows))
+    return pieces, divisible
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
@@ -120,12 +120,12 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _balanced(
-    pieces: Sequence[Range], sands: Sequence[_Sand], num_fragments: int
+    pieces: Sequence[Range], divisible: Sequence[_Divisible], num_fragments: int
 ) -> list[list[Range]]:
-    """Give each piece, largest first, to the lightest group (the first of equals), then pour.
+    """Give each piece, largest first, to the lightest group (of equals the first), then the rest.
 
     At most 4/3 of the optimum over all cuts of the large tensors between rows: pieces alone are at
-    most 4/3 - 1/(3P) of theirs, and pouring ends within a row, a third of the share at most, of it.
+    most 4/3 - 1/(3P) of theirs, and the rest is divided within a row, at most a third of the share.
 
     Source: Graham 1969, longest processing time first.
     """
@@ -135,8 +135,8 @@ def _balanced(
         lightest = loads.index(min(loads))
         groups[lightest].append((name, start, end))
         loads[lightest] += end - start
-    rest = sum(row * num_rows for row, _, num_rows in sands)
-    for row, name, num_rows in sorted(sands, key=lambda sand: (-sand[0], sand[1])):
+    rest = sum(row * num_rows for row, _, num_rows in divisible)
+    for row, name, num_rows in sorted(divisible, key=lambda each: (-each[0], each[1])):
         taken: Counter[int] = Counter()  # rows by group, in the order of their ranges
         left = num_rows
         while left:

@@ -1,6 +1,6 @@
 """Addresses of coordinator and syncer: a port drawn once is bound again at every restart.
 
-Whoever reached a process before it died reaches the next one under the same address.
+Anyone who reached a process before it died reaches the next one under the same address.
 
 Source: PROTOCOL.md, "Restart of a syncer".
 """
@@ -177,9 +177,9 @@ def _advertised(bound: str, public: str, key: str) -> str:
         candidates = [split_address(candidate) for candidate in split_candidates(public)]
         public = ",".join(f"{host}:{own_port or port}" for host, own_port in candidates)
     if is_peer_address(bound):
-        ways = tuple(to_multiaddr(candidate) for candidate in public.split(",") if candidate)
+        routes = tuple(to_multiaddr(candidate) for candidate in public.split(",") if candidate)
         peer = parse_peer_address(bound)
-        return str(PeerAddress(peer.peer_id, ways or peer.ways))
+        return str(PeerAddress(peer.peer_id, routes or peer.routes))
     if public:
         return public
     host, _ = split_address(bound)

@@ -120,7 +120,7 @@ class RunCa:
             authority = make_authority(run, self._clock(), days)
             write_json(self.directory / ISSUED_FILE, [])
             self._write(KEY_FILE, key_pem(authority.key), mode=0o600)
-            # Last: without it the directory holds no CA, and the next attempt begins anew.
+            # Last: without it the directory holds no CA, and the next attempt begins again.
             self._write(CA_FILE, certificate_pem(authority.certificate))
 
     def issue(self, short: str, days: int, *, again: bool) -> Path:
@@ -179,7 +179,7 @@ class RunCa:
             identity = _identity(self.run, short)
             if identity.role is Role.COORDINATOR:
                 raise ConfigError(
-                    "whoever has coordinator.pem has issued certificates that nobody knows of: "
+                    "anyone who has coordinator.pem has issued certificates that nobody knows of: "
                     f"replace the CA, diloco certs rotate ca --dir {self.directory}"
                 )
             mine = [int(serial, 16) for serial, uri, *_ in self._issued() if uri == identity.uri]
@@ -194,7 +194,7 @@ class RunCa:
             return Taken([serial for serial in mine if serial in revoked.union(taken)], has_token)
 
     def replace_authority(self, days: int) -> None:
-        """Make a new CA, believed beside the present one until `retire_authority`.
+        """Make a new CA, believed besides the present one until `retire_authority`.
 
         Raises:
             ConfigError: If the last replacement has not ended.

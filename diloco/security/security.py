@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _ISSUE_S = 20.0
 
 INSECURE_WARNING = (
-    "transport.insecure = true: traffic between the sites is not encrypted, and whoever reaches "
+    "transport.insecure = true: traffic between the sites is not encrypted, and anyone who reaches "
     "the ports can read and change it; make certificates instead: diloco certs init RUN.toml"
 )
 

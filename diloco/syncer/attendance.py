@@ -5,7 +5,7 @@ count: who was fenced stays so over a restart. Only the first call of a start wa
 other renews its lease in memory alone, behind nobody. While the coordinator is away its last orders
 stay, and an island from which nothing is heard for a lease is not opened for. Leases are measured
 by the clock of this process alone, and what it slept through is nobody's silence. After a restart
-nothing opens before all islands that live have called, at most a lease: whoever is only
+nothing opens before all islands that live have called, at most a lease: anyone who is only
 reconnecting would miss what opens without it.
 
 Source: PROTOCOL.md, "Durable before answered", "Leases and clocks", "Coordinator away" and
@@ -76,7 +76,7 @@ class Listeners:
         on_grant: A new start of an island, by name and incarnation.
         on_roster: Who may take part in the next openings.
         on_rules: Rules that count from the next openings on.
-        spawn: Runs a piece of work beside the handlers; its failure ends the process.
+        spawn: Runs a piece of work besides the handlers; its failure ends the process.
         on_full: Orders found no room on the disk.
     """
 
@@ -108,7 +108,7 @@ class Attendance:
         """Assign only; `start` reads what is durable.
 
         Without a store of `orders` those that are heard are kept in memory, and their policy is
-        not obeyed.
+        not applied.
         """
         self.rules = rules
         self.roster = Roster(rules.islands)
@@ -151,7 +151,7 @@ class Attendance:
         if protocol_version != PROTOCOL_VERSION:
             self._meter.refusal("", Cause.PROTOCOL_VERSION)
             return False
-        # Where islands come and go, whoever holds a grant may ask; the roster says who counts.
+        # Where islands come and go, anyone who holds a grant may ask; the roster says who counts.
         is_stranger = self._has_fixed_members and grant.island not in self.rules.islands
         if not self._is_granted(grant) or is_stranger:
             self._meter.refusal("", Cause.GRANT)
@@ -230,7 +230,7 @@ class Attendance:
             self._take_roster()
 
     def _take_policy(self) -> None:
-        """Have the next openings obey what an operator has set."""
+        """Apply what an operator has set from the next openings on."""
         orders = self._orders
         if self._order_store is None or not orders.policy_json:
             return
@@ -238,7 +238,7 @@ class Attendance:
             rules = self._order_store.rules(orders)
             self.rules.publication.check_successor(rules.publication)
         except ConfigError as error:
-            logger.error("policy is not obeyed, revision=%d: %s", orders.policy_revision, error)
+            logger.error("policy is not applied, revision=%d: %s", orders.policy_revision, error)
             return
         self.rules = rules
         logger.info("policy counts from the next openings, revision=%d", orders.policy_revision)

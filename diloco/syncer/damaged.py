@@ -59,7 +59,7 @@ class RecoveredVersion:
     def write(
         self, store: FragmentStore, newest: VersionRecord | None, *, has_second_moment: bool
     ) -> Recovered | None:
-        """Make it durable, and read the store anew; in the worker.
+        """Make it durable, and read the store again; in the worker.
 
         Args:
             store: Of the fragment.
@@ -209,7 +209,7 @@ class Damage:
         )
 
     def found(self, version: int, newest: VersionRecord | None, said_by: str = "") -> None:
-        """Take note that a version was lost; `newest` is what can be read.
+        """Record that a version was lost; `newest` is what can be read.
 
         Only an island says so where it is named: else the store, or the coordinator.
         """
@@ -227,7 +227,7 @@ class Damage:
         self._on_event(FragmentDamaged(self._fragment.fragment_id, version, self.text))
 
     def confirmed(self) -> None:
-        """Take note that the coordinator says of the lost version what an island has said."""
+        """Record that the coordinator says of the lost version what an island has said."""
         if self.said_by:
             self.said_by = ""
             logger.error("%s", self.text)
@@ -238,7 +238,7 @@ class Damage:
         """Take the lost version from islands, by its header as it is indexed.
 
         Args:
-            island: To be asked first, as an operator says; empty: whoever holds it.
+            island: To be asked first, as an operator says; empty: anyone who holds it.
             record_json: The newest header that is indexed; empty: none.
             now: In seconds of the loop.
 
@@ -279,13 +279,13 @@ class Damage:
         return True
 
     def holds(self, island: str, version: int) -> None:
-        """Take note of the newest version of which an island, or a rank of it, holds lanes."""
+        """Record the newest version of which an island, or a rank of it, holds lanes."""
         if self.lost >= 0:
             held = self._sources.held
             held[island] = max(version, held.get(island, -1))
 
     def forget(self, island: str) -> None:
-        """Take note that an island has started again: what it held is gone."""
+        """Record that an island has started again: what it held is gone."""
         self._sources.forget(island)
 
     def keep(self, live: Collection[str]) -> None:
@@ -359,7 +359,7 @@ class Damage:
         return RecoveredVersion(", ".join(sorted(self._givers)), self._header, dict(self._lanes))
 
     def mended(self, recovered: RecoveredVersion) -> None:
-        """Take note that the version is durable again."""
+        """Record that the version is durable again."""
         p, version = self._fragment.fragment_id, recovered.header["version"]
         logger.warning("fragment %d repaired: version %d from %s", p, version, recovered.island)
         self._on_event(FragmentRepaired(p, version, recovered.island))

@@ -90,7 +90,7 @@ class Merger:
         rules: How contributions become a version.
         meter: Counts the seconds.
         lanes: Merges lanes side by side; of other fragments, too.
-        told: What beside `rules` made a version, for its record (JSON values).
+        told: What besides `rules` made a version, for its record (JSON values).
         closed_unix_s: When its round closed, for its record.
         insist: Called when a merge begins, and before it is durable: raises what is to end it.
     """
@@ -108,7 +108,7 @@ class Merger:
     def publish(self, base: VersionRecord, close: Close, spool: Spooled) -> VersionRecord:
         """Compute and commit the version after `base`.
 
-        Theta and moments are moved where they are, so that beside the state itself there are one
+        Theta and moments are moved where they are, so that besides the state itself there are one
         more vector of published values and a few lanes in memory (where angles decide, those of
         every contribution). Where that leads nowhere, they are read back from the record of `base`.
 

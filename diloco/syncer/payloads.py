@@ -1,6 +1,6 @@
 """Payloads of lanes: what is served of a version, and what is asked of one that arrives.
 
-Used by whoever serves lanes, a syncer or the peer of an island. Decides nothing about rounds.
+Used by anyone who serves lanes, a syncer or the peer of an island. Decides nothing about rounds.
 
 Source: PROTOCOL.md, "Staging".
 """

@@ -45,7 +45,7 @@ class Pinning:
             services: Of the same, by fragment id.
             attendance: Has the rules of now.
             worker: Writes.
-            spawn: Runs a piece of work beside the handlers; its failure ends the process.
+            spawn: Runs a piece of work besides the handlers; its failure ends the process.
             on_change: Hears when a cut is kept.
             on_full: Hears when one finds no room on the disk.
         """
@@ -126,7 +126,7 @@ class Pinning:
     # -- what is kept no longer ------------------------------------------------------------------
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take note of the run checkpoints that are complete: pins that are not needed go."""
+        """Record the run checkpoints that are complete: pins that are not needed go."""
         heard = tuple(steps), dict(self._last_pin)
         if heard != self._complete:  # most reports bring nothing new
             self._complete = heard

@@ -63,7 +63,7 @@ class Polls:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Have all polls look; whoever waits holds the event that is set here."""
+        """Have all polls look; anyone who waits holds the event that is set here."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

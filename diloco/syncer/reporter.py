@@ -101,7 +101,7 @@ class ReportedRounds(Protocol):
         """
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take note of the run checkpoints that are complete, ascending; must not block.
+        """Record the run checkpoints that are complete, ascending; must not block.
 
         Repeated with every report, and while the coordinator is away: what is kept is bounded.
         """
@@ -155,13 +155,13 @@ class Reporter:
         self._told = asyncio.Event()
 
     def add_record(self, header: Mapping[str, Any]) -> None:
-        """Take note of a durable record, by its header (JSON values; `fragment_id` is read)."""
+        """Record a durable record, by its header (JSON values; `fragment_id` is read)."""
         self._published_at[header["fragment_id"]] = loop_now()
         self._records.append(header)
         self.changed()
 
     def add_expiry(self, expired: RoundExpired) -> None:
-        """Take note that an attempt came to nothing, durably."""
+        """Record that an attempt was aborted, durably."""
         self._expiries.append(expired)
         self.changed()
 
@@ -170,12 +170,12 @@ class Reporter:
         return version <= self._indexed.get(fragment_id, -1)
 
     def changed(self) -> None:
-        """Take note that a fragment's state is not what was last told."""
+        """Record that a fragment's state is not what was last told."""
         self._told.clear()
         self._news.set()
 
     def fail(self, reason: str, exit_code: int) -> None:
-        """Take note that the run cannot go on; told with every report from now on."""
+        """Record that the run cannot go on; told with every report from now on."""
         self._fatal = (reason, exit_code)
         self.changed()
 

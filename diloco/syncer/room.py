@@ -1,8 +1,8 @@
 """Room on the disk of a syncer: who waits for it, told once, and work that is done again.
 
 A version, or an expiry, that finds no room stays under way and is written when there is room again;
-meanwhile nothing opens at its syncer. Whoever calls and cannot be answered durably is told to call
-again.
+meanwhile nothing opens at its syncer. Anyone who calls and cannot be answered durably is told to
+call again.
 
 Source: PROTOCOL.md, "Full disk".
 """

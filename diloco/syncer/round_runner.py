@@ -60,7 +60,7 @@ Rot: TypeAlias = tuple[StoredRecord, str]
 
 _T = TypeVar("_T")
 
-#: Seconds from one try to the next, at last, of what reads a whole fragment anew each time.
+#: Seconds from one try to the next, at last, of what reads a whole fragment again each time.
 _RECOVERS_S = 60.0
 
 
@@ -143,7 +143,7 @@ class RoundRunner:
                     recovered.record.version + 1,
                 )
             self._check_tokens()
-            is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins anew
+            is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins again
             instructions = self.rounds.founded(
                 recovered.record.version,
                 recovered.attempt,
@@ -177,7 +177,7 @@ class RoundRunner:
             self._timer.cancel()
 
     def granted(self, island: str, incarnation: int) -> None:
-        """Take note of a start of an island; fences its earlier ones."""
+        """Record a start of an island; fences its earlier ones."""
         self._emit_fetched(self._fetches.gone([island]))
         self.damage.forget(island)
         self._claims.pop(island, None)
@@ -203,7 +203,7 @@ class RoundRunner:
         self._perform(self.rounds.held(is_held or self._is_in_doubt, loop_now()))
 
     def stepped(self) -> None:
-        """Take note that step times are not what they were: an opening may be due."""
+        """Record that step times are not what they were: an opening may be due."""
         self._tick()
 
     # -- what was lost, and is mended --------------------------------------------------------------
@@ -427,7 +427,7 @@ class RoundRunner:
             self._check(rounds)
         except AggregationError as error:
             if self._is_overtaken(rounds):
-                logger.warning("round comes to nothing, key=%s: %s", close.key, error)
+                logger.warning("round is aborted, key=%s: %s", close.key, error)
                 return
             if isinstance(error, NothingToMerge):
                 self._telemetry.rejected(close.key, error.rejected)
@@ -466,7 +466,7 @@ class RoundRunner:
             await self._hooks.room.having(key.fragment_id, self._worker, expire)
             self._check(rounds)
         except AggregationError as error:
-            logger.warning("expiry comes to nothing, key=%s: %s", key, error)
+            logger.warning("expiry is aborted, key=%s: %s", key, error)
             return
         self._telemetry.expired(expiry, members)
         self._perform(rounds.expiry_recorded(key, loop_now()))

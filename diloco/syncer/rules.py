@@ -20,7 +20,7 @@ _MOST_EXPIRED = 3
 
 @dataclass(frozen=True, slots=True)
 class FragmentRules:
-    """What a fragment's rounds obey; others count from the next opening on.
+    """The rules of a fragment's rounds; changed ones count from the next opening on.
 
     Args:
         rounds: For the machine.
@@ -39,7 +39,7 @@ class FragmentRules:
     revision: int
 
     def told(self) -> dict[str, Any]:
-        """Say for a record what, beside the publication's rules, decided its round."""
+        """Say for a record what, besides the publication's rules, decided its round."""
         quorum = self.rounds.min_contributions
         return {
             "min_contributions": "all" if quorum is None else quorum,
@@ -49,7 +49,7 @@ class FragmentRules:
 
 @dataclass(frozen=True, slots=True)
 class SyncerRules:
-    """What a syncer obeys for all its fragments.
+    """The rules of a syncer for all its fragments.
 
     Args:
         timeline: Of the run.

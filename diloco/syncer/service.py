@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class FragmentService(RoundRunner):
-    """Answers for one fragment, beside running its rounds."""
+    """Answers for one fragment, besides running its rounds."""
 
     def __init__(
         self,
@@ -288,13 +288,13 @@ class FragmentService(RoundRunner):
         return await fetch_lanes(header, self.record, self._store, self._hooks.workers.reads)
 
     def fetched(self, header: wire.FetchHeader, num_bytes: int) -> None:
-        """Take note that lanes were sent, to the last byte: what xi_sync is measured by."""
+        """Record that lanes were sent, to the last byte: what xi_sync is measured by."""
         self._hooks.meter.sent(header.fragment_id, header.grant.island, num_bytes)
         if header.version == self.rounds.version:
             self._emit_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
 
     def check_whole(self) -> None:
-        """Have whoever calls call again until the fragment is served.
+        """Have anyone who calls call again until the fragment is served.
 
         Raises:
             NotYet: If it is damaged.
@@ -303,7 +303,7 @@ class FragmentService(RoundRunner):
             raise NotYet(self.damage.text)
 
     def check_readable(self, version: int) -> None:
-        """Have whoever calls for a version call again until it can be read.
+        """Have anyone who calls for a version call again until it can be read.
 
         Raises:
             NotYet: If the fragment is damaged, and this version may be what it has lost.

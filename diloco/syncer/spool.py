@@ -44,7 +44,7 @@ _GIVEN_BACK_BYTES = 32 << 20
 class Spool:
     """Payloads of at most `memory_bytes` in memory, all others in files of `directory`.
 
-    As many bytes again may be arriving, at least `LEAST_ARRIVING_BYTES`; whoever has more waits,
+    As many bytes again may be arriving, at least `LEAST_ARRIVING_BYTES`; anyone who has more waits,
     with nothing of it sent: islands are told to ask first (`Transfer.asks_first`) where not all
     that may come at once is let in, and of those that do not ask only what has room at once is
     read. Every payload has a name; it arrives, and waits, but once at a time.
@@ -83,7 +83,7 @@ class Spool:
         return self._is_full
 
     def found_full(self) -> None:
-        """Take note that the disk has no room; on the event loop."""
+        """Record that the disk has no room; on the event loop."""
         self._is_full, self._tried_at = True, loop_now()
 
     def check_room(self, num_bytes: int) -> None:
@@ -113,7 +113,7 @@ class Spool:
         A payload over the limit arrives alone. On the event loop only.
 
         Args:
-            name: The payload's; whoever comes again with it takes the place that it left.
+            name: The payload's; anyone who comes again with it takes the place that it left.
             num_bytes: Its size.
             has_asked: Whether nothing of it is on its way yet. If not, it does not wait here.
 
@@ -173,15 +173,15 @@ class Spool:
         return SpooledLane(self, size, digest, path)
 
     def release(self, num_bytes: int) -> None:
-        """Take note that a payload in memory was let go of; any thread, whatever it holds."""
+        """Record that a payload in memory was let go of; any thread, whatever it holds."""
         self._noted.put((-num_bytes, num_bytes))
 
     def passed(self, num_bytes: int) -> None:
-        """Take note of memory that a payload took for a while; any thread, whatever it holds."""
+        """Record memory that a payload took for a while; any thread, whatever it holds."""
         self._noted.put((0, num_bytes))
 
     def hold(self, num_bytes: int) -> None:
-        """Take note that a payload is in memory again, limit or not; any thread."""
+        """Record that a payload is in memory again, limit or not; any thread."""
         self._noted.put((num_bytes, 0))
 
     def give_back(self) -> None:
@@ -202,7 +202,7 @@ class Spool:
                 self._released_bytes += released
 
     def _admit(self) -> None:
-        """Let in whoever waits and has room, in their order; who is away for long is forgotten."""
+        """Let in those who wait, in their order, as far as there is room; forget the absent."""
         now = loop_now()
         done: list[Hashable] = []
         for name, place in self._waiting.items():
@@ -231,14 +231,14 @@ class _Place:
     kept_until: float = 0.0
 
     def leave(self, why: str) -> None:
-        """Send away whoever waits in it, if anybody does."""
+        """Send away anyone who waits in it, if anybody does."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_exception(NotYet(why))
         self.turn = None
 
 
 class SpooledLane:
-    """One payload in a spool; dropped once, by whoever needs it no longer."""
+    """One payload in a spool; dropped once, by anyone who needs it no longer."""
 
     def __init__(self, spool: Spool, num_bytes: int, digest: bytes, kept: Buffer | Path) -> None:
         """Assign only; `kept` is the payload or its file."""
@@ -252,7 +252,7 @@ class SpooledLane:
         self.drop()
 
     def read(self) -> Buffer:
-        """Return the payload, from a file verified anew.
+        """Return the payload, from a file verified again.
 
         Raises:
             OSError: If its file cannot be read or does not match its digest any more.

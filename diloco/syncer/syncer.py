@@ -256,7 +256,7 @@ class Syncer:
             await service.start(self._attendance)
 
     async def verify_stores(self) -> None:
-        """Verify once, beside rounds, what the start did not read of the stores.
+        """Verify once, besides rounds, what the start did not read of the stores.
 
         Then look again at what rots, as long as it does: the alarm holds so long.
         """
@@ -307,7 +307,7 @@ class Syncer:
         self._pinning.keep_cut(number, versions)
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
-        """Take note of the run checkpoints that are complete: pins that are not needed go."""
+        """Record the run checkpoints that are complete: pins that are not needed go."""
         self._pinning.keep_checkpoints(steps)
 
     async def stop(self) -> None:

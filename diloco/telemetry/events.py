@@ -354,8 +354,8 @@ class InnerStateTaken(Event):
 
     `source` is "memory" (copies in host memory), "checkpoint" (storage), "island" (another island,
     `from_island`, as its `checkpoint` has it, by its own count of inner steps), or "fresh": it
-    begins anew, and `reason` says why it was given none where it asked for one. `received_bytes` is
-    what came from other hosts' memory, of all ranks.
+    begins again, and `reason` says why it was given none where it asked for one. `received_bytes`
+    is what came from other hosts' memory, of all ranks.
     """
 
     kind: ClassVar[str] = "inner_state_taken"

@@ -1,7 +1,7 @@
 """Metrics for Prometheus: a server of `/metrics`, and what coordinator and syncer say there.
 
 Every server has a registry of its own; nothing is global. Names end in their unit, counters in
-`_total`; a counter begins anew with the process or the island's start that it belongs to, as
+`_total`; a counter begins again with the process or the island's start that it belongs to, as
 Prometheus expects. What the coordinator says of islands is their last report.
 
 Beyond loopback a scrape needs the bearer token of `telemetry.metrics_token`, and where the run has

@@ -1,7 +1,7 @@
 """What happens to rounds, as their syncer sees it: its own file of events.
 
 The records are the truth about versions; these say how long rounds waited, for whom, and what
-came to nothing. An event that a killed syncer did not write is missing.
+was aborted. An event that a killed syncer did not write is missing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FragmentRepaired(Event):
 
 @dataclass(frozen=True, slots=True)
 class RoundExpired(Event):
-    """An attempt came to nothing, durably; `missing` are the members that did not come."""
+    """An attempt was aborted, durably; `missing` are the members that did not come."""
 
     kind: ClassVar[str] = "round_expired"
     fragment_id: int

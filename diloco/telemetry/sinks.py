@@ -1,4 +1,4 @@
-"""Where events go: a file of JSON lines, which is the truth, and sinks beside it.
+"""Where events go: a file of JSON lines, which is the truth, and sinks besides it.
 
 No sink stops a training: what cannot be written is counted, the first loss is a warning, and the
 sum is said when the sink is closed. What goes wrong in `open` is an error: an option that cannot be
@@ -163,7 +163,7 @@ class BackgroundSink:
 
         Args:
             name: Of the sink, for messages.
-            sink: Opened by whoever opens this, then touched by the thread alone.
+            sink: Opened by anyone who opens this, then touched by the thread alone.
             capacity: Events that may wait.
             close_s: Seconds that `close` gives the sink to take what waits; then it is left alone.
         """

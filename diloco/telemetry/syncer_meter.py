@@ -87,7 +87,7 @@ class SyncerMeter:
             self._counts.waiting_for_disk.add(fragment_id)
 
     def disk_free(self, fragment_id: int) -> None:
-        """Take note that a fragment waits no more."""
+        """Record that a fragment waits no more."""
         with self._lock:
             self._counts.waiting_for_disk.discard(fragment_id)
 

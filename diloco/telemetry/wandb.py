@@ -29,7 +29,7 @@ class WandbRun:
         name: Of the island.
         run_id: wandb's own id; a later start with the same one goes on in the same run.
         directory: Where wandb keeps its files, in `wandb/`; must be there.
-        config: What the run is, shown beside its charts; JSON values.
+        config: What the run is, shown besides its charts; JSON values.
     """
 
     mode: str
@@ -102,7 +102,7 @@ class WandbSink:
 
         `finish` returns while wandb's own process still writes: offline, a file was found without
         its rows after it. A rank ends at once after this, so that process is waited for, unless
-        another run of this process is open: whoever opened that one waits for both.
+        another run of this process is open: anyone who opened that one waits for both.
         """
         self._run.finish()
         if self._wandb.run is None:

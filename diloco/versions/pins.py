@@ -8,8 +8,8 @@ Where islands merge on arrival a checkpoint is a cut, and its number stands for 
 
 A pin is whole when it holds exactly one valid record of every fragment that the store has. What a
 resume abandons is kept until a checkpoint of the new timeline is complete, or until the next
-resume. Torch is not imported, so that a coordinator can choose what to resume. Whoever calls this
-holds the store.
+resume. Torch is not imported, so that a coordinator can choose what to resume. Anyone who calls
+this holds the store.
 
 Source: PROTOCOL.md, "Run checkpoints and pins" and "Resume".
 """
@@ -105,7 +105,7 @@ def forget_pins(store_dir: Path, *, complete: Collection[int], num_unsure: int) 
     Args:
         store_dir: The store.
         complete: Inner steps of the run checkpoints that are complete: their pins stay.
-        num_unsure: Newest pins after the last complete one to keep beside them; at least 1.
+        num_unsure: Newest pins after the last complete one to keep besides them; at least 1.
 
     Returns:
         Inner steps of removed pins that were newer than every complete checkpoint, ascending: they
@@ -149,7 +149,7 @@ def set_aside(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timel
     """Move aside all versions, and the pins of `step` and later: the state comes from elsewhere.
 
     For the peer of an island that cannot restore what the others go on from. Like `restore`, it is
-    done again by whoever finds it half done.
+    done again by anyone who finds it half done.
     """
     pinned = [other for other in pinned_steps(store_dir) if other >= step]
     aside = f"abandoned-timeline-{abandoned_timeline:04d}-after-{max(step, *pinned, 0):012d}"
@@ -182,7 +182,7 @@ def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
 def _cut(path: Path, version: int, aside: Path) -> None:
     """Let a segment of a log end with a version; the whole of it goes aside.
 
-    What leads to the version stays, for whoever makes it again.
+    What leads to the version stays, for anyone who makes it again.
     """
     ends = {frame.header["version"]: frame.end for frame in frames_of(path)}
     if path.stat().st_size <= ends.get(version, math.inf):  # or it does not lead so far

@@ -1,8 +1,8 @@
 """From the contributions of a closed round to the next published version: pure arithmetic.
 
-The syncer calls `publish_lane_` once a lane at the close of a round; whoever makes a version again
-(`rebuild`) calls it with the retained contributions and the coefficients that the version was made
-with, and must get the same bytes.
+The syncer calls `publish_lane_` once a lane at the close of a round; anyone who makes a version
+again (`rebuild`) calls it with the retained contributions and the coefficients that the version was
+made with, and must get the same bytes.
 
 Source: PROTOCOL.md, "Theta and published", "Order and arithmetic", "Outer step" and "Flush".
 """

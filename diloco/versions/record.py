@@ -224,7 +224,7 @@ class RecordSection:
 class StoredRecord:
     """A record whose header was read and is sound: what it says, and where its sections lie.
 
-    `sections` may be torn or damaged: whoever reads one finds out.
+    `sections` may be torn or damaged: anyone who reads one finds out.
     """
 
     path: Path

@@ -5,7 +5,7 @@ with the coefficients that its header names, and must come to the digests that a
 linked to the store's record of its version again. Leftovers of a killed writer never existed. A
 contribution, or a header, is nowhere else: what needs it stays damaged, and is left as it is.
 
-Whoever calls this holds the store's lock.
+Anyone who calls this holds the store's lock.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ are computed again within `COEFFICIENT_TOLERANCE`, and taken from the record.
 
 What a version was made of is in its record, in its frame of a log, or in `log.KEPT`. Of several
 timelines one past leads to the newest version; what a resume has left behind is told, not made
-again. Nothing is changed. Whoever calls this holds the store's lock, or a copy.
+again. Nothing is changed. Anyone who calls this holds the store's lock, or a copy.
 
 Source: PROTOCOL.md, "Audit log".
 """

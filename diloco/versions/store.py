@@ -116,7 +116,7 @@ class FragmentStore(StoredVersions):
             snapshot_rounds: Versions from one record to the next; 1: every version is one. Says
                 what is written; whatever is there is read.
             keeps_all: Whether what versions were made of is moved to `log.KEPT` instead of
-                forgotten; version 0 then stays, for whoever recomputes them all, as do those
+                forgotten; version 0 then stays, for anyone who recomputes them all, as do those
                 that were repaired.
             num_threads: Lanes recomputed at once.
         """
@@ -138,7 +138,7 @@ class FragmentStore(StoredVersions):
         A damaged one is made again where its contributions are whole; the last frame of a log is
         set aside where they are not. Read and verified is what is served: state and payloads of
         the newest version, and for a frame what leads to it from the record before. What is not
-        read then (older versions, contributions of records) is verified by whoever needs it, and
+        read then (older versions, contributions of records) is verified by anyone who needs it, and
         once by `RoundRunner.verify_store` while the syncer serves.
 
         Raises:
@@ -229,7 +229,7 @@ class FragmentStore(StoredVersions):
         return past
 
     def make_again(self, version: int) -> VersionRecord:
-        """Write a version anew, out of the one before it and its own contributions.
+        """Write a version again, out of the one before it and its own contributions.
 
         Raises:
             DiskFull: If there is no room for it; what was there is.
@@ -403,7 +403,7 @@ class FragmentStore(StoredVersions):
         """Keep a version for the run checkpoint of an inner step; durable when this returns.
 
         A record is linked, not copied, and not read: it was whole when it was written or
-        recovered, and whoever resumes verifies it. Of a frame a record is made. Repeating it
+        recovered, and anyone who resumes verifies it. Of a frame a record is made. Repeating it
         changes nothing.
 
         Raises:
@@ -445,7 +445,7 @@ def _made_of(
     contribution_bytes: Mapping[str, Sequence[int]],
     guard_bytes: int,
 ) -> list[tuple[str, int]]:
-    """Name the sections of a version beside its state, with their bytes."""
+    """Name the sections of a version besides its state, with their bytes."""
     payloads = [(f"payload/{i}", size) for i, size in enumerate(payload_bytes)]
     contributions = [
         (f"contribution/{island}/{i}", size)

@@ -62,7 +62,7 @@ class StoredVersions:
             RecordInvalid: If there are versions, and none is valid.
         """
         invalid: dict[int, RecordInvalid] = {}
-        # Listed anew each time: a syncer may have forgotten the version in the meantime.
+        # Listed again each time: a syncer may have forgotten the version in the meantime.
         while versions := set(self.versions()) - invalid.keys():
             try:
                 return self.load(max(versions))
@@ -103,7 +103,7 @@ class StoredVersions:
     def unverified(self) -> list[StoredRecord]:
         """Find all versions that are here, newest first; of a record and a frame, the record.
 
-        Headers only: what the sections hold is verified by whoever reads them.
+        Headers only: what the sections hold is verified by anyone who reads them.
         """
         found = []
         for version in self.versions(newest_first=True):

@@ -159,7 +159,7 @@ class WanConfig(Section):
     coordinator_at: str = Field(
         default=CORE,
         min_length=1,
-        description="Where coordinator and syncer run: core, or beside an island (in a mesh: that)",
+        description="Where coordinator and syncer run: core, or at an island (in a mesh: that)",
     )
     delay_by: Literal["auto", "netem", "relay"] = Field(
         default="auto",

@@ -71,7 +71,7 @@ class Crew:
 
 
 class Signal:
-    """Tells everybody who waits that something has changed; then waits can begin anew."""
+    """Tells everybody who waits that something has changed; then waits can begin again."""
 
     def __init__(self, engine: Engine) -> None:
         """Nothing has changed yet."""

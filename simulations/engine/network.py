@@ -175,7 +175,7 @@ class Network:
         return arrived
 
     def drop(self, path: Path) -> None:
-        """Forget what is on its way on a path: whoever sent or awaited it is gone."""
+        """Forget what is on its way on a path: anyone who sent or awaited it is gone."""
         self._settle()
         self._flows = [flow for flow in self._flows if flow.name != path.name]
         self._share_soon()
@@ -216,7 +216,7 @@ class Network:
                 pipe.carried_bits += moved
 
     def _share_soon(self) -> None:
-        """Share anew once all that begins at this time has begun."""
+        """Share again once all that begins at this time has begun."""
         if not self._is_due:
             self._is_due = True
             self._engine.call_at(self._engine.now, self._share)

@@ -168,7 +168,7 @@ class _Run:
         )
 
     def stepped(self, name: str, step_s: float) -> None:
-        """Take note of an inner step: how long it took, who joins now, whether the run ends."""
+        """Record an inner step: how long it took, who joins now, whether the run ends."""
         is_first = not self._steps_s.of([name])
         self._steps_s.stepped(name, step_s)
         if is_first:

@@ -82,7 +82,7 @@ class LinkConfig(Section):
         default="", description='Each way, instead of a profile, such as "100Mbit/s"; above 0'
     )
     round_trip: OptionalDelay = Field(
-        default="", description='There and back, beside bandwidth, such as "60ms"'
+        default="", description='There and back, besides bandwidth, such as "60ms"'
     )
 
     @property
@@ -114,7 +114,7 @@ class LinkConfig(Section):
         if self.profile and (self.bandwidth or self.round_trip):
             raise ValueError("give profile, or bandwidth and round_trip, not both")
         if self.round_trip and not self.bandwidth:
-            raise ValueError("round_trip needs bandwidth beside it")
+            raise ValueError("round_trip needs bandwidth besides it")
         if self.bandwidth and parse_bandwidth(self.bandwidth) <= 0:
             raise ValueError(f"bandwidth = {self.bandwidth} must be above 0")
         return self
@@ -267,7 +267,7 @@ class LabConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What the command line says beside a laboratory's file.
+    """What the command line says besides a laboratory's file.
 
     Args:
         overrides: Of keys of that file, KEY=VALUE.

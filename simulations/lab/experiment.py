@@ -14,7 +14,7 @@
     at_most = 3.0
     why = "what we think, should it not hold"
 
-Verdicts are computed from the figures; reasons are words, and stand beside what they are about.
+Verdicts are computed from the figures; reasons are words, and stand next to what they are about.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def points_of(path: Path | None, flags: Flags | None = None) -> list[Point]:
 
     Args:
         path: The file; None: the flags say all.
-        flags: What is said beside it.
+        flags: What is said besides it.
 
     Raises:
         ConfigError: If a file or a value cannot be used; which point it is, is said.

@@ -56,7 +56,7 @@ def run_point(
         point: What is trained.
         start: What `write_start` wrote, if the point has warm steps.
         on_step: Hears of every inner step of an island.
-        timeline: Takes note of who does what when.
+        timeline: Records who does what when.
 
     Returns:
         Figures and readings. A run that the product ends for a reason of its own (rounds that
@@ -251,7 +251,7 @@ def _run_diloco(
 
 
 class _Norms:
-    """How long a round's step is beside its contributions: |change of published| / mean |Delta_m|.
+    """How long a round's step is besides its contributions: |change of published| / mean |Delta_m|.
 
     With outer SGD of lr 1 that is |merged| / mean |Delta_m|: 1 / sqrt(M) where contributions are
     orthogonal and their plain mean is taken. Known of one fragment that is merged as it is
@@ -271,7 +271,7 @@ class _Norms:
         self._ratios: list[float] = []
 
     def heard(self, island: str, event: Event) -> None:
-        """Take note of sends of all islands, and of merges of one."""
+        """Record sends of all islands, and of merges of one."""
         if self._published is None:
             return
         if isinstance(event, FragmentSent) and not (event.is_flush or event.declined):

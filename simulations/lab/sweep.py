@@ -1,6 +1,6 @@
 """Runs points of laboratories, several at once, and finds what was found before.
 
-Every point is kept the moment it is done, by the process that made it: whoever is killed, and
+Every point is kept the moment it is done, by the process that made it: anyone who is killed, and
 however, a second start goes on with the points that are missing.
 """
 
@@ -68,7 +68,7 @@ def run_points(
         show(f"{of_points}inner steps", num_steps, total)
 
     if num_processes > 1 and len(missing) + len(starts) > 1:
-        _train_beside(list(missing.values()), starts, cache, num_processes, tell)
+        _train_besides(list(missing.values()), starts, cache, num_processes, tell)
     else:
         _train_here(list(missing.values()), starts, cache, tell, timeline)
     results = []
@@ -185,7 +185,7 @@ def write_start_in_process(cache: Cache, point: Point) -> None:
     _write_start(cache, point, _count)
 
 
-def _train_beside(
+def _train_besides(
     points: Sequence[Point],
     starts: Sequence[Point],
     cache: Cache,

@@ -52,7 +52,7 @@ class Timeline:
         return replace(world, step_s=step_s, on_failure=failed, on_event=heard)
 
     def stepped_together(self, began_s: float, step_s: Mapping[str, float], end_s: float) -> None:
-        """Take note of an inner step whose gradients all islands have averaged by `end_s`."""
+        """Record an inner step whose gradients all islands have averaged by `end_s`."""
         for island, seconds in step_s.items():
             ready_s = began_s + seconds
             self._spans.append(Span(island, None, None, "compute", began_s, ready_s))

@@ -47,7 +47,7 @@ class Assumptions:
     Attributes:
         step_s: Of an undisturbed inner step of every island.
         links: Of every island; None: the figures of the real links are not known.
-        costs: What hosts take beside inner steps.
+        costs: What hosts take besides inner steps.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
         syncer_link: Line of the site where syncers are, which islands share; None: no bottleneck.
         inside_bps: Of a rank inside its island, for the all-reduces; infinite: no bottleneck.
@@ -87,7 +87,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What whoever plans says of machines and links, as texts with units.
+    """What anyone who plans says of machines and links, as texts with units.
 
     Attributes:
         step_times: "ISLAND=0.8s", or "0.8s" of all others.

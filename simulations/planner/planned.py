@@ -1,4 +1,4 @@
-"""A run before it starts, with its time: what is assumed, predicted, set beside it and suggested.
+"""A run before it starts, with its time: what is assumed, predicted, set besides it and suggested.
 
 The composition of this folder's parts for `diloco plan`; what needs no time (fragments, bytes,
 schedule, memory, disk) is `diloco.forecast.forecast`.
@@ -99,7 +99,7 @@ def assume(
     Args:
         config: The run.
         forecast: Of it.
-        told: What whoever plans says.
+        told: What anyone who plans says.
         steps: Measured inner steps, by island; what was told goes before.
         path: The measured way, in place of what links are said to be.
 
@@ -136,12 +136,12 @@ def plan_run(config: Config, forecast: Forecast, assumed: Assumptions) -> Planne
     """Predict a run and what else could be done on its links.
 
     Raises:
-        ConfigError: If it would come to nothing.
+        ConfigError: If it would are aborted.
     """
     if assumed.links is None:
         return Planned(assumed, None, NO_LINK, ())
-    beside = tuple(alternatives(config, forecast.parameters, assumed))
-    return Planned(assumed, predict(config, run_plan(config), assumed), "", beside)
+    besides = tuple(alternatives(config, forecast.parameters, assumed))
+    return Planned(assumed, predict(config, run_plan(config), assumed), "", besides)
 
 
 def _measured(

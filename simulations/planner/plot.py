@@ -86,7 +86,9 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
                     color=colour,
                 )
     axes.set_xlim(0, until_s)
-    axes.set_xlabel(f"seconds, predicted, of island {island} and whoever merges", fontsize=_SMALL)
+    axes.set_xlabel(
+        f"seconds, predicted, of island {island} and anyone who merges", fontsize=_SMALL
+    )
     _dress(axes, schedule.num_fragments)
     axes.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],

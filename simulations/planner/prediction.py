@@ -11,7 +11,7 @@ second round is as any: 4 are simulated. With several under way, waits on a full
 cycles of up to a dozen rounds, and it takes some to fill the link: 32, of which 8 warm up.
 
 On arrival tokens end a run: a steady round is then the time in which the tokens of H inner steps of
-every island are counted, by its publications; whoever is faster makes more of them, and not all
+every island are counted, by its publications; anyone who is faster makes more of them, and not all
 are counted.
 
 Of a syncer: cores are its seconds of merging a round over those of H inner steps (of the fastest
@@ -132,7 +132,7 @@ def predict(config: Config, plan: Plan, assumed: Assumptions) -> Prediction:
     """Predict a run whose links are known.
 
     Raises:
-        ConfigError: If it is none that can be simulated, or would come to nothing.
+        ConfigError: If it is none that can be simulated, or would are aborted.
     """
     run, wall_s = simulate_whole(config, plan, assumed)
     assert assumed.links is not None, "nothing is predicted without links"
@@ -172,7 +172,7 @@ def simulate_whole(
         most_rounds: That are simulated; 0: as many as it takes to be steady.
 
     Raises:
-        ConfigError: If it is none that can be simulated, or would come to nothing.
+        ConfigError: If it is none that can be simulated, or would are aborted.
     """
     period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
     rounds, warm_up = _length(config)
@@ -190,7 +190,7 @@ def simulate_whole(
     )
     if run.lost:
         raise ConfigError(
-            f"this run would come to nothing on these links: {run.lost}; raise "
+            f"this run would are aborted on these links: {run.lost}; raise "
             f"outer.round_deadline = {config.outer.round_deadline}, or send less "
             f"(outer.uplink_codec, outer.inner_steps_per_round)"
         )

@@ -27,12 +27,12 @@ class Setting:
         """Read it from a run."""
         return cls(*(getattr(outer, name) for name in cls.__dataclass_fields__))
 
-    def overrides(self, beside: Setting | None = None) -> tuple[str, ...]:
+    def overrides(self, besides: Setting | None = None) -> tuple[str, ...]:
         """Write it as values of --set; only those that another setting has not, if one is given."""
         return tuple(
             f"outer.{name}={getattr(self, name)}"
             for name in self.__dataclass_fields__
-            if beside is None or getattr(self, name) != getattr(beside, name)
+            if besides is None or getattr(self, name) != getattr(besides, name)
         )
 
 
@@ -84,18 +84,18 @@ class Grid:
 
     def neighbours(self, setting: Setting) -> Iterator[Setting]:
         """Give the settings that differ from one in a single value, by one place of its list."""
-        for value in _beside(self.inner_steps_per_round, setting.inner_steps_per_round):
+        for value in _besides(self.inner_steps_per_round, setting.inner_steps_per_round):
             yield replace(setting, inner_steps_per_round=value)
-        for value in _beside(self.num_fragments, setting.num_fragments):
+        for value in _besides(self.num_fragments, setting.num_fragments):
             yield replace(setting, num_fragments=value)
-        for value in _beside(self.overlap_steps, setting.overlap_steps):
+        for value in _besides(self.overlap_steps, setting.overlap_steps):
             yield replace(setting, overlap_steps=value)
         for codec in self.codecs:
             if codec != setting.uplink_codec:
                 yield replace(setting, uplink_codec=codec, downlink_codec=codec)
 
 
-def _beside(values: tuple[int, ...], value: int) -> list[int]:
+def _besides(values: tuple[int, ...], value: int) -> list[int]:
     """Give the largest of some values below one, and the smallest above it."""
     below = [each for each in values if each < value]
     above = [each for each in values if each > value]

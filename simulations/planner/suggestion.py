@@ -7,8 +7,8 @@ would be, and simulated, in the order of the lower bound
     inner steps * max(step, bits of a round / (H bandwidth)) + bits of the flush / bandwidth
 
 until no other can be earlier. Times within 0.1 % are equal: then the smaller penalty wins, then the
-larger H, which sends less. Beside the earliest, the most promising of every codec and tau that cost
-less loss are simulated, for comparison.
+larger H, which sends less. Besides the earliest, the most promising of every codec and tau that
+cost less loss are simulated, for comparison.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Influence:
         name: The input.
         is_more: Whether it is 20 % more, or less.
         chosen: What would be suggested then.
-        wall_s: What the suggestion of the right input would take then; None: it comes to nothing.
+        wall_s: What the suggestion of the right input would take then; None: it is aborted.
         is_other: Whether another setting would be suggested, earlier by over 0.1 % or allowed where
             the suggestion is not.
     """
@@ -256,7 +256,7 @@ class Search:
         return least_s
 
     def _candidates(self, settings: Iterable[Setting], penalties: Penalties) -> list[Candidate]:
-        """Simulate settings; those that are refused, or come to nothing, are left out."""
+        """Simulate settings; those that are refused, or are aborted, are left out."""
         found = []
         for setting in settings:
             try:

@@ -1,4 +1,4 @@
-"""Rows of `diloco sim check`: a published claim, ours beside it, and whether they agree."""
+"""Rows of `diloco sim check`: a published claim, ours besides it, and whether they agree."""
 
 from __future__ import annotations
 

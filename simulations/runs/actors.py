@@ -217,7 +217,7 @@ class SimulatedSyncer:
         self._perform(served, served.rounds.refused(key, island, incarnation, reason, now))
 
     def fetched(self, island: str, fragment_id: int, version: int) -> None:
-        """Take note that an island was sent a version whole."""
+        """Record that an island was sent a version whole."""
         served = self._served[fragment_id]
         if served.rounds.version == version and island in served.unfetched:
             served.unfetched.discard(island)

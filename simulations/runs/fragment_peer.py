@@ -71,7 +71,7 @@ class PeerSetting:
         decider: Of all fragments.
         rules: Codecs.
         costs: What hosts take.
-        first_wait_s: After a pull that came to nothing.
+        first_wait_s: After a pull that was aborted.
         max_wait_s: The longest such wait.
         record: Hears of spans.
         peers: Every island's peers, by fragment.
@@ -184,7 +184,7 @@ class SimulatedFragmentPeer:
             self._notify()
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Take note of how the island's contribution ended."""
+        """Record how the island's contribution ended."""
         if self.own is not None and self.own.key == outcome.key:
             self.own.outcome = outcome
             self._notify()

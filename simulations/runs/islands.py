@@ -3,7 +3,7 @@
 What it owes and is owed is `diloco.protocol.island.ledger`, when it sends and merges
 `diloco.island.pace`, what it knows of a fragment `diloco.island.exchange.fragment_state`; the order
 of things at a step boundary is that of `diloco.island.outer_loop`. Training, and what training
-waits for, is one process; polls, encoding, transfers and staging go on beside it, one thing at a
+waits for, is one process; polls, encoding, transfers and staging go on besides it, one thing at a
 time where one thread does them.
 
 It is not the driver itself (`diloco.bench.loopback_run` runs that in virtual time), because that
@@ -45,7 +45,7 @@ from diloco.versions.publication import MOST_TOGETHER
 class FragmentSize:
     """What a fragment weighs: values, lanes, and bytes of a contribution and of a version.
 
-    Bytes are what crosses the island's line to whoever serves it: of the own peer none.
+    Bytes are what crosses the island's line to anyone who serves it: of the own peer none.
     """
 
     numel: int
@@ -175,7 +175,7 @@ class Server(Protocol):
         """Take a decline."""
 
     def fetched(self, island: str, fragment_id: int, version: int) -> None:
-        """Take note that an island was sent a version whole."""
+        """Record that an island was sent a version whole."""
 
 
 ServerT = TypeVar("ServerT", bound=Server)
@@ -454,7 +454,7 @@ class SimulatedIsland:
         self.sums.copied_s += self._engine.now - began
         self._span(p, kind, began)
 
-    # -- beside training -------------------------------------------------------------------------
+    # -- besides training -------------------------------------------------------------------------
 
     def _submitting(self, p: int, sent: Outstanding) -> Steps:
         way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
@@ -596,7 +596,7 @@ class SimulatedIsland:
     def _work(
         self, p: int, kind: SpanKind, rate_s: float, spread_s: float = 0.0, num_parts: int = 1
     ) -> Steps:
-        """Have the threads beside training do something with a fragment; see `left_over`."""
+        """Have the threads besides training do something with a fragment; see `left_over`."""
         with self._io.request() as turn:
             yield turn
             began = self._engine.now

@@ -80,7 +80,7 @@ class SimulatedPeer:
         """Hear how long inner steps take; no deadline of an all-reduce depends on it."""
 
     def fetched(self, island: str, fragment_id: int, version: int) -> None:
-        """Take note that the island has a version; nothing waits for it here."""
+        """Record that the island has a version; nothing waits for it here."""
 
     def answer(
         self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]

@@ -3,7 +3,7 @@
     diloco.config -> plan, schedule, rules (the product's own) -> syncers and islands on an Engine
     -> utilisation, seconds a round, blocked seconds, bytes, spans
 
-Nothing is trained: an inner step is its duration. What hosts take beside it is `HostCosts`.
+Nothing is trained: an inner step is its duration. What hosts take besides it is `HostCosts`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SimulatedRun:
             and, where there are two more, the round before it, which leaves sends to it; of the
             whole run where it has not two rounds.
         publications: Versions, in the order in which they were durable.
-        num_expired: Attempts that came to nothing.
+        num_expired: Attempts that was aborted.
         lost: Why the run ended early; empty: it did not.
         spans: What happened when.
         absences: Which have begun, by island.
@@ -169,7 +169,7 @@ def simulate_run(
         step_s: Seconds of an undisturbed inner step of every island.
         links: Of every island, or the one that all have a line of; None: `transport.link`.
         seed: Of step times, jitter and loss.
-        costs: What hosts take beside inner steps.
+        costs: What hosts take besides inner steps.
         step_noise: Standard deviation of a step's duration over its mean (normal, cut at 10 % of
             it).
         rounds: Simulate only so many times H inner steps, without a flush; 0: the whole run.
@@ -230,7 +230,7 @@ def simulate_run(
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """What a simulation is made of, whoever merges."""
+    """What a simulation is made of, anyone who merges."""
 
     config: Config
     plan: Plan
@@ -246,7 +246,7 @@ class _World:
     spans: list[Span]
 
     def exchanging(self, sizes: Sequence[FragmentSize]) -> Exchanging:
-        """Give what all islands have in common; `sizes` are on the way to whoever serves them."""
+        """Give what all islands have in common; `sizes` cross the link to the server."""
         outer = self.config.outer
         return Exchanging(
             schedule=build_schedule(outer, self.config.run.inner_steps),

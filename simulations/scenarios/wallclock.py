@@ -1,4 +1,4 @@
-"""How long training takes, in closed form: the formulas of the papers, beside the simulation.
+"""How long training takes, in closed form: the formulas of the papers, besides the simulation.
 
     T_comp = 6 N D / (R Q)
     compute utilisation = compute / (compute + stalls)
@@ -243,7 +243,7 @@ def _reduced_s(
 
 
 def ring_latency_s(islands: int, ranks: int, rtt_s: float) -> float:
-    """Delays of one ring through all ranks: what `ReductionTime.flat_s` has beside its bytes."""
+    """Delays of one ring through all ranks: what `ReductionTime.flat_s` has besides its bytes."""
     ring = ReductionTime(
         num_islands=islands, num_ranks=ranks, num_bytes=0, wan_bps=1.0, rtt_s=rtt_s
     )

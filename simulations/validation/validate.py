@@ -72,7 +72,7 @@ POINTS = (
     Point("1Gbit/s", 100, "float32", 10, 4),
     Point("1Gbit/s", 100, "int4", 5, 1),
 )
-#: Without a syncer; beside the others, as their bars are not of them.
+#: Without a syncer; besides the others, as their bars are not of them.
 ALLREDUCE_POINTS = (
     Point("100Mbit/s", 20, "int4", 5, 1, exchange="allreduce"),
     Point("100Mbit/s", 100, "int4", 10, 4, exchange="allreduce"),

@@ -153,7 +153,7 @@ def test_the_command_draws_and_refuses_what_it_cannot_draw(monkeypatch, tmp_path
     assert "--plot race.jpeg: give a path that ends with .png" in str(refused.exception)
 
 
-def test_a_watched_command_ends_with_whoever_watches(tmp_path):
+def test_a_watched_command_ends_with_who_watches(tmp_path):
     class EnoughError(Exception):
         pass
 

@@ -115,6 +115,6 @@ def test_ranks_on_emulated_links_move_what_the_strategy_must():
     assert both["loss"] == pytest.approx(alone["loss"], abs=5e-6)
     shape = LlamaShape.from_config(row_config(setting, ScalingRow("", 1)).model)
     numel = sum(math.prod(shape) for shape in parameter_shapes(shape).values())
-    # An all-reduce moves 2 (N - 1) / N of the gradients; beside it go norms, losses, headers.
+    # An all-reduce moves 2 (N - 1) / N of the gradients; besides it go norms, losses, headers.
     assert 4e-6 * numel < both["moved_mb"] < 1.25 * 4e-6 * numel
     assert 0 < both["efficiency"] < 1.1

@@ -147,7 +147,7 @@ def test_hivemind_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     report = run(setting, "ours", "p2p", "shaper")
 
     assert {name: [row["row"] for row in rows] for name, rows in report.tables.items()} == {
-        "links": ["ours"], "hivemind, for comparison": ["p2p"], "beside the links": ["shaper"],
+        "links": ["ours"], "hivemind, for comparison": ["p2p"], "besides the links": ["shaper"],
     }  # fmt: skip
     assert report.rows[1]["note"] == "capped"
 

@@ -120,7 +120,7 @@ def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
         expected = trained.model[0].weight
         assert isinstance(expected, DTensor)
         seen: dict[str, Any] = {"taken": expected.full_tensor().flatten().tolist()}
-        for _ in range(3):  # collectives of training, beside those of the thread
+        for _ in range(3):  # collectives of training, besides those of the thread
             trained.step()
         seen["while"] = valid_steps(directory, ISLAND)
         dist.barrier()

@@ -238,7 +238,7 @@ def test_each_file_is_verified_by_one_rank_and_both_hear_of_damage() -> None:
 
 
 def take_up_at_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
-    """Resume from a checkpoint whose plan is torn, then return to the run beside it."""
+    """Resume from a checkpoint whose plan is torn, then return to the run besides it."""
     trained = sharded(seed=1, num_steps=1)
     write(trained, directory, 2, island_rank)
     trained.step()

@@ -251,7 +251,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, num_changes: int) -> None:
     monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
 
 
-@pytest.mark.parametrize("step", [5, 7], ids=["over-a-whole-one", "beside-it"])
+@pytest.mark.parametrize("step", [5, 7], ids=["over-a-whole-one", "besides-it"])
 def test_a_writer_killed_at_any_change_of_the_disk_leaves_the_old_checkpoint_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_model_goes_out_under_torchtitans_names_and_comes_back_to_the_bit(
     assert torch.equal(target[names[up]], run.parameters[up])
 
 
-@pytest.mark.parametrize("naming", ["ours", "hugging-face", "torchtitan-beside-its-optimizer"])
+@pytest.mark.parametrize("naming", ["ours", "hugging-face", "torchtitan-besides-its-optimizer"])
 def test_what_others_saved_is_found_by_name(run: WarmRun, tmp_path: Path, naming: str) -> None:
     if naming == "ours":
         saved: dict[str, Any] = {"model": run.parameters}

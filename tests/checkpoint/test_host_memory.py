@@ -46,7 +46,7 @@ def write(slots: CopySlots, state: int, sequence: int, step: int, value: int) ->
     return header
 
 
-def test_what_was_sealed_is_found_by_whoever_opens_the_memory_next(descriptor: int) -> None:
+def test_what_was_sealed_is_found_by_who_opens_the_memory_next(descriptor: int) -> None:
     first = opened(descriptor)
     written = [
         write(first, state, sequence, 10 * sequence, 7 * state + sequence)

@@ -1,4 +1,4 @@
-"""A store beside a lost journal is told from a new run; `diloco repair` makes the journal again."""
+"""A store without its journal is no new run; `diloco repair` makes the journal again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def lose_journal(site: Site) -> None:
         path.unlink()
 
 
-def test_nothing_is_founded_beside_a_store_whose_journal_is_lost_until_it_was_made_again(
+def test_nothing_is_founded_besides_a_store_whose_journal_is_lost_until_it_was_made_again(
     site: Site, begun: Begun
 ) -> None:
     begun.copy_to(site)

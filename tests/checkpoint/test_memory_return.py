@@ -138,7 +138,7 @@ def test_the_newer_of_memory_and_storage_is_taken(
         (Memory(None), Other("it is away"), "syncer", []),
     ],
 )
-def test_who_begins_anew_hears_what_it_has_not_set(
+def test_who_begins_again_hears_what_it_has_not_set(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     memory: Memory | None,

@@ -31,7 +31,7 @@ def test_every_state_lies_on_its_own_host_and_others_and_every_host_keeps_equall
 
 
 @given(PLACEMENTS)
-def test_groups_where_copies_divide_hosts_else_one_ring_beside_groups(
+def test_groups_where_copies_divide_hosts_else_one_ring_besides_groups(
     placement: tuple[int, int],
 ) -> None:
     num_hosts, copies = placement

@@ -33,7 +33,7 @@ def invoke(*arguments: str | Path) -> Result:
 
 
 @pytest.mark.parametrize("by_file", [True, False], ids=["run-file", "state-dir"])
-def test_run_is_exported_beside_its_records_and_the_versions_are_told(
+def test_run_is_exported_besides_its_records_and_the_versions_are_told(
     tmp_path: Path, by_file: bool
 ) -> None:
     state = stored(tmp_path, (3, 2))

@@ -342,7 +342,7 @@ def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Pa
     _, said = said_by(process, 60)
 
     assert process.returncode == 128 + signal.SIGHUP, said
-    assert f"there is no checkpoint yet. Start anew: diloco local {run_file} --fresh" in said
+    assert f"there is no checkpoint yet. Start again: diloco local {run_file} --fresh" in said
     assert holder(state.coordinator_lock) is None
     assert holder(state.store_lock) is None
     wait_for_no_process(tmp_path)

@@ -259,7 +259,7 @@ def test_a_run_on_arrival_shows_tokens_for_a_schedule_and_where_its_grace_is_0(
 KNOWN = ("--step-time", "50ms")
 
 
-def test_prediction_stands_beside_all_reduces_on_the_same_link(
+def test_prediction_stands_besides_all_reduces_on_the_same_link(
     run_file: Path, tmp_path: Path
 ) -> None:
     picture = tmp_path / "plan.png"

@@ -47,7 +47,7 @@ def test_no_word_is_torn_and_no_line_is_too_long(data: st.DataObject) -> None:
             assert set(text.split()) <= set(words)
 
 
-def test_what_does_not_fit_beside_stands_below_under_the_same_names() -> None:
+def test_what_does_not_fit_besides_stands_below_under_the_same_names() -> None:
     columns = [Column("row", "row"), *(Column(f"f{i}", f"figure-{i}", "d") for i in range(4))]
 
     page = shown(columns, [{"row": "one", **{f"f{i}": i for i in range(4)}}], width=30)

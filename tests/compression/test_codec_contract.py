@@ -85,7 +85,7 @@ def vectors(codec: Codec, numel: int) -> dict[str, Tensor]:
         "constant": torch.full((numel,), -0.3),
         "tiny": normal * 1e-20,
         "denormal": torch.full((numel,), 1e-42) * normal,
-        "one denormal beside ones": torch.cat((torch.ones(numel)[1:], torch.full((1,), 1e-45)))[
+        "one denormal besides ones": torch.cat((torch.ones(numel)[1:], torch.full((1,), 1e-45)))[
             :numel
         ],
         "huge": normal.sign() * largest,

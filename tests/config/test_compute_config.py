@@ -39,7 +39,10 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
         ),
         (["ranks=2", "mesh={tp=2}", "precision=mxfp8"], "mesh.tp above 1 comes later; set it to"),
         (["compile_backend=aot_eager"], "compile_backend: .*needs compile, and it is false"),
-        (["ranks=2", "mesh={cp=2}", "compile=true"], "compile.*beside mesh.cp above 1 comes later"),
+        (
+            ["ranks=2", "mesh={cp=2}", "compile=true"],
+            "compile.*besides mesh.cp above 1 comes later",
+        ),
         (
             ["ranks=2", "mesh={tp=2}", "compile=true", "activation_checkpointing=full"],
             "compile.*mesh.tp above 1 and activation checkpointing comes later; set it to false",

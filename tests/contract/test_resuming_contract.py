@@ -166,7 +166,7 @@ def test_both_directions_of_one_call_may_break(either_kind: Kind) -> None:
     either_kind.run(run())
 
 
-def test_without_a_transfer_a_call_begins_anew(either_kind: Kind) -> None:
+def test_without_a_transfer_a_call_begins_again(either_kind: Kind) -> None:
     num_asked = 0
 
     async def echo(call: IncomingCall) -> Reply:

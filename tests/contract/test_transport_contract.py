@@ -126,7 +126,7 @@ def test_a_payload_can_be_refused_unread(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, 3 << 20])
-def test_whoever_answers_hears_when_all_of_it_was_sent(kind: Kind, size: int) -> None:
+def test_who_answers_hears_when_all_of_it_was_sent(kind: Kind, size: int) -> None:
     async def run() -> None:
         sent = asyncio.Event()
 

@@ -48,7 +48,7 @@ def test_islands_are_held_then_told_where_to_stop_and_the_run_ends_as_stopped(pl
         reply = await coord.report(east, inner_step=4)
         assert (reply.hold, reply.has_stop_step, reply.stop) == (True, False, False)
         assert not (await coord.report(east, has_hold=True, hold_step=12)).has_stop_step
-        await coord.restart()  # whoever holds must not be forgotten
+        await coord.restart()  # anyone who holds must not be forgotten
         assert coord.state() == "stopping"
         assert (await coord.report(west, has_hold=True, hold_step=6)).stop_step == 12
         reply = await coord.report(east, inner_step=12)
@@ -350,7 +350,7 @@ def test_starts_restore_the_checkpoint_until_the_new_timeline_has_published(play
     play(story)
 
 
-def test_whoever_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(play: Play) -> None:
+def test_who_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(play: Play) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, _ = await joined(coord)
         await coord.restart(resume_step=20)

@@ -111,7 +111,7 @@ def port(**changes: object) -> Facts:
             "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0", id="slow-start",
         ),
         pytest.param(
-            tcp(slow_start_after_idle=True), "slow start after idle", State.OK, "does not heed",
+            tcp(slow_start_after_idle=True), "slow start after idle", State.OK, "ignores",
             "", id="bbr-does-not-start-slowly",
         ),
         pytest.param(

@@ -17,7 +17,7 @@ class Killer(threading.Thread):
         self.is_over = threading.Event()
 
     def let_run(self) -> int:
-        """Have the run come to its end beside this; returns its exit code."""
+        """Have the run come to its end besides this; returns its exit code."""
         self.run_.start()
         self.start()
         try:

@@ -102,7 +102,7 @@ def plan_of(*overrides):
 
 def test_ranks_of_a_mesh_share_what_one_rank_takes():
     alone = plan_of()
-    # Anchor, local values beside an evaluation, and fragments under way.
+    # Anchor, local values besides an evaluation, and fragments under way.
     assert 2 * alone.parameter_bytes < alone.outer_host_bytes
     sharded = plan_of("islands.east.ranks=2", "islands.east.mesh={dp_shard=2}")
     staged = plan_of(

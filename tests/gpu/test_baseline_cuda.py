@@ -61,7 +61,7 @@ def test_sums_over_nccl_are_those_of_the_codec(device: torch.device, name: str) 
     assert torch.equal(on_device.cpu(), torch.cat(chunks))
 
 
-def test_gradients_that_are_summed_beside_the_backward_train_as_those_that_are_not(
+def test_gradients_that_are_summed_besides_the_backward_train_as_those_that_are_not(
     device: torch.device,
 ) -> None:
     mesh = IslandMesh(device, MeshConfig())

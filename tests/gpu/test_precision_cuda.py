@@ -1,4 +1,4 @@
-"""Inner steps of one rank in 16 and 8 bits on an accelerator, beside float32 on the processor."""
+"""Inner steps of one rank in 16 and 8 bits on an accelerator, besides float32 on the processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DiLoCoCallback` beside a real `transformers.Trainer`, against a real syncer.
+"""`DiLoCoCallback` besides a real `transformers.Trainer`, against a real syncer.
 
 One module for all, since importing transformers takes seconds.
 """

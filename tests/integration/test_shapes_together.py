@@ -2,7 +2,7 @@
 
 Everything is float32 on two rounds with H = 4, so differences come from the layout of the inner
 training alone: parameters may differ by 1e-4 and losses by 5e-6 (layout parity). An island's ending
-digests are hashes of its own parameters, read back from all its ranks. With int4, and beside an
+digests are hashes of its own parameters, read back from all its ranks. With int4, and besides an
 island of one rank, the shapes train in test_export_of_a_run.py.
 """
 

@@ -124,7 +124,7 @@ def test_an_island_ahead_of_an_empty_journal_says_what_to_remove(setting: Settin
 
     for name, end in zip("abc", ends, strict=True):
         assert isinstance(end, QuorumLost)
-        assert f"begun anew, remove {setting.directory}/peers/{name}" in str(end)
+        assert f"begun again, remove {setting.directory}/peers/{name}" in str(end)
     assert run.lost == []
 
 

@@ -1,4 +1,4 @@
-"""Steps of a replica are taken in place, and come to nothing when their attempt is abandoned."""
+"""Steps of a replica are taken in place, and are aborted when their attempt is abandoned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an island stops: promises that hold, whoever is faster."""
+"""Where an island stops: promises that hold, anyone who is faster."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_who_has_its_checkpoint_waits_for_the_others_or_goes_on_to_a_later_step(
     assert line.num_words == 4
 
 
-def test_a_stop_that_is_taken_back_binds_nobody_and_the_next_one_begins_anew() -> None:
+def test_a_stop_that_is_taken_back_binds_nobody_and_the_next_one_begins_again() -> None:
     line = make()
     line.begin(0)
     assert line.promise() == 2
@@ -130,7 +130,7 @@ def hear(line: GracefulStop, stop_step: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(delays=st.lists(st.integers(0, 300), min_size=1, max_size=4))
-def test_no_island_passes_its_promise_whoever_is_faster(delays: list[int]) -> None:
+def test_no_island_passes_its_promise_who_is_faster(delays: list[int]) -> None:
     """One training thread and one IO thread an island; all stop after one and the same step."""
     lines = [make(inner_steps=1000, inner_steps_per_round=2) for _ in delays]
     stopped = [0] * len(lines)

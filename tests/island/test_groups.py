@@ -1,4 +1,4 @@
-"""What the ranks of an island share beside their model's collectives."""
+"""What the ranks of an island share besides their model's collectives."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def island(
             io.stop()
 
 
-def beside(work: Callable[[], None]) -> threading.Thread:
+def besides(work: Callable[[], None]) -> threading.Thread:
     """Run something while the training thread is in a step."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -332,7 +332,7 @@ def merge_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
             seen["version"] = rank.session._ledgers[0].version
             rank.data.cut = None
 
-        watcher = beside(watch)
+        watcher = besides(watch)
         rank.train(1)
         watcher.join()
 
@@ -373,7 +373,7 @@ def arrive_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
                 wait_until(lambda: rank.exchange.view(0).staged_version == 1)
                 store.set("rank 0 has staged", "yes")
 
-        watcher = beside(until_staged)
+        watcher = besides(until_staged)
         if island_rank == 0:
             rank.io.post(rank.exchange.coordinator_answered)
         num_apart = 0
@@ -511,7 +511,7 @@ def fail_while_blocked(island_rank: int) -> tuple[str, int, str]:
             time.sleep(0.5)
             rank.io.post(rank.exchange.fail, CodecError("a lane is broken"))
 
-        watcher = beside(fail) if island_rank == 1 else None
+        watcher = besides(fail) if island_rank == 1 else None
         with pytest.raises(DilocoError) as caught:
             rank.train(2)
         if watcher is not None:

@@ -1,4 +1,4 @@
-"""`DiLoCo` beside loops of one's own, on islands of one rank, against a real syncer."""
+"""`DiLoCo` besides loops of one's own, on islands of one rank, against a real syncer."""
 
 from __future__ import annotations
 

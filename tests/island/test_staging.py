@@ -71,7 +71,7 @@ def test_whole_lanes_of_a_group_are_fetched_at_once() -> None:
 
     assert list(lanes) == list(LANES)
     assert all(torch.equal(lanes[n], LANES[n]) for n in LANES)
-    assert heard == [STAGED], "hashed by whoever staged it, though no digest was known"
+    assert heard == [STAGED], "hashed by anyone who staged it, though no digest was known"
 
 
 @pytest.mark.parametrize("codec", ["", "int5"], ids=["no codec", "an unknown codec"])

@@ -199,7 +199,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Said:
-    """A valid message of a rightful member, made anew for the moment at which it is said."""
+    """A valid message of a rightful member, made again for the moment at which it is said."""
 
     message: Any
     payload: bytes = b""

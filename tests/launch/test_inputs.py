@@ -88,7 +88,7 @@ def test_the_hub_is_not_asked_unless_it_may_be(
         'data.sources.far.hub = "owner/text"',
         'run.warm_start = "owner/model"',
     ]
-    with pytest.raises(ConfigError, match="matches no file"):  # the files beside it are opened
+    with pytest.raises(ConfigError, match="matches no file"):  # the files next to it are opened
         more = [*hub, 'data.sources.web.files="gone.jsonl"']
         opened(tmp_path, [*overrides, *more], may_download=False)
     write_tokenizer(tmp_path / "tokens", eos="")

@@ -161,7 +161,7 @@ def test_the_first_signal_is_passed_on_and_islands_that_have_left_are_not_awaite
     assert (run.coordinator.returncode, run.is_stopped) == (143, True)
 
 
-def test_a_stop_reaches_the_coordinator_that_is_started_anew(make: Make) -> None:
+def test_a_stop_reaches_the_coordinator_that_is_started_again(make: Make) -> None:
     run = make(STOPS)
     run.start()
     assert run.coordinator is not None

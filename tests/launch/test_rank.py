@@ -39,7 +39,7 @@ def test_more_held_out_sequences_than_there_are_is_refused_before_joining(tmp_pa
     arguments += ["--coordinator", NOBODY, "--output", str(tmp_path / "out")]
     arguments += ["--set", "evaluation.num_sequences=1000000000"]
 
-    # Whoever tried to join would wait for the coordinator for 120 s.
+    # Anyone who tried to join would wait for the coordinator for 120 s.
     process = run_command(
         [sys.executable, "-m", "diloco", *arguments],
         60,

@@ -1,6 +1,6 @@
 """A rank that starts again in a run under way: what it needs no more, and what it must still have.
 
-One real coordinator; the only rank of the island is killed and started anew by hand.
+One real coordinator; the only rank of the island is killed and started again by hand.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_a_run_returns_within_the_process_of_its_coordinator(site: Site) -> None
 
     check_return(site, coordinator, ["east", "west"])
     old = report(coordinator, grants[0], inner_step=9)
-    assert (old.stop, old.exit_code) == (True, 42), "whoever was away hears of it, too"
+    assert (old.stop, old.exit_code) == (True, 42), "anyone who was away hears of it, too"
     assert process.poll() is None
     with open_journal(site.state.journal) as journal:
         kinds = [entry.kind for entry in journal.audit_rows()]

@@ -230,8 +230,8 @@ AB = specs(a=(1,), b=(1,))
         pytest.param(
             MODEL,
             {"num_fragments": 1, "embedding_alone": True},
-            r"outer\.num_fragments = 1 is outside \[2, 13\]: .* beside the embedding",
-            id="no fragment left beside the embedding",
+            r"outer\.num_fragments = 1 is outside \[2, 13\]: .* besides the embedding",
+            id="no fragment left besides the embedding",
         ),
         pytest.param(
             AB,
@@ -454,7 +454,7 @@ def test_pieces_that_meet_in_a_fragment_are_one_range() -> None:
 def test_only_the_balanced_pattern_cuts_and_never_an_embedding_alone() -> None:
     plan = make_plan(MODEL, num_fragments=4, embedding_alone=True)
 
-    # 12 tensors of 37,248 values beside the embedding: a share of 12,416, and a head of 16,384.
+    # 12 tensors of 37,248 values besides the embedding: a share of 12,416, and a head of 16,384.
     cut = [e.name for f in plan.fragments for e in f.entries if e.start]
     assert set(cut) == {"output.weight"}
     assert plan.fragments[3].entries == (Entry("tok_embeddings.weight", 0, 16384, 0),)
@@ -492,7 +492,7 @@ def test_where_rows_are_small_every_fragment_has_its_share(
 
 
 def test_tensors_that_stay_whole_are_dealt_before_large_ones_are_cut() -> None:
-    # A share is 100: whole ones of 75 beside a fragment of the large one's own would take 150.
+    # A share is 100: whole ones of 75 besides a fragment of the large one's own would take 150.
     plan = make_plan(specs(a=(75,), b=(75,), c=(75,), d=(75,), e=(101,)), num_fragments=4)
 
     assert sorted(f.numel for f in plan.fragments) == [100, 100, 100, 101]

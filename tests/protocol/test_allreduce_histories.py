@@ -250,7 +250,7 @@ class AnyHistory(RuleBasedStateMachine):
         )
 
     @invariant()
-    def whoever_holds_a_version_holds_the_committed_one(self) -> None:
+    def who_holds_a_version_holds_the_committed_one(self) -> None:
         for peer in self.peers.values():
             assert peer.version <= self.version
             assert peer.version < 0 or peer.state_digest == self.durable.digests[peer.version]
@@ -348,21 +348,21 @@ def test_a_malformed_contribution_is_refused_and_the_attempt_goes_on_without_it(
     decider, assignment = two_closed()
     decider.prepared("b", 1, assignment.id, prepared("one"), 1.0)
 
-    dropped, anew = decider.broken("a", 1, assignment.id, "NaN", 11.0, malformed="b")
+    dropped, again = decider.broken("a", 1, assignment.id, "NaN", 11.0, malformed="b")
 
     assert isinstance(dropped, DropLanes)
-    assert isinstance(anew, Assigned)
-    assert anew.assignment.key == assignment.key
-    assert [c.island for c in anew.assignment.contributors] == ["a"]
-    assert anew.assignment.members == ("a", "b"), "it must be prepared too"
-    assert anew.assignment.refused == {"b": "island 'a': NaN"}
+    assert isinstance(again, Assigned)
+    assert again.assignment.key == assignment.key
+    assert [c.island for c in again.assignment.contributors] == ["a"]
+    assert again.assignment.members == ("a", "b"), "it must be prepared too"
+    assert again.assignment.refused == {"b": "island 'a': NaN"}
     assert decider.prepared("b", 1, assignment.id, prepared("one"), 12.0) == [], "of the first"
     outcome = decider.rounds.outcome(assignment.key, "b", 1)
     assert outcome is not None
     assert outcome.kind is OutcomeKind.REFUSED
-    decider.prepared("b", 1, anew.assignment.id, prepared("two"), 12.0)
-    end = decider.prepared("a", 1, anew.assignment.id, prepared("two"), 12.0)
-    assert end == [Commit(anew.assignment, prepared("two"))]
+    decider.prepared("b", 1, again.assignment.id, prepared("two"), 12.0)
+    end = decider.prepared("a", 1, again.assignment.id, prepared("two"), 12.0)
+    assert end == [Commit(again.assignment, prepared("two"))]
 
 
 @pytest.mark.parametrize("malformed", ["", "z"])

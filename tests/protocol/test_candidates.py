@@ -171,7 +171,7 @@ def test_two_bad_ones_in_a_row_or_one_that_is_not_finite_lead_back() -> None:
 
     assert run.go_back() == 3
     assert run.candidates.last_return
-    assert run.candidates.verdict(4) is None, "it will be made anew"
+    assert run.candidates.verdict(4) is None, "it will be made again"
     assert run.all_say(4, 2.0) is CheckpointVerdict.GOOD
     run.all_say(5, math.nan)
 

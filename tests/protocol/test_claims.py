@@ -292,7 +292,7 @@ def _rest(data, positions):
 # -- the standard library's slot steps ---------------------------------------------------------
 
 
-def test_slot_steps_are_drawn_once_whoever_draws_them():
+def test_slot_steps_are_drawn_once_who_draws_them():
     data = TextData(
         TextCorpus.from_documents([bytes(range(256)) * 99, b"#" * 999]), sequence_length=8, seed=3
     )

@@ -176,7 +176,7 @@ class Run:
             return
         self.waiting.append(waiting)
         if len(self.waiting) >= 20:
-            # Whoever waits further down this stack cannot take up what would let this one go on.
+            # Anyone who waits further down this stack cannot take up what would let this one go on.
             assert any(start.share._news for start in self.waiting), "nobody lets go"
             reject()
         for start in list(self.starts.values()):
@@ -397,7 +397,7 @@ def test_an_island_waits_rather_than_draw_more_than_the_bound_untold():
     run.join("a")
     start, most = run.starts["a"], 0
     for _ in range(5 * BOUND):
-        run.draw(start)  # nobody reports but whoever waits
+        run.draw(start)  # nobody reports but anyone who waits
         most = max(most, untold(run, start))
 
     assert most == BOUND - 1, "the next step may draw that one"

@@ -105,7 +105,7 @@ def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: C
     tell(tmp_path, story, config=elastic)
 
 
-def test_whoever_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
+def test_who_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
     tmp_path: Path, elastic: Config
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
@@ -366,7 +366,7 @@ def test_a_part_that_is_said_to_be_written_for_ever_holds_up_neither_checkpoints
     tell(tmp_path, story, config=elastic)
 
 
-def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resume(
+def test_who_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resume(
     tmp_path: Path, elastic: Config
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
@@ -386,7 +386,7 @@ def test_whoever_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_r
     tell(tmp_path, story, config=elastic)
 
 
-def test_a_taken_cut_is_asked_for_until_it_is_kept_whoever_starts_again(
+def test_a_taken_cut_is_asked_for_until_it_is_kept_who_starts_again(
     tmp_path: Path, elastic: Config
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
@@ -480,7 +480,7 @@ def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic
         await coord.leave(grant, exit_code=1)
         coord.coordinator._end_if_over()
         assert coord.coordinator.ended.is_set()
-        assert "came to nothing" in coord.membership.fatal_reason
+        assert "was aborted" in coord.membership.fatal_reason
 
         await coord.restart()  # with the command that it names
         assert not coord.membership.is_stopping
@@ -517,7 +517,7 @@ def test_a_stop_that_came_to_nothing_does_not_wait_for_an_island_that_hangs(
             assert message == "the stop with a checkpoint waits for west"
         await asyncio.sleep(12.0)
         assert coord.coordinator.ended.is_set()
-        assert "came to nothing" in coord.membership.fatal_reason
+        assert "was aborted" in coord.membership.fatal_reason
         watching.cancel()
 
     tell(tmp_path, story, config=elastic)

@@ -98,7 +98,7 @@ def test_who_is_gone_loses_its_lease_though_every_look_is_late() -> None:
         assert leases.expired(["a"], now) == expected
 
 
-def test_whoever_comes_first_where_nobody_was_does_not_find_the_others_lost() -> None:
+def test_who_comes_first_where_nobody_was_does_not_find_the_others_lost() -> None:
     leases = Leases(10.0)
     leases.restarted(["a", "b", "c"], 0.0)
 

@@ -420,7 +420,7 @@ def deciding(east: int, west: int) -> Membership:
     [(30, 36), (36, 36), (48, 48), (100, 100)],
     ids=["before-it", "at-it", "beyond-it", "no-send-is-left"],
 )
-def test_a_new_start_promises_anew_and_may_move_the_stop_on_but_never_back(
+def test_a_new_start_promises_again_and_may_move_the_stop_on_but_never_back(
     promise: int, stop_step: int
 ) -> None:
     membership = deciding(24, 36)
@@ -434,7 +434,7 @@ def test_a_new_start_promises_anew_and_may_move_the_stop_on_but_never_back(
     assert membership.stop_step == stop_step
 
 
-def test_a_new_start_before_all_have_promised_promises_anew() -> None:
+def test_a_new_start_before_all_have_promised_promises_again() -> None:
     membership, _ = complete()
     do(membership, membership.request_stop())
     do(membership, membership.promise("east", 24))

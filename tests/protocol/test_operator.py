@@ -350,7 +350,7 @@ def test_a_setting_counts_is_told_and_outlives_the_coordinator(tmp_path: Path, c
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
-def test_what_the_coordinator_obeys_itself_counts_at_once(tmp_path: Path, config_of) -> None:
+def test_what_the_coordinator_applies_itself_counts_at_once(tmp_path: Path, config_of) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, _ = await joined(coord)
         assert (await coord.operate("set", key="coordinator.lease", value="3s")).is_done

@@ -69,7 +69,7 @@ class Watched(FragmentRounds):
     @phase.setter
     def phase(self, phase: Phase) -> None:
         if hasattr(self, "_phase"):
-            assert self._event is not None, f"{self._phase} became {phase} beside the table"
+            assert self._event is not None, f"{self._phase} became {phase} besides the table"
             self.moves.add((self._phase, self._event, phase))
         self._phase = phase
 
@@ -165,7 +165,7 @@ class AnyHistory(RuleBasedStateMachine):
                     self.verifying = []
                 case DropLanes(key, island, incarnation):
                     self.bytes_of.pop((key, island, incarnation), None)
-                case Lost():  # a restart of the syncer, after which it counts anew
+                case Lost():  # a restart of the syncer, after which it counts again
                     assert self.rules.max_expired_in_a_row in (None, 3)
                     assert self.rounds.phase is Phase.LOST
                     assert self.rounds.next_wake == math.inf
@@ -333,7 +333,7 @@ class AnyHistory(RuleBasedStateMachine):
                 island = contributors[0].island
                 if self.rounds.incarnations.get(island) == contributors[0].incarnation:
                     self.perform(self.rounds.malformed(key, {island: "no payload"}, self.now))
-                else:  # it has started anew since, or was kicked: an all-reduce gives the round up
+                else:  # it has started again since, or was kicked: an all-reduce gives the round up
                     self.perform(self.rounds.abandoned(key, (island,), "lost", self.now))
                 return
             case Close(key) if is_broken:

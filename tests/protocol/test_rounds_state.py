@@ -422,7 +422,7 @@ def test_the_deadline_runs_from_the_first_complete_contribution() -> None:
     assert expiry == RecordExpiry(RoundKey(0, 3, 0, 0), "deadline of 60 s; missing: b", ("b",))
 
 
-def test_the_deadline_stops_when_everybody_who_waited_starts_anew() -> None:
+def test_the_deadline_stops_when_everybody_who_waited_starts_again() -> None:
     rounds = machine()
     contribute(rounds, "a", 10.0)
 

@@ -76,7 +76,7 @@ RESUMED = [
             [*RETURNED, *start(3, [IslandResumed(2, 1), *steps(3, 4)])],
             [(1, 1), (1, 2), (3, 3), (3, 4)],
         ),
-        # Lost before anything was published: the next start founds anew.
+        # Lost before anything was published: the next start founds again.
         ([*start(1, steps(1, 2)), *start(2, steps(1, 2, 3))], [(2, 1), (2, 2), (2, 3)]),
         # A start that never got to work gives up nothing.
         ([*start(1, steps(1, 2)), *start(2, [BytesMoved(0, 0, 0)])], [(1, 1), (1, 2)]),
@@ -86,11 +86,11 @@ RESUMED = [
         "returned",
         "resumed",
         "resumed_before_the_return",
-        "founded_anew",
+        "founded_again",
         "stillborn",
     ],
 )
-def test_what_later_starts_made_anew_is_left_out(
+def test_what_later_starts_made_again_is_left_out(
     events: list[dict[str, Any]], standing: list[tuple[int, int]]
 ) -> None:
     assert made(events) == standing

@@ -384,7 +384,7 @@ def test_events_are_read_by_island_and_a_torn_line_is_left_out_with_a_warning(
     assert f"path={tmp_path / 'events-east-0.jsonl'} line=1" in warnings[0]
 
 
-def test_steps_that_were_no_slower_beside_exchanges_bound_utilisation(run: Run) -> None:
+def test_steps_that_were_no_slower_besides_exchanges_bound_utilisation(run: Run) -> None:
     run.events["west"] = run.of("west", 0, undisturbed_step_s=3.0)
 
     east, west = run.summary().islands

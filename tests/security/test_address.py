@@ -141,7 +141,7 @@ def test_wildcard_without_public_address_is_refused(bound: str) -> None:
         ("[::]:4711", "[::1]:4711"),
     ],
 )
-def test_processes_beside_it_need_no_way_through_the_outside(bound: str, expected: str) -> None:
+def test_processes_besides_it_need_no_way_through_the_outside(bound: str, expected: str) -> None:
     assert local_address(bound) == expected
 
 

@@ -1,4 +1,4 @@
-"""Sweeps of the laboratory: finished points stay, whoever is killed; the commands' words."""
+"""Sweeps of the laboratory: finished points stay, anyone who is killed; the commands' words."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_points_of_several_processes_are_those_of_one(lab_file: Path, tmp_path: 
     flags = Flags(settings=("run.inner_steps=12",), overrides=("seeds=[1]", "warm_steps=4"))
     points = points_of(lab_file, flags)
 
-    beside = run_points(points, Cache(tmp_path / "beside"), num_processes=2)
+    besides = run_points(points, Cache(tmp_path / "besides"), num_processes=2)
     here = run_points(points, Cache(tmp_path / "here"), num_processes=1)
 
-    assert [r["readings"] for r in beside.results] == [r["readings"] for r in here.results]
+    assert [r["readings"] for r in besides.results] == [r["readings"] for r in here.results]
 
 
 def test_a_damaged_result_is_trained_again(tmp_path: Path) -> None:

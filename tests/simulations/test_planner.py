@@ -280,7 +280,7 @@ def test_what_decides_is_what_the_time_hangs_on() -> None:
     on_fat = Search(loads, assumed(1e12, rtt_s=0.0), few).suggest(PENALTIES, 0.02)
 
     # Bandwidth is nearly all of the time on a thin link: with 20 % less the exchange takes 25 %
-    # more, beside 5 s of inner steps of the largest H.
+    # more, besides 5 s of inner steps of the largest H.
     less = next(i for i in on_thin.influences if i.name == "bandwidth" and not i.is_more)
     assert on_thin.chosen.setting.inner_steps_per_round == 50
     assert less.wall_s is not None

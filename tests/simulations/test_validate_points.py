@@ -96,7 +96,7 @@ def test_calibrated_costs_give_back_what_they_were_calibrated_by(codec: str) -> 
         assert predicted["blocked_s"] == pytest.approx(num_fragments * phases["wait"], rel=0.02)
 
 
-def test_the_plan_beside_a_real_run_is_what_the_command_says_of_its_file(tmp_path: Path) -> None:
+def test_the_plan_besides_a_real_run_is_what_the_command_says_of_its_file(tmp_path: Path) -> None:
     point = Point("100Mbit/s", 20, "int4", 10, 2)
     run_file = tmp_path / "run.toml"
     on_its_own_link = replace(SETTING, is_emulated=True)

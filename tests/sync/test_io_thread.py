@@ -99,12 +99,12 @@ def test_error_of_a_posted_action_is_raised_by_the_next_run_once(io: IoThread) -
 def test_stop_ends_the_threads_of_the_loop() -> None:
     io = IoThread()
     io.start()
-    beside = io.run(asyncio.to_thread(threading.current_thread))
-    assert beside.is_alive()
+    besides = io.run(asyncio.to_thread(threading.current_thread))
+    assert besides.is_alive()
 
     io.stop()
 
-    assert not beside.is_alive()
+    assert not besides.is_alive()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities are of processes there")

@@ -266,7 +266,7 @@ def test_an_older_version_than_was_lost_repairs_nothing(setting: Setting) -> Non
     run_virtual(scenario())
 
 
-def test_a_later_version_heard_of_during_a_repair_is_lost_after_it(setting: Setting) -> None:
+def test_a_later_version_known_of_during_a_repair_is_lost_after_it(setting: Setting) -> None:
     async def scenario() -> None:
         run, (a, _, _) = await damaged(setting)
         assert await give(a, 0) == ""

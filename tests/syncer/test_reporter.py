@@ -362,7 +362,7 @@ def test_orders_are_handed_on_with_every_report_and_none_while_nobody_answers() 
     ]
 
 
-def test_what_was_last_heard_of_checkpoints_holds_while_the_coordinator_is_away() -> None:
+def test_what_was_last_known_of_checkpoints_holds_while_the_coordinator_is_away() -> None:
     async def story(scene: Scene) -> None:
         running = scene.run()
         await asyncio.sleep(5)

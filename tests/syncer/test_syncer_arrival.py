@@ -580,7 +580,7 @@ def test_what_cannot_be_set_while_a_run_is_under_way_leaves_the_rules_as_they_ar
         assert [(r["uplink_codec"], r["policy_revision"]) for r in rules] == 2 * [("float32", 0)]
 
     run_virtual(scenario())
-    assert "policy is not obeyed, revision=5" in caplog.text
+    assert "policy is not applied, revision=5" in caplog.text
 
 
 # -- what is told ----------------------------------------------------------------------------------
@@ -749,7 +749,7 @@ def test_the_grace_is_measured_from_steps_quorums_and_fetches(
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("end", ["dies", "leaves", "starts anew", "is slow"])
+@pytest.mark.parametrize("end", ["dies", "leaves", "starts again", "is slow"])
 def test_a_contributor_that_is_gone_measures_no_fetch(setting: Setting, end: str) -> None:
     """As long as it takes to be noticed: the grace would be 0 for rounds."""
 
@@ -764,7 +764,7 @@ def test_a_contributor_that_is_gone_measures_no_fetch(setting: Setting, end: str
         match end:
             case "leaves":
                 await order(run, "a", "c")
-            case "starts anew":
+            case "starts again":
                 await RawIsland(run, "b", 2).poll()
             case "is slow":
                 await fetch(b, 1)

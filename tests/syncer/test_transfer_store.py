@@ -308,7 +308,7 @@ def test_what_finds_no_room_has_that_of_transfers(
 
     def check_room() -> None:
         if list(of_transfers.glob("*/*.safetensors")):
-            raise DiskFull(errno.ENOSPC, "no room beside a transfer")
+            raise DiskFull(errno.ENOSPC, "no room besides a transfer")
 
     def reserve_if_room(*arguments: Any) -> None:
         check_room()
@@ -349,7 +349,7 @@ def test_what_the_coordinator_asks_for_has_the_room_of_transfers(
 
         def full(*_: int) -> None:
             if list((setting.directory / "transfers").iterdir()):
-                raise DiskFull(errno.ENOSPC, "no room beside a transfer")
+                raise DiskFull(errno.ENOSPC, "no room besides a transfer")
 
         pin = FragmentStore.pin
         monkeypatch.setattr(FragmentStore, "pin", lambda *of: (full(), pin(*of)))

@@ -48,7 +48,7 @@ def test_scalars_stand_at_their_inner_step(tmp_path: Path) -> None:
     assert scalars(tmp_path, "n_tokens_seen")[2] == (3, 192.0)
 
 
-def test_a_start_that_goes_on_earlier_hides_what_it_makes_anew(tmp_path: Path) -> None:
+def test_a_start_that_goes_on_earlier_hides_what_it_makes_again(tmp_path: Path) -> None:
     train(tmp_path, range(1, 7), loss=2.0)
     train(tmp_path, range(4, 9), loss=1.0)
 

@@ -23,7 +23,7 @@ from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.parallel.mesh import IslandMesh
 from diloco.trainer.trainer import InnerTrainer
 
-#: What a row needs beside torch.
+#: What a row needs besides torch.
 Loads: TypeAlias = Literal["", "compiler", "transformers"]
 
 INNER_STEPS = 5

@@ -103,7 +103,7 @@ def test_every_choice_of_training_is_counted_and_none_of_an_evaluation() -> None
     assert layer.router.load.sum() == 2 * 10 * 2
 
 
-def test_bias_moves_against_the_load_and_counting_begins_anew() -> None:
+def test_bias_moves_against_the_load_and_counting_begins_again() -> None:
     layer = make_layer()
     bias = layer.router.expert_bias.clone()
     layer.router.load.copy_(torch.tensor([4.0, 0.0, 2.0, 2.0, 3.0, 1.0]))

@@ -1,6 +1,6 @@
 """Settling and clipping of gradients whose tensors lie on no mesh, on one, or on several.
 
-Beside them the gradients of a loss whose logits lie on two ranks.
+Besides them the gradients of a loss whose logits lie on two ranks.
 """
 
 import math
@@ -30,7 +30,7 @@ def whole_gradients():
 
 
 def clip_everything(max_norm):
-    """Clip plain gradients beside DTensors of a line and of a 2 x 1 grid, on 2 ranks."""
+    """Clip plain gradients besides DTensors of a line and of a 2 x 1 grid, on 2 ranks."""
     line = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rows", "columns"))
     layouts = {

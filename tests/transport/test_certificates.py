@@ -131,7 +131,7 @@ def test_a_leaf_has_nothing_that_the_request_asks_for_but_its_key(authority: Aut
     assert leaf.public_key() == key.public_key()
 
 
-def test_a_request_is_for_whoever_asks_and_for_a_key_that_it_has() -> None:
+def test_a_request_is_for_who_asks_and_for_a_key_that_it_has() -> None:
     key, request = make_request(EAST)
     _, of_west = make_request(WEST)
 

@@ -508,7 +508,7 @@ class Service:
 
     Coordinator and syncer are there twice: of a run whose islands are fixed, and of one that any
     island may join and in which none is waited for. What a hostile caller with a good grant can end
-    by the rules (rounds that expire three times in a row end a run) is begun anew; `outcomes`
+    by the rules (rounds that expire three times in a row end a run) is begun again; `outcomes`
     counts the answers by method.
     """
 

@@ -61,7 +61,7 @@ def test_what_nobody_comes_for_is_forgotten_after_its_time() -> None:
     assert table.enter("a", second.name, object(), 10.0) is second
 
 
-def test_over_the_bound_whoever_keeps_most_loses_its_oldest() -> None:
+def test_over_the_bound_who_keeps_most_loses_its_oldest() -> None:
     table = TransferTable(kept_bytes=300, kept_s=1e9)
     modest = broken(table, "modest", 0, 60, 0.0)
     greedy = [broken(table, "greedy", n, 60, float(n)) for n in range(1, 9)]
@@ -105,7 +105,7 @@ def test_one_call_is_kept_however_large_it_is() -> None:
     assert table.enter("a", newest.name, object(), 2.0) is newest
 
 
-def test_over_the_number_whoever_keeps_most_calls_loses() -> None:
+def test_over_the_number_who_keeps_most_calls_loses() -> None:
     table = TransferTable(kept_bytes=1000, kept_s=1e9, most=4)
     modest = broken(table, "modest", 0, 60, 0.0)
     for number in range(9):
@@ -219,7 +219,7 @@ def test_an_opening_is_no_position() -> None:
     assert position(frame_opening(b"", 5, 5), 5) is None
 
 
-def test_a_budget_begins_anew_with_progress() -> None:
+def test_a_budget_begins_again_with_progress() -> None:
     done = 0
 
     async def attempt() -> str:

@@ -44,7 +44,7 @@ def test_idle_time_does_not_count() -> None:
     assert meter.rate_bps(1010.0) == pytest.approx(8 * MESSAGE, rel=0.01)
 
 
-def test_all_get_their_turn_in_order_and_whoever_gives_up_holds_up_nobody() -> None:
+def test_all_get_their_turn_in_order_and_who_gives_up_holds_up_nobody() -> None:
     async def run() -> list[int]:
         turns, order = LineTurns(MESSAGE), []
 

@@ -1,4 +1,4 @@
-"""Every wrong certificate, shown to coordinator and syncer, and by whoever poses as a server."""
+"""Every wrong certificate, shown to coordinator and syncer, and by anyone who poses as a server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def whoami(call: IncomingCall) -> Reply:
 
 
 class Forger:
-    """Makes certificates as whoever has keys of the run, or of one that is called the same."""
+    """Makes certificates as anyone who has keys of the run, or of one that is called the same."""
 
     def __init__(self, pki: Pki) -> None:
         self.pki, others = pki, Pki(pki.directory.parent / "others")
@@ -165,7 +165,7 @@ def is_agreed(address: str, shown: Path | None, most: ssl.TLSVersion) -> bool:
 
 
 async def words_for(address: str, role: Role, shown: bytes, ca: bytes) -> str:
-    """Return what a server says to whoever it agreed to a handshake with."""
+    """Return what a server says to anyone who it agreed to a handshake with."""
     credentials = grpc.ssl_channel_credentials(ca, shown, shown)
     options = (("grpc.ssl_target_name_override", server_name(role)),)
     async with grpc.aio.secure_channel(address, credentials, options=options) as channel:

@@ -191,7 +191,7 @@ def test_a_difference_beyond_the_downlink_codec_is_an_error_of_the_result() -> N
         publish(lane, [torch.zeros(4)], down="float16", optimizer=SGD)
 
 
-def test_stochastic_rounding_draws_anew_for_every_attempt_and_repeats_itself() -> None:
+def test_stochastic_rounding_draws_again_for_every_attempt_and_repeats_itself() -> None:
     lane, deltas = state(), [values(5)]
 
     made, again = (publish(lane, deltas, down="int4-stochastic") for _ in range(2))

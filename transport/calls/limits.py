@@ -1,6 +1,6 @@
 """What one server bears from its callers: calls at once, calls a second, silence.
 
-Pure: `now` is given. A caller is an identity where callers are known, else a connection. Whoever
+Pure: `now` is given. A caller is an identity where callers are known, else a connection. Anyone who
 asks too much is told `Overloaded` and may try again; nobody else is slowed.
 
 Source: token bucket (J. Turner, "New directions in communications", 1986).
@@ -67,7 +67,7 @@ class Limits:
 
         They connect when a server's certificate changes, those of one caller from one address: with
         one or two connections each, and once calls are let in with up to `MOST_CHANNELS`. Each has
-        a poll under way, and moves payloads beside it.
+        a poll under way, and moves payloads besides it.
 
         Args:
             num_of_caller: Processes of one caller, at most; 0: not known.

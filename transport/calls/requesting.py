@@ -88,7 +88,7 @@ class Request:
         size = len(self._payload)
         self.is_sent = False
         is_resuming = self._is_resuming = transfer.asks_first
-        # Its own: whoever ends the messages for another address cancels what they wait for.
+        # Its own: anyone who ends the messages for another address cancels what they wait for.
         position = self._position = asyncio.get_running_loop().create_future()
         yield frame_opening(self._header, size, self._chunk_bytes, self._resumption())
         offset = await position if is_resuming else 0

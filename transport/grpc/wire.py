@@ -74,7 +74,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 4),
     # And to measure bandwidth, as data arrives that left long before: the usual two would end it.
     ("grpc.http2.max_ping_strikes", 1000),
-    # Whoever connects and says nothing, or never calls, is let go.
+    # Anyone who connects and says nothing, or never calls, is let go.
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS),
     ("grpc.max_concurrent_streams", MAX_STREAMS),

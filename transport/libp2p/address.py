@@ -4,8 +4,8 @@
     /p2p/12D3KooW...                             who it is; the DHT knows where
     ADDRESS,ADDRESS                              several routes to one peer
 
-The identity is the hash of a public key: whoever answers proves that it is that peer, wherever it
-is. Pure.
+The identity is the hash of a public key: anyone who answers proves that it is that peer, wherever
+it is. Pure.
 
 See https://github.com/multiformats/multiaddr (text and bytes), libp2p specs/peer-ids.
 """

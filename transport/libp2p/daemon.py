@@ -240,7 +240,7 @@ class Daemon:
         writer.transport.abort()
 
     async def stop(self) -> None:
-        """End the daemon; its streams break. Whoever gives up waiting does not stop its end."""
+        """End the daemon; its streams break. Anyone who gives up waiting does not stop its end."""
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end())
         await asyncio.shield(self._ending)

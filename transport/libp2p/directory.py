@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-#: Beside hivemind's own; a directory below TMPDIR may be too long for a socket.
+#: Besides hivemind's own; a directory below TMPDIR may be too long for a socket.
 PLACE = Path("/tmp")
 PREFIX = "diloco-p2pd-"
-#: Seconds within which whoever makes a directory has locked it.
+#: Seconds within which anyone who makes a directory has locked it.
 _UNLOCKED_S = 60.0
 
 

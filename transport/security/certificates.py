@@ -9,7 +9,7 @@
 Who holds IDENTITY.pem asks the coordinator for leaves. What is revoked gets none, so only the
 coordinator knows what is revoked, and whatever else a thief has ends by itself. Nobody can pose as
 a server: a leaf alone has the extended key usage serverAuth and the name of its role, which TLS
-compares, and the issuer takes the name from the certificate of whoever asks.
+compares, and the issuer takes the name from the certificate of anyone who asks.
 
 Owns contents and judgement, no file and no clock: `now` is given. Keys are EC P-256, signatures
 SHA-256. Every refusal is a `CertificateError` that says why in words.
@@ -331,7 +331,7 @@ def _below(
     server: str = "",
 ) -> x509.CertificateBuilder:
     lifetime = min(lifetime, expiry_of(authority.certificate) - now)
-    # Two issuers of a run have one name: whoever verifies tells them apart by their keys.
+    # Two issuers of a run have one name: anyone who verifies tells them apart by their keys.
     key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     return (
         _builder(identity, now, lifetime, public_key, server)

@@ -3,8 +3,8 @@
 A stranger's connection is one over which no caller has been let in yet: still silent, within its
 TLS handshake, or refused. gRPC accepts connections by itself and asks nobody, so they are found
 among the descriptors of this process (Linux) and shut down before they say anything: an address
-keeps its newest ones, because whoever may come in calls within a second of connecting. Connections
-of callers are never touched, however many an address has.
+keeps its newest ones, because anyone who may come in calls within a second of connecting.
+Connections of callers are never touched, however many an address has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco.transport.own_sockets import borrowed, descriptors, ip_of, sockets
 
 _log = logging.getLogger(__name__)
 
-#: Whoever has one address of IPv6 has all of its network.
+#: Anyone who has one address of IPv6 has all of its network.
 _IPV6_PREFIX = 64
 #: Places of callers that are kept without a look at which of them are still connected.
 _KEPT_CALLERS = 4096

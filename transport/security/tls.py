@@ -102,7 +102,7 @@ class Tls:
 
     Attributes:
         identity: Whose process this is.
-        ask: Has the coordinator issue a leaf for a request; None: the issuer that lies beside the
+        ask: Has the coordinator issue a leaf for a request; None: the issuer that lies next to the
             other files does, as where everything is on one machine.
         on_failure: Hears of a renewal that failed, in the event loop that needed it.
         is_revoked: Whether a certificate with this serial number was revoked.

@@ -1,9 +1,9 @@
-"""Tokens: 256 random bits by which a caller is known, beside its certificate or instead of one.
+"""Tokens: 256 random bits by which a caller is known, besides its certificate or instead of one.
 
     tokens.json      sha256 of each token by identity; where a server runs
     IDENTITY.token   the token itself, 0600; where that identity runs
 
-A token travels with every call and is judged once a call, never a chunk. Over plaintext whoever
+A token travels with every call and is judged once a call, never a chunk. Over plaintext anyone who
 listens learns it: it keeps strangers out of a private network, it does not make a public one safe.
 """
 

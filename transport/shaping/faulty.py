@@ -9,9 +9,9 @@
     HALF_OPEN    the peer does it, and its answer never comes
     SLOW_READER  payloads move at `slow_bps`
 
-Beside what single calls meet, a link's gate may be shut, both ways or one way: requests, or replies
-of calls in flight too, then wait as on a real link whose packets are lost, until the gate is open
-again or their deadline has passed.
+Besides what single calls meet, a link's gate may be shut, both ways or one way: requests, or
+replies of calls in flight too, then wait as on a real link whose packets are lost, until the gate
+is open again or their deadline has passed.
 
 Which call meets which fault is a hash of (seed, link, number of the call on that link), so a script
 plays the same way again as long as each link makes the same calls in the same order. At most one
@@ -262,7 +262,7 @@ class Faults:
             reply = await attempt(tamper if payload_bytes else _unchanged)
         except Exception as error:
             if is_damaged and not (isinstance(error, TransportError) and error.is_retryable):
-                self.fired[Fault.CORRUPT] += 1  # whoever heard it refused it
+                self.fired[Fault.CORRUPT] += 1  # anyone who heard it refused it
             raise
         if not payload_bytes:
             reply = Reply(reply.header, tamper(reply.payload))

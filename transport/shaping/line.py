@@ -84,7 +84,7 @@ class Way:
 
 
 class ShapedLine:
-    """Carries bytes between whoever connects and `target`; `up` is towards the target.
+    """Carries bytes between anyone who connects and `target`; `up` is towards the target.
 
     Attributes:
         num_cuts: Connections cut so far.
@@ -99,7 +99,7 @@ class ShapedLine:
         cut_up: Sequence[int] = (),
         cut_down: Sequence[int] = (),
         seed: int = 1,
-        beside: ShapedLine | None = None,
+        besides: ShapedLine | None = None,
     ) -> None:
         """Carry bytes.
 
@@ -110,14 +110,14 @@ class ShapedLine:
             cut_up: Further bytes upwards after which both sides are reset; each is used once.
             cut_down: The same downwards.
             seed: Of the flips.
-            beside: A line to another target that has both ways in common with this one; what they
+            besides: A line to another target that has both ways in common with this one; what they
                 do is said there.
         """
         self._target = target
         self.up = Way(rate_bps, damage_every_bytes, cut_up, seed)
         self.down = Way(rate_bps, damage_every_bytes, cut_down, seed + 1)
-        if beside is not None:
-            self.up, self.down = beside.up, beside.down
+        if besides is not None:
+            self.up, self.down = besides.up, besides.down
         self.num_cuts = 0
         self._open: set[_Ends] = set()
         self._silent: set[_Ends] = set()

@@ -3,7 +3,7 @@
 What has come of a message counts once the message is whole. Where as many streams as there are
 lanes share a thin line, all of their messages are whole at the same late time, and until then
 every one of them is silent. Here a payload begins when the line can carry a message of each that
-is under way within `MOVE_S`; whoever waits for that has not called yet, and no deadline counts.
+is under way within `MOVE_S`; anyone who waits for that has not called yet, and no deadline counts.
 
 Processes that share a line each measure their share of it, and each has at least one payload under
 way. 16 with 1.25 MiB each over 2 Mbit/s needed 84 s, as the line does; 64 with 0.5 MiB each 175 s

@@ -1,4 +1,4 @@
-"""Flat ring against hierarchical all-reduce on the same links, beside the time that they must take.
+"""Flat ring against hierarchical all-reduce on the same links, and the time that they must take.
 
 Two islands of two ranks, a process each, sum 64 MiB of float32 again and again: through one ring of
 all four, or inside the islands first, in chunks of several sizes; one chunk for the whole vector is

@@ -9,7 +9,7 @@ Rows of hivemind have a table of their own and no bar: the same contributions th
 libp2p transport. It does not fill a fat long link: one stream has about 4 MB on its way, which is
 320 Mbit/s at 100 ms (the cause was not traced).
 
-Beside the links: the in-process shaper against its specification, and what mTLS costs.
+Besides the links: the in-process shaper against its specification, and what mTLS costs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 
 _MIB = 1 << 20
-_LINKS, _HIVEMIND, _BESIDE = "links", "hivemind, for comparison", "beside the links"
+_LINKS, _HIVEMIND, _BESIDES = "links", "hivemind, for comparison", "besides the links"
 
 _COLUMNS = (
     Column("row", "row"),
@@ -194,7 +194,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: WanSetting = SETTING
             results.append(measured)
             requirements += bars
     tries = setting.repetitions + 1
-    beside: dict[str, tuple[Callable[[], dict[str, Any]], str, float]] = {
+    besides: dict[str, tuple[Callable[[], dict[str, Any]], str, float]] = {
         SHAPER: (
             lambda: measure_shaper(
                 setting.shaper_bps, setting.shaper_bytes, shortest_s=setting.shaper_s, tries=tries
@@ -208,10 +208,10 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: WanSetting = SETTING
             setting.tls_cost,
         ),
     }
-    for name, (measure, what, limit) in beside.items():
+    for name, (measure, what, limit) in besides.items():
         if name in wanted:
             watch(name, len(results), len(wanted))
-            results.append({"table": _BESIDE, "row": name, **measure()})
+            results.append({"table": _BESIDES, "row": name, **measure()})
             requirements.append(Requirement(f"{name}: {what}", results[-1]["figure"], limit, "x"))
     described = {"lanes": LANES, "repetitions": setting.repetitions, "limit_s": setting.limit_s}
     return Report("wan", described, (*_COLUMNS, *HEARTBEAT_COLUMNS), results, requirements)
@@ -300,7 +300,8 @@ def _has_hivemind() -> bool:
     return importlib.util.find_spec("hivemind") is not None
 
 
-# -- beside the links ------------------------------------------------------------------------------
+# -- besides the links
+# ------------------------------------------------------------------------------
 
 #: In which the bytes of a measurement of CPU time are sent.
 _BURSTS = 8

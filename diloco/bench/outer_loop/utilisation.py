@@ -208,7 +208,7 @@ class Timed:
         inner_steps: Inner steps made.
         wall_s: Seconds from the first one's begin to the last one's `DiLoCo.step` done.
         blocked_s: Of these, seconds for which `DiLoCo.step` waited for outcomes.
-        undisturbed_step_s: Duration of an inner step with nothing to do beside it.
+        undisturbed_step_s: Duration of an inner step with nothing to do besides it.
         num_parameters: Size of the model.
     """
 

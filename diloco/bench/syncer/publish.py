@@ -1,8 +1,8 @@
-"""Rows "publish" of `diloco bench syncer`: a round from submit to published, beside its arithmetic.
+"""Rows "publish" of `diloco bench syncer`: a round from submit to published, and its arithmetic.
 
 Two islands and a syncer, a process each, over loopback without shaping. The clock starts when the
 islands begin to encode, lane by lane, and stops when the last of them hears that the next version
-is published. Beside it, alone on one thread: 2 encodes, 3 decodes (both contributions, and what
+is published. Besides it, alone on one thread: 2 encodes, 3 decodes (both contributions, and what
 is published), the outer step, and the downlink's encode, of the same lanes by the same codec.
 Rounds and codecs take turns, so that other load on the machine meets both. Processes learn what
 to do over pipes; `time.monotonic`, which they share, says when what happened.

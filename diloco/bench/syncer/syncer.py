@@ -1,4 +1,4 @@
-"""How many islands one core serves: a real syncer's CPU time and memory beside simulated islands.
+"""How many islands one core serves: a real syncer's CPU time and memory besides simulated islands.
 
 The syncer is `python -m diloco.launch.syncer` on one CPU, with a state directory on disk; its
 islands, all in this process, send contributions that were encoded beforehand, some islands at a
@@ -16,7 +16,7 @@ the same row without it is the cost of TLS.
 
 `idle` is a syncer that all islands have joined; `held` are the coded contributions that the spool
 has in memory; `in flight` the lanes that arrive, once each; nothing else may wait in streams. What
-a merge makes beside the state is its next published values (a third of the state), one decoded
+a merge makes besides the state is its next published values (a third of the state), one decoded
 lane a thread and its sums. The rest is what gRPC reads ahead and, most of all, memory that was
 freed and not given back: pages of coded lanes that the merge has let go, too small for vectors.
 
@@ -240,7 +240,8 @@ def _measure(
 class _Took:
     """What all measured rounds of a row took, and the bytes that the syncer had in memory.
 
-    `idle_bytes` are with the state of version 0; `longest_call_s` is that of a call beside a merge.
+    `idle_bytes` are with the state of version 0; `longest_call_s` is that of a call besides a
+    merge.
     """
 
     spent: Spent

@@ -79,7 +79,7 @@ def set_(
 ) -> None:
     """Change a policy of the run under way, such as the outer learning rate.
 
-    Checked as the run file is. What rounds obey counts from each fragment's next opening, and the
+    Checked as the run file is. Rules of rounds count from each fragment's next opening, and the
     header of every version says under which revision it was made. It stays so over restarts. Which
     keys can be changed is said when another one is given.
     """

@@ -117,7 +117,7 @@ def utilisation(rows: Rows = None) -> None:
 
 @measured_by("outer_loop.codec")
 def codec(rows: Rows = None) -> None:
-    """Time every codec's encode and decode, eager and compiled, beside a copy of the same values.
+    """Time every codec's encode and decode, eager and compiled, besides a copy of the same values.
 
     One thread; as many float32 values at once as a lane of a fragment of 25 million parameters has,
     and 4 million; about two minutes, most of them for compiling. With a GPU, 268 million on that.
@@ -167,8 +167,9 @@ def guard(
     A byte model of 0.03M parameters, 200 inner steps in virtual time with the product's own islands
     and syncer, scheduled and decoupled; from step 103 on the last island is faulty: it learns
     shuffled labels; what it sends has the other sign, is a hundredfold, or noise; or one bit flips
-    in a parameter, an inner moment or the anchor. Beside them runs without a fault: a warm start, a
-    learning rate that begins again, an island that joins, one that leaves. About 4 s of CPU a cell.
+    in a parameter, an inner moment or the anchor. Besides them runs without a fault: a warm start,
+    a learning rate that begins again, an island that joins, one that leaves. About 4 s of CPU a
+    cell.
 
     Of two islands whose directions differ both are merged once, then each tries what it sends: the
     bar of their loss is only hoped for.
@@ -212,7 +213,7 @@ def wan(rows: Rows = None) -> None:
 
     Each link is made of network namespaces (root; see diloco emulate), checked against its
     specification, and then carries in turn what iperf3 sends in 8 streams and contributions of 16
-    lanes through the product's own transport. Beside them: the in-process shaper against its
+    lanes through the product's own transport. Besides them: the in-process shaper against its
     specification, and what mTLS costs. About fifteen minutes; a busy machine makes checks miss.
 
     Read "figure": payload per second over that of the limit in the same minute on the same link;
@@ -228,7 +229,7 @@ def wan(rows: Rows = None) -> None:
 
 @measured_by("network.allreduce")
 def allreduce(rows: Rows = None, emulate: Emulate = False) -> None:
-    """Time a flat ring and a hierarchical all-reduce of 64 MiB beside their ideal.
+    """Time a flat ring and a hierarchical all-reduce of 64 MiB besides their ideal.
 
     Two islands of two ranks on links of 100 Mbit/s 60 ms, 1 Gbit/s 20 ms and 1 Gbit/s 1 ms, shaped
     in the process, or emulated with the kernel's TCP (see diloco emulate). Some minutes, on a
@@ -242,7 +243,7 @@ def allreduce(rows: Rows = None, emulate: Emulate = False) -> None:
 
 @measured_by("training.plain")
 def plain(rows: Rows = None) -> None:
-    """Time the native trainer beside plain PyTorch written straight.
+    """Time the native trainer besides plain PyTorch written straight.
 
     One rank, one thread, float32 on the CPU: a Llama of 0.9M and one of 26M parameters, fused
     AdamW, clipping, the same values to begin with and the same sequences, which lie ready in memory
@@ -286,7 +287,7 @@ def race(
 @measured_by("training.scaling")
 def scaling(
     ranks: Annotated[
-        str, typer.Option("--ranks", metavar="N,N", help="Numbers of ranks beside one.")
+        str, typer.Option("--ranks", metavar="N,N", help="Numbers of ranks besides one.")
     ] = "2,4",
     rows: Rows = None,
     emulate: Annotated[
@@ -300,7 +301,7 @@ def scaling(
     the same 2,048 tokens an inner step: fsdp, replicate, tp, pp (1F1B, two micro-batches a stage)
     and cp (ring) each take all ranks. A minute or two. They meet through the loopback; --emulate
     joins each to a switch by 1 Gbit/s, 0.4 ms round trip between two, measured before: as slow
-    beside these ranks as a cluster's network beside its GPUs. What carries the packets takes CPU
+    besides these ranks as a cluster's network besides its GPUs. What carries the packets takes CPU
     time, too.
 
     Read "x N": one rank's tokens/s times the ranks; "ideal": the same, times the CPUs where ranks
@@ -309,7 +310,7 @@ def scaling(
     lowers. "exposed": share of the wall time in which a rank's training thread waited for others,
     its waits for a CPU not counted: collectives that nothing hides, and the bubbles of a pipeline;
     of more ranks than CPUs also others' waits for a CPU. "CPU": CPU time of a token over that of
-    one rank, whoever else computes, so that 1 means that a strategy adds no work. "loss" differs
+    one rank, anyone who else computes, so that 1 means that a strategy adds no work. "loss" differs
     by rounding only. There are no bars.
     """
 

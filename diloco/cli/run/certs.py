@@ -57,7 +57,7 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
         typer.echo(f"  {short}: ca.pem {short.replace('/', '-')}.pem")
     typer.echo(
         "  diloco status: ca.pem operator.pem\n"
-        "ca.key stays here and nowhere else: whoever has it is every island. What coordinator, "
+        "ca.key stays here and nowhere else: anyone who has it is every island. What coordinator, "
         "syncers and islands show each other lasts for transport.certificate_lifetime; the "
         "coordinator issues it."
     )
@@ -156,7 +156,7 @@ def revoke(
 def token(name: _Name, directory: _Directory = _DIRECTORY) -> None:
     """Make a token for an identity, in place of its last one.
 
-    A run whose transport.tokens is set asks for them with every call: beside certificates, or
+    A run whose transport.tokens is set asks for them with every call: besides certificates, or
     instead of them on a private network without.
     """
     path = _ca(directory).make_token(name)

@@ -297,7 +297,7 @@ def _stopped_text(config: Config, command: str) -> str:
             f"{membership.checkpoint_name(membership.to_resume)}: {command} --resume"
         )
     return (
-        f"stopped: every process has ended; there is no checkpoint yet. Start anew: {command} "
+        f"stopped: every process has ended; there is no checkpoint yet. Start again: {command} "
         f"--fresh"
     )
 

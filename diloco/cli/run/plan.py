@@ -48,7 +48,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """Which run is shown, and where beside the terminal."""
+    """Which run is shown, and where besides the terminal."""
 
     run_file: Path
     json_target: str
@@ -91,7 +91,7 @@ def plan(
 
     Fragments, lanes, schedule, traffic, memory and disk follow from the file alone. Its time does
     from inner steps and links, which are told, measured, or estimated as the plan says: the run is
-    simulated, the real schedule, rounds and codecs under a virtual clock. Beside it stand
+    simulated, the real schedule, rounds and codecs under a virtual clock. Besides it stand
     all-reduces of gradients on the same links, as diloco baseline makes them.
 
     Read "utilised": share of the time in inner steps; "mean" and "peak": bandwidth of payloads over
@@ -156,7 +156,7 @@ def _show_plan(
         measuring: What is timed.
         capacity: Of the syncers' machine.
         wanted: What is suggested; None: nothing.
-        needing: Options that come to nothing where no time is predicted.
+        needing: Options that are aborted where no time is predicted.
         shown: Where it goes.
     """
     from rich.console import Console

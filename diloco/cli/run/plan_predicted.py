@@ -1,4 +1,4 @@
-"""What `diloco plan` prints of a run's time: prediction, what stands beside it, suggestion."""
+"""What `diloco plan` prints of a run's time: prediction, what stands next to it, suggestion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show_suggestion(console: Console, suggestion: Suggestion, run: str) -> None:
         f"ends earlier than all below it, which cost less loss:\n"
     )
     print_rows(console, _candidate_rows(suggestion))
-    changes = chosen.setting.overrides(beside=own.setting)
+    changes = chosen.setting.overrides(besides=own.setting)
     if changes:
         typed = " ".join(f"--set {change}" for change in changes)
         console.print(f"\ndiloco plan {run} {typed}", markup=False)
@@ -193,9 +193,9 @@ def _influence_text(influence: Influence, suggestion: Suggestion) -> str:
     if influence.wall_s is not None:
         text += f"{format_duration(influence.wall_s)} ({influence.wall_s / chosen.wall_s - 1:+.1%})"
     else:
-        text += "the suggestion comes to nothing"
+        text += "the suggestion is aborted"
     if influence.is_other:
-        others = influence.chosen.setting.overrides(beside=chosen.setting)
+        others = influence.chosen.setting.overrides(besides=chosen.setting)
         text += f"; then better {', '.join(others)}: {format_duration(influence.chosen.wall_s)}"
     return text
 

@@ -42,7 +42,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     print_rows(console, _direction_rows(planned))
     console.print("\nA rank of each island takes, estimated from shapes, on its device:\n")
     print_rows(console, _rank_rows(planned))
-    console.print("\nand beside it:\n")
+    console.print("\nand besides it:\n")
     print_rows(console, _host_rows(planned))
     disk = planned.disk
     console.print(
@@ -58,9 +58,9 @@ def show_forecast(console: Console, planned: Forecast) -> None:
         console.print(
             f"In the memory of a syncer's host, at "
             f"most: {format_bytes(most.memory_bytes)}, and {format_bytes(most.merge_bytes)} for "
-            f"each fragment that it merges beside another, if there are cores and room."
+            f"each fragment that it merges besides another, if there are cores and room."
         )
-    _print_memory_beside(console, planned)
+    _print_memory_besides(console, planned)
     if len(planned.syncers) > 1:
         console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")
         print_rows(console, _syncer_rows(planned))
@@ -76,8 +76,8 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     )
 
 
-def _print_memory_beside(console: Console, planned: Forecast) -> None:
-    """Say what comes beside the table for a moment: on devices, and for copies of checkpoints."""
+def _print_memory_besides(console: Console, planned: Forecast) -> None:
+    """Say what comes besides the table for a moment: on devices, and for copies of checkpoints."""
     from diloco.checkpoint.host_memory import available_bytes
     from diloco.transport.units import format_bytes
 
@@ -151,7 +151,7 @@ def _syncer_rows(planned: Forecast) -> Rows:
 
 
 def _arrival_text(planned: Forecast, arrival: ArrivalForecast) -> str:
-    """Say what stands in place of a schedule, and where its grace comes to nothing."""
+    """Say what stands in place of a schedule, and where its grace is aborted."""
     from diloco.transport.units import format_bytes, format_duration
 
     text = (

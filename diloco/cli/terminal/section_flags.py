@@ -47,7 +47,7 @@ def section_command(
         return _flags(load(), twins or {})
 
     class SectionCommand(TyperCommand):
-        """A command with the section's flags beside its own."""
+        """A command with the section's flags besides its own."""
 
         def get_params(self, ctx: Any) -> list[Any]:
             """Add the flags to the command's own options."""

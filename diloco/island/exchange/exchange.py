@@ -40,7 +40,7 @@ ANYWHERE = (math.inf, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRules:
-    """What a carrier obeys.
+    """The rules of a carrier.
 
     Args:
         uplink_codec: Codec of contributions (`lane_codec`).
@@ -251,9 +251,9 @@ class Exchange:
         self._start(sent_by)
         self._tasks.spawn(self._restore(fragments))
 
-    def begin_anew(self, fragment_id: int) -> None:
+    def begin_again(self, fragment_id: int) -> None:
         """Forget the work of a checkpoint that counts already."""
-        self._carried[fragment_id].begin_anew()
+        self._carried[fragment_id].begin_again()
 
     def resume(self, sent: Outstanding, lanes: LaneCheckpoint) -> None:
         """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
@@ -387,7 +387,7 @@ class Exchange:
         self._tasks.fail(error)
 
     def coordinator_answered(self) -> None:
-        """Take note that this island reaches the coordinator: who is away is waited for longer."""
+        """Record that this island reaches the coordinator: who is away is waited for longer."""
         self.num_heard += 1
         self._reach.answered("coordinator")
 

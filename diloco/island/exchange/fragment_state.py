@@ -312,7 +312,7 @@ class IslandFragment:
         self.residual_sums = {lane_id: bit_sum(values) for lane_id, values in self.residual.items()}
         self.broken_in_a_row = lanes.broken_in_a_row
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Forget work that was captured, and counts already."""
         self.residual = {}
 

@@ -72,7 +72,7 @@ class SyncerReach:
         self._at: dict[Hashable, float] = {}
 
     def answered(self, who: Hashable) -> None:
-        """Take note of an answer; in the loop, by whose clock it counts."""
+        """Record an answer; in the loop, by whose clock it counts."""
         self._at[who] = loop_now()
 
     def has_answered(self, who: Hashable) -> bool:

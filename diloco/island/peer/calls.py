@@ -158,7 +158,7 @@ class PeerCalls:
                 payload, refusal = await self._pull_once(
                     island, method, request, num_bytes, transfer
                 )
-                transfer = Transfer()  # what was answered is asked anew
+                transfer = Transfer()  # what was answered is asked again
                 if not refusal and digest and blake3.blake3(payload).digest() != digest:
                     refusal = "what came has another digest than was declared"
                     logger.warning("lane refused, island=%s method=%s: %s", island, method, refusal)
@@ -222,7 +222,7 @@ class PeerCalls:
         if len(reply.payload) != num_bytes:
             return b"", f"{len(reply.payload)} bytes came, {num_bytes} were expected"
         if blake3.blake3(reply.payload).digest() != answer.digest:
-            return b"", "what came does not match the digest beside it"
+            return b"", "what came does not match the digest besides it"
         return reply.payload, ""
 
     def _open(self, address: str) -> Transport:

@@ -212,7 +212,7 @@ class FragmentPeer:
         )
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Take note of how the island's contribution ended."""
+        """Record how the island's contribution ended."""
         if self.own is not None and self.own.key == outcome.key:
             self.own.outcome = outcome
             self._tasks.notify()
@@ -334,8 +334,8 @@ class FragmentPeer:
         return QuorumLost(
             f"fragment {self.fragment.fragment_id}: this island holds version "
             f"{self.replica.version}, {journal}: it is a copy from another day, or the run was "
-            f"begun anew. Bring the newest journal back, or resume a checkpoint: diloco "
-            f"coordinator RUN.toml --resume; if it was begun anew, remove {directory} and start "
+            f"begun again. Bring the newest journal back, or resume a checkpoint: diloco "
+            f"coordinator RUN.toml --resume; if it was begun again, remove {directory} and start "
             f"this island again: diloco island RUN.toml --island {self._grant.island}"
         )
 

@@ -65,7 +65,7 @@ _NO_FRAGMENT = "the run has no such fragment"
 
 @dataclass(frozen=True, slots=True)
 class PeerRules:
-    """What a peer obeys.
+    """The rules of a peer.
 
     Args:
         publication: Codecs, outer optimizer, seed.
@@ -92,7 +92,7 @@ class Peer:
         calls: PeerCalls,
         grant: Grant,
         worker: Worker,
-        beside: Worker,
+        besides: Worker,
         complete_checkpoints: Callable[[], Sequence[int] | None] = lambda: None,
     ) -> None:
         """Assign only; `start` reads the stores, `serve` begins.
@@ -100,18 +100,18 @@ class Peer:
         Args:
             plan: The run's.
             directory: Of this island's records; the caller holds its lock.
-            rules: What is obeyed.
+            rules: Of the exchange.
             calls: The ways out; closed by `stop`.
             grant: Of this start.
             worker: Does the work on tensors and files.
-            beside: Verifies what arrives, and reads what is fetched, while versions are written.
+            besides: Verifies what arrives, and reads what is fetched, while versions are written.
             complete_checkpoints: Inner steps of the run checkpoints that every island has.
         """
         self._directory = directory
         self._rules = rules
         self._calls = calls
         self._grant = grant
-        self._worker, self._beside = worker, beside
+        self._worker, self._besides = worker, besides
         self._complete_checkpoints = complete_checkpoints
         self._tasks = Tasks(lambda: None)
         self._address = ""
@@ -271,7 +271,7 @@ class Peer:
         check_codec(header.codec, self._rules.publication.uplink_codec)
         check_size(call.payload_bytes, codec.wire_bytes(numel))
         payload = await call.read_payload()
-        await self._beside.run(lambda: verify_payload(payload, header.digest, codec, numel))
+        await self._besides.run(lambda: verify_payload(payload, header.digest, codec, numel))
         return payload
 
     async def _decline(self, call: IncomingCall) -> Reply:
@@ -345,7 +345,7 @@ class Peer:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
             replica = fragment.replica
-            reply, payload = await fetch_lanes(header, replica.record, replica.store, self._beside)
+            reply, payload = await fetch_lanes(header, replica.record, replica.store, self._besides)
         reply.syncer_epoch = self._grant.incarnation
         return Reply(reply.SerializeToString(), payload, digest=reply.digest)
 

@@ -69,7 +69,7 @@ class OutageBudget:
     lasted_s: float = 0.0
 
     def failed(self, lived_s: float, called_s: float) -> float | None:
-        """Take note of a start that lived for so long and then called for so long in vain.
+        """Record a start that lived for so long and then called for so long in vain.
 
         Returns:
             Seconds to wait before the restart; None when the outage has lasted too long.

@@ -3,7 +3,7 @@
 Only in runs in which nobody waits: elsewhere an island has one slot for ever. The leader tells the
 coordinator how far each slot has been drawn, at once when half of `data.handover_samples` are, and
 hears which slots are whose; all ranks of the island change at one inner step. A slot that is asked
-back is let go at once, and its final position told until the coordinator has taken note.
+back is let go at once, and its final position told until the coordinator has recorded it.
 
 Of an island that dies others draw again what it had not told. Before that would be more than
 `data.handover_samples` the island waits for an answer, but a second at most, and not again before
@@ -291,7 +291,7 @@ class TextShare:
         return json.dumps({"revision": word.revision, "slots": slots})
 
     def hear(self, claims_json: str) -> None:
-        """Take note of the answer to what was said last; empty: there is no news."""
+        """Record the answer to what was said last; empty: there is no news."""
         self._told = {**self._told, **self._said}
         self._is_called = self._is_alone = False
         if claims_json and json.loads(claims_json)["revision"] > self._word.revision:

@@ -161,7 +161,7 @@ class FragmentLedger:
         self.steps += 1
         self.local_steps += 1
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Let the counters begin as an island's that returned: all of them count already."""
         self.tokens = self.steps = self.local_steps = 0
         self.outstanding = None

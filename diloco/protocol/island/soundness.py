@@ -44,7 +44,7 @@ MOST_REFUSED = 3
 _SLACK = 2.0
 #: Returns in a row: the first mends the optimizer's state, the second makes it new.
 _MOST_IN_A_ROW = 2
-#: Of so many last trials as many may not raise the loss, and none to this multiple. Beside noise
+#: Of so many last trials as many may not raise the loss, and none to this multiple. Besides noise
 #: sound contributions lowered it by 0.04 % at least, and noise moved it by 0.05 either way (seed 1
 #: of `diloco bench guard`); without an end to it (seed 0), shuffled labels raised it in 20 of 21
 #: trials, by up to 2.7 %, flipped signs in all, by 0.5 to 13.
@@ -151,7 +151,7 @@ class OwnLosses:
             self.reason = ""
 
     def returned(self) -> None:
-        """Take note that the published values were taken: the next loss is theirs."""
+        """Record that the published values were taken: the next loss is theirs."""
         self._is_of_published, self._num_far, self._num_near = True, 0, 0
         self.reason, self.wants_return, self.is_astray = "", False, False
 
@@ -205,13 +205,13 @@ class Returns:
         return self._last is not None and inner_step - self._last <= self._forget_steps
 
     def included(self, fragment_id: int) -> None:
-        """Take note that a contribution counts; one of each fragment, and all is well again."""
+        """Record that a contribution counts; one of each fragment, and all is well again."""
         self._included.add(fragment_id)
         if len(self._included) == self._num_fragments:
             self._in_a_row = 0
 
     def was_vain(self) -> None:
-        """Take note that the published values are no better: the optimizer is not to blame."""
+        """Record that the published values are no better: the optimizer is not to blame."""
         self._in_a_row = 0
 
     def mend(self, inner_step: int, *, is_new: bool) -> Mend | None:

@@ -5,14 +5,14 @@ Carriers give their contributions to the peer of their own island; who is counte
 `FragmentRounds`, here in the coordinator, from declared digests alone. Then
 
     CLOSING   an assignment names the contributors, their weights, and the owner of each lane
-              a contributor whose payload does not decode is refused, the rest assigned anew
+              a contributor whose payload does not decode is refused, the rest assigned again
               owners pull contributions, sum them and take the outer step (reduce-scatter);
               the others pull the results (all-gather); each stages the next version durably
               and reports PREPARED(digest)
     commit    when all members are prepared with one digest: one journal entry, then the news
     refusal   a contributor whose payload does not decode leaves the attempt, the others' are
-              assigned anew
-    abort     a deadline, a contributor that started anew, a result that is not usable: EXPIRED
+              assigned again
+    abort     a deadline, a contributor that started again, a result that is not usable: EXPIRED
 
 Only the decider decides. A peer in doubt keeps what it has staged and asks again.
 
@@ -56,7 +56,7 @@ class Assignment:
         contributors: Those that are counted, sorted by island.
         is_flush: Whether the contributions are a flush's.
         refused: Why other members left the attempt.
-        generation: Sum of the members' incarnations: it grows whenever one starts anew.
+        generation: Sum of the members' incarnations: it grows whenever one starts again.
     """
 
     key: RoundKey
@@ -187,12 +187,12 @@ class AllReduceRounds:
         return f"closing, {len(self.prepared_by)} of {len(self.assignment.members)} prepared"
 
     def granted(self, island: str, incarnation: int, now: float) -> list[DeciderInstruction]:
-        """Take note of a start of an island; one whose contribution is being reduced is lost."""
+        """Record a start of an island; one whose contribution is being reduced is lost."""
         if incarnation <= self.rounds.incarnations.get(island, 0):
             return []
         instructions = self._performed(self.rounds.granted(island, incarnation, now), now)
         if self._is_open_to_abort and island in self._members:
-            reason = f"island {island!r} started anew while its lanes were reduced"
+            reason = f"island {island!r} started again while its lanes were reduced"
             instructions += self._abort((island,), reason, now)
         return instructions
 
@@ -249,7 +249,7 @@ class AllReduceRounds:
         """Expire an attempt whose result a member finds not usable; nothing moved.
 
         If it names a contributor whose payload is `malformed`, that one alone is refused, and the
-        others' contributions are assigned anew.
+        others' contributions are assigned again.
         """
         if not self._may_vote(island, incarnation, assignment_id):
             return []
@@ -273,13 +273,13 @@ class AllReduceRounds:
         return self._performed(self.rounds.tick(now), now)
 
     def committed(self, key: RoundKey, now: float) -> list[DeciderInstruction]:
-        """Take note that the commit record of `key` is durable."""
+        """Record that the commit record of `key` is durable."""
         assert self._is_committing, f"{key} was not to be committed"
         self._leave()
         return self._performed(self.rounds.committed(key, now), now)
 
     def expiry_recorded(self, key: RoundKey, now: float) -> list[DeciderInstruction]:
-        """Take note that the expiry of `key` is durable."""
+        """Record that the expiry of `key` is durable."""
         return self._performed(self.rounds.expiry_recorded(key, now), now)
 
     @property

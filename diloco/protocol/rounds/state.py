@@ -154,7 +154,7 @@ class FragmentRounds(Standing):
         return self._open_if_due(now)
 
     def granted(self, island: str, incarnation: int, now: float) -> list[Instruction]:
-        """Take note that `island` presented a valid grant; fences its earlier starts."""
+        """Record that `island` presented a valid grant; fences its earlier starts."""
         if incarnation <= self.incarnations.get(island, 0) or self.is_fenced(island, incarnation):
             return []
         self.incarnations[island] = incarnation
@@ -166,14 +166,14 @@ class FragmentRounds(Standing):
         earlier = self.contributions.pop(island, None)
         is_begun = self.left or any(map(self._is_complete, self.contributions.values()))
         if not is_begun and set(self.members) <= set(self.live):
-            # Nobody is left who waits: when all islands start anew, none of them is late yet.
+            # Nobody is left who waits: when all islands start again, none of them is late yet.
             self._deadline = math.inf
         if earlier is None:
             return self.tick(now) if was_arriving else []
         return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]
 
     def lane_arrived(self, lane: LaneArrival, now: float) -> None:
-        """Take note that all of a lane is here, in time, and is being verified.
+        """Record that all of a lane is here, in time, and is being verified.
 
         A contribution of which all lanes are here or verified holds up the end of its attempt
         until it counts or does not: how long verification takes is no lateness of its island.
@@ -183,7 +183,7 @@ class FragmentRounds(Standing):
             self._arrived[id(lane)] = lane
 
     def lane_given_up(self, lane: LaneArrival, now: float) -> list[Instruction]:
-        """Take note that a lane is verified no more: its call was cut, or there is no room."""
+        """Record that a lane is verified no more: its call was cut, or there is no room."""
         was_arriving = self._arrived.pop(id(lane), None) is not None
         return self.tick(now) if was_arriving and self.is_open else []
 
@@ -252,7 +252,7 @@ class FragmentRounds(Standing):
     def has_no_room(
         self, key: RoundKey, island: str, incarnation: int, now: float
     ) -> list[Instruction]:
-        """Let the deadline begin anew: the syncer itself has no room for what a member sends.
+        """Let the deadline begin again: the syncer itself has no room for what a member sends.
 
         A deadline is for members that do not come. This one has, and comes again until there is
         room; the deadline passes only once it does so no more. (To count it as late instead would
@@ -304,7 +304,7 @@ class FragmentRounds(Standing):
         return self._open_if_due(now)
 
     def fetched(self, now: float) -> None:
-        """Take note that the last contributor was sent what was published last."""
+        """Record that the last contributor was sent what was published last."""
         self._timing.fetched(now)
 
     def finishing(self) -> None:
@@ -338,7 +338,7 @@ class FragmentRounds(Standing):
     def committed(
         self, key: RoundKey, now: float, rejected: Mapping[str, str] | None = None
     ) -> list[Instruction]:
-        """Take note that version `key.version` + 1 is durable.
+        """Record that version `key.version` + 1 is durable.
 
         Args:
             key: Of the round.
@@ -403,7 +403,7 @@ class FragmentRounds(Standing):
         return self._expire(reason, now, missing)
 
     def expiry_recorded(self, key: RoundKey, now: float) -> list[Instruction]:
-        """Take note that the expiry of `key` is durable; the next attempt may open."""
+        """Record that the expiry of `key` is durable; the next attempt may open."""
         self._require(Phase.EXPIRING, "expiry_recorded", key)
         self.refused_at = self._refused_at()
         self.attempt += 1
@@ -414,9 +414,7 @@ class FragmentRounds(Standing):
         self._timing.expired(now)
         self._leave_round(RoundEvent.RECORDED)
         if is_numeric and self._is_beyond(self._broken_in_a_row, or_at=_MOST_BROKEN):
-            reason = (
-                f"{self._broken_in_a_row} attempts in a row came to nothing: {self._expiry_reason}"
-            )
+            reason = f"{self._broken_in_a_row} attempts in a row was aborted: {self._expiry_reason}"
             return self._lose(key, reason, is_numeric=True)
         if self._is_beyond(self._expired_in_a_row):
             return self._lose(
@@ -432,7 +430,7 @@ class FragmentRounds(Standing):
             del self.past[old]
 
     def _is_beyond(self, count: int, *, or_at: float = math.inf) -> bool:
-        """Whether so many attempts in a row that came to nothing end the run."""
+        """Whether so many attempts in a row that was aborted end the run."""
         limit = self.rules.max_expired_in_a_row
         return count >= (or_at if limit is None else limit)
 
@@ -502,7 +500,7 @@ class FragmentRounds(Standing):
     def _close(self, now: float) -> list[Instruction]:
         for island in [i for i, c in self.contributions.items() if not self._is_complete(c)]:
             del self.contributions[island]
-        self._arrived = {}  # whoever sends it again once the attempt is open anew is heard anew
+        self._arrived = {}  # a lane that is sent again after a reopening counts again
         contributors = tuple(
             Contributor(
                 c.island,

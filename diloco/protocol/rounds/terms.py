@@ -147,7 +147,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
-    """What a fragment's rounds obey.
+    """The rules of a fragment's rounds.
 
     Args:
         members: Islands of every round, sorted; where `min_members` is given, those of the first.

@@ -76,7 +76,7 @@ class StepTimes:
             self._fastest = None
 
     def forget(self, island: str) -> None:
-        """Forget an island that has left, or that starts anew, perhaps on other hardware."""
+        """Forget an island that has left, or that starts again, perhaps on other hardware."""
         self._averages.pop(island, None)
         self._fastest = None
 
@@ -154,7 +154,7 @@ class Timing(Protocol):
         """What was closed last is durable."""
 
     def expired(self, now: float) -> None:
-        """The attempt came to nothing."""
+        """The attempt was aborted."""
 
     def resumed(
         self, version: int, closed_at: float | None, expiries: int, expired_at: float

@@ -21,7 +21,7 @@ from diloco.errors import PayloadRefused
 from diloco.outer.fragments import Fragment, Plan
 from diloco.refusals import Cause
 
-#: Of a lane beside its values: lengths, names and shapes of two tensors.
+#: Of a lane besides its values: lengths, names and shapes of two tensors.
 MOST_LANE_HEADER = 1 << 10
 _VALUES_BYTES = 8  # of both moments
 _LANE_TEXT = 160

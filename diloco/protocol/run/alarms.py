@@ -1,8 +1,8 @@
 """Alarms: what an operator should know of a run, as long as it holds. Pure.
 
-Whoever finds something out emits the event `AlarmRaised`, and `AlarmCleared` once it is over; one
-that is neither raised again nor cleared expires. Islands (by their leaders) and syncers report the
-alarms that hold; the coordinator shows them (`diloco.coordinator.reported_alarms`).
+Anyone who finds something out emits the event `AlarmRaised`, and `AlarmCleared` once it is over;
+one that is neither raised again nor cleared expires. Islands (by their leaders) and syncers report
+the alarms that hold; the coordinator shows them (`diloco.coordinator.reported_alarms`).
 """
 
 from __future__ import annotations

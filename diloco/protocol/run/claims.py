@@ -31,10 +31,11 @@ from diloco.protocol.run.slots import SlotPosition
 Entries = tuple[tuple[str, str], ...]
 
 _KIND = "slot"
-#: Characters of all positions together: they travel in one message to whoever inherits all slots.
+#: Characters of all positions together: they travel in one message to anyone who inherits all
+#: slots.
 _MOST_POSITIONS = 1 << 19
 #: Draws that a slot may be ahead of what was told last: no island makes more while its coordinator
-#: is away. Whoever inherits the slot goes on from there, and tells it in turn.
+#: is away. Anyone who inherits the slot goes on from there, and tells it in turn.
 _MOST_UNTOLD = 1 << 32
 
 
@@ -141,7 +142,7 @@ class Claims:
                 slots[number] = replace(slot, heir=heir, revision=revision)
 
     def told(self, island: str, said: Mapping[int, Mapping[str, Any]]) -> Entries:
-        """Take note of how far an island has drawn its slots; what is older changes nothing.
+        """Record how far an island has drawn its slots; what is older changes nothing.
 
         Args:
             island: Who says so; its newest start.
@@ -151,7 +152,7 @@ class Claims:
         for number, word in said.items():
             slot = slots[number]
             if (slot.holder, slot.grant) != (island, word["grant"]):
-                continue  # it was taken away meanwhile: whoever has it began where it had been told
+                continue  # it was taken away: its next owner began where it had been told
             slot = replace(slot, position=max(slot.told, word["position"], key=_num_drawn))
             if word["is_final"] and slot.heir:
                 slot = replace(slot, holder=slot.heir, grant=revision, heir="", revision=revision)

@@ -38,13 +38,13 @@ class CutPatience:
         self._number, self._of_cut_s = 0, 0.0
 
     def reported(self, island: str, part: CutPart) -> None:
-        """Take note of what a report says of a cut."""
+        """Record what a report says of a cut."""
         (self._writing.add if part.is_being_written else self._writing.discard)(island)
 
     def look(self, now: float, unreachable_s: float) -> None:
         """Go on without those who have brought nothing of a cut for so long.
 
-        Each part that is begun, or comes, begins the time anew. After a last cut they count as
+        Each part that is begun, or comes, begins the time again. After a last cut they count as
         left.
 
         Raises:

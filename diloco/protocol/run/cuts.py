@@ -8,7 +8,7 @@
 An island that loses its lease, leaves, cannot write, or says nothing of the cut for too long
 (`cut_patience`) owes nothing any more: the cut goes on without it. One that has a part keeps it
 there, whatever becomes of it; but a part that is ahead of what the syncers have, which have lost a
-version then, does not count. A cut without any part comes to nothing. There is one at a time; a
+version then, does not count. A cut without any part is aborted. There is one at a time; a
 last one, after which everybody leaves, takes the place of another. Numbers are counted over all
 timelines, so that no directory is ever written twice.
 
@@ -72,7 +72,7 @@ class Cut:
 
     @property
     def is_void(self) -> bool:
-        """Whether it came to nothing."""
+        """Whether it was aborted."""
         return not (self.owing or self.parts)
 
     @property
@@ -164,7 +164,7 @@ class Cuts:
         told: Mapping[str, Any],
         is_last: bool,
     ) -> Entries:
-        """Ask islands for their parts; one that is under way comes to nothing.
+        """Ask islands for their parts; one that is under way is aborted.
 
         Fewer tokens than at an earlier cut are not known yet, as after a start of the coordinator.
         """
@@ -178,7 +178,7 @@ class Cuts:
         )
 
     def taken(self, timeline: int, island: str, number: int, part: Part | None) -> Entries:
-        """Take note of an island's part of the cut that is under way; None: it cannot write it."""
+        """Record an island's part of the cut that is under way; None: it cannot write it."""
         cut = self.open(timeline)
         if cut is None or cut.number != number or island not in cut.owing:
             return ()
@@ -211,7 +211,7 @@ class Cuts:
         return () if parts.keys() == cut.parts.keys() else cut_entry(replace(cut, parts=parts))
 
     def completed(self, number: int, tokens: int) -> Entries:
-        """Take note that the syncers keep the versions of a cut.
+        """Record that the syncers keep the versions of a cut.
 
         What was merged while the parts of a last one were written is in it, and a run that goes on
         from there has cut it.
@@ -234,13 +234,13 @@ class Cuts:
         return cut.number, cut.is_last
 
     def taken_back(self, timeline: int) -> Entries:
-        """Let the run go on after a last cut that came to nothing."""
+        """Let the run go on after a last cut that was aborted."""
         cut = self.newest(timeline)
         assert cut is not None and cut.is_void
         return cut_entry(replace(cut, is_last=False))
 
     def last(self, timeline: int) -> Cut | None:
-        """Return the cut with which the run stops, unless it came to nothing."""
+        """Return the cut with which the run stops, unless it was aborted."""
         cut = self.newest(timeline)
         return cut if cut is not None and cut.is_last and not cut.is_void else None
 

@@ -84,7 +84,7 @@ class Leases:
         self._looked: float | None = None
 
     def renewed(self, island: str, now: float) -> None:
-        """Take note of a word of an island.
+        """Record a word of an island.
 
         Where nobody was there, nobody was waited for: the others get a term to come, too.
         """
@@ -97,7 +97,7 @@ class Leases:
         self._last_report.update(dict.fromkeys(islands, now))
 
     def looked(self, now: float) -> None:
-        """Take note that the observer is there; what it missed is nobody's silence."""
+        """Record that the observer is there; what it missed is nobody's silence."""
         away_s = 0.0 if self._looked is None else now - self._looked
         if (missed_s := away_s - COUNTED_SHARE * self.term_s) > 0:
             self._last_report = {

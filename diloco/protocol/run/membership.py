@@ -425,7 +425,7 @@ class Membership:
         return (("stop", "{}"),)
 
     def promise(self, island: str, hold_step: int) -> Entries:
-        """Take note, once a start, that an island will not pass an inner step unasked.
+        """Record it, once a start, that an island will not pass an inner step unasked.
 
         The last promise names the stop step. No start has passed it, or has written its checkpoint:
         what is complete from there on is of earlier starts, whose last steps were lost. It does not
@@ -439,7 +439,7 @@ class Membership:
         return (("stop", json.dumps(promises)), ("checkpoint", json.dumps(kept)))
 
     def _reopened(self, island: str) -> Entries:
-        """Let a new start of an island promise anew, for it may stand beyond the stop step.
+        """Let a new start of an island promise again, for it may stand beyond the stop step.
 
         The others may have passed their promises since they were told the stop step: that is what
         they have promised now.
@@ -508,7 +508,7 @@ class Membership:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def keeps(self, island: str, steps: Iterable[int], *, inner_step: int) -> Entries:
-        """Take note of the checkpoints that an island keeps; entries when one became complete.
+        """Record the checkpoints that an island keeps; entries when one became complete.
 
         A start names what it wrote, and of earlier starts what is not later than where it began.
         What is later than both its inner step and the resumed one was written in an abandoned
@@ -550,7 +550,7 @@ class Membership:
         return self.members.holders if cut.is_last else cut.owing
 
     def cut_kept(self, number: int) -> Entries:
-        """Take note that the syncers keep a cut's versions: it is a complete checkpoint."""
+        """Record that the syncers keep a cut's versions: it is a complete checkpoint."""
         newest = self.candidates.kept({*self.checkpoints, number}, self.num_checkpoints)
         completed = self.cuts.completed(number, self.merged_tokens())
         return (*completed, ("checkpoint", json.dumps(newest)))

@@ -73,7 +73,7 @@ class Repairs:
         return ((f"{_KIND}/{fragment_id}", json.dumps(island)),)
 
     def stands(self, fragment_id: int, lost: LostVersion | None) -> Entries:
-        """Take note of what the syncer says of a fragment; entries when it is whole again.
+        """Record what the syncer says of a fragment; entries when it is whole again.
 
         Args:
             fragment_id: The fragment.

@@ -1,4 +1,4 @@
-"""What of a run's configuration its coordinator obeys and passes on."""
+"""The part of a run's configuration that its coordinator applies and passes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco.protocol.run.peer_bounds import most_step_tokens_of
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a coordinator obeys; an operator may change it while the run is under way.
+    """The terms of a run; an operator may change it while the run is under way.
 
     Args:
         policy_json: Policy class of the configuration, which islands take over.
