@@ -46,10 +46,14 @@ def test_so_many_alarms_hold_and_a_further_one_takes_the_place_of_the_oldest() -
 
 def test_the_loss_watch_clears_no_alarm_of_a_loss_that_was_accepted() -> None:
     alarms, kept = Alarms(), list[Event]()
-    rest: Any = SimpleNamespace(island="west", is_leader=True)
-    check = SelfCheck(
-        rest, rest, rest, inner_steps_per_round=4, num_fragments=1, on_event=kept.append
+    parts: Any = SimpleNamespace(
+        exchange=SimpleNamespace(island="west"),
+        agreement=None,
+        on_event=kept.append,
+        schedule=SimpleNamespace(inner_steps_per_round=4),
+        plan=SimpleNamespace(fragments=[None]),
     )
+    check = SelfCheck(parts, parts)
     check._accept(8)
     for event in kept:
         alarms.on_event(event, 0.0)

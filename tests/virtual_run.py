@@ -23,6 +23,7 @@ from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_loop import OuterLoop
+from diloco.island.outer_state import LoopParts
 from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
@@ -286,17 +287,19 @@ class VirtualIsland:
             on_event=self.events.append,
         )
         self.session = OuterLoop(
-            plan,
-            setting.schedule(),
-            shards,
-            self.exchange,
-            self.runner,
-            Agreement(None),
-            timeline=timeline,
-            local_mix=setting.local_mix,
-            clock=asyncio.get_running_loop().time,
-            on_event=self.events.append,
-            start_step=setting.start_step,
+            LoopParts(
+                plan,
+                setting.schedule(),
+                shards,
+                self.exchange,
+                self.runner,
+                Agreement(None),
+                timeline=timeline,
+                local_mix=setting.local_mix,
+                clock=asyncio.get_running_loop().time,
+                on_event=self.events.append,
+                start_step=setting.start_step,
+            ),
             total_tokens=None if setting.min_members is None else setting.total_tokens,
         )
 

@@ -1,14 +1,14 @@
-"""Agreement inside an island: what every rank has staged, what the leader says, who failed.
+"""Agreement inside an island: all ranks act on one common vote.
 
 One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
-    [ -(exit code), -(unsound), leader's words: heard, leaving, cut | for every fragment: staged
-      version, -(staged version), then the leader's verdict, attempt, target (version, tokens,
-      whether the flush and to be tried after), open version, ending ]
+    [ -(exit code), -(unsound), of the leader: words heard, leaving, cut | for every fragment:
+      staged version, -(staged version), then of the leader: verdict, attempt, target (version,
+      tokens, whether it is the flush and is tried), open version, ending ]
 
-What is the leader's (`island_rank` 0) travels in the same message: other ranks put the largest
+What the leader (`island_rank` 0) knows travels in the same message: other ranks put the largest
 integer there. A version is merged only when the smallest and the largest staged version say that
-every rank has it: ranks hear of versions at different times, and each stages one at a time.
+every rank has it: ranks learn of versions at different times, and each stages one at a time.
 
 Source: PROTOCOL.md, "Agreement of ranks".
 """
@@ -16,7 +16,6 @@ Source: PROTOCOL.md, "Agreement of ranks".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,77 +24,23 @@ from torch.profiler import record_function
 
 from diloco.errors import DilocoError, IslandFailed
 from diloco.protocol.island.ledger import Target, Verdict
+from diloco.protocol.island.votes import GONE, NOTHING_STAGED, Cut, FragmentVote, IslandVote
 
-_VERDICTS = tuple(Verdict)
-_UNDECIDED = len(_VERDICTS)
-#: Another rank's word where only the leader's counts: the smallest is taken.
+_VERDICTS = (*Verdict, None)
+#: The value of other ranks where only the leader's counts: the smallest is taken.
 NOT_MINE = torch.iinfo(torch.int64).max
 _FIELDS = 9
 _NO_TARGET = Target(-1)
-#: In place of a staged version: nothing, or not the same on all ranks.
-NOTHING_STAGED = -1
-#: In place of a staged version: the syncer has the target no more.
-GONE = -2
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentVote:
-    """One rank's word on one fragment; agreed, everything but the first is the leader's.
-
-    Args:
-        staged_version: Of which the rank holds all its lanes, or `NOTHING_STAGED`, or `GONE`.
-        verdict: On what is outstanding.
-        attempt: That is announced last.
-        target: What all ranks are to stage; None: nothing newer is known.
-        open_version: Base of the attempt that waits for this island; -1: none does.
-        is_ending: Whether only flushes are left to be made, or not even those.
-    """
-
-    staged_version: int
-    verdict: Verdict | None
-    attempt: int
-    target: Target | None = None
-    open_version: int = -1
-    is_ending: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedCut:
-    """A run checkpoint of islands that merge on arrival; `number` 0: none.
-
-    `is_last`: this start ends with it.
-    """
-
-    number: int = 0
-    is_last: bool = False
-
-
-NO_CUT = AgreedCut()
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """The island's common word: `exit_code` 0 means that no rank failed.
-
-    `is_leaving`: the leader was told to end this start; `cut`: it was asked for this one last;
-    `is_unsound`: what the island trained is not to be trusted, as some rank found.
-    """
-
-    exit_code: int
-    standings: tuple[FragmentVote, ...]
-    is_leaving: bool = False
-    cut: AgreedCut = NO_CUT
-    is_unsound: bool = False
 
 
 class Agreement:
-    """All-reduces of standings over one island.
+    """Takes the votes of all ranks of an island together.
 
     `group` must be used by nothing else; None means that the island has one rank.
 
     Attributes:
-        num_heard: How often this rank has heard of the coordinator; the leader's travels with every
-            word, for nobody else hears of it.
+        num_heard: How often this rank has heard of the coordinator; the leader's number travels
+            with every vote, because the other ranks have no connection to the coordinator.
         on_heard: Called on the other ranks when the leader has heard of it again.
     """
 
@@ -115,36 +60,42 @@ class Agreement:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the rank whose word counts."""
+        """Whether this is the rank that speaks with the coordinator."""
         return self._is_leader
 
-    def smallest(self, values: Sequence[int]) -> list[int]:
-        """Return the smallest of every rank's values, one by one: a barrier for the island."""
+    def smallest(self, values: Sequence[int], failure: DilocoError | None = None) -> list[int]:
+        """Return the smallest of every rank's values, one by one: a barrier for the island.
+
+        Args:
+            values: As many on all ranks.
+            failure: Why this rank cannot go on.
+
+        Raises:
+            DilocoError: On all ranks, if one of them has failed: `failure` where it is known, else
+                IslandFailed with its exit code.
+        """
         heard = self.num_heard() if self._is_leader else NOT_MINE
-        vector = torch.tensor([heard, *values], dtype=torch.int64)
+        code = 0 if failure is None else failure.exit_code
+        vector = torch.tensor([heard, -code, *values], dtype=torch.int64)
         if self._group is not None:
             dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)
-        heard, *smallest = vector.tolist()
-        self._hear(heard)
+        heard, minus_code, *smallest = vector.tolist()
+        self._take_num_heard(heard)
+        raise_failure(failure, -minus_code)
         return smallest
 
-    def start(
-        self,
-        exit_code: int,
-        standings: Sequence[FragmentVote],
-        *,
-        is_leaving: bool = False,
-        cut: AgreedCut = NO_CUT,
-        is_unsound: bool = False,
-    ) -> None:
+    def largest(self, values: Sequence[int], failure: DilocoError | None = None) -> list[int]:
+        """Return the largest of every rank's values, one by one; raises as `smallest`."""
+        return [-value for value in self.smallest([-value for value in values], failure)]
+
+    def start(self, vote: IslandVote) -> None:
         """Start an all-reduce that `read` ends in the next outer step: no barrier now."""
-        vector = self._encode(exit_code, standings, is_leaving, cut, is_unsound)
-        work: dist.Work | None = None
+        vector, work = self._encode(vote), None
         if self._group is not None:
             work = dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self._started = (vector, work)
+        self._started = vector, work
 
-    def read(self) -> Agreed | None:
+    def read(self) -> IslandVote | None:
         """End what `start` started; None when nothing was started."""
         if self._started is None:
             return None
@@ -152,69 +103,49 @@ class Agreement:
         if work is not None:
             with record_function("diloco/agree"):
                 work.wait()
-        self._hear(int(vector[2]))
+        self._take_num_heard(int(vector[2]))
         return _decode(vector)
 
-    def _hear(self, num_heard: int) -> None:
-        if num_heard > self._num_heard and not self._is_leader:
-            self.on_heard()
-        self._num_heard = num_heard
-
-    def now(
-        self,
-        exit_code: int,
-        standings: Sequence[FragmentVote],
-        *,
-        is_leaving: bool = False,
-        cut: AgreedCut = NO_CUT,
-        is_unsound: bool = False,
-    ) -> Agreed:
+    def now(self, vote: IslandVote) -> IslandVote:
         """Agree at once: a barrier for the island."""
-        self.start(exit_code, standings, is_leaving=is_leaving, cut=cut, is_unsound=is_unsound)
+        self.start(vote)
         agreed = self.read()
         assert agreed is not None
         return agreed
 
-    def _encode(
-        self,
-        exit_code: int,
-        standings: Sequence[FragmentVote],
-        is_leaving: bool = False,
-        cut: AgreedCut = NO_CUT,
-        is_unsound: bool = False,
-    ) -> Tensor:
-        words = [self.num_heard(), int(is_leaving), 2 * cut.number + cut.is_last]
-        values = [-exit_code, -int(is_unsound)]
-        values += words if self._is_leader else [NOT_MINE] * len(words)
-        for standing in standings:
-            values += [standing.staged_version, -standing.staged_version]
-            values += _leaders_words(standing) if self._is_leader else [NOT_MINE] * (_FIELDS - 2)
+    def _take_num_heard(self, num_heard: int) -> None:
+        if num_heard > self._num_heard and not self._is_leader:
+            self.on_heard()
+        self._num_heard = num_heard
+
+    def _encode(self, vote: IslandVote) -> Tensor:
+        of_leader = [self.num_heard(), int(vote.is_leaving), 2 * vote.cut.number + vote.cut.is_last]
+        values = [-vote.exit_code, -int(vote.is_unsound)]
+        values += of_leader if self._is_leader else [NOT_MINE] * len(of_leader)
+        for each in vote.votes:
+            values += [each.staged_version, -each.staged_version]
+            values += _of_leader(each) if self._is_leader else [NOT_MINE] * (_FIELDS - 2)
         return torch.tensor(values, dtype=torch.int64)
 
 
-def _leaders_words(standing: FragmentVote) -> list[int]:
-    known, target = standing.verdict, standing.target or _NO_TARGET
+def _of_leader(vote: FragmentVote) -> list[int]:
+    target = vote.target or _NO_TARGET
     return [
-        _UNDECIDED if known is None else _VERDICTS.index(known),
-        standing.attempt,
+        _VERDICTS.index(vote.verdict),
+        vote.attempt,
         target.version,
         target.merged_tokens,
         int(target.is_flush) + 2 * target.asks_trial,
-        standing.open_version,
-        int(standing.is_ending),
+        vote.open_version,
+        int(vote.is_ending),
     ]
-
-
-def exit_code_of(failure: DilocoError | None) -> int:
-    """Return a rank's word on its failure: 0 for none."""
-    return 0 if failure is None else failure.exit_code
 
 
 def raise_failure(own: DilocoError | None, exit_code: int) -> None:
     """Stop on every rank when any rank failed; with its own error where it happened.
 
     Raises:
-        DilocoError: `own`, or one that tells of another rank's `exit_code`, where that is not 0.
+        DilocoError: `own`, or one that names another rank's `exit_code`, where that is not 0.
     """
     if exit_code == 0:
         return
@@ -227,35 +158,20 @@ def raise_failure(own: DilocoError | None, exit_code: int) -> None:
     raise error
 
 
-def _decode(vector: Tensor) -> Agreed:
+def _decode(vector: Tensor) -> IslandVote:
     minus_code, minus_unsound, _, is_leaving, cut, *values = vector.tolist()
-    standings = tuple(
-        _standing(*values[first : first + _FIELDS]) for first in range(0, len(values), _FIELDS)
-    )
-    return Agreed(
-        -minus_code,
-        standings,
-        bool(is_leaving),
-        AgreedCut(cut // 2, bool(cut % 2)),
-        bool(minus_unsound),
+    votes = (_vote(*values[at : at + _FIELDS]) for at in range(0, len(values), _FIELDS))
+    is_last = bool(cut % 2)
+    return IslandVote(
+        -minus_code, tuple(votes), bool(is_leaving), Cut(cut // 2, is_last), bool(minus_unsound)
     )
 
 
-def _standing(
-    least: int,
-    minus_most: int,
-    verdict: int,
-    attempt: int,
-    target: int,
-    tokens: int,
-    flags: int,
-    open_version: int,
-    is_ending: int,
-) -> FragmentVote:
-    staged = least if least in (-minus_most, GONE) else NOTHING_STAGED
+def _vote(least: int, minus_most: int, verdict: int, attempt: int, *of_leader: int) -> FragmentVote:
+    target, tokens, flags, open_version, is_ending = of_leader
     return FragmentVote(
-        staged,
-        None if verdict == _UNDECIDED else _VERDICTS[verdict],
+        least if least in (-minus_most, GONE) else NOTHING_STAGED,
+        _VERDICTS[verdict],
         attempt,
         None if target < 0 else Target(target, tokens, bool(flags % 2), bool(flags // 2)),
         open_version,

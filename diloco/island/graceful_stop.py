@@ -19,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from diloco.island.agreement import NO_CUT, AgreedCut
 from diloco.outer.schedule import Schedule
+from diloco.protocol.island.votes import NO_CUT, Cut
 from diloco.tasks import wait_for
 
 

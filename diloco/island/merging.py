@@ -11,23 +11,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.io_thread import Waits
-from diloco.island.agreement import FragmentVote
-from diloco.island.exchange.exchange import Exchange
-from diloco.island.exchange.fragment_state import AnnouncedVersion, FragmentView
-from diloco.island.lanes.shards import LaneShards
-from diloco.island.outer_state import Runner
-from diloco.outer.fragments import Plan
+from diloco.island.outer_state import LoopParts, OuterState
 from diloco.outer.pseudo_gradient import largest_change
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
 from diloco.protocol.island.soundness import Reach, StepBound
+from diloco.protocol.island.votes import Announced, FragmentView, FragmentVote
+from diloco.protocol.rounds.terms import Weights
 from diloco.telemetry.events import (
-    Event,
     FragmentMerged,
     PhaseDone,
     PrefetchWithoutRoom,
@@ -40,43 +36,34 @@ logger = logging.getLogger(__name__)
 class Merging:
     """One rank's fragments against what is published of them.
 
-    `anchors` are the published lanes that were last merged, by fragment; anyone who enters the run
-    sets them. `reaches` say how far from them local values may lie. `shares` are the fragments'
-    parts of the parameters: `overwritten_steps` and `dropped_tokens`, sums since the start, count
-    each fragment by its own.
+    Attributes:
+        state: What it reads and changes; set by `OuterLoop` when the run is entered.
+        shares: Parts of the parameters that the fragments are.
+        overwritten_steps: Inner steps whose local effect a merge replaced, each fragment by its
+            share; a sum since the start.
+        dropped_tokens: Tokens that no contribution will count, likewise.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        shards: LaneShards,
-        exchange: Exchange,
-        runner: Runner,
-        *,
-        local_mix: float,
-        most_steps: int,
-        clock: Callable[[], float],
-        on_event: Callable[[Event], None],
-    ) -> None:
-        """Assign only. A contribution weighs `most_steps` inner steps at most."""
-        self._plan = plan
-        self._shards = shards
-        self._exchange = exchange
-        self._runner = runner
-        self._local_mix = local_mix
-        self._most_steps = most_steps
-        self._clock = clock
-        self._on_event = on_event
-        numel = sum(fragment.numel for fragment in plan.fragments)
-        self.shares = [fragment.numel / numel for fragment in plan.fragments]
-        self.anchors: list[Mapping[int, Tensor]] = []
-        self.reaches = [Reach() for _ in plan.fragments]
+    state: OuterState
+
+    def __init__(self, parts: LoopParts) -> None:
+        """Assign only."""
+        self._plan = parts.plan
+        self._shards = parts.shards
+        self._exchange = parts.exchange
+        self._runner = parts.runner
+        self._local_mix = parts.local_mix
+        self._most_steps = Weights(parts.schedule.inner_steps_per_round).most_steps
+        self._clock = parts.clock
+        self._on_event = parts.on_event
+        numel = sum(fragment.numel for fragment in parts.plan.fragments)
+        self.shares = [fragment.numel / numel for fragment in parts.plan.fragments]
         self.overwritten_steps = 0.0
         self.dropped_tokens = 0.0
 
     def moved(self, step: StepBound) -> None:
-        """Record one more inner step."""
-        self.reaches = [reach.after(step) for reach in self.reaches]
+        """Take note of one more inner step."""
+        self.state.reaches = [reach.after(step) for reach in self.state.reaches]
 
     def take_published(self, ledger: FragmentLedger) -> int:
         """Write the anchor over the local values, and forget their work; returns its tokens.
@@ -84,9 +71,9 @@ class Merging:
         What is on its way keeps its weight. After `Exchange.verify_anchors`.
         """
         p = ledger.fragment_id
-        self.anchors[p] = self._exchange.anchor(p)
+        self.state.anchors[p] = self._exchange.anchor(p)
         self.restore(p)
-        self.reaches[p] = Reach()
+        self.state.reaches[p] = Reach()
         dropped = ledger.drop_work()
         self.overwritten_steps += dropped.overwritten_steps * self.shares[p]
         self.dropped_tokens += dropped.dropped_tokens * self.shares[p]
@@ -94,7 +81,7 @@ class Merging:
 
     def restore(self, fragment_id: int) -> None:
         """Write the published values of a fragment that were last merged over the local ones."""
-        self._shards.distribute(fragment_id, self.anchors[fragment_id], 0.0)
+        self._shards.distribute(fragment_id, self.state.anchors[fragment_id], 0.0)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -140,7 +127,7 @@ class Merging:
             if reason:
                 self._runner.post(self._exchange.decline, sent, reason)
             else:
-                limits = self.reaches[p].limits
+                limits = self.state.reaches[p].limits
                 self._runner.post(self._exchange.send, sent, local, limits, is_tried)
             self._runner.post(self._shards.reuse, local)
 
@@ -157,7 +144,7 @@ class Merging:
         with self.global_parameters():
             if (before := loss_of()) is None:
                 return None
-            lanes = {**self.anchors[fragment_id], **tried}
+            lanes = {**self.state.anchors[fragment_id], **tried}
             self._shards.distribute(fragment_id, lanes, 0.0)
             after = loss_of()
             assert after is not None, "a loss is known always, or never"
@@ -171,7 +158,7 @@ class Merging:
         self,
         ledger: FragmentLedger,
         inner_step: int,
-        standing: FragmentVote,
+        vote: FragmentVote,
         verdict: Verdict,
         blocked_s: float,
     ) -> None:
@@ -180,7 +167,7 @@ class Merging:
         Args:
             ledger: Of the fragment.
             inner_step: Completed inner steps.
-            standing: What the ranks have agreed on.
+            vote: What the ranks have agreed on.
             verdict: Of what is outstanding; ABSENT: nothing is.
             blocked_s: Seconds that training waited for it.
         """
@@ -188,12 +175,12 @@ class Merging:
         target = ledger.target or Target(
             ledger.version + 1,
             is_flush=bool(sent and sent.is_flush),
-            asks_trial=bool(standing.target and standing.target.asks_trial),
+            asks_trial=bool(vote.target and vote.target.asks_trial),
         )
         local_mix = 0.0 if target.is_flush else self._local_mix
         if verdict.has_expired:
             assert sent is not None
-            void = ledger.settle(verdict, attempt=standing.attempt, local_mix=local_mix)
+            void = ledger.settle(verdict, attempt=vote.attempt, local_mix=local_mix)
             self.dropped_tokens += void.dropped_tokens * self.shares[p]
             self._runner.post(self._settled, p, False, False)
             key = sent.key
@@ -203,7 +190,7 @@ class Merging:
         view = self._exchange.view(p)
         settled = ledger.settle(
             verdict,
-            attempt=standing.attempt,
+            attempt=vote.attempt,
             local_mix=local_mix,
             merged=target,
         )
@@ -217,11 +204,11 @@ class Merging:
         if num_parts := self._shards.prefetches_without_room():
             logger.warning("no room to prefetch %d parts of fragment %d", num_parts, p)
             self._on_event(PrefetchWithoutRoom(inner_step, p, num_parts))
-        anchor, self.anchors[p] = self.anchors[p], staged
+        anchor, self.state.anchors[p] = self.state.anchors[p], staged
         moved = 0.0
-        if local_mix and math.isfinite(self.reaches[p].update):
+        if local_mix and math.isfinite(self.state.reaches[p].update):
             moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)
-        self.reaches[p] = self.reaches[p].mixed(local_mix, moved)
+        self.state.reaches[p] = self.state.reaches[p].mixed(local_mix, moved)
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
         self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))

@@ -21,28 +21,24 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.io_thread import Waits
-from diloco.island.agreement import (
-    NO_CUT,
-    Agreed,
-    AgreedCut,
-    Agreement,
-    FragmentVote,
-    exit_code_of,
-    raise_failure,
-)
-from diloco.island.exchange.exchange import Exchange
-from diloco.island.lanes.shards import LaneShards
+from diloco.island.agreement import raise_failure
 from diloco.island.merging import Merging
-from diloco.island.outer_state import LOOK_S, OuterState, Runner, StateKeeper
-from diloco.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
+from diloco.island.outer_state import (
+    LOOK_S,
+    LoopParts,
+    OuterState,
+    capturing_state,
+    entering_run,
+    pinning_versions,
+    resuming_run,
+)
 from diloco.island.published_digests import published_digests
 from diloco.island.self_check import SelfCheck
-from diloco.outer.fragments import Plan
-from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Verdict
-from diloco.protocol.island.soundness import Mend, StepBound
-from diloco.protocol.rounds.terms import Weights
-from diloco.telemetry.events import Event, PhaseDone
+from diloco.protocol.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_vote
+from diloco.protocol.island.soundness import Mend, Reach, StepBound
+from diloco.protocol.island.votes import NO_CUT, Cut, FragmentVote, IslandVote
+from diloco.telemetry.events import PhaseDone
 
 #: Inner steps whose median is told as the recent one.
 _RECENT_STEPS = 5
@@ -53,86 +49,51 @@ class OuterLoop:
     """The outer loop of one rank of an island.
 
     Every rank of the island makes the same calls in the same order; `starting` or `resuming` is the
-    first. `inner_step` counts completed inner steps, `blocked_s` seconds that outcomes were waited
-    for since the start. On arrival, the leader asks `must_leave`, and `is_leaving` is the answer on
-    all ranks: to finish what is outstanding, and contribute no more. It asks `asked_cut`, too:
-    `cut` is the one to take now, on all ranks, until `cut_over` says that it was. No run checkpoint
-    may be taken before `first_checkpoint_step`: an island that returned holds versions until then
-    that the others merge only there. `loss_of` is the held-out loss of the parameters as they are,
-    collective; None: it is not known.
+    first.
+
+    Attributes:
+        state: Of this rank: steps, ledgers, anchors.
+        exchange: With the syncers.
+        blocked_s: Seconds for which outcomes were waited for since the start.
+        must_leave: Asked on the leader, on arrival: whether an operator has this island end.
+        is_leaving: The answer, on all ranks: what is outstanding is finished, and no more is sent.
+        asked_cut: Asked on the leader, on arrival: the cut that the coordinator asks for.
+        cut: The cut to take now, on all ranks, until `cut_over`.
+        loss_of: Held-out loss of the parameters as they are, collective; None: it is not known.
+        digests: Of the published values that the parameters hold, as `finishing` found them.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        shards: LaneShards,
-        exchange: Exchange,
-        runner: Runner,
-        agreement: Agreement,
-        *,
-        timeline: int,
-        local_mix: float,
-        clock: Callable[[], float],
-        on_event: Callable[[Event], None],
-        start_step: int = 0,
-        total_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, parts: LoopParts, *, total_tokens: int | None = None) -> None:
         """Assign only.
 
-        `start_step` is where the run began: 0, or a warm start's position. `total_tokens`, where
-        islands merge on arrival, are those of all islands together, which end the run; without
-        them everything happens at the steps of the schedule.
+        `total_tokens`, where islands merge on arrival, are those of all islands together, which
+        end the run; without them everything happens at the steps of the schedule.
         """
-        self._plan = plan
-        self._schedule = schedule
-        self._shards = shards
-        self._exchange = exchange
-        self._runner = runner
-        self._agreement = agreement
+        exchange, agreement = parts.exchange, parts.agreement
         agreement.num_heard = lambda: exchange.num_heard
-        agreement.on_heard = lambda: runner.post(exchange.coordinator_answered)
-        self._clock = clock
-        self._on_event = on_event
-        self._keeper = StateKeeper(
-            plan,
-            schedule,
-            shards,
-            exchange,
-            runner,
-            agreement,
-            timeline=timeline,
-            start_step=start_step,
-            on_event=on_event,
-        )
-        self._merging = Merging(
-            plan,
-            shards,
-            exchange,
-            runner,
-            local_mix=local_mix,
-            most_steps=Weights(schedule.inner_steps_per_round).most_steps,
-            clock=clock,
-            on_event=on_event,
-        )
-        self._check = SelfCheck(
-            exchange,
-            self._merging,
-            agreement,
-            inner_steps_per_round=schedule.inner_steps_per_round,
-            num_fragments=len(plan.fragments),
-            on_event=on_event,
-        )
-        self._ledgers = [FragmentLedger(timeline, f.fragment_id) for f in plan.fragments]
+        agreement.on_heard = lambda: parts.runner.post(exchange.coordinator_answered)
+        self._parts = parts
+        self._schedule = parts.schedule
+        self.exchange = exchange
+        self._agreement = agreement
+        self._clock = parts.clock
+        self._merging = Merging(parts)
+        self._check = SelfCheck(parts, self._merging)
         self._total_tokens = total_tokens
-        self._pace: Pace = ScheduledPace(schedule) if total_tokens is None else ArrivalPace()
+        self._pace: Pace = ScheduledPace(parts.schedule) if total_tokens is None else ArrivalPace()
         self._agrees_at_once = total_tokens is not None and agreement.is_alone  # nobody to wait for
         self._is_over = False
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stepped_at: float | None = None
-        self._start_step = start_step
-        self.inner_step = start_step
-        self.first_checkpoint_step = start_step
+        self._take(
+            OuterState(
+                parts.start_step,
+                parts.start_step,
+                [FragmentLedger(parts.timeline, f.fragment_id) for f in parts.plan.fragments],
+                anchors=[],
+                reaches=[Reach() for _ in parts.plan.fragments],
+            )
+        )
         self.blocked_s = 0.0
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
@@ -144,21 +105,31 @@ class OuterLoop:
 
     def __repr__(self) -> str:
         """Say where the island stands: inner step, versions, what is in flight."""
-        versions = ", ".join(str(ledger.version) for ledger in self._ledgers)
+        versions = ", ".join(str(ledger.version) for ledger in self.state.ledgers)
         return (
             f"OuterLoop(inner_step={self.inner_step}, versions=[{versions}], "
             f"in_flight={self.num_in_flight})"
         )
 
     @property
+    def inner_step(self) -> int:
+        """Completed inner steps."""
+        return self.state.inner_step
+
+    @property
+    def first_checkpoint_step(self) -> int:
+        """Inner step before which no run checkpoint may be taken."""
+        return self.state.first_checkpoint_step
+
+    @property
     def num_in_flight(self) -> int:
         """Number of fragments whose contribution has no outcome yet."""
-        return sum(ledger.outstanding is not None for ledger in self._ledgers)
+        return sum(ledger.outstanding is not None for ledger in self.state.ledgers)
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Version of each fragment that this island last merged."""
-        return tuple(ledger.version for ledger in self._ledgers)
+        return tuple(ledger.version for ledger in self.state.ledgers)
 
     @property
     def is_over(self) -> bool:
@@ -180,15 +151,15 @@ class OuterLoop:
         inner_steps, total_tokens = self._schedule.inner_steps, self._total_tokens
         since = min(
             inner_steps * ledger.merged_tokens / total_tokens + ledger.steps
-            for ledger in self._ledgers
+            for ledger in self.state.ledgers
         )
-        return min(float(inner_steps), self._start_step + since)
+        return min(float(inner_steps), self._parts.start_step + since)
 
     @property
     def left_tokens(self) -> float:
         """Tokens of this start that no version has yet, each fragment by its share."""
         shares = self._merging.shares
-        return sum(x.tokens * share for x, share in zip(self._ledgers, shares, strict=True))
+        return sum(x.tokens * share for x, share in zip(self.state.ledgers, shares, strict=True))
 
     @property
     def mend(self) -> Mend:
@@ -210,16 +181,6 @@ class OuterLoop:
         """Tokens that no contribution will count, each fragment by its share."""
         return self._merging.dropped_tokens
 
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that this rank has sent."""
-        return self._exchange.bytes_up
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes that this rank has received."""
-        return self._exchange.bytes_down
-
     # -- the start -------------------------------------------------------------------------------
 
     def starting(self, *, overwrite_initial: bool, last_inner_step: int) -> Waits[None]:
@@ -240,8 +201,10 @@ class OuterLoop:
         """
         self._take(
             (
-                yield from self._keeper.starting(
-                    overwrite_initial=overwrite_initial, last_inner_step=last_inner_step
+                yield from entering_run(
+                    self._parts,
+                    overwrite_initial=overwrite_initial,
+                    last_inner_step=last_inner_step,
                 )
             )
         )
@@ -260,26 +223,24 @@ class OuterLoop:
             FingerprintMismatch: If the syncer restored another checkpoint.
             DilocoError: If another rank failed, or the run cannot be entered.
         """
-        resumed = yield from self._keeper.resuming(state)
+        resumed = yield from resuming_run(self._parts, state)
         self._take(resumed)
         if self._total_tokens is not None:
             yield from self._catching_up(resumed.newest)
 
     def _catching_up(self, versions: Sequence[int]) -> Waits[None]:
         """Merge what was published beyond this island's part of the cut, before the first step."""
-        while any(x.version < v for x, v in zip(self._ledgers, versions, strict=True)):
-            news = self._exchange.news
+        while any(x.version < v for x, v in zip(self.state.ledgers, versions, strict=True)):
+            news = self.exchange.news
             agreed = self._agree()
             self._raise_failure(agreed)
             self._take_in(agreed)
-            yield self._exchange.wait_for_news(news, LOOK_S)
+            yield self.exchange.wait_for_news(news, LOOK_S)
 
     def _take(self, state: OuterState) -> None:
-        self._merging.reaches = state.reaches
-        self.inner_step, self.first_checkpoint_step = state.inner_step, state.first_checkpoint_step
-        self._ledgers, self._merging.anchors = state.ledgers, state.anchors
-        # Anyone who starts after the end of the run makes no step: nobody would ever count it.
-        self._is_over = all(ledger.is_flushed for ledger in self._ledgers)
+        self.state = self._merging.state = state
+        # Whoever starts after the end of the run makes no step: nobody would ever count it.
+        self._is_over = all(ledger.is_flushed for ledger in self.state.ledgers)
 
     # -- run checkpoints -------------------------------------------------------------------------
 
@@ -298,21 +259,14 @@ class OuterLoop:
                 f"returned, and stands where the others stood only from inner step "
                 f"{self.first_checkpoint_step} on"
             )
-        yield from self._keeper.pinning(self.inner_step, self.versions)
+        yield from pinning_versions(self._parts, self.inner_step, self.versions)
 
     def capturing(self) -> Waits[dict[str, Tensor]]:
         """Return the checkpoint state of this rank's lanes after the last step (`StateLayout`).
 
         The tensors are in use, though never written to: copy before writing into them.
         """
-        state = OuterState(
-            self.inner_step,
-            self.first_checkpoint_step,
-            self._ledgers,
-            self._merging.anchors,
-            self._merging.reaches,
-        )
-        return (yield from self._keeper.capturing(state, self.cut.number))
+        return (yield from capturing_state(self._parts, self.state, self.cut.number))
 
     @property
     def is_cut_due(self) -> bool:
@@ -342,14 +296,14 @@ class OuterLoop:
             bound: How far the step can have moved a value.
         """
         self._measure_step()
-        self.inner_step += 1
-        for ledger in self._ledgers:
+        self.state.inner_step += 1
+        for ledger in self.state.ledgers:
             ledger.count(num_tokens)
         self._merging.moved(bound)
         self._check.begin_step(loss)
         agreed = self._read()
-        yield from self._check.returning(agreed, self._ledgers, self.inner_step)
-        for ledger in self._ledgers:
+        yield from self._check.returning(agreed, self.state.ledgers, self.inner_step)
+        for ledger in self.state.ledgers:
             if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
         self._prefetch(agreed)
@@ -358,15 +312,9 @@ class OuterLoop:
             self.cut = agreed.cut
         if self._pace.waits_at_send:
             for fragment_id in due:
-                yield from self._settle(self._ledgers[fragment_id], None)
+                yield from self._settle(self.state.ledgers[fragment_id], None)
         if self._pace.is_agreeing(self.num_in_flight) and not self._agrees_at_once:
-            self._agreement.start(
-                self._exit_code,
-                self._standings(),
-                is_leaving=self.must_leave(),
-                cut=self.asked_cut(),
-                is_unsound=bool(self._check.unsound),
-            )
+            self._agreement.start(self._vote())
         self._stepped_at = self._clock()
 
     def _measure_step(self) -> None:
@@ -375,39 +323,54 @@ class OuterLoop:
             return
         if self._stepped_at is not None:
             self._steps_s.append(self._clock() - self._stepped_at)
-            self._exchange.step_s = statistics.median(self._steps_s)
+            self.exchange.step_s = statistics.median(self._steps_s)
 
-    def _read(self) -> Agreed | None:
+    def _read(self) -> IslandVote | None:
         """Take the ranks' common word, and what it says of the run."""
         agreed = self._agree() if self._agrees_at_once else self._agreement.read()
         self._raise_failure(agreed)
         return agreed
 
-    def _agree(self) -> Agreed:
-        return self._agreement.now(
-            self._exit_code,
-            self._standings(),
+    def _agree(self) -> IslandVote:
+        return self._agreement.now(self._vote())
+
+    def _vote(self) -> IslandVote:
+        """Give this rank's vote: what it knows of its fragments, and of the run."""
+        failure = self.exchange.failure
+        return IslandVote(
+            0 if failure is None else failure.exit_code,
+            tuple(map(self._fragment_vote, self.state.ledgers)),
             is_leaving=self.must_leave(),
             cut=self.asked_cut(),
             is_unsound=bool(self._check.unsound),
         )
 
-    def _acting(self, agreed: Agreed | None) -> Waits[list[int]]:
+    def _fragment_vote(self, ledger: FragmentLedger) -> FragmentVote:
+        view = self.exchange.view(ledger.fragment_id)
+        if self._total_tokens is not None:
+            return arrival_vote(ledger, view)
+        # What was posted to the exchange may not have been carried out yet.
+        is_current = ledger.outstanding is not None and view.key == ledger.outstanding.key
+        verdict = view.verdict if is_current else None
+        target = view.staging.target if view.staging else None
+        return FragmentVote(view.staged_version, verdict, view.attempt, target)
+
+    def _acting(self, agreed: IslandVote | None) -> Waits[list[int]]:
         """Merge what has arrived and send what is due; returns the fragments that were sent."""
         if self._total_tokens is not None and agreed is not None:
             self.is_leaving = self.is_leaving or agreed.is_leaving
-            self._is_over = self._is_over or all(each.is_ending for each in agreed.standings)
+            self._is_over = self._is_over or all(each.is_ending for each in agreed.votes)
             self._take_in(agreed)
         if self.is_leaving:
             return []
-        due = self._pace.due(self._ledgers, self.inner_step, agreed, is_over=self._is_over)
+        due = self._pace.due(self.state.ledgers, self.inner_step, agreed, is_over=self._is_over)
         for fragment_id in due:
             is_flush = False
             if self._total_tokens is not None and agreed is not None:
-                standing = agreed.standings[fragment_id]
-                self._ledgers[fragment_id].attempt = standing.attempt
-                is_flush = standing.is_ending
-            yield from self._sending(self._ledgers[fragment_id], is_flush=is_flush)
+                vote = agreed.votes[fragment_id]
+                self.state.ledgers[fragment_id].attempt = vote.attempt
+                is_flush = vote.is_ending
+            yield from self._sending(self.state.ledgers[fragment_id], is_flush=is_flush)
         return due
 
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
@@ -420,23 +383,23 @@ class OuterLoop:
             yield from self._check.trying(p, self.inner_step, self.loss_of)
 
     def _apply(
-        self, ledger: FragmentLedger, standing: FragmentVote, verdict: Verdict, blocked_s: float
+        self, ledger: FragmentLedger, vote: FragmentVote, verdict: Verdict, blocked_s: float
     ) -> None:
-        self._merging.apply(ledger, self.inner_step, standing, verdict, blocked_s)
+        self._merging.apply(ledger, self.inner_step, vote, verdict, blocked_s)
         self._check.take_end(ledger.fragment_id, verdict, self.inner_step)
 
-    def _take_in(self, agreed: Agreed) -> None:
+    def _take_in(self, agreed: IslandVote) -> None:
         """Merge what all ranks have staged."""
-        for ledger, standing in zip(self._ledgers, agreed.standings, strict=True):
-            self._arrive(ledger, standing)
+        for ledger, vote in zip(self.state.ledgers, agreed.votes, strict=True):
+            self._arrive(ledger, vote)
 
-    def _arrive(self, ledger: FragmentLedger, standing: FragmentVote) -> None:
+    def _arrive(self, ledger: FragmentLedger, vote: FragmentVote) -> None:
         """Take the target that the leader names, and settle what needs no more waiting."""
-        if aim(ledger, standing):
+        if aim(ledger, vote):
             assert ledger.target is not None
-            self._runner.post(self._exchange.aim, ledger.fragment_id, ledger.target.version)
-        if (verdict := self._pace.arrived(ledger, standing)) is not None:
-            self._apply(ledger, standing, verdict, 0.0)
+            self._parts.runner.post(self.exchange.aim, ledger.fragment_id, ledger.target.version)
+        if (verdict := self._pace.arrived(ledger, vote)) is not None:
+            self._apply(ledger, vote, verdict, 0.0)
 
     def finishing(self) -> Waits[None]:
         """Merge what is outstanding, then flush: nobody's last steps are lost; then look at it.
@@ -450,12 +413,12 @@ class OuterLoop:
         if self._total_tokens is not None:
             yield from self._ending()
             if not self.is_leaving:
-                for ledger in self._ledgers:
+                for ledger in self.state.ledgers:
                     if ledger.local_steps:  # it was flushed before others took one
                         self._merging.restore(ledger.fragment_id)
                 self.digests = self._hash_published()
             return
-        for ledger in self._ledgers:
+        for ledger in self.state.ledgers:
             if ledger.outstanding is not None:
                 yield from self._settle(ledger, None)
         if self._schedule.flush:
@@ -467,13 +430,13 @@ class OuterLoop:
 
     def _flushing(self) -> Waits[None]:
         waiting = []
-        for ledger in self._ledgers:
+        for ledger in self.state.ledgers:
             if ledger.is_flushed:  # before this island returned
                 self._merging.restore(ledger.fragment_id)
             else:
                 waiting.append(ledger)
         while waiting:
-            yield from self._check.returning(self._agree(), self._ledgers, self.inner_step)
+            yield from self._check.returning(self._agree(), self.state.ledgers, self.inner_step)
             for ledger in waiting:
                 yield from self._sending(ledger, is_flush=True)
             for ledger in waiting:
@@ -484,38 +447,40 @@ class OuterLoop:
     def _ending(self) -> Waits[None]:
         """Send flushes as they open, and merge them; or, told to leave, wait for outcomes."""
         while True:
-            news = self._exchange.news
+            news = self.exchange.news
             agreed = self._agree()
             self._raise_failure(agreed)
-            yield from self._check.returning(agreed, self._ledgers, self.inner_step)
+            yield from self._check.returning(agreed, self.state.ledgers, self.inner_step)
             yield from self._acting(agreed)
             if self.is_leaving and not self.num_in_flight:
                 return
-            if all(ledger.is_flushed for ledger in self._ledgers):
+            if all(ledger.is_flushed for ledger in self.state.ledgers):
                 return
-            yield self._exchange.wait_for_news(news, LOOK_S)
+            yield self.exchange.wait_for_news(news, LOOK_S)
 
     def _hash_published(self) -> tuple[str, ...]:
-        views = [self._exchange.view(fragment.fragment_id) for fragment in self._plan.fragments]
-        return published_digests(self._plan, self._shards, self._agreement, views, self.versions)
+        parts = self._parts
+        return published_digests(
+            parts.plan, parts.shards, self._agreement, parts.views(), self.versions
+        )
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Put the published values that this island last merged in place; restore afterwards."""
         return self._merging.global_parameters()
 
-    def _prefetch(self, agreed: Agreed | None) -> None:
+    def _prefetch(self, agreed: IslandVote | None) -> None:
         """Have what is merged next on its way to the parameters' device, once all ranks have it.
 
         Nothing on arrival: it is merged as soon as they have it.
         """
-        in_flight = [(x.outstanding, x.fragment_id) for x in self._ledgers if x.outstanding]
+        in_flight = [(x.outstanding, x.fragment_id) for x in self.state.ledgers if x.outstanding]
         if agreed is None or self._total_tokens is not None or not in_flight:
             return
         sent, p = min(in_flight, key=lambda each: each[0].sent_at_inner_step)
-        if _is_staged(agreed.standings[p], sent):
-            self._shards.prefetch(p, self._exchange.staged(p))
+        if _is_staged(agreed.votes[p], sent):
+            self._parts.shards.prefetch(p, self.exchange.staged(p))
 
-    def _settle(self, ledger: FragmentLedger, agreed: Agreed | None) -> Waits[None]:
+    def _settle(self, ledger: FragmentLedger, agreed: IslandVote | None) -> Waits[None]:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
         sent = ledger.outstanding
         assert sent is not None
@@ -523,44 +488,24 @@ class OuterLoop:
         with record_function("diloco/wait"):
             while True:
                 if agreed is not None:
-                    standing = agreed.standings[ledger.fragment_id]
-                    has_expired = standing.verdict is not None and standing.verdict.has_expired
-                    if has_expired or _is_staged(standing, sent):
+                    vote = agreed.votes[ledger.fragment_id]
+                    has_expired = vote.verdict is not None and vote.verdict.has_expired
+                    if has_expired or _is_staged(vote, sent):
                         break
-                yield self._exchange.wait_for_end(ledger.fragment_id, LOOK_S)
-                agreed = self._agreement.now(
-                    self._exit_code, self._standings(), is_unsound=bool(self._check.unsound)
-                )
+                yield self.exchange.wait_for_end(ledger.fragment_id, LOOK_S)
+                agreed = self._agree()
                 self._raise_failure(agreed)
                 self._check.hear(agreed)
         blocked_s = self._clock() - began
         self.blocked_s += blocked_s
-        self._on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
-        assert standing.verdict is not None
-        self._apply(ledger, standing, standing.verdict, blocked_s)
+        self._parts.on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
+        assert vote.verdict is not None
+        self._apply(ledger, vote, vote.verdict, blocked_s)
 
-    @property
-    def _exit_code(self) -> int:
-        return exit_code_of(self._exchange.failure)
-
-    def _raise_failure(self, agreed: Agreed | None) -> None:
-        raise_failure(self._exchange.failure, 0 if agreed is None else agreed.exit_code)
-
-    def _standings(self) -> list[FragmentVote]:
-        standings = []
-        for ledger in self._ledgers:
-            view = self._exchange.view(ledger.fragment_id)
-            if self._total_tokens is not None:
-                standings.append(arrival_standing(ledger, view))
-                continue
-            # What was posted to the exchange may not have been carried out yet.
-            is_current = ledger.outstanding is not None and view.key == ledger.outstanding.key
-            verdict = view.verdict if is_current else None
-            target = view.staging.target if view.staging else None
-            standings.append(FragmentVote(view.staged_version, verdict, view.attempt, target))
-        return standings
+    def _raise_failure(self, agreed: IslandVote | None) -> None:
+        raise_failure(self.exchange.failure, 0 if agreed is None else agreed.exit_code)
 
 
-def _is_staged(standing: FragmentVote, sent: Outstanding) -> bool:
+def _is_staged(vote: FragmentVote, sent: Outstanding) -> bool:
     """Whether all ranks have staged the version that what was sent has led to."""
-    return standing.verdict is not None and standing.staged_version > sent.key.version
+    return vote.verdict is not None and vote.staged_version > sent.key.version

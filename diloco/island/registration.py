@@ -27,10 +27,10 @@ from diloco.errors import (
     RunStopped,
     error_of_exit_code,
 )
-from diloco.island.agreement import AgreedCut
 from diloco.island.exchange.state_transfer import TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
+from diloco.protocol.island.votes import Cut
 from diloco.protocol.run.alarms import Alarms, alarm_message
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 
 from diloco.errors import AggregationError
 from diloco.io_thread import Waits
-from diloco.island.agreement import Agreed, Agreement, exit_code_of, raise_failure
-from diloco.island.exchange.exchange import Exchange
 from diloco.island.merging import Merging
+from diloco.island.outer_state import LoopParts
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
 from diloco.protocol.island.soundness import MOST_REFUSED, Mend, OwnLosses, Returns, Trials
+from diloco.protocol.island.votes import IslandVote
 from diloco.protocol.run.alarms import AlarmKind
-from diloco.telemetry.events import AlarmRaised, Event, LossAccepted, PublishedTaken
+from diloco.telemetry.events import AlarmRaised, LossAccepted, PublishedTaken
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +39,16 @@ class SelfCheck:
 
     def __init__(
         self,
-        exchange: Exchange,
+        parts: LoopParts,
         merging: Merging,
-        agreement: Agreement,
-        *,
-        inner_steps_per_round: int,
-        num_fragments: int,
-        on_event: Callable[[Event], None],
     ) -> None:
         """Assign only."""
-        self._exchange = exchange
+        self._exchange = parts.exchange
         self._merging = merging
-        self._agreement = agreement
-        self._on_event = on_event
+        self._agreement = parts.agreement
+        self._on_event = parts.on_event
         self._watch = OwnLosses()
-        self._returns = Returns(inner_steps_per_round, num_fragments)
+        self._returns = Returns(parts.schedule.inner_steps_per_round, len(parts.plan.fragments))
         self._returned_at = -1
         #: Contributions in a row: by fragment, or `_AMONG_OTHERS` where another's was merged.
         self._refused = Counter[int]()
@@ -95,7 +90,7 @@ class SelfCheck:
             text = "with the published values, too: nothing is sent until it comes back"
             logger.error("%s %s", self._watch.reason, text)
 
-    def hear(self, agreed: Agreed) -> None:
+    def hear(self, agreed: IslandVote) -> None:
         """Take the ranks' common word while a step waits: a return is made before the next."""
         self._is_agreed = self._is_agreed or agreed.is_unsound
 
@@ -158,7 +153,7 @@ class SelfCheck:
         )
 
     def returning(
-        self, agreed: Agreed | None, ledgers: Sequence[FragmentLedger], inner_step: int
+        self, agreed: IslandVote | None, ledgers: Sequence[FragmentLedger], inner_step: int
     ) -> Waits[None]:
         """Take the published values of all fragments, if a rank says that its own are not sound.
 
@@ -170,9 +165,7 @@ class SelfCheck:
             return
         reason = self.unsound or "another rank of the island says so: see its log"
         yield self._exchange.verify_anchors()
-        failure = self._exchange.failure
-        (minus_code,) = self._agreement.smallest([-exit_code_of(failure)])
-        raise_failure(failure, -minus_code)
+        self._agreement.smallest([], self._exchange.failure)
         dropped = tuple(map(self._merging.take_published, ledgers))
         mend = self._take_return(inner_step)
         if mend is None:

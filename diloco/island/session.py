@@ -62,13 +62,13 @@ from diloco.island.arguments import (
 )
 from diloco.island.checkpoint_part import CheckpointPart, CutTaken
 from diloco.island.connection import Connection
-from diloco.island.exchange.checkpoint_state import StateLayout
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.groups import island_sums, make_groups
 from diloco.island.lanes.parameters import Trained, TrainedParameters
 from diloco.island.lanes.shards import LaneShards, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
+from diloco.island.outer_state import LoopParts
 from diloco.island.position import Position
 from diloco.island.registration import IslandState, Progress
 from diloco.island.stopping import Stopping
@@ -219,12 +219,6 @@ class DiLoCo(Position):
         self._exchange = connection.exchange(
             reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._hear
         )
-        self._layout = StateLayout(
-            plan,
-            {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
-            config.outer.uplink,
-            config.outer.error_feedback,
-        )
         agreement = Agreement(self._groups.agreement)
         self._stopping = Stopping(
             self._graceful_stop,
@@ -234,17 +228,19 @@ class DiLoCo(Position):
             clock=time.monotonic,
         )
         self._loop = OuterLoop(
-            plan,
-            self._schedule,
-            shards,
-            self._exchange,
-            connection.io,
-            agreement,
-            timeline=reply.grant.timeline,
-            local_mix=config.outer.local_mix,
-            clock=time.monotonic,
-            on_event=self._hear,
-            start_step=start_step,
+            LoopParts(
+                plan,
+                self._schedule,
+                shards,
+                self._exchange,
+                connection.io,
+                agreement,
+                timeline=reply.grant.timeline,
+                local_mix=config.outer.local_mix,
+                clock=time.monotonic,
+                on_event=self._hear,
+                start_step=start_step,
+            ),
             # The coordinator's word: its file may name islands that this one does not.
             total_tokens=(reply.total_tokens or config.total_tokens) if self._on_arrival else None,
         )
@@ -520,7 +516,7 @@ class DiLoCo(Position):
         A rank that raises instead of calling this must end, or the others wait for it for minutes.
         """
         if not self._is_ready:
-            expected = self._layout.expected().items()
+            expected = self._exchange.layout.expected().items()
             return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in expected}
         return self._connection.io.drive(self._loop.capturing())
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.io_thread import Waits
-from diloco.island.agreement import NOT_MINE, Agreement, exit_code_of, raise_failure
+from diloco.island.agreement import NOT_MINE, Agreement
 from diloco.island.exchange.exchange import Exchange
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.outer_state import LOOK_S
@@ -99,8 +99,7 @@ class Stopping:
                     failure = failure or self._given_up(inner_step)
                 found = find()
                 word = _WAIT if found is None else found
-            minus_code, word = self._agreement.smallest([-exit_code_of(failure), word])
-            raise_failure(failure, -minus_code)
+            (word,) = self._agreement.smallest([word], failure)
             if not word:
                 logger.info("going on after inner step %d: the stop was taken back", inner_step)
             if word != _WAIT:

@@ -28,6 +28,7 @@ from diloco.island.exchange.exchange import ANYWHERE, Exchange, ExchangeRules, S
 from diloco.island.lanes.shards import LaneShards, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
+from diloco.island.outer_state import LoopParts
 from diloco.outer.fragments import Fragment, Plan
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.island.soundness import Mend
@@ -365,17 +366,19 @@ class _Island:
         )
         self.exchange.before_send = functools.partial(self._world.before_send, self.name)
         self.outer = OuterLoop(
-            plan,
-            build_schedule(config.outer, config.run.inner_steps),
-            shards,
-            self.exchange,
-            self._runner,
-            Agreement(None),
-            timeline=0,
-            local_mix=config.outer.local_mix,
-            clock=asyncio.get_running_loop().time,
-            on_event=on_event,
-            start_step=self._start_step,
+            LoopParts(
+                plan,
+                build_schedule(config.outer, config.run.inner_steps),
+                shards,
+                self.exchange,
+                self._runner,
+                Agreement(None),
+                timeline=0,
+                local_mix=config.outer.local_mix,
+                clock=asyncio.get_running_loop().time,
+                on_event=on_event,
+                start_step=self._start_step,
+            ),
             total_tokens=config.total_tokens if config.outer.is_on_arrival else None,
         )
 

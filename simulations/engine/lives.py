@@ -1,7 +1,7 @@
 """When islands are there: failures and repairs drawn from distributions, joins and leaves given.
 
 An island that is away has lost what was in its memory and on its way; it comes back as a new start
-(incarnation), as `diloco.island.resume_point` and PROTOCOL.md, "Return of an island" say.
+(incarnation), as `diloco.protocol.island.resume_point` and PROTOCOL.md, "Return of an island" say.
 """
 
 from __future__ import annotations

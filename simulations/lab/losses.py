@@ -62,8 +62,8 @@ class Losses:
     def ended(self, island: str, outer: OuterLoop) -> None:
         """Keep what a start of an island has moved, now that it has failed."""
         self._outer.pop(island, None)
-        self.ended_up += outer.bytes_up
-        self.ended_down += outer.bytes_down
+        self.ended_up += outer.exchange.bytes_up
+        self.ended_down += outer.exchange.bytes_down
 
     def stepped(
         self, island: str, outer: OuterLoop, num_tokens: int, evaluate: Callable[[], float]
@@ -103,8 +103,12 @@ class Losses:
             Reading(
                 tokens=self.tokens,
                 virtual_s=self._clock() if at_s is None else at_s,
-                bytes_up=up + self.ended_up + sum(o.bytes_up for o in self._outer.values()),
-                bytes_down=down + self.ended_down + sum(o.bytes_down for o in self._outer.values()),
+                bytes_up=up
+                + self.ended_up
+                + sum(o.exchange.bytes_up for o in self._outer.values()),
+                bytes_down=down
+                + self.ended_down
+                + sum(o.exchange.bytes_down for o in self._outer.values()),
                 loss=loss,
                 train_loss=sum(recent) / len(recent) if recent else None,
             )

@@ -1,10 +1,10 @@
 """An island of a run under the virtual clock: the project's own bookkeeping, in simulated time.
 
 What it owes and is owed is `diloco.protocol.island.ledger`, when it sends and merges
-`diloco.island.pace`, what it knows of a fragment `diloco.island.exchange.fragment_state`; the order
-of things at a step boundary is that of `diloco.island.outer_loop`. Training, and what training
-waits for, is one process; polls, encoding, transfers and staging go on besides it, one thing at a
-time where one thread does them.
+`diloco.protocol.island.pace`, what it knows of a fragment
+`diloco.island.exchange.fragment_state`; the order of things at a step boundary is that of
+`diloco.island.outer_loop`. Training, and what training waits for, is one process; polls, encoding,
+transfers and staging go on beside it, one thing at a time where one thread does them.
 
 It is not the driver itself (`diloco.bench.loopback_run` runs that in virtual time), because that
 moves real bytes through real codecs: 100 inner steps of the demo on 5 Mbit/s take 2.0 s of CPU
@@ -21,13 +21,13 @@ from typing import Any, Protocol, TypeVar
 
 import simpy
 
-from diloco.island.agreement import Agreed
 from diloco.island.exchange.contributions import NOT_OPEN_WAIT_S
 from diloco.island.exchange.fragment_state import IslandFragment
-from diloco.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_standing
-from diloco.island.resume_point import Entered, resume_point_of
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Target, Verdict
+from diloco.protocol.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_vote
+from diloco.protocol.island.resume_point import Entered, resume_point_of
+from diloco.protocol.island.votes import IslandVote
 from diloco.protocol.rounds.messages import outcome_of
 from diloco.protocol.rounds.terms import Admission, RoundKey
 from diloco.protos import fragment_pb2 as wire
@@ -370,19 +370,18 @@ class SimulatedIsland:
 
     def _step_on_arrival(self) -> Steps:
         views = [carried.view(self.name) for carried in self._carried]
-        standings = [
-            arrival_standing(ledger, view)
-            for ledger, view in zip(self._ledgers, views, strict=True)
+        votes = [
+            arrival_vote(ledger, view) for ledger, view in zip(self._ledgers, views, strict=True)
         ]
-        for ledger, standing in zip(self._ledgers, standings, strict=True):
-            if aim(ledger, standing):
+        for ledger, vote in zip(self._ledgers, votes, strict=True):
+            if aim(ledger, vote):
                 assert ledger.target is not None
                 self._aim(ledger.fragment_id, ledger.target.version)
-            if (verdict := self._pace.arrived(ledger, standing)) is not None:
-                yield from self._apply(ledger, standing.attempt, verdict, None)
-        agreed = Agreed(0, tuple(standings))
+            if (verdict := self._pace.arrived(ledger, vote)) is not None:
+                yield from self._apply(ledger, vote.attempt, verdict, None)
+        agreed = IslandVote(0, tuple(votes))
         for p in self._pace.due(self._ledgers, self.inner_step, agreed, is_over=False):
-            self._ledgers[p].attempt = standings[p].attempt
+            self._ledgers[p].attempt = votes[p].attempt
             yield from self._send(self._ledgers[p], is_flush=False)
 
     def _finish(self) -> Steps:

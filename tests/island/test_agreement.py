@@ -7,28 +7,37 @@ import torch
 import torch.distributed as dist
 
 from diloco.errors import CodecError, IslandFailed
-from diloco.island.agreement import Agreed, Agreement, FragmentVote, exit_code_of, raise_failure
+from diloco.island.agreement import Agreement, raise_failure
 from diloco.protocol.island.ledger import Target, Verdict
+from diloco.protocol.island.votes import FragmentVote, IslandVote
 from tests.distributed import run_ranks
 
 
 def test_an_island_of_one_rank_agrees_with_itself() -> None:
     agreement = Agreement(None)
-    standing = FragmentVote(3, Verdict.EXPIRED, 2, Target(4, 9, asks_trial=True))
+    vote = FragmentVote(3, Verdict.EXPIRED, 2, Target(4, 9, asks_trial=True))
 
     assert agreement.read() is None
-    agreement.start(0, [standing, FragmentVote(-1, None, 0)])
+    agreement.start(
+        IslandVote(
+            0,
+            (
+                vote,
+                FragmentVote(-1, None, 0),
+            ),
+        )
+    )
 
-    assert agreement.read() == Agreed(0, (standing, FragmentVote(-1, None, 0)))
+    assert agreement.read() == IslandVote(0, (vote, FragmentVote(-1, None, 0)))
     assert agreement.read() is None
-    assert agreement.now(20, []) == Agreed(20, ())
+    assert agreement.now(IslandVote(20, ())) == IslandVote(20, ())
     assert agreement.smallest([3, -1]) == [3, -1]
     assert agreement.is_leader
 
 
 def test_every_verdict_survives_the_message() -> None:
     for verdict in (None, *Verdict):
-        (agreed,) = Agreement(None).now(0, [FragmentVote(0, verdict, 7)]).standings
+        (agreed,) = Agreement(None).now(IslandVote(0, (FragmentVote(0, verdict, 7),))).votes
         assert agreed == FragmentVote(0, verdict, 7)
 
 
@@ -41,24 +50,24 @@ def agree(island_rank: int) -> dict[str, object]:
     staged = (5, 6) if is_leader else (5, -1)
     # The other rank's own idea of verdict and attempt must not show.
     verdict = Verdict.NOT_INCLUDED if is_leader else Verdict.INCLUDED
-    heard["standings"] = agreement.now(
-        0, [FragmentVote(s, verdict, 9 if is_leader else 1) for s in staged]
+    heard["votes"] = agreement.now(
+        IslandVote(0, tuple([FragmentVote(s, verdict, 9 if is_leader else 1) for s in staged]))
     )
 
     heard["undecided"] = agreement.now(
-        0, [FragmentVote(1, None if is_leader else Verdict.EXPIRED, 0)]
+        IslandVote(0, (FragmentVote(1, None if is_leader else Verdict.EXPIRED, 0),))
     )
 
-    heard["one fails"] = agreement.now(0 if is_leader else 20, []).exit_code
-    heard["both fail"] = agreement.now(30 if is_leader else 20, []).exit_code
+    heard["one fails"] = agreement.now(IslandVote(0 if is_leader else 20, ())).exit_code
+    heard["both fail"] = agreement.now(IslandVote(30 if is_leader else 20, ())).exit_code
 
     # While another is on its way, as at a checkpoint between two steps.
-    agreement.start(0, [FragmentVote(8, None, 3)])
+    agreement.start(IslandVote(0, (FragmentVote(8, None, 3),)))
     heard["smallest"] = agreement.smallest([island_rank, -island_rank, 7])
     heard["on its way"] = agreement.read()
 
     # Started by both, read by one long before the other comes to it: no barrier in `start`.
-    agreement.start(0, [FragmentVote(island_rank, Verdict.EXPIRED, 4)])
+    agreement.start(IslandVote(0, (FragmentVote(island_rank, Verdict.EXPIRED, 4),)))
     dist.barrier()
     heard["read later"] = agreement.read()
     return heard
@@ -69,15 +78,15 @@ def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
 
     assert first == second
     assert first == {
-        "standings": Agreed(
+        "votes": IslandVote(
             0, (FragmentVote(5, Verdict.NOT_INCLUDED, 9), FragmentVote(-1, Verdict.NOT_INCLUDED, 9))
         ),
-        "undecided": Agreed(0, (FragmentVote(1, None, 0),)),
+        "undecided": IslandVote(0, (FragmentVote(1, None, 0),)),
         "one fails": 20,
         "both fail": 30,
         "smallest": [0, -1, 7],
-        "on its way": Agreed(0, (FragmentVote(8, None, 3),)),
-        "read later": Agreed(0, (FragmentVote(-1, Verdict.EXPIRED, 4),)),
+        "on its way": IslandVote(0, (FragmentVote(8, None, 3),)),
+        "read later": IslandVote(0, (FragmentVote(-1, Verdict.EXPIRED, 4),)),
     }
 
 
@@ -93,7 +102,7 @@ def hear(island_rank: int) -> list[int]:
     agreement.on_heard = on_heard
     for num_heard in (0, 2, 2, 3):
         agreement.num_heard = lambda: num_heard if island_rank == 0 else 99  # noqa: B023
-        agreement.now(0, [FragmentVote(-1, None, 0)])
+        agreement.now(IslandVote(0, (FragmentVote(-1, None, 0),)))
         heard.append(num_told)
     agreement.num_heard = lambda: 4
     assert agreement.smallest([5 + island_rank]) == [5]
@@ -105,7 +114,7 @@ def test_all_ranks_hear_that_the_leader_has_known_of_the_coordinator() -> None:
 
 
 def test_the_message_is_one_small_integer_vector() -> None:
-    vector = Agreement(None)._encode(0, [FragmentVote(0, None, 0)] * 24)
+    vector = Agreement(None)._encode(IslandVote(0, (FragmentVote(0, None, 0),) * 24))
 
     assert vector.dtype == torch.int64
     assert vector.numel() == 5 + 9 * 24
@@ -120,4 +129,3 @@ def test_a_failure_is_raised_where_it_happened_and_told_elsewhere() -> None:
     with pytest.raises(IslandFailed, match=r"another rank .* exit code 30: see its log") as caught:
         raise_failure(None, 30)
     assert caught.value.exit_code == 30
-    assert (exit_code_of(own), exit_code_of(None)) == (20, 0)

@@ -58,7 +58,7 @@ def check_accounts(
     """
     for island, incarnation, steps in starts:
         trained = steps * TOKENS[island.name]
-        for p, ledger in enumerate(island.session._ledgers):
+        for p, ledger in enumerate(island.session.state.ledgers):
             counted = included(run, p)[island.name, incarnation]
             dropped = sum(e["dropped_tokens"] for e in merged(island) if e["fragment_id"] == p)
             key = (island.name, incarnation, p)
@@ -204,7 +204,7 @@ def test_deaths_of_islands_and_syncer_and_a_lossy_network(setting: Setting, seed
     assert len({island.session.digests for island in islands}) == 1
     assert all(island.session.digests for island in islands)
     for island, incarnation, began in died:
-        for p, ledger in enumerate(island.session._ledgers):
+        for p, ledger in enumerate(island.session.state.ledgers):
             # What was sent last may have been counted after the death; its own table says not.
             sent = ledger.outstanding
             known = sum(

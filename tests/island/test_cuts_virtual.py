@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco.island.agreement import AgreedCut
+from diloco.protocol.island.votes import Cut
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.pins import pinned_version
 from tests.several_syncers import Several
@@ -49,7 +49,7 @@ class Start:
     def end(self) -> None:
         session = self.island.session
         self.ended = session.inner_step
-        self.left = [ledger.tokens for ledger in session._ledgers]
+        self.left = [ledger.tokens for ledger in session.state.ledgers]
 
 
 class Story:
@@ -90,9 +90,9 @@ class Story:
                 if session.is_cut_due:
                     self.kept[name] = await start.island.take_cut()
                     self.versions[name] = session.versions
-                    self.flying[name] = [x.outstanding for x in session._ledgers]
+                    self.flying[name] = [x.outstanding for x in session.state.ledgers]
                     start.until = session.inner_step
-                    start.left = [ledger.tokens for ledger in session._ledgers]
+                    start.left = [ledger.tokens for ledger in session.state.ledgers]
                     if not self.beyond_s:
                         return
         finally:
@@ -204,7 +204,7 @@ class Story:
                 left = second.left[p] + (first.left[p] if first.until < 0 else 0)
                 was_counted = 0
                 if first.until < 0:  # killed: it does not know what became of its last
-                    sent = first.island.session._ledgers[p].outstanding
+                    sent = first.island.session.state.ledgers[p].outstanding
                     all_counted = counted[name, 1] + counted[name, 2] + dropped + left
                     was_counted = all_counted - trained
                     assert was_counted in (0, sent.weight_tokens if sent else 0)

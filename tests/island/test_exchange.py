@@ -510,7 +510,7 @@ def test_staging_changes_neither_anchor_nor_model(setting: Setting) -> None:
 
         assert a.exchange.view(0).staged_version == 1
         assert a.exchange._carried[0].anchor_version == 0
-        assert a.session._ledgers[0].version == 0
+        assert a.session.state.ledgers[0].version == 0
         assert a.published[-1] == {"w": [16.0] * 5}
 
     run_virtual(scenario())

@@ -164,9 +164,9 @@ def run(
         is_met = flip is not None and flip.place == "anchor" and island == ISLAND
         if is_met and flip is not None and outer.inner_step == flip.step:
             fragment = next(
-                f for f in outer._plan.fragments if any(e.name == WHERE for e in f.entries)
+                f for f in outer._parts.plan.fragments if any(e.name == WHERE for e in f.entries)
             )
-            lanes = outer._exchange.anchor(fragment.fragment_id)
+            lanes = outer.exchange.anchor(fragment.fragment_id)
             flip_(lanes[0], INDEX, flip.bit)
 
     world = World(on_step=on_step, on_event=lambda island, e: ended.events.append((island, e)))

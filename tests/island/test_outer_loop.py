@@ -102,12 +102,12 @@ def test_the_end_of_another_contribution_is_not_taken_for_this_ones(setting: Set
     async def scenario() -> None:
         _, a, _ = await started(setting)
         await a.train(4)
-        sent = a.session._ledgers[0].outstanding
+        sent = a.session.state.ledgers[0].outstanding
         assert sent is not None
         view = replace(a.exchange.view(0), verdict=Verdict.EXPIRED)
         for key, verdict in ((sent.key, Verdict.EXPIRED), (replace(sent.key, attempt=7), None)):
             a.exchange._views[0] = replace(view, key=key)
-            assert a.session._standings()[0].verdict is verdict
+            assert a.session._vote().votes[0].verdict is verdict
 
     run_virtual(scenario())
 

@@ -31,6 +31,7 @@ from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
 from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.island.outer_loop import OuterLoop
+from diloco.island.outer_state import LoopParts
 from diloco.outer.fragments import Plan, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
@@ -274,7 +275,7 @@ def island(
             rng=random.Random(island_rank),
             on_event=events.append,
         )
-        session = OuterLoop(
+        session = OuterLoop(LoopParts(
             plan,
             Schedule.make(
                 inner_steps_per_round=6, num_fragments=1, overlap_steps=2, inner_steps=100,
@@ -287,8 +288,7 @@ def island(
             timeline=timeline,
             local_mix=local_mix,
             clock=time.monotonic,
-            on_event=events.append,
-            total_tokens=total_tokens or None,
+            on_event=events.append,), total_tokens=total_tokens or None,
         )  # fmt: skip
         if kept is None:
             io.drive(session.starting(overwrite_initial=False, last_inner_step=0))
@@ -329,18 +329,18 @@ def merge_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
                 store.set("rank 0 has staged", "yes")
             store.wait(["rank 0 has staged"])
             seen["staged"] = rank.exchange.view(0).staged_version
-            seen["version"] = rank.session._ledgers[0].version
+            seen["version"] = rank.session.state.ledgers[0].version
             rank.data.cut = None
 
         watcher = besides(watch)
         rank.train(1)
         watcher.join()
 
-        seen["merged"] = rank.session._ledgers[0].version
+        seen["merged"] = rank.session.state.ledgers[0].version
         seen["blocked"] = rank.session.blocked_s > 1.4
         seen["norm moved"] = not torch.equal(before, rank.norm)
         seen["whole"] = rank.whole()
-        seen["anchor"] = {i: lane.clone() for i, lane in rank.session._merging.anchors[0].items()}
+        seen["anchor"] = {i: lane.clone() for i, lane in rank.session.state.anchors[0].items()}
         return seen
 
 
@@ -475,7 +475,7 @@ def count_collectives(island_rank: int) -> list[dict[str, int]]:
         mock.patch.multiple(dist, **{name: counted(name) for name in COLLECTIVES}),
     ):
         for inner_step in range(1, 14):
-            rank.session.inner_step = inner_step - 1
+            rank.session.state.inner_step = inner_step - 1
             if inner_step == 8:
                 # So that the blocking step finds everything there.
                 wait_until(lambda: rank.exchange.view(0).has_ended)
@@ -577,7 +577,7 @@ def find_worse_on_one_rank(island_rank: int) -> dict[str, Any]:
             return next(losses)
 
         rank.session.loss_of = loss_of
-        rank.session._ledgers[0].asks_trial = True  # as after a version of two opposed islands
+        rank.session.state.ledgers[0].asks_trial = True  # as after a version of two opposed islands
         rank.train(6)
         local = rank.whole()
         rank.train(1)
@@ -621,7 +621,7 @@ def keep_and_resume(island_rank: int, directory: str) -> list[dict[str, Any]]:
             with island(island_rank, num_ranks=before, **options) as rank:
                 rank.train(STEP)
                 rank.io.drive(rank.session.pinning())
-                rank.session._ledgers[0].asks_trial = True  # no loss is known: it is sent
+                rank.session.state.ledgers[0].asks_trial = True  # no loss is known: it is sent
                 outer = rank.io.drive(rank.session.capturing())
                 mine = Kept(STEP, rank.whole(), {n: v.clone() for n, v in outer.items()})
                 ends.append(to_the_end(rank))
@@ -634,7 +634,7 @@ def keep_and_resume(island_rank: int, directory: str) -> list[dict[str, Any]]:
             kept = Kept(STEP, parts[0].whole, union)
             with island(island_rank, num_ranks=after, kept=kept, **options) as rank:
                 assert (rank.session.inner_step, rank.session.num_in_flight) == (STEP, 1)
-                assert rank.session._ledgers[0].asks_trial
+                assert rank.session.state.ledgers[0].asks_trial
                 ends.append(to_the_end(rank))
         dist.barrier()
     return ends

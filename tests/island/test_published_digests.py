@@ -62,7 +62,7 @@ def test_island_whose_merges_do_not_reach_the_model_ends_with_an_error(
     async def scenario() -> None:
         run = VirtualRun(replace(setting, flush=flush))
         a, b = await started(run)
-        monkeypatch.setattr(b.session._shards, "distribute", lambda *_: None)
+        monkeypatch.setattr(b.session._parts.shards, "distribute", lambda *_: None)
         ends = await asyncio.gather(a.run(), b.run(), return_exceptions=True)
 
         assert ends[0] is None and len(a.session.digests) == 1

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.errors import ConfigError, FingerprintMismatch, IslandFailed
+from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
 from diloco.island.agreement import Agreement
 from diloco.island.outer_state import LOOK_S
 from diloco.outer.optimizer import OuterOptimizer
@@ -74,7 +74,7 @@ def end_of(islands: dict[str, VirtualIsland]) -> dict[str, Any]:
         name: (
             island.values(),
             island.session.digests,
-            [(x.version, x.tokens, x.steps, x.local_steps) for x in island.session._ledgers],
+            [(x.version, x.tokens, x.steps, x.local_steps) for x in island.session.state.ledgers],
         )
         for name, island in islands.items()
     }
@@ -408,7 +408,7 @@ def test_a_pin_of_another_version_for_the_same_step_ends_the_island(setting: Set
         await asyncio.gather(a.train(3), b.train(3))
         await a.checkpoint()
         await a.checkpoint()
-        b.session.inner_step, b.session._ledgers[0].version = 3, 0
+        b.session.state.inner_step, b.session.state.ledgers[0].version = 3, 0
         with pytest.raises(IslandFailed, match=_REFUSED):
             await b.checkpoint()
 
@@ -492,9 +492,11 @@ def test_ranks_look_at_each_other_while_their_leader_waits_for_the_pin(
     looks: list[float] = []
     smallest = Agreement.smallest
 
-    def noting(self: Agreement, values: Sequence[int]) -> list[int]:
+    def noting(
+        self: Agreement, values: Sequence[int], failure: DilocoError | None = None
+    ) -> list[int]:
         looks.append(asyncio.get_running_loop().time())
-        return smallest(self, values)
+        return smallest(self, values, failure)
 
     async def scenario() -> tuple[float, float]:
         run = VirtualRun(setting)

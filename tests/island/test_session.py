@@ -128,7 +128,7 @@ def test_what_is_sent_is_tried_by_the_loss_that_a_loop_gives(served: ServedRun) 
     losses = itertools.chain([1.0, 1.1], itertools.cycle([1.1, 1.0]))  # the first trial fails
     with joined(served, model) as outer:
         outer.loss_of = lambda: next(losses)
-        for ledger in outer._loop._ledgers:
+        for ledger in outer._loop.state.ledgers:
             ledger.asks_trial = True  # as after a version of two opposed islands
         events = train(outer, model, optimizer)
 

@@ -260,7 +260,7 @@ class _Fault:
             self._flip(self._training._trainer.optimizer.state[parameter]["exp_avg"])
         elif self._what == "anchor":
             # The first fragment's; the island looks at what it sends against it.
-            self._flip(outer._exchange.anchor(0)[0])
+            self._flip(outer.exchange.anchor(0)[0])
 
     def before_send(self, island: str, fragment: Fragment, anchor: Lanes, local: Lanes) -> None:
         """Strike what is about to be sent."""

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from diloco.errors import DilocoError
 from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
+from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
 from diloco.island.exchange.contributions import ContributionRules
 from diloco.island.exchange.entry import check_restored
-from diloco.island.exchange.fragment_state import FragmentView, IslandFragment
-from diloco.island.exchange.retried_calls import SyncerReach
+from diloco.island.exchange.fragment_state import IslandFragment
+from diloco.island.exchange.retried_calls import Reach
 from diloco.island.exchange.syncer_link import SyncerLink
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
+from diloco.protocol.island.votes import FragmentView
 from diloco.protos.control_pb2 import Grant
 from diloco.tasks import Tasks, wait_for
 from diloco.telemetry.events import AnchorMended, Event
@@ -107,7 +108,7 @@ class Exchange:
 
     `failure` is set once, when the rank cannot go on; everything after it is void. `step_s` is what
     the training thread says of its recent inner steps, in seconds; 0: not known yet. `num_heard`
-    counts the words of `coordinator_answered`.
+    counts the words of `coordinator_answered`. `layout` names the tensors of a checkpoint.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Exchange:
         sites, where that is not what the calls here move.
         """
         self.rules = rules
+        self.layout = StateLayout(plan, lanes, rules.uplink_codec, rules.error_feedback)
         self._plan = plan
         self._grant = grant
         self._on_event = on_event

@@ -20,7 +20,7 @@ from diloco.island.exchange.checkpoint_state import LaneCheckpoint
 from diloco.outer.fragments import Fragment
 from diloco.outer.pseudo_gradient import bit_sum
 from diloco.protocol.island.ledger import Outstanding, Target, Verdict
-from diloco.protocol.rounds.terms import RoundKey
+from diloco.protocol.island.votes import Announced, FragmentView
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import FragmentSent
 from diloco.transport.contracts import Buffer
@@ -34,68 +34,6 @@ _MOST_HEARD = 4
 #: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
 #: syncer forgets it.
 NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncedVersion:
-    """A published version, as the syncer announced it; hex digest."""
-
-    target: Target
-    digest: str = ""
-    contributors: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentView:
-    """What a rank knows of a fragment, for the training thread.
-
-    `anchor_version` is what the lanes hold (-1 before the island has entered the run; then
-    `is_overwritten` says whether own values differed); `staged_version` is the newest version of
-    which all of this rank's lanes are verified (-1: none); `key` is what is outstanding and
-    `verdict` its end, None while it is undecided. Commands that were posted and not yet carried out
-    are not in it: hold `key` against what was sent. `sent_at_inner_step`, `is_flush`,
-    `merged_tokens` and `asks_trial` are the syncer's word on `version`, `anchor_tokens` that on the
-    anchor with which the island entered.
-
-    `staging` is what this rank stages, or has staged; `gone_version` the newest of which it heard
-    that the syncer has it no more. `is_open`: the attempt that is announced waits for this island;
-    `is_ending`: it takes a flush, or there is none any more. `counted` is the newest contribution
-    of the start whose checkpoint is resumed: the version that counts it (0: none), and the attempt.
-    `is_damaged`: its syncer has lost a version, and does not serve it until that is repaired.
-    """
-
-    key: RoundKey | None = None
-    anchor_version: int = -1
-    is_overwritten: bool = False
-    version: int = -1
-    attempt: int = 0
-    staged_version: int = -1
-    verdict: Verdict | None = None
-    digest: str = ""
-    contributors: tuple[str, ...] = ()
-    sent_at_inner_step: int = 0
-    is_flush: bool = False
-    merged_tokens: int = 0
-    anchor_tokens: int = 0
-    staging: AnnouncedVersion | None = None
-    gone_version: int = -1
-    is_open: bool = False
-    is_ending: bool = False
-    counted: tuple[int, int] = (0, 0)
-    is_damaged: bool = False
-    asks_trial: bool = False
-
-    @property
-    def newest(self) -> Target:
-        """The newest version, as a target."""
-        return Target(self.version, self.merged_tokens, self.is_flush, self.asks_trial)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing is left to wait for on this rank."""
-        if self.key is None or (self.verdict is not None and self.verdict.has_expired):
-            return True
-        return self.verdict is not None and self.staged_version > self.key.version
 
 
 @dataclass(slots=True)

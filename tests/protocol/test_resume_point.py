@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from diloco.errors import IslandFailed
-from diloco.island.exchange.fragment_state import FragmentView
-from diloco.island.resume_point import (
+from diloco.outer.schedule import Schedule
+from diloco.protocol.island.resume_point import (
     Entered,
     ResumePoint,
     entered_of,
     entry_words,
     resume_point_of,
 )
-from diloco.outer.schedule import Schedule
+from diloco.protocol.island.votes import FragmentView
 
 
 def schedule(**changes: Any) -> Schedule:

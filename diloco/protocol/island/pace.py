@@ -18,10 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from diloco.island.agreement import GONE, NOTHING_STAGED, Agreed, FragmentVote
-from diloco.island.exchange.fragment_state import FragmentView
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
+from diloco.protocol.island.votes import (
+    GONE,
+    NOTHING_STAGED,
+    FragmentView,
+    FragmentVote,
+    IslandVote,
+)
 
 
 class Pace(Protocol):
@@ -37,14 +42,14 @@ class Pace(Protocol):
     def is_merge_due(self, ledger: FragmentLedger, inner_step: int) -> bool:
         """Whether what is outstanding must be settled now, however long that takes."""
 
-    def arrived(self, ledger: FragmentLedger, standing: FragmentVote) -> Verdict | None:
+    def arrived(self, ledger: FragmentLedger, vote: FragmentVote) -> Verdict | None:
         """Say how to settle a fragment now, without waiting; None: there is nothing to settle."""
 
     def due(
         self,
         ledgers: Sequence[FragmentLedger],
         inner_step: int,
-        agreed: Agreed | None,
+        agreed: IslandVote | None,
         *,
         is_over: bool,
     ) -> list[int]:
@@ -76,7 +81,7 @@ class ScheduledPace:
         sent = ledger.outstanding
         return sent is not None and self._schedule.merge_step(sent.sent_at_inner_step) <= inner_step
 
-    def arrived(self, ledger: FragmentLedger, standing: FragmentVote) -> Verdict | None:
+    def arrived(self, ledger: FragmentLedger, vote: FragmentVote) -> Verdict | None:
         """See `Pace`: nothing is merged before its step."""
         return None
 
@@ -84,7 +89,7 @@ class ScheduledPace:
         self,
         ledgers: Sequence[FragmentLedger],
         inner_step: int,
-        agreed: Agreed | None,
+        agreed: IslandVote | None,
         *,
         is_over: bool,
     ) -> list[int]:
@@ -106,13 +111,13 @@ class ArrivalPace:
         """See `Pace`: nothing is waited for."""
         return False
 
-    def arrived(self, ledger: FragmentLedger, standing: FragmentVote) -> Verdict | None:
+    def arrived(self, ledger: FragmentLedger, vote: FragmentVote) -> Verdict | None:
         """See `Pace`."""
         sent, target = ledger.outstanding, ledger.target
-        verdict = standing.verdict
+        verdict = vote.verdict
         if sent is not None and (verdict is None or verdict.has_expired):
             return verdict
-        if target is None or standing.staged_version != target.version:
+        if target is None or vote.staged_version != target.version:
             return None
         return Verdict.ABSENT if sent is None else verdict
 
@@ -120,7 +125,7 @@ class ArrivalPace:
         self,
         ledgers: Sequence[FragmentLedger],
         inner_step: int,
-        agreed: Agreed | None,
+        agreed: IslandVote | None,
         *,
         is_over: bool,
     ) -> list[int]:
@@ -132,12 +137,12 @@ class ArrivalPace:
             return []
         return [
             ledger.fragment_id
-            for ledger, standing in zip(ledgers, agreed.standings, strict=True)
+            for ledger, vote in zip(ledgers, agreed.votes, strict=True)
             if ledger.outstanding is None
             and not ledger.is_flushed
-            and standing.open_version == ledger.version
-            and standing.attempt >= ledger.attempt
-            and (is_over or not standing.is_ending)
+            and vote.open_version == ledger.version
+            and vote.attempt >= ledger.attempt
+            and (is_over or not vote.is_ending)
         ]
 
     def is_agreeing(self, num_in_flight: int) -> bool:
@@ -145,17 +150,17 @@ class ArrivalPace:
         return True
 
 
-def aim(ledger: FragmentLedger, standing: FragmentVote) -> bool:
+def aim(ledger: FragmentLedger, vote: FragmentVote) -> bool:
     """Take the target that the leader names; whether it is another than before."""
-    named, held = standing.target, ledger.target
+    named, held = vote.target, ledger.target
     if named is None or named.version <= max(ledger.version, held.version if held else -1):
-        ledger.is_target_gone = held is not None and standing.staged_version == GONE
+        ledger.is_target_gone = held is not None and vote.staged_version == GONE
         return False
     ledger.target, ledger.is_target_gone = named, False
     return True
 
 
-def arrival_standing(ledger: FragmentLedger, view: FragmentView) -> FragmentVote:
+def arrival_vote(ledger: FragmentLedger, view: FragmentView) -> FragmentVote:
     """Give a rank's word on a fragment, from what it holds and what its exchange shows.
 
     Posted commands may not have been carried out yet: what the exchange shows of versions that are

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco.errors import IslandFailed
-from diloco.island.exchange.fragment_state import FragmentView
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import MAX_EXPIRED
+from diloco.protocol.island.votes import FragmentView
 
 _WORDS = 8
 
