@@ -30,7 +30,8 @@ from diloco.config.load import with_policy
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, Moved, SyncerConnection
+from diloco.island.exchange.calls import ExchangeRules
+from diloco.island.exchange.exchange import Exchange, Moved
 from diloco.island.exchange.state_transfer import SyncerRoutes, TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from diloco.errors import CoordinatorUnavailable
-from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
+from diloco.island.exchange.calls import ExchangeRules, SyncerCalls
+from diloco.island.exchange.exchange import Exchange
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.fragment_pb2 import Ack

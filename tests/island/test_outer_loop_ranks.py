@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from diloco.errors import AggregationError, CodecError, DilocoError, IslandFailed
 from diloco.io_thread import IoThread
 from diloco.island.agreement import Agreement
-from diloco.island.exchange.exchange import Exchange, ExchangeRules, SyncerConnection
+from diloco.island.exchange.calls import ExchangeRules
+from diloco.island.exchange.exchange import Exchange
 from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts

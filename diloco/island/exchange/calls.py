@@ -11,17 +11,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import blake3
 
 from diloco.errors import Fenced
 from diloco.island.exchange.damage import LineDamage
-from diloco.island.exchange.retried_calls import RetriedCalls, SyncerReach
+from diloco.island.exchange.retried_calls import Reach, RetriedCalls
+from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.rounds.messages import MOST_UPLOADS, key_message
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.control_pb2 import Grant
+from diloco.tasks import Tasks
 from diloco.telemetry.events import Event
 from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Transport
 from diloco.transport.retry import RetryPolicy
@@ -29,11 +32,40 @@ from diloco.transport.retry import RetryPolicy
 _POLL_WAIT_S = 20.0
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeRules:
+    """How a carrier contributes and how long it tries.
+
+    Args:
+        uplink_codec: Codec of contributions (`lane_codec`).
+        error_feedback: Whether the quantisation error joins the next contribution.
+        rpc_deadline_s: Bound of one call; a call may wait for a slow link.
+        unreachable_s: Seconds without any answer, of syncers or coordinator, after which the island
+            gives up (exit 30).
+        seed: Of the run; stochastic rounding draws from it.
+        first_wait_s: Wait after the first call without an answer, at most.
+        max_wait_s: Longest wait between two calls.
+        on_arrival: Whether rounds open and versions come at any time, and some are left out.
+        error_feedback_decay: Share of the quantisation error that joins it.
+    """
+
+    uplink_codec: str
+    error_feedback: bool
+    rpc_deadline_s: float
+    unreachable_s: float
+    seed: int
+    first_wait_s: float = 0.1
+    max_wait_s: float = 1.0
+    on_arrival: bool = False
+    error_feedback_decay: float = 1.0
+
+
 class SyncerCalls:
     """One rank's connection to the syncer, over a control and a data transport.
 
     Whole models let the payloads of rounds go first. Where the syncer has no room for all payloads
-    at once (`PollReply.asks_first`), each is sent when it is its turn there.
+    at once (`PollReply.asks_first`), each is sent when it is its turn there. `epoch` is the newest
+    one of the syncer that was seen.
     """
 
     def __init__(
@@ -53,6 +85,7 @@ class SyncerCalls:
         `on_event` hears what came to harm on the way.
         """
         self._grant = grant
+        self.epoch = 0
         self._uploading = asyncio.Semaphore(MOST_UPLOADS)
         self._calls = RetriedCalls(
             control,
@@ -89,7 +122,6 @@ class SyncerCalls:
 
     async def poll(
         self,
-        known_epoch: int,
         known: Iterable[wire.FragmentState],
         outstanding: Iterable[RoundKey],
         *,
@@ -99,7 +131,6 @@ class SyncerCalls:
         """Wait for news, at most some seconds.
 
         Args:
-            known_epoch: Of the syncer.
             known: What is known of the fragments.
             outstanding: Contributions whose outcome is not known.
             step_s: Duration of recent inner steps; 0: not known.
@@ -108,7 +139,7 @@ class SyncerCalls:
         request = wire.PollRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
-            known_epoch=known_epoch,
+            known_epoch=self.epoch,
             known=known,
             outstanding=[key_message(key) for key in outstanding],
             wait_s=_POLL_WAIT_S,
@@ -243,3 +274,24 @@ class SyncerCalls:
             "heal.get", header, max_reply_bytes=max_reply_bytes, is_bulk=True
         )
         return wire.FetchReply.FromString(reply.header), reply.payload
+
+
+@dataclass(frozen=True, slots=True)
+class LinkParts:
+    """What everything that a rank does with one syncer shares.
+
+    Args:
+        plan: Of the run.
+        grant: Of this start of the island.
+        rules: Of the exchange.
+        calls: To the syncer.
+        tasks: Of the exchange: the first failure ends all of it.
+        on_event: Called with each event.
+    """
+
+    plan: Plan
+    grant: Grant
+    rules: ExchangeRules
+    calls: SyncerCalls
+    tasks: Tasks
+    on_event: Callable[[Event], None]

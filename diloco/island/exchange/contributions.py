@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,19 +22,18 @@ from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError
-from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.calls import LinkParts
 from diloco.island.exchange.checkpoint_state import LaneCheckpoint
 from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment, SentLane
 from diloco.loop_clock import loop_now
-from diloco.outer.fragments import Plan
 from diloco.outer.pseudo_gradient import farthest, l2_norm, pseudo_gradient_
 from diloco.protocol.island.ledger import Outstanding, Verdict
 from diloco.protocol.rounds.messages import outcome_of
 from diloco.protocol.rounds.terms import Outcome, RoundKey
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protos import fragment_pb2 as wire
-from diloco.tasks import Tasks, wait_for
-from diloco.telemetry.events import AlarmRaised, Event, FragmentSent, OutcomeHeard, PhaseDone
+from diloco.tasks import wait_for
+from diloco.telemetry.events import AlarmRaised, FragmentSent, OutcomeHeard, PhaseDone
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +41,6 @@ _DECLINED = "declined:"
 _MAX_BROKEN_IN_A_ROW = 3
 NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ContributionRules:
-    """How contributions are made.
-
-    Args:
-        codec: Of contributions (`lane_codec`).
-        error_feedback: Whether the quantisation error joins the next contribution.
-        seed: Of the run; stochastic rounding draws from it.
-        island: Whose they are.
-        decay: Share of the quantisation error that joins it.
-    """
-
-    codec: str
-    error_feedback: bool
-    seed: int
-    island: str
-    decay: float = 1.0
 
 
 class Contributions:
@@ -71,22 +51,14 @@ class Contributions:
         unsound: Why not.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rules: ContributionRules,
-        calls: SyncerCalls,
-        tasks: Tasks,
-        epoch: Callable[[], int],
-        on_event: Callable[[Event], None],
-    ) -> None:
-        """Assign only; `epoch` gives the syncer's, by which lanes are submitted again."""
-        self._plan = plan
-        self._rules = rules
-        self._calls = calls
-        self._tasks = tasks
-        self._epoch = epoch
-        self._on_event = on_event
+    def __init__(self, parts: LinkParts) -> None:
+        """Assign only."""
+        self._plan = parts.plan
+        self._rules = parts.rules
+        self._island = parts.grant.island
+        self._calls = parts.calls
+        self._tasks = parts.tasks
+        self._on_event = parts.on_event
         self._submits: dict[int, list[asyncio.Task[None]]] = {}
         self.unsound_at, self.unsound = -1, ""
 
@@ -143,7 +115,7 @@ class Contributions:
         """
         fragment, moved = self._plan.fragments[carried.fragment_id], dict[int, Tensor]()
         for lane_id, lane in carried.sending.items() if carried.held_back else ():
-            codec = lane_codec(self._rules.codec, fragment, lane_id)
+            codec = lane_codec(self._rules.uplink_codec, fragment, lane_id)
             delta = codec.decode(from_bytes(lane.payload), fragment.lanes[lane_id].numel)
             moved[lane_id] = carried.anchor[lane_id] - delta.mul_(0.5)
         return moved
@@ -224,12 +196,14 @@ class Contributions:
         if rules.error_feedback:
             residual = carried.residual.get(lane_id)
             residual = torch.zeros_like(delta) if residual is None else residual
-        codec = lane_codec(rules.codec, self._plan.fragments[key.fragment_id], lane_id)
+        codec = lane_codec(rules.uplink_codec, self._plan.fragments[key.fragment_id], lane_id)
         drawn_by = rounding_key(
-            rules.seed, key.fragment_id, lane_id, key.version, key.attempt, rules.island
+            rules.seed, key.fragment_id, lane_id, key.version, key.attempt, self._island
         )
         with record_function("diloco/encode"):
-            return SentLane.of(*encode_with_feedback(codec, delta, residual, drawn_by, rules.decay))
+            return SentLane.of(
+                *encode_with_feedback(codec, delta, residual, drawn_by, rules.error_feedback_decay)
+            )
 
     def forget_flipped(self, carried: IslandFragment, lane_id: int) -> None:
         """Forget what a lane has left over if a bit of it has flipped, and tell that."""
@@ -242,7 +216,7 @@ class Contributions:
             f"this machine's memory is sound (edac-util, dmesg)"
         )
         logger.error("%s", text)
-        self._on_event(AlarmRaised(AlarmKind.BIT_FLIPPED, text, self._rules.island, p))
+        self._on_event(AlarmRaised(AlarmKind.BIT_FLIPPED, text, self._island, p))
 
     def _emit_phase(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))
@@ -292,19 +266,19 @@ class Contributions:
         """Have the lane received by whichever syncer runs, until the contribution is settled."""
         while carried.outstanding is sent and self._tasks.failure is None:
             news = self._tasks.news
-            if carried.outcome is not None or lane.received_epoch >= self._epoch():
+            if carried.outcome is not None or lane.received_epoch >= self._calls.epoch:
                 await news.wait()
                 continue
             began = loop_now()
             reply = await self._calls.submit(
                 sent,
                 lane_id,
-                codec=self._rules.codec,
+                codec=self._rules.uplink_codec,
                 digest=lane.digest,
                 payload=lane.payload,
             )
             self._emit_phase("send", sent.key, lane_id, began)
-            if carried.outstanding is not sent or reply.syncer_epoch < self._epoch():
+            if carried.outstanding is not sent or reply.syncer_epoch < self._calls.epoch:
                 continue  # settled, or the word of a syncer that is gone
             self._take_submit_reply(carried, sent, lane_id, lane, reply)
             if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:

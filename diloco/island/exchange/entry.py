@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.errors import CodecError, FingerprintMismatch
-from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.calls import LinkParts
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint
 from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.staging import VersionGone, fetch_lane
-from diloco.outer.fragments import Plan
 from diloco.protos import fragment_pb2 as wire
-from diloco.protos.control_pb2 import Grant
-from diloco.tasks import Tasks, wait_for
+from diloco.tasks import wait_for
 from diloco.versions.publication import lane_digest
 
 logger = logging.getLogger(__name__)
@@ -36,25 +34,14 @@ _TELL_WAITING_S = 30.0
 class FragmentEntry:
     """One rank's join, for the fragments that its exchange carries."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        grant: Grant,
-        calls: SyncerCalls,
-        carried: Mapping[int, IslandFragment],
-        tasks: Tasks,
-        epoch: Callable[[], int],
-        *,
-        on_arrival: bool = False,
-    ) -> None:
-        """Assign only; `epoch` gives the syncer's, by which uploads are repeated."""
-        self._plan = plan
-        self._grant = grant
-        self._calls = calls
+    def __init__(self, parts: LinkParts, carried: Mapping[int, IslandFragment]) -> None:
+        """Assign only."""
+        self._plan = parts.plan
+        self._grant = parts.grant
+        self._calls = parts.calls
         self._carried = carried
-        self._tasks = tasks
-        self._epoch = epoch
-        self._on_arrival = on_arrival
+        self._tasks = parts.tasks
+        self._on_arrival = parts.rules.on_arrival
         # Fragment -> what the syncer asked for last and was given, or was not held here then.
         self._given: dict[int, tuple[int, int]] = {}
         self._lacked: dict[int, tuple[int, int]] = {}
@@ -66,7 +53,7 @@ class FragmentEntry:
         operator's matter.
         """
         state, p = carried.state, carried.fragment_id
-        asked = self._epoch(), state.asked
+        asked = self._calls.epoch, state.asked
         if not (state.is_damaged and state.asked) or self._given.get(p) == asked:
             return
         lanes = carried.lanes_of(state.wanted_version)
@@ -177,8 +164,8 @@ class FragmentEntry:
                 state = self._carried[p].state
                 for lane_id, values in initial[p].items():
                     wanted = state.wants_initial and not state.is_founded
-                    if wanted and uploads.get((p, lane_id)) != self._epoch():
-                        uploads[p, lane_id] = self._epoch()
+                    if wanted and uploads.get((p, lane_id)) != self._calls.epoch:
+                        uploads[p, lane_id] = self._calls.epoch
                         self._tasks.spawn(self._upload(p, lane_id, values))
             await wait_for(news, _TELL_WAITING_S)
             if not news.is_set():

@@ -19,9 +19,8 @@ from typing import Protocol
 from torch import Tensor
 
 from diloco.errors import DilocoError
-from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.calls import ExchangeRules, LinkParts, SyncerCalls
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
-from diloco.island.exchange.contributions import ContributionRules
 from diloco.island.exchange.entry import check_restored
 from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.retried_calls import Reach
@@ -37,34 +36,6 @@ from diloco.transport.retry import RetryPolicy
 
 #: Limits of what is sent where nothing is known of the steps that made it.
 ANYWHERE = (math.inf, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeRules:
-    """The rules of a carrier.
-
-    Args:
-        uplink_codec: Codec of contributions (`lane_codec`).
-        error_feedback: Whether the quantisation error joins the next contribution.
-        rpc_deadline_s: Bound of one call; a call may wait for a slow link.
-        unreachable_s: Seconds without any answer, of syncers or coordinator, after which the island
-            gives up (exit 30).
-        seed: Of the run; stochastic rounding draws from it.
-        first_wait_s: Wait after the first call without an answer, at most.
-        max_wait_s: Longest wait between two calls.
-        on_arrival: Whether rounds open and versions come at any time, and some are left out.
-        error_feedback_decay: Share of the quantisation error that joins it.
-    """
-
-    uplink_codec: str
-    error_feedback: bool
-    rpc_deadline_s: float
-    unreachable_s: float
-    seed: int
-    first_wait_s: float = 0.1
-    max_wait_s: float = 1.0
-    on_arrival: bool = False
-    error_feedback_decay: float = 1.0
 
 
 class Moved(Protocol):
@@ -145,36 +116,23 @@ class Exchange:
 
     def _link(self, connection: SyncerConnection, rng: random.Random) -> SyncerLink:
         rules, grant = self.rules, self._grant
-        return SyncerLink(
-            self._plan,
-            {p: self._carried[p] for p in sorted(connection.fragment_ids)},
-            calls=SyncerCalls(
-                connection.control,
-                connection.data,
-                grant,
-                rpc_deadline_s=rules.rpc_deadline_s,
-                policy=RetryPolicy(
-                    first_wait_s=rules.first_wait_s,
-                    max_wait_s=rules.max_wait_s,
-                    budget_s=rules.unreachable_s,
-                ),
-                rng=rng,
-                reach=self._reach,
-                on_event=self._on_event,
+        calls = SyncerCalls(
+            route.control,
+            route.data,
+            grant,
+            rpc_deadline_s=rules.rpc_deadline_s,
+            policy=RetryPolicy(
+                first_wait_s=rules.first_wait_s,
+                max_wait_s=rules.max_wait_s,
+                budget_s=rules.unreachable_s,
             ),
-            grant=grant,
-            rules=ContributionRules(
-                rules.uplink_codec,
-                rules.error_feedback,
-                rules.seed,
-                grant.island,
-                rules.error_feedback_decay,
-            ),
-            on_arrival=rules.on_arrival,
-            tasks=self._tasks,
-            step_s=lambda: self.step_s,
+            rng=rng,
+            reach=self._reach,
             on_event=self._on_event,
         )
+        parts = LinkParts(self._plan, grant, rules, calls, self._tasks, self._on_event)
+        carried = {p: self._carried[p] for p in sorted(route.fragment_ids)}
+        return SyncerLink(parts, carried, lambda: self.step_s)
 
     # -- read by the training thread -----------------------------------------------------------
 

@@ -1,17 +1,18 @@
-"""Verified lanes of published versions: fetch, hold against the digest, heal what differs.
+"""Fetches published versions and verifies them: the next one, or the newest, or what was agreed.
 
 An island that is k versions behind takes k retained payloads where they are smaller than the whole,
 and otherwise the whole; only the last digest is held against the result.
 
 Staging changes neither anchor nor model.
 
-Source: PROTOCOL.md, "Staging" and "Digests".
+Source: PROTOCOL.md, "Staging", "Digests" and "Runs on arrival".
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -21,7 +22,8 @@ from diloco.compression.base import from_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
-from diloco.island.exchange.calls import SyncerCalls
+from diloco.island.exchange.calls import LinkParts, SyncerCalls
+from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.protos import fragment_pb2 as wire
@@ -33,6 +35,8 @@ from diloco.versions.publication import (
     lane_digest,
     version_digest,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Fetches of a whole lane that does not match its digest, before that is an error.
 _TRIES = 3
@@ -274,3 +278,70 @@ def _phase(
     """Tell of a phase that began then; `version` is the one that it makes."""
     lane_id = lane_ids[0] if len(lane_ids) == 1 else -1
     return PhaseDone(phase, fragment.fragment_id, version - 1, lane_id, loop_now() - began)
+
+
+class Stager:
+    """Chooses the versions that one rank stages, one of a fragment at a time.
+
+    In a scheduled run every version is merged, one after the other. On arrival versions may be left
+    out: a rank begins with the newest that it knows, and turns to the one that its leader names
+    (`pace`).
+    """
+
+    def __init__(self, parts: LinkParts) -> None:
+        """Assign only."""
+        self._parts = parts
+        self._may_leap = parts.rules.on_arrival
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+
+    def look(self, carried: IslandFragment) -> None:
+        """Begin with what is to be staged next, if it is published and nothing is staged."""
+        anchored = carried.anchor_version
+        if anchored < 0 or carried.staging_version > anchored:
+            return
+        version = self._next(carried)
+        if version <= max(anchored, carried.gone_version) or version > carried.state.version:
+            return
+        carried.staging_version = version
+        self._under_way[carried.fragment_id] = self._parts.tasks.spawn(
+            self._stage(carried, version)
+        )
+
+    def aim(self, carried: IslandFragment, version: int) -> None:
+        """Stage this version, whatever was begun; a rank that has not heard of it waits for it."""
+        carried.aimed_version = version
+        if carried.staging_version == version:
+            return
+        if (other := self._under_way.pop(carried.fragment_id, None)) is not None:
+            other.cancel()
+        carried.staged, carried.staged_version, carried.staging_version = {}, -1, -1
+        self.look(carried)
+
+    def _next(self, carried: IslandFragment) -> int:
+        if not self._may_leap:
+            return carried.anchor_version + 1
+        is_aimed = carried.aimed_version > carried.anchor_version
+        return carried.aimed_version if is_aimed else carried.state.version
+
+    async def _stage(self, carried: IslandFragment, version: int) -> None:
+        heard = carried.heard.get(version)
+        try:
+            staged = await stage_lanes(
+                self._parts.calls,
+                carried.anchor,
+                fragment=self._parts.plan.fragments[carried.fragment_id],
+                base=carried.anchor_version,
+                version=version,
+                digests=() if heard is None else tuple(heard.lane_digests),
+                codec="" if heard is None else heard.payload_codec,
+                on_event=self._parts.on_event,
+            )
+        except VersionGone as gone:
+            if not self._may_leap:
+                raise
+            logger.info("a newer version is staged instead: %s", gone)
+            carried.gone_version, carried.staging_version = version, -1
+            self.look(carried)
+        else:
+            carried.staged, carried.staged_version = staged, version
+        self._parts.tasks.notify()

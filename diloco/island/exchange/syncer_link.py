@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco.errors import IslandFailed, error_of_exit_code
-from diloco.island.exchange.calls import SyncerCalls
-from diloco.island.exchange.contributions import ContributionRules, Contributions
-from diloco.island.exchange.entry import FragmentEntry
+from diloco.island.exchange.calls import LinkParts
+from diloco.island.exchange.contributions import Contributions
+from diloco.island.exchange.entry import Entry
 from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment
-from diloco.island.exchange.stager import Stager
-from diloco.outer.fragments import Plan
+from diloco.island.exchange.staging import Stager
 from diloco.protocol.rounds.messages import outcome_of
 from diloco.protos import fragment_pb2 as wire
-from diloco.protos.control_pb2 import Grant
-from diloco.tasks import Tasks
-from diloco.telemetry.events import Event, SyncerRestarted
+from diloco.telemetry.events import SyncerRestarted
 
 
 class SyncerLink:
@@ -33,43 +30,28 @@ class SyncerLink:
 
     def __init__(
         self,
-        plan: Plan,
+        parts: LinkParts,
         carried: Mapping[int, IslandFragment],
-        *,
-        calls: SyncerCalls,
-        grant: Grant,
-        rules: ContributionRules,
-        on_arrival: bool,
-        tasks: Tasks,
         step_s: Callable[[], float],
-        on_event: Callable[[Event], None],
     ) -> None:
         """Assign only.
 
         Args:
-            plan: Of the run.
-            carried: What this rank carries of the syncer's fragments.
-            calls: Way to the syncer.
-            grant: Of this start of the island.
-            rules: How contributions are made.
-            on_arrival: Whether rounds open and versions come at any time, and some are left out.
-            tasks: Of the exchange: the first failure ends all of it.
+            parts: Shared by all that this rank does with the syncer.
+            carried: The syncer's fragments.
             step_s: Gives the duration of recent inner steps, in seconds; 0: not known yet.
-            on_event: Hears what happens.
         """
         self.carried = carried
-        self.calls = calls
+        self.calls = parts.calls
         self.pinned_step = -1
-        self._grant = grant
-        self._tasks = tasks
+        self._grant = parts.grant
+        self._tasks = parts.tasks
         self._step_s = step_s
-        self._on_event = on_event
-        self._epoch = self._sent_by = 0
-        self.contributions = Contributions(plan, rules, calls, tasks, lambda: self._epoch, on_event)
-        self.stager = Stager(plan, calls, tasks, may_leap=on_arrival, on_event=on_event)
-        self.entry = FragmentEntry(
-            plan, grant, calls, carried, tasks, lambda: self._epoch, on_arrival=on_arrival
-        )
+        self._on_event = parts.on_event
+        self._sent_by = 0
+        self.contributions = Contributions(parts)
+        self.stager = Stager(parts)
+        self.entry = Entry(parts, carried)
 
     def start(self, sent_by: int) -> None:
         """Begin to poll; `sent_by` is the incarnation that sent what a checkpoint has in flight."""
@@ -112,7 +94,7 @@ class SyncerLink:
             ]
             known = [carried.known() for carried in self.carried.values()]
             reply = await self.calls.poll(
-                self._epoch, known, undecided, step_s=self._step_s(), sent_by=self._sent_by
+                known, undecided, step_s=self._step_s(), sent_by=self._sent_by
             )
             self._take(reply)
 
@@ -124,7 +106,7 @@ class SyncerLink:
             error = error_of_exit_code(reply.fatal.exit_code)
             self._tasks.fail(error(reply.fatal.reason, island_id=self._grant.island))
             return
-        if reply.syncer_epoch > self._epoch:
+        if reply.syncer_epoch > self.calls.epoch:
             self._take_epoch(reply.syncer_epoch)
         for state in reply.fragments:
             self.carried[state.fragment_id].hear(state)
@@ -137,7 +119,7 @@ class SyncerLink:
 
     def _take_epoch(self, epoch: int) -> None:
         """Forget what the syncer before had only in memory: lanes received, refusals."""
-        previous, self._epoch = self._epoch, epoch
+        previous, self.calls.epoch = self.calls.epoch, epoch
         num_resent = 0
         for carried in self.carried.values():
             if carried.outcome in NOT_DURABLE:
