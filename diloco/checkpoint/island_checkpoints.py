@@ -302,7 +302,7 @@ class IslandCheckpoints:
 
     def _remove_old(self, step: int) -> list[int]:
         """Remove what no resume can need; returns what is left."""
-        complete = self._connection.complete_checkpoints
+        complete = self._connection.reports.complete_checkpoints
         if complete is None:
             return written_steps(*self._place)  # with the next one
         resumed = self._outer.resume_step

@@ -295,7 +295,7 @@ def open_state_transfer(connection: Connection, grant: Grant, plan: Plan) -> Sta
     reports = TransferReports(
         StateSource(config.checkpoint_dir, grant, plan, connection.routes).give
     )
-    connection.report_transfers(reports)
+    connection.reports.transfer = reports
     if not config.island.heal_optimizer:
         return None
     wait_s = config.island.heal_wait_s

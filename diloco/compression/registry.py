@@ -1,4 +1,4 @@
-"""The codecs there are, by name."""
+"""Lists all codecs by name."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 
 from diloco.compression.base import Codec
 from diloco.compression.blocks import BlockCodec
-from diloco.compression.float16 import Float16Codec
-from diloco.compression.float32 import Float32Codec
+from diloco.compression.floats import FloatCodec
 from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8
 from diloco.compression.sparse import TopKCodec
 from diloco.errors import ConfigError
 
 _ALL: tuple[Codec, ...] = (
-    Float32Codec(),
-    Float16Codec("float16", torch.float16),
-    Float16Codec("bfloat16", torch.bfloat16),
+    FloatCodec("float32", torch.float32),
+    FloatCodec("float16", torch.float16),
+    FloatCodec("bfloat16", torch.bfloat16),
     BlockCodec("int8", INT8),
     BlockCodec("int4", INT4),
     BlockCodec("e2m1", E2M1),

@@ -31,11 +31,11 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import Exchange, Moved
-from diloco.island.exchange.state_transfer import SyncerRoutes, TransferReports
+from diloco.island.exchange.exchange import Exchange, Moved, SyncerWay
+from diloco.island.exchange.state_transfer import SyncerRoutes
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
-from diloco.island.registration import Island, IslandState, Progress, Registration, TextWord
+from diloco.island.registration import Island, IslandState, Progress, Registration, Reports
 from diloco.outer.fragments import Plan
 from diloco.protos.control_pb2 import CutPart, HeldOut, JoinReply, SyncerAssignment
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
@@ -105,6 +105,7 @@ class Connection:
     Attributes:
         config: This site's configuration; from the join on with the coordinator's policy.
         io: Where everything of the network runs.
+        reports: What the leader's reports say besides; other ranks have one that is not sent.
         progress: What the leader's reports say, asked once a second in another thread. `DiLoCo`
             sets it; a loop that knows its loss or its utilisation may say more.
         on_join: Hears the coordinator's answer before anything is done with it.
@@ -116,7 +117,7 @@ class Connection:
         self.io = IoThread()
         self.progress: Callable[[], Progress] = Progress
         self.on_join: Callable[[JoinReply], None] = lambda reply: None
-        self._kept: tuple[int, ...] = ()
+        self.reports = Reports()
         self._wires = wires
         self._rng = random.Random(secrets.randbits(64))
         self._is_open = False
@@ -229,12 +230,15 @@ class Connection:
                 budget_s=config.transport.unreachable_s,
             ),
             rng=self._rng,
+            reports=self.reports,
         )
         reply = self.io.run(self._registration.join())
         if config.outer.exchange == "allreduce":
             in_force = with_policy(config, reply.policy_json)
             self._peer = self.io.run(
-                self._wires.start_peer(in_force, plan, reply, lambda: self.complete_checkpoints)
+                self._wires.start_peer(
+                    in_force, plan, reply, lambda: self.reports.complete_checkpoints
+                )
             )
             of_all = [fragment.fragment_id for fragment in plan.fragments]
             reply.syncers.append(SyncerAssignment(address=self._peer.address, fragment_ids=of_all))
@@ -311,11 +315,6 @@ class Connection:
         if self._exchange is not None and self._exchange.failure is not None:
             raise self._exchange.failure
 
-    def report_text(self, text: TextWord) -> None:
-        """Let reports tell of the island's text, and hear of it; the leader's do."""
-        if self._registration is not None:
-            self._registration.text = text
-
     def on_event(self, event: Event) -> None:
         """Report an alarm that an event raises or clears; the leader's reports do. Any thread."""
         if self._registration is not None and isinstance(event, AlarmRaised | AlarmCleared):
@@ -326,11 +325,6 @@ class Connection:
         if self._registration is not None:
             self.io.post(self._registration.report_soon)
 
-    def report_transfers(self, reports: TransferReports) -> None:
-        """Let reports tell of inner optimizers that islands give each other; the leader's do."""
-        if self._registration is not None:
-            self._registration.transfer = reports
-
     @property
     def routes(self) -> SyncerRoutes:
         """To the syncers, once the run has been joined."""
@@ -339,25 +333,23 @@ class Connection:
 
     def report_checkpoints(self, steps: Iterable[int]) -> None:
         """Let reports name the checkpoints that this island keeps; the leader's do."""
-        self._kept = tuple(sorted(set(steps)))[-_REPORTED_CHECKPOINTS:]
-        if self._registration is not None:
-            self._registration.checkpoint_steps = self._kept
+        self.reports.checkpoint_steps = tuple(sorted(set(steps)))[-_REPORTED_CHECKPOINTS:]
 
     def kept(self, step: int) -> None:
         """Note that all ranks have saved the checkpoint of an inner step, or of a cut."""
-        self.report_checkpoints({step, *(other for other in self._kept if other < step)})
+        self.report_checkpoints(
+            {step, *(other for other in self.reports.checkpoint_steps if other < step)}
+        )
 
     def report_held_out(self, number: int, nats_per_byte: float) -> None:
         """Let reports tell the held-out loss of what a checkpoint holds; the leader's do."""
-        if self._registration is not None:
-            told = [each for each in self._registration.held_out if each.checkpoint < number]
-            told.append(HeldOut(checkpoint=number, nats_per_byte=nats_per_byte))
-            self._registration.held_out = tuple(told[-_REPORTED_LOSSES:])
+        told = [each for each in self.reports.held_out if each.checkpoint < number]
+        told.append(HeldOut(checkpoint=number, nats_per_byte=nats_per_byte))
+        self.reports.held_out = tuple(told[-_REPORTED_LOSSES:])
 
     def cutting(self, number: int) -> None:
         """Note that this island's part of a cut is being written, however long that takes."""
-        if self._registration is not None:
-            self._registration.cut = CutPart(number=number, is_being_written=True)
+        self.reports.cut = CutPart(number=number, is_being_written=True)
 
     def cut(self, number: int, inner_step: int, versions: Sequence[int], text_json: str) -> None:
         """Note that all ranks have saved this island's part of a cut; no `versions`: they cannot.
@@ -366,22 +358,13 @@ class Connection:
         """
         if versions:
             self.kept(number)
-        if self._registration is not None:
-            self._registration.cut = CutPart(
-                number=number, versions=versions, inner_step=inner_step, text_json=text_json
-            )
+        self.reports.cut = CutPart(
+            number=number, versions=versions, inner_step=inner_step, text_json=text_json
+        )
 
     def has_kept(self, step: int) -> bool:
         """Whether all ranks have saved the checkpoint of an inner step."""
-        return step in self._kept
-
-    @property
-    def complete_checkpoints(self) -> tuple[int, ...] | None:
-        """Inner steps of the run checkpoints that every island has, as the leader last heard.
-
-        None: nothing was heard, or this is another rank.
-        """
-        return None if self._registration is None else self._registration.complete_checkpoints
+        return step in self.reports.checkpoint_steps
 
     def finished(self, farewell: str, *, is_stopped: bool) -> None:
         """Stop the exchange: all that this start owed is done; leaving the context says so.

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -131,16 +131,34 @@ class TextWord(Protocol):
         """Take ReportReply.claims_json, the answer to what was said last."""
 
 
+@dataclass(slots=True)
+class Reports:
+    """What an island's reports say besides its progress, and what their answers bring.
+
+    Any thread may set a field; its value is replaced, never changed.
+
+    Attributes:
+        checkpoint_steps: Complete checkpoints that the island keeps, ascending.
+        cut: What became of the last cut.
+        text: The island's part of the text, where that is shared out.
+        transfer: Inner optimizers that are asked for and given.
+        held_out: Losses of the newest checkpoints.
+        complete_checkpoints: Those of the run that every island has, as the coordinator last said;
+            None before it has.
+    """
+
+    checkpoint_steps: tuple[int, ...] = ()
+    cut: CutPart = field(default_factory=CutPart)
+    text: TextWord | None = None
+    transfer: TransferReports | None = None
+    held_out: tuple[HeldOut, ...] = ()
+    complete_checkpoints: tuple[int, ...] | None = None
+
+
 class Registration:
     """The leader's channel to the coordinator; everything but the constructor runs in one loop.
 
-    `checkpoint_steps` are the complete checkpoints that the island keeps, ascending, as its reports
-    say; anyone who keeps them replaces the tuple, from any thread. `cut` is what they say of the
-    last cut, replaced whole, too. `text` is what they say of the island's text, if anything, and
-    `transfer` what of inner optimizers that are given; `alarms` hold at this island, and `held_out`
-    are its losses of the newest checkpoints, replaced whole. `on_answer` is called when a report is
-    answered. `complete_checkpoints` are those of the run that every island has, as the coordinator
-    last said; None before it has.
+    `on_answer` is called when a report is answered; `alarms` hold at this island.
     """
 
     def __init__(
@@ -151,6 +169,7 @@ class Registration:
         rpc_deadline_s: float,
         policy: RetryPolicy,
         rng: random.Random,
+        reports: Reports | None = None,
     ) -> None:
         """Assign only; `policy.budget_s` is how long the coordinator may stay away at a join."""
         self._transport = transport
@@ -158,14 +177,9 @@ class Registration:
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
-        self.checkpoint_steps: tuple[int, ...] = ()
-        self.complete_checkpoints: tuple[int, ...] | None = None
-        self.cut = CutPart()
+        self.reports = reports or Reports()
         self._told_cut = 0
-        self.text: TextWord | None = None
-        self.transfer: TransferReports | None = None
         self.alarms = Alarms()
-        self.held_out: tuple[HeldOut, ...] = ()
         self.on_answer: Callable[[], None] = lambda: None
         self._grant = Grant()
         self._graceful_stop: GracefulStop | None = None
@@ -296,7 +310,7 @@ class Registration:
     async def _last_report(self, last: Progress, policy: RetryPolicy) -> ReportReply | None:
         """Report; again and again, as long as the coordinator has not heard of a cut."""
         with contextlib.suppress(TransportError):
-            if self.cut.number == self._told_cut:
+            if self.reports.cut.number == self._told_cut:
                 return await self.report(last)
             return await retry(lambda: self.report(last), policy, self._rng)
         return None
@@ -321,20 +335,20 @@ class Registration:
             utilisation=progress.utilisation,
             step_s=progress.step_s,
             state=progress.state,
-            checkpoint_steps=self.checkpoint_steps,
+            checkpoint_steps=self.reports.checkpoint_steps,
             alarms=map(alarm_message, self.alarms.holding(loop_now())),
-            held_out=self.held_out,
+            held_out=self.reports.held_out,
         )
         promise = self._graceful_stop.promise() if self._is_held and self._graceful_stop else None
         if promise is not None:
             request.has_hold, request.hold_step = True, promise
-        cut = self.cut
+        cut = self.reports.cut
         if cut.number != self._told_cut:
             request.cut.CopyFrom(cut)
-        text = self.text
+        text = self.reports.text
         if text is not None:
             request.position_json = text.say()
-        transfer = self.transfer
+        transfer = self.reports.transfer
         if transfer is not None:
             request.transfer.CopyFrom(transfer.report())
         answer = await self._transport.call(
@@ -371,7 +385,7 @@ class Registration:
                     on_stop(_stop_error(reply, self._island.island_id))
                     return
                 self._is_held = reply.hold
-                self.complete_checkpoints = tuple(reply.checkpoint_steps)
+                self.reports.complete_checkpoints = tuple(reply.checkpoint_steps)
                 stop_step = reply.stop_step if reply.has_stop_step else None
                 graceful_stop.hear(
                     stop_step,

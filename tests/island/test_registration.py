@@ -274,10 +274,10 @@ def test_a_part_that_is_being_written_is_said_until_it_is_written() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.cut = control.CutPart(number=2, is_being_written=True)
+        registration.reports.cut = control.CutPart(number=2, is_being_written=True)
         await registration.report(Progress())
         await registration.report(Progress())
-        registration.cut = written
+        registration.reports.cut = written
         await registration.report(Progress())
         await registration.report(Progress())
 
@@ -372,7 +372,7 @@ def test_reports_name_the_checkpoints_that_are_kept() -> None:
         await registration.join()
         registration.start_reporting(Progress, lambda error: None, graceful_stop())
         await asyncio.sleep(0.5)
-        registration.checkpoint_steps = (40, 80)
+        registration.reports.checkpoint_steps = (40, 80)
         await registration.leave(
             0, "stopped", last=Progress(inner_step=80), at_most_s=5.0, is_stopped=True
         )

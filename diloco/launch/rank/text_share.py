@@ -345,6 +345,6 @@ def open_text(
         on_due=connection.report_soon,
         check=connection.check_going_on,
     )
-    connection.report_text(text)
+    connection.reports.text = text
     text.take_up(claims_json, inner_step=inner_step)
     return text

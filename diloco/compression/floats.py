@@ -1,7 +1,10 @@
-"""The 16-bit codecs: values rounded to float16 or bfloat16, little-endian, 2 bytes each.
+"""Codecs that send each value as one floating-point number, little-endian.
 
-float16 keeps 11 significant bits between 6e-5 and 65504, fewer below; bfloat16 keeps 8, of any
-float32. Both publish differences: 16-bit parameters would lose most of a small update.
+    float32    exact; the only codec that publishes parameters themselves
+    float16    11 significant bits between 6e-5 and 65504, fewer below
+    bfloat16   8 significant bits of any float32
+
+16 bits would lose most of a small update of the parameters, so these two publish differences.
 """
 
 from __future__ import annotations
@@ -19,30 +22,30 @@ from diloco.compression.base import (
 from diloco.errors import CodecError
 
 
-class Float16Codec:
-    """Send values rounded to 16 bits, half to even; publishes differences."""
+class FloatCodec:
+    """Send values rounded to a floating-point format, half to even."""
 
-    publishes_values = False
     has_zero = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        """Name a 16-bit format."""
+        """Name a format of 16 or 32 bits."""
         self.name = name
+        self.publishes_values = dtype == torch.float32
         self._dtype = dtype
 
     def wire_bytes(self, numel: int) -> int:
-        """Return 2 * numel."""
-        return 2 * numel
+        """Return 2 or 4 bytes a value."""
+        return self._dtype.itemsize * numel
 
     @torch.no_grad()
     def encode(self, values: Tensor, key: int = 0) -> Tensor:
-        """Round to 16 bits; see `Codec.encode`.
+        """Round to the format; see `Codec.encode`.
 
         Raises:
             CodecError: Also for a value that would be rounded to infinity.
         """
         check_flat(self.name, values)
-        rounded = values.to(self._dtype, memory_format=torch.contiguous_format)
+        rounded = values.to(self._dtype, memory_format=torch.contiguous_format, copy=True)
         if not is_finite(rounded):
             check_finite(self.name, values)
             index = int(rounded.isfinite().logical_not().nonzero()[0])
