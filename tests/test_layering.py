@@ -122,7 +122,7 @@ FORBIDDEN = [
             "diloco.trainer.optimizers.muon",
             "diloco.checkpoint.checkpoint_writer",
             "diloco.island.groups",
-            "diloco.island.lanes.shards",
+            "diloco.island.lanes.parameters",
         ),
         id="peers-are-not-in-process-groups",
     ),

@@ -38,7 +38,8 @@ from diloco.island.exchange.state_transfer import (
     lanes_of,
 )
 from diloco.island.groups import Groups, make_groups
-from diloco.island.lanes.shards import LaneShards, canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
+from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.transfer_manifest import (
     LaneDigest,

@@ -34,7 +34,7 @@ from diloco.forecast.traffic import (
     diloco_traffic,
     fragment_bytes,
 )
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan

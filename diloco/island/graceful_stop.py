@@ -1,15 +1,17 @@
-"""Where an island stops gracefully: between its training thread and its word with the coordinator.
+"""Graceful stop: every island stops after the same inner step, with a run checkpoint of it.
 
-An operator asks to stop; the island promises an inner step that it will not pass unasked, and holds
-there; when every island has promised, the coordinator names the step after which all of them stop.
-It names a later one if an island that starts again meanwhile can stop only later. A stop that is
-taken back voids all of it: who holds goes on.
+An operator asks to stop. Each island promises an inner step that it will not pass unasked, and
+holds there; when every island has promised, the coordinator names the step after which all of them
+stop. It names a later one if an island that starts again meanwhile can stop only later. A stop that
+is taken back voids all of it, and islands that hold go on.
 
-Islands that merge on arrival promise nothing: they hear of a cut, a run checkpoint that each takes
-at its next step, and whether they are to leave then.
+Islands that merge on arrival promise nothing: they are asked for a cut, a run checkpoint that each
+takes at its next step, and whether they are to leave then.
 
-The leader has one. Its IO thread calls `promise` and `hear`, its training thread the rest, but for
-`wait_for_word`, which runs in the IO thread's loop.
+The island's leader has a `GracefulStop`, which its IO thread and its training thread share; each
+rank has a `CommonStop`, by which all of them do the same. Whatever waits does so in turns of a
+second, after each of which all ranks share what they know: a failure of one of them is soon known
+to all, and no collective waits long.
 
 Source: PROTOCOL.md, "Graceful stop".
 """
@@ -17,15 +19,29 @@ Source: PROTOCOL.md, "Graceful stop".
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from collections.abc import Callable
 
+from diloco.errors import CoordinatorUnavailable, DilocoError
+from diloco.io_thread import Waits
+from diloco.island.agreement import NOT_MINE, Agreement
+from diloco.island.exchange.exchange import Exchange
+from diloco.island.outer_state import LOOK_S
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.votes import NO_CUT, Cut
 from diloco.tasks import wait_for
 
+logger = logging.getLogger(__name__)
+
+_WAIT = -1
+
 
 class GracefulStop:
     """One island's promise, and the run's stop step.
+
+    The IO thread calls `promise` and `hear`, and its loop runs `wait_for_word`; everything else is
+    called by the training thread.
 
     `num_words` counts what was heard of the coordinator: while it grows, the coordinator lives.
     """
@@ -158,4 +174,94 @@ class GracefulStop:
         due_steps = (self._schedule.next_due(p, after) for p in fragments)
         return min(
             (step for step in due_steps if step is not None), default=self._schedule.inner_steps
+        )
+
+
+class CommonStop:
+    """One rank's part in a graceful stop.
+
+    Attributes:
+        step: Inner step after which everybody stops; None while that is not known here. Equal on
+            all ranks.
+    """
+
+    def __init__(
+        self,
+        stop: GracefulStop,
+        exchange: Exchange,
+        agreement: Agreement,
+        *,
+        unreachable_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Assign only; without a word for `unreachable_s` seconds the coordinator is given up."""
+        self._stop = stop
+        self._exchange = exchange
+        self._agreement = agreement
+        self._unreachable_s = unreachable_s
+        self._clock = clock
+        self.step: int | None = None
+
+    def word(self, inner_step: int) -> int:
+        """Return this rank's word at a due step, of which the ranks take the sum."""
+        if not self._agreement.is_leader:
+            return 0
+        if self._stop.passing(inner_step):
+            return _WAIT
+        return self._stop.stop_step or 0
+
+    def passing(self, inner_step: int, word: int) -> Waits[None]:
+        """Pass a due step, or hold after it until there is a stop step, or no stop any more.
+
+        Args:
+            inner_step: Completed inner steps.
+            word: Sum of all ranks' words.
+
+        Raises:
+            DilocoError: If a rank has failed, or the coordinator stays away.
+        """
+        if word == _WAIT:
+            logger.info("holding after inner step %d: the run is asked to stop", inner_step)
+            word = yield from self._agreed(inner_step, self._stop.after_holding)
+        self.step = word or None
+
+    def completing(self, inner_step: int) -> Waits[None]:
+        """Wait, with this island's checkpoint at the stop step, for the others'.
+
+        Afterwards `step` is this one, and everybody leaves; or a later one to go on to, because an
+        island that started again stands beyond this one; or None: the stop was taken back.
+
+        Raises:
+            DilocoError: If a rank has failed, or the coordinator stays away.
+        """
+        word = yield from self._agreed(inner_step, lambda: self._stop.after_checkpoint(inner_step))
+        if word > inner_step:
+            logger.info("going on to inner step %d: an island that started again stops there", word)
+        self.step = word or None
+
+    def _agreed(self, inner_step: int, find: Callable[[], int | None]) -> Waits[int]:
+        """Wait until the leader finds a stop step, or 0 for none any more, and share it."""
+        num_words, since = -1, 0.0
+        while True:
+            word, failure = NOT_MINE, self._exchange.failure
+            if self._agreement.is_leader:
+                if self._stop.num_words != num_words:
+                    num_words, since = self._stop.num_words, self._clock()
+                elif self._clock() - since > self._unreachable_s:
+                    failure = failure or self._given_up(inner_step)
+                found = find()
+                word = _WAIT if found is None else found
+            (word,) = self._agreement.smallest([word], failure)
+            if not word:
+                logger.info("going on after inner step %d: the stop was taken back", inner_step)
+            if word != _WAIT:
+                return word
+            if self._agreement.is_leader:
+                yield self._stop.wait_for_word(LOOK_S)
+
+    def _given_up(self, inner_step: int) -> DilocoError:
+        return CoordinatorUnavailable(
+            f"the coordinator has not said for {self._unreachable_s:g} s (transport.unreachable) "
+            f"whether the run stops after inner step {inner_step}: start it again with the same "
+            f"command, diloco coordinator RUN.toml, then this island"
         )

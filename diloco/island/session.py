@@ -62,16 +62,14 @@ from diloco.island.arguments import (
 )
 from diloco.island.checkpoint_part import CheckpointPart, CutTaken
 from diloco.island.connection import Connection
-from diloco.island.graceful_stop import GracefulStop
+from diloco.island.graceful_stop import CommonStop, GracefulStop
 from diloco.island.groups import island_sums, make_groups
-from diloco.island.lanes.parameters import Trained, TrainedParameters
-from diloco.island.lanes.shards import LaneShards, tensor_specs
+from diloco.island.lanes.parameters import Trained, TrainedParameters, tensor_specs
+from diloco.island.lanes.shards import LaneShards
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts
-from diloco.island.position import Position
 from diloco.island.registration import IslandState, Progress
-from diloco.island.stopping import Stopping
 from diloco.protocol.island.soundness import Mend, StepBound
 from diloco.protos.control_pb2 import JoinReply
 from diloco.telemetry.events import Event
@@ -79,7 +77,7 @@ from diloco.telemetry.events import Event
 logger = logging.getLogger(__name__)
 
 
-class DiLoCo(Position):
+class DiLoCo:
     """One rank's part in a run: counts inner steps, sends and merges fragments when they are due.
 
     Values are written into the parameters in place, so an optimizer may be built before or after;
@@ -220,7 +218,7 @@ class DiLoCo(Position):
             reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._hear
         )
         agreement = Agreement(self._groups.agreement)
-        self._stopping = Stopping(
+        self._stopping = CommonStop(
             self._graceful_stop,
             self._exchange,
             agreement,
@@ -257,6 +255,81 @@ class DiLoCo(Position):
             f"versions={list(self.versions)}, in_flight={self.num_in_flight}, "
             f"blocked_s={self.blocked_s:.1f})"
         )
+
+    @property
+    def inner_step(self) -> int:
+        """Completed inner steps."""
+        return self._loop.inner_step if self._is_ready else self.start_step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training ends here: leave the loop, then call `finish`.
+
+        By the run's inner steps; on arrival, when all fragments have merged the run's tokens, or
+        when this island was told to leave (`is_leaving`).
+        """
+        return self._is_ready and self._loop.is_over
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an operator has this island end before the run does, without its flush."""
+        return self._loop.is_leaving
+
+    @property
+    def schedule_step(self) -> float:
+        """Inner steps of the whole run that lie behind: what a learning rate follows.
+
+        `inner_step` in a scheduled run; on arrival by the share of the run's tokens that is merged.
+        """
+        return self._loop.schedule_step if self._is_ready else self.start_step
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of fragments whose contribution has no outcome yet."""
+        return self._loop.num_in_flight
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which steps of this rank waited for outcomes."""
+        return self._loop.blocked_s
+
+    @property
+    def overwritten_steps(self) -> float:
+        """Inner steps whose local effect a merge replaced, by share of the parameters."""
+        return self._loop.overwritten_steps
+
+    @property
+    def dropped_tokens(self) -> float:
+        """Tokens that no version will have, by share of the parameters."""
+        return self._loop.dropped_tokens
+
+    @property
+    def left_tokens(self) -> float:
+        """Tokens that no version has yet, by share of the parameters."""
+        return self._loop.left_tokens
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each fragment that this island last merged."""
+        return self._loop.versions
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of what the model holds of each fragment, in hex, as `finish` found it.
+
+        Of the published values; empty before the end of `finish`, and after a graceful stop.
+        """
+        return self._loop.digests
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that this rank has sent to the syncer."""
+        return self._exchange.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that this rank has received from the syncer."""
+        return self._exchange.bytes_down
 
     @property
     def is_stopping(self) -> bool:

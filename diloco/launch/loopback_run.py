@@ -25,8 +25,9 @@ from diloco.errors import AggregationError
 from diloco.forecast.build import build_syncer_rules
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import ANYWHERE, Exchange
-from diloco.island.lanes.shards import LaneShards, tensor_specs
+from diloco.island.exchange.exchange import ANYWHERE, Exchange, SyncerWay
+from diloco.island.lanes.parameters import tensor_specs
+from diloco.island.lanes.shards import LaneShards
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import declared_like, stored, write_stored_
-from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
 from diloco.trainer.optimizers.muon import Muon
 from diloco.trainer.optimizers.optimizer import largest_ratio
 

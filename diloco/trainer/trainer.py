@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from diloco.config.inner import InnerConfig
 from diloco.data.batches import Evaluation
 from diloco.errors import ConfigError
-from diloco.island.lanes.shards import reshard_
+from diloco.island.lanes.parameters import reshard_
 from diloco.protocol.island.soundness import StepBound
 from diloco.trainer.gradients import clip_gradients_, settle_gradients_
 from diloco.trainer.models.cross_entropy import token_losses

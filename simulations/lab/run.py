@@ -23,7 +23,7 @@ from torch import Tensor
 from diloco.config.schema import Config
 from diloco.data.batches import Batches, Data
 from diloco.errors import DilocoError
-from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
 from diloco.island.outer_loop import OuterLoop
 from diloco.launch.loopback_run import World, run_islands
 from diloco.simulations.lab.batches import batches_of, union_of

@@ -16,7 +16,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_syncer_rules, link_profile
 from diloco.forecast.traffic import fragment_bytes
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan

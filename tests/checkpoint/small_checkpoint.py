@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diloco.checkpoint.checkpoint_writer import CheckpointWriter
 from diloco.checkpoint.checkpoints import remove_old
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.outer.fragments import Plan, make_plan
 from diloco.trainer.state import INNER_OPTIMIZER, optimizer_name, optimizer_step, training_tensors
 

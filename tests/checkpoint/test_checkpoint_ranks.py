@@ -23,7 +23,7 @@ from diloco.checkpoint.checkpoint_writer import CheckpointWriter
 from diloco.checkpoint.checkpoints import PLAN, Checkpoint, rank_file, step_directory, valid_steps
 from diloco.checkpoint.island_checkpoints import IslandCheckpoints
 from diloco.errors import ConfigError
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.outer.fragments import make_plan
 from diloco.trainer.parallel.mesh import make_mesh
 from diloco.trainer.state import (

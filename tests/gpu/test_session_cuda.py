@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import diloco
-from diloco.island.lanes.shards import LaneShards, tensor_specs
+from diloco.island.lanes.parameters import tensor_specs
+from diloco.island.lanes.shards import LaneShards
 from tests.island.test_session import INNER_STEPS, TOKENS, make_model, make_optimizer
 from tests.island.test_shards import awkward_plan
 from tests.served_run import ServedRun

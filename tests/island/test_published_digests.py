@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from diloco.errors import IslandFailed
 from diloco.island.agreement import Agreement
 from diloco.island.groups import make_groups
-from diloco.island.lanes.shards import LaneShards, tensor_specs
+from diloco.island.lanes.parameters import tensor_specs
+from diloco.island.lanes.shards import LaneShards
 from diloco.island.published_digests import stored_digests
 from diloco.outer.fragments import make_plan
 from diloco.transport.calls.loopback import run_virtual

@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from diloco.errors import PlanMismatch
 from diloco.island.lanes import routes
 from diloco.island.lanes.boxes import Box, boxes_of_range, declare_part, stored_box
-from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
+from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Entry, Fragment, Lane, Plan, TensorSpec, make_plan
 from diloco.outer.merge import merge_
 from tests.distributed import run_ranks

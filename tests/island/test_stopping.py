@@ -25,8 +25,7 @@ from diloco.errors import CoordinatorUnavailable, DilocoError, QuorumLost
 from diloco.io_thread import IoThread
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange
-from diloco.island.graceful_stop import GracefulStop
-from diloco.island.stopping import Stopping
+from diloco.island.graceful_stop import CommonStop, GracefulStop
 from diloco.outer.schedule import Schedule
 from diloco.protocol.run.admission import Joined, JoinVerdict
 from diloco.protocol.run.membership import Membership
@@ -79,7 +78,7 @@ class Start:
         self.name = name
         self.island = stop.run.island(name, incarnation)
         self.line = GracefulStop(stop.run.setting.schedule())
-        self.stopping = Stopping(
+        self.stopping = CommonStop(
             self.line,
             self.island.exchange,
             Agreement(None),
@@ -311,18 +310,18 @@ def test_nothing_moves_where_nobody_dies(setting: Setting) -> None:
 
 def held(
     setting: Setting, words: Sequence[int | None], failure: DilocoError | None = None
-) -> tuple[Stopping, float]:
+) -> tuple[CommonStop, float]:
     """Hold after inner step 2 and checkpoint there while the coordinator says `words`.
 
     A word is the stop step, None while it is not decided, 0 once nobody asks for a stop.
     """
 
-    async def scenario() -> tuple[Stopping, float]:
+    async def scenario() -> tuple[CommonStop, float]:
         run = VirtualRun(setting)
         await run.start_syncer()
         island, loop = run.island("a"), asyncio.get_running_loop()
         line = GracefulStop(setting.schedule())
-        stopping = Stopping(
+        stopping = CommonStop(
             line, island.exchange, Agreement(None), unreachable_s=UNREACHABLE_S, clock=loop.time
         )
         line.begin(0)
@@ -385,7 +384,7 @@ def hold_in_turns(island_rank: int) -> dict[str, Any]:
     line = GracefulStop(SCHEDULE)
     line.begin(0)
     line.promise()
-    stopping = Stopping(
+    stopping = CommonStop(
         line,
         cast(Exchange, exchange),
         Agreement(group),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.outer.fragments import Plan, TensorSpec, buffer_runs, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.transport.calls.loopback import run_virtual

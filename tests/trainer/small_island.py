@@ -14,7 +14,7 @@ from diloco.config.inner import InnerConfig, InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.data.batches import Evaluation
 from diloco.data.corpus import TextCorpus, TextData
-from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
 from diloco.trainer.models.model import Llama, LlamaShape, initialise_
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from diloco.trainer.parallel.parallelize import parallelize

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from diloco.checkpoint.checkpoint_writer import CheckpointWriter
 from diloco.checkpoint.checkpoints import Checkpoint
 from diloco.config.mesh import MeshConfig
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.outer.fragments import make_plan
 from diloco.trainer.models.model import LlamaShape, parameter_shapes
 from diloco.trainer.parallel.mesh import make_mesh

@@ -14,7 +14,7 @@ from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.mesh import MeshConfig
 from diloco.config.model import ModelConfig
 from diloco.errors import ConfigError
-from diloco.island.lanes.shards import canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.trainer.flops import flops_per_token
 from diloco.trainer.models.cross_entropy import token_losses

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diloco.island.lanes.shards import LaneShards, canonical_parameters, tensor_specs
+from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
+from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import make_plan
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from diloco.trainer.trainer import InnerTrainer

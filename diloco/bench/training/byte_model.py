@@ -15,7 +15,7 @@ from diloco.compression.blocks import BLOCK_NUMEL
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
-from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
 from diloco.trainer.island_trainer import island_trainer, load_training, save_training
 from diloco.trainer.trainer import InnerMetrics
 

@@ -21,28 +21,23 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.compression.lanes import padding_of
 from diloco.device_thread import DeviceThread
 from diloco.errors import PlanMismatch
 from diloco.island.lanes.boxes import Box, boxes_of_range, stored, stored_box, whole_shape
-from diloco.island.lanes.buffers import synchronised_buffers
+from diloco.island.lanes.parameters import dtype_problems, gathered
 from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
-
-_WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +279,10 @@ class LaneShards:
     def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, Box]]:
         """Return, by parameter, the box of every rank that stores a part of it."""
         mismatches = _plan_problems(self._specs, self._parameters)
-        problems = _dtype_problems(self._parameters)
+        problems = dtype_problems(self._parameters)
         boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
         mine = (plan.fingerprint(), self._carriers, mismatches, problems, boxes)
-        ranks = _gathered(mine, self._group)
+        ranks = gathered(mine, self._group)
         for rank, (fingerprint, carriers, mismatches, problems, _) in enumerate(ranks):
             if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
                 mismatches = ["its plan or its carriers are not those of island rank 0"]
@@ -406,182 +401,3 @@ def _plan_problems(specs: Mapping[str, TensorSpec], parameters: Mapping[str, Ten
         *([f"it has parameters that the plan lacks: {unknown}"] if unknown else []),
         *shapes,
     ]
-
-
-def _dtype_problems(parameters: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"parameter {name!r} is {parameter.dtype}; islands need float32 masters: keep the model in "
-        "float32 and compute in 16 bits by autocast or FSDP's MixedPrecisionPolicy"
-        for name, parameter in parameters.items()
-        if parameter.dtype != torch.float32
-    ]
-
-
-def tensor_specs(
-    parameters: Mapping[str, Tensor],
-    *,
-    frozen: Collection[str] = (),
-    group: dist.ProcessGroup | None = None,
-) -> list[TensorSpec]:
-    """Return name and whole shape of every tensor, by sorted name: the plan's input.
-
-    What is not trained (`requires_grad`) is a buffer. Ranks may know different parameters, the
-    stages of a pipeline say; together they know all.
-
-    Args:
-        parameters: Canonical name -> parameter or buffer, on this rank.
-        frozen: Names of parameters that this rank has and does not train.
-        group: Of all ranks of the island, over which this is collective; None for one rank.
-
-    Raises:
-        PlanMismatch: On all ranks, if two of them know a parameter by different shapes or types,
-            or one trains what another has frozen.
-    """
-    facts = {
-        name: (whole_shape(p), str(p.dtype), not p.requires_grad) for name, p in parameters.items()
-    }
-    known: dict[str, tuple[int, tuple[tuple[int, ...], str, bool]]] = {}
-    ranks = _gathered((facts, set(frozen)), group)
-    for rank, (theirs, _) in enumerate(ranks):
-        for name, fact in theirs.items():
-            first, known_fact = known.setdefault(name, (rank, fact))
-            if fact != known_fact:
-                raise PlanMismatch(
-                    f"{name!r} is {_told(*known_fact)} on island rank {first} and {_told(*fact)} "
-                    f"on rank {rank}: what is one parameter must have one shape and type on all "
-                    "ranks that store it, and other parameters other names"
-                )
-    for rank, (_, theirs) in enumerate(ranks):
-        if names := sorted(theirs & known.keys()):
-            raise PlanMismatch(
-                f"parameter {names[0]!r} is trained on island rank {known[names[0]][0]} and frozen "
-                f"on rank {rank}: give it the same requires_grad on all ranks that have it"
-            )
-    return [
-        TensorSpec(name, shape, is_buffer)
-        for name, (_, (shape, _, is_buffer)) in sorted(known.items())
-    ]
-
-
-def _told(shape: tuple[int, ...], dtype: str, is_buffer: bool) -> str:
-    return f"a {'buffer' if is_buffer else 'parameter'} {list(shape)} of {dtype}"
-
-
-def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what every rank brings, of whatever type (hence Any), by island rank."""
-    if group is None:
-        return [mine]
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, mine, group=group)
-    return ranks
-
-
-def canonical_parameters(
-    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Return what islands synchronise under the names that every island uses for it.
-
-    These are the trained parameters, and the buffers that modules declare for it
-    (`diloco.island.lanes.buffers`), which are those without ``requires_grad``.
-
-    Names lose what wrappers add: ``_orig_mod.`` (compile), ``_checkpoint_wrapped_module.``
-    (activation checkpointing), the ``module.`` of DataParallel classes, and the last part of what a
-    module lists as its ``unnamed_modules`` (the stages of a pipeline). A parameter reachable
-    under several names (tied) comes once, under the first in sorted order. Where another name is to
-    count, or a rank has only one of two tied parameters (the head of the last pipeline stage), an
-    attribute of the module says so: ``tied_parameters = {"head.weight": "embed.weight"}``, names
-    from that module on, each with the one that counts.
-
-    Args:
-        modules: The model; or its parts (pipeline stages, say) with disjoint names; or the
-            parameters themselves by name, which stays as it is.
-
-    Returns:
-        Canonical name -> parameter or buffer, sorted by name; nothing that is frozen.
-
-    Raises:
-        ValueError: If a parameter is not float32, two different ones share a name, or there are
-            none.
-    """
-    parameters: dict[str, Tensor] = {}
-    for name, parameter in _named_parameters(modules):
-        if parameters.setdefault(name, parameter) is not parameter:
-            raise ValueError(
-                f"two different parameters are called {name!r}: give the modules distinct "
-                "names, by passing their common parent or a mapping from name to parameter"
-            )
-    first_names: dict[int, str] = {}
-    for name in sorted(parameters):
-        first_names.setdefault(id(parameters[name]), name)
-    canonical = {name: parameters[name] for name in first_names.values()}
-    if not any(tensor.requires_grad for tensor in canonical.values()):
-        raise ValueError(
-            "there is no parameter with requires_grad: nothing to train; freeze fewer parameters, "
-            "or pass the model's modules themselves"
-        )
-    if problems := _dtype_problems(canonical):
-        raise ValueError("; ".join(problems))
-    return canonical
-
-
-def reshard_(modules: Iterable[nn.Module | FSDPModule]) -> None:
-    """Let FSDP2 modules show their sharded parameters, so that they may be read and written.
-
-    After a forward without a backward (an evaluation) the root keeps its gathered copies, and the
-    next forward would compute with them whatever was written to the shards meanwhile.
-    """
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def frozen_names(
-    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
-) -> list[str]:
-    """Return the names of the parameters that `canonical_parameters` leaves out as not trained."""
-    return sorted({name for name, _ in _named_parameters(modules, is_frozen=True)})
-
-
-def _named_parameters(
-    modules: nn.Module | Iterable[nn.Module] | Mapping[str, Tensor],
-    *,
-    is_frozen: bool = False,
-) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(modules, Mapping):
-        yield from ((name, p) for name, p in modules.items() if p.requires_grad != is_frozen)
-        return
-    for module in [modules] if isinstance(modules, nn.Module) else modules:
-        yield from _stripped_parameters(module, is_frozen=is_frozen)
-
-
-def _stripped_parameters(module: nn.Module, *, is_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is synchronised, or frozen; tied ones repeatedly, by name without wrappers'."""
-    reshard_(module.modules())
-    children = dict(module.named_modules(remove_duplicate=False))
-    wrapped = {
-        f"{path}.{unnamed}".removeprefix(".")
-        for path, child in children.items()
-        for unnamed in (
-            ("module",)
-            if isinstance(child, DistributedDataParallel | nn.DataParallel)
-            else getattr(child, "unnamed_modules", ())
-        )
-    }
-
-    def stripped(path: str) -> str:
-        parts = path.split(".")
-        return ".".join(
-            part
-            for i, part in enumerate(parts)
-            if part not in _WRAPPER_ATTRIBUTES and ".".join(parts[: i + 1]) not in wrapped
-        )
-
-    tied: dict[str, str] = {}
-    for path, child in children.items():
-        for names in getattr(child, "tied_parameters", {}).items():
-            other, first = (f"{stripped(path)}.{name}".removeprefix(".") for name in names)
-            tied[other] = first
-    every = module.named_parameters(remove_duplicate=False)
-    chosen = ((path, p) for path, p in every if p.requires_grad != is_frozen)
-    for path, tensor in itertools.chain(chosen, () if is_frozen else synchronised_buffers(module)):
-        yield tied.get(stripped(path), stripped(path)), tensor

@@ -31,7 +31,7 @@ from diloco.config.model import (
 )
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import stored, stored_box, whole_shape, write_stored_
-from diloco.island.lanes.buffers import synchronised_buffers
+from diloco.island.lanes.parameters import synchronised_buffers
 from diloco.trainer.models.attention import Attention, LatentAttention
 from diloco.trainer.models.experts import ExpertLayer
 from diloco.trainer.models.rope import rope_table

@@ -26,7 +26,7 @@ from diloco.config.hugging_face import content_of, content_problems
 from diloco.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import write_stored_
-from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
 from diloco.trainer.models.model import draw
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diloco.config.inner import InnerOptimizerConfig, decay_begin
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import whole_shape
-from diloco.island.lanes.shards import canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
 from diloco.outer.patterns import check_match, matches
 from diloco.protocol.island.soundness import StepBound
 from diloco.trainer.optimizers.muon import LARGEST_UPDATE, Muon
