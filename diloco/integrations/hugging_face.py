@@ -17,8 +17,6 @@ See `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformer
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from diloco.errors import ConfigError
-from diloco.integrations.soundness import common_bound, repair_state_
+from diloco.integrations.other_trainers import (
+    common_bound,
+    joined,
+    num_kept_checkpoints,
+    repair_state_,
+    skip_to,
+)
 from diloco.island.connection import Connection
 from diloco.island.session import DiLoCo
 from diloco.protocol.island.soundness import StepBound
@@ -45,8 +49,6 @@ except ModuleNotFoundError as missing:
         f"diloco.integrations.hugging_face needs the package {missing.name}, which is not "
         f"installed: type pip install 'diloco[hf]'"
     ) from missing
-
-logger = logging.getLogger(__name__)
 
 _OUTER_FILES = "diloco-outer-*.safetensors"
 
@@ -101,18 +103,11 @@ class DiLoCoCallback(TrainerCallback):
             ConfigError: If the Trainer's arguments, model or checkpoint do not fit the run.
             DilocoError: As the join may fail.
         """
-        config, model = self._connection.config, kwargs["model"]
+        model = kwargs["model"]
         self._check_arguments(args, model)
-        self.outer = DiLoCo(
-            model, config.outer, transport=self._connection, on_event=self._on_event
+        self.outer = outer = joined(
+            model, self._connection, self._on_event, steps=args.max_steps, setting="max_steps"
         )
-        outer = self.outer
-        if args.max_steps != outer.inner_steps:
-            raise ConfigError(
-                f"TrainingArguments(max_steps={args.max_steps}): the run has run.inner_steps = "
-                f"{outer.inner_steps}, and every island makes as many: set max_steps="
-                f"{outer.inner_steps}"
-            )
         if outer.resume_step is not None:
             self._resume(args, state.global_step, outer.resume_step)
         elif state.global_step > outer.start_step:
@@ -122,7 +117,8 @@ class DiLoCoCallback(TrainerCallback):
                 f"resume the run, too (diloco coordinator RUN.toml --resume)"
             )
         elif state.global_step < outer.start_step:
-            self._skip(state, kwargs["lr_scheduler"], outer.start_step)
+            skip_to(outer.start_step, state.global_step, kwargs["lr_scheduler"].step)
+            state.global_step = outer.start_step
         self._tokens_seen = state.num_input_tokens_seen
         if not args.torch_compile and args.n_gpu <= 1:  # else a hook breaks graphs, or has copies
             self._hook = model.register_forward_hook(self._note_loss, with_kwargs=True)
@@ -131,7 +127,6 @@ class DiLoCoCallback(TrainerCallback):
 
     def _check_arguments(self, args: TrainingArguments, model: nn.Module) -> None:
         """Refuse what would train, save or load something else than the run."""
-        config = self._connection.config
         problems = []
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
             problems.append(
@@ -139,8 +134,7 @@ class DiLoCoCallback(TrainerCallback):
                 f'of the run is due: set save_strategy="no", and checkpoint.every_inner_steps in '
                 f"the run file"
             )
-        apart = config.outer.inner_steps_per_round + config.outer.overlap_steps
-        needed = config.checkpoint.keep + config.checkpoint.num_unsure(apart) + 2
+        needed = num_kept_checkpoints(self._connection.config)
         if args.save_total_limit is not None and args.save_total_limit < needed:
             problems.append(
                 f"save_total_limit={args.save_total_limit} removes checkpoints to which the run "
@@ -177,23 +171,6 @@ class DiLoCoCallback(TrainerCallback):
         for file in files:
             loaded.update(load_file(file))
         self.outer.load_state_dict(loaded)
-
-    def _skip(self, state: TrainerState, scheduler: Any, start_step: int) -> None:
-        """Let the Trainer go on where the run stands, as this island returns to it.
-
-        `scheduler` is any of torch's or accelerate's.
-        """
-        logger.warning(
-            "the island returns at inner step %d, the Trainer stood at step %d: its data begins "
-            "there, its learning rate goes on with the run's",
-            start_step,
-            state.global_step,
-        )
-        with warnings.catch_warnings():  # of a scheduler that steps before its optimizer
-            warnings.simplefilter("ignore")
-            for _ in range(state.global_step, start_step):
-                scheduler.step()
-        state.global_step = start_step
 
     # -- train -----------------------------------------------------------------------------------
 

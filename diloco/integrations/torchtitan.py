@@ -16,8 +16,6 @@ release, so no other version is accepted.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -26,12 +24,16 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError
-from diloco.integrations.soundness import common_bound, repair_state_
+from diloco.integrations.other_trainers import (
+    common_bound,
+    joined,
+    num_kept_checkpoints,
+    repair_state_,
+    skip_to,
+)
 from diloco.island.connection import Connection
 from diloco.island.session import DiLoCo
 from diloco.telemetry.events import Event
-
-logger = logging.getLogger(__name__)
 
 #: Versions of torchtitan that this was written against.
 VERSIONS = ("0.3.0",)
@@ -144,16 +146,14 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
             ConfigError: If what was loaded is ahead of the run, or its checkpoint is missing.
             DilocoError: As the join may fail.
         """
-        config, manager = self._connection.config, self.checkpointer.manager
-        self.outer = outer = DiLoCo(
-            self.model_parts, config.outer, transport=self._connection, on_event=self._on_event
+        manager = self.checkpointer.manager
+        self.outer = outer = joined(
+            self.model_parts,
+            self._connection,
+            self._on_event,
+            steps=self.config.training.steps,
+            setting="training.steps",
         )
-        if outer.inner_steps != self.config.training.steps:
-            raise ConfigError(
-                f"training.steps = {self.config.training.steps}: the run has run.inner_steps = "
-                f"{outer.inner_steps}, and every island makes as many: set training.steps = "
-                f"{outer.inner_steps}"
-            )
         manager.states[_OUTER] = outer  # it is a Stateful, whose names are those of lanes
         if outer.resume_step is not None:
             self.checkpointer.load_again(outer.resume_step)
@@ -164,21 +164,8 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
                 f"checkpoint.folder, or resume the run, too (diloco coordinator RUN.toml --resume)"
             )
         elif self.step < outer.start_step:
-            self._skip(outer.start_step)
-
-    def _skip(self, start_step: int) -> None:
-        """Let torchtitan go on where the run stands, as this island returns to it."""
-        logger.warning(
-            "the island returns at inner step %d, torchtitan stood at step %d: its data goes on "
-            "from there, its learning rate with the run's",
-            start_step,
-            self.step,
-        )
-        with warnings.catch_warnings():  # of a scheduler that steps before its optimizer
-            warnings.simplefilter("ignore")
-            for _ in range(self.step, start_step):
-                self.lr_schedulers.step()
-        self.step = start_step
+            skip_to(outer.start_step, self.step, self.lr_schedulers.step)
+            self.step = outer.start_step
 
     # -- what torchtitan's loop calls --------------------------------------------------------------
 
@@ -333,8 +320,7 @@ def check_fit(config: Trainer.Config, connection: Connection) -> None:
             "checkpoint.enable_first_step_checkpoint = true: no checkpoint of the run is due then: "
             "leave it out"
         )
-    apart = run.outer.inner_steps_per_round + run.outer.overlap_steps
-    needed = run.checkpoint.keep + run.checkpoint.num_unsure(apart) + 2
+    needed = num_kept_checkpoints(run)
     if 0 < checkpoint.keep_latest_k < needed:
         problems.append(
             f"checkpoint.keep_latest_k = {checkpoint.keep_latest_k} removes checkpoints to which "

@@ -27,6 +27,7 @@ from diloco.errors import (
     RunStopped,
     error_of_exit_code,
 )
+from diloco.island.exchange.retried_calls import program_error
 from diloco.island.exchange.state_transfer import TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
@@ -413,22 +414,9 @@ class Registration:
 
         try:
             return await retry(attempt, policy, self._rng)
-        except OutOfRange as error:
-            raise DilocoError(
-                f"the coordinator at {self._transport.peer} refuses what island "
-                f"{self._island.island_id!r} says: {error}. Its configuration and the "
-                f"coordinator's differ, or this process counts wrongly: compare "
-                f"run.inner_steps and the sections outer and islands of both files",
-                island_id=self._island.island_id,
-            ) from error
-        except HandlerFailed as error:
-            raise DilocoError(
-                f"the coordinator at {self._transport.peer} was reached, and its program failed at "
-                f"{method}: {error}. This is a defect, which another start may meet again: report "
-                f"it with the coordinator's log; if the versions of diloco differ between the "
-                f"sites, install the same everywhere",
-                island_id=self._island.island_id,
-            ) from error
+        except (HandlerFailed, OutOfRange) as error:
+            peer, log = f"the coordinator at {self._transport.peer}", "the coordinator's log"
+            raise program_error(error, peer, method, log, self._island.island_id) from error
         except TransportError as error:
             raise CoordinatorUnavailable(
                 f"the coordinator at {self._transport.peer} gave no answer to {method} of island "

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diloco.errors import AggregationError
 from diloco.outer.combination import shares
+from diloco.outer.guard import Floats
 
 #: Values of each contribution that are float64 at once: in the caches of a CPU core.
 _TILE_NUMEL = 1 << 14
+#: Values that are measured at once: in the second-level cache of a CPU core.
+_MEASURED_NUMEL = 1 << 17
 
 
 @torch.no_grad()
@@ -125,3 +129,25 @@ def inner_products(deltas: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
             tile = torch.stack([delta[start:end] for delta in deltas]).double()
             gram.addmm_(tile, tile.T)
     return grams
+
+
+@torch.no_grad()
+def measured(values: Tensor, places: Sequence[slice]) -> tuple[Floats, Floats]:
+    """Measure places of a vector.
+
+    Args:
+        values: Flat, float32, CPU; finite, and as large as float32 goes.
+        places: Slices of it with a start and an end.
+
+    Returns:
+        Sum of squares of each place, infinite where float32 does not hold that of a part of it,
+        and its largest |value|; both float64 of shape [places].
+    """
+    squares, largest = np.zeros(len(places)), np.zeros(len(places))
+    for index, place in enumerate(places):
+        for start in range(place.start, place.stop, _MEASURED_NUMEL):
+            tile = values[start : min(start + _MEASURED_NUMEL, place.stop)]
+            low, high = torch.aminmax(tile)
+            squares[index] += torch.dot(tile, tile).item()
+            largest[index] = max(largest[index], -low.item(), high.item())
+    return squares, largest

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from diloco.outer.aggregate import measured
 from diloco.outer.fragments import Fragment, buffer_runs
 from diloco.outer.guard import (
     KINDS,
@@ -24,7 +25,6 @@ from diloco.outer.guard import (
     refused,
     sampling_stride,
 )
-from diloco.outer.measures import measured
 from diloco.outer.units import Unit
 from diloco.protocol.rounds.terms import Contributor
 from diloco.versions.grams import units_in

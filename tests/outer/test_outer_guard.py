@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from diloco.outer.aggregate import measured
 from diloco.outer.guard import (
     WINDOW,
     Floats,
@@ -22,7 +23,6 @@ from diloco.outer.guard import (
     outsized,
     refused,
 )
-from diloco.outer.measures import measured
 from diloco.outer.units import Unit
 
 NUMEL = (512, 64, 2048, 64)

@@ -60,6 +60,14 @@ class ExchangeRules:
     error_feedback_decay: float = 1.0
 
 
+def fenced_error(by: str, grant: Grant, refusal: str) -> Fenced:
+    """Return the error of an island whose calls are refused because of their grant."""
+    return Fenced(
+        f"{by} refuses island {grant.island!r}, incarnation {grant.incarnation}: {refusal}. See "
+        f"whether diloco island runs twice for it; after a resume of the run, start it again"
+    )
+
+
 class SyncerCalls:
     """One rank's connection to the syncer, over a control and a data transport.
 
@@ -114,11 +122,7 @@ class SyncerCalls:
 
     def fenced(self, refusal: str) -> Fenced:
         """Return the error of an island whose calls the syncer refuses because of their grant."""
-        return Fenced(
-            f"the syncer refuses island {self._grant.island!r}, incarnation "
-            f"{self._grant.incarnation}: {refusal}. See whether diloco island runs twice for it; "
-            f"after a resume of the run, start it again"
-        )
+        return fenced_error("the syncer", self._grant, refusal)
 
     async def poll(
         self,

@@ -29,6 +29,25 @@ logger = logging.getLogger(__name__)
 SLOWEST_BPS = 1e6
 
 
+def program_error(
+    error: HandlerFailed | OutOfRange, peer: str, method: str, log: str, island: str
+) -> DilocoError:
+    """Return the error of a call that was answered by a failure, which no repetition can fix."""
+    if isinstance(error, OutOfRange):
+        text = (
+            f"{peer} refuses what island {island!r} says: {error}. Its configuration and the "
+            f"coordinator's differ, or this process counts wrongly: compare run.inner_steps and "
+            f"the sections outer and islands of both files"
+        )
+    else:
+        text = (
+            f"{peer} was reached, and its program failed at {method}: {error}. This is a defect, "
+            f"which another start may meet again: report it with {log}; if the versions of diloco "
+            f"differ between the sites, install the same everywhere"
+        )
+    return DilocoError(text, island_id=island)
+
+
 class _Progress:
     """How far all calls over one transport have come together; never falls.
 
@@ -195,20 +214,10 @@ class RetriedCalls:
         try:
             with self._progress[call.transport].of(call.transfer):
                 return await self._repeat(call)
-        except OutOfRange as error:
-            raise DilocoError(
-                f"the syncer at {peer} refuses what this island says: {error}. Its configuration "
-                f"and the coordinator's differ, or this process counts wrongly: compare "
-                f"run.inner_steps and the sections outer and islands of both files",
-                island_id=self._island,
-            ) from error
-        except HandlerFailed as error:
-            raise DilocoError(
-                f"the syncer at {peer} was reached, and its program failed at {method}: "
-                f"{error}. This is a defect, which another start may meet again: report it with "
-                f"syncer*.log of coordinator.state_dir; if the versions of diloco differ between "
-                f"the sites, install the same everywhere",
-                island_id=self._island,
+        except (HandlerFailed, OutOfRange) as error:
+            log = "syncer*.log of coordinator.state_dir"
+            raise program_error(
+                error, f"the syncer at {peer}", method, log, self._island
             ) from error
         except TransportError as error:
             what = (

@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from diloco.bounded_text import bounded_text
+from diloco.compression.lanes import lane_codec
 from diloco.errors import AggregationError, CodecError, CoordinatorUnavailable, QuorumLost
 from diloco.island.peer.calls import PeerCalls
-from diloco.island.peer.healing import PeerHealing
 from diloco.island.peer.reduction import Reduction
-from diloco.island.peer.replica import ContributionMalformed, Replica, state_digest
+from diloco.island.peer.replica import SECTIONS, ContributionMalformed, Replica, state_digest
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.allreduce import Announced, Assignment, Duty, duty
 from diloco.protocol.rounds.allreduce_messages import announced_of
@@ -30,6 +32,7 @@ from diloco.protos.control_pb2 import Grant
 from diloco.syncer.worker import Worker
 from diloco.tasks import Tasks, wait_for
 from diloco.transport.contracts import Buffer
+from diloco.versions.record import STATE_SECTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,6 @@ class FragmentPeer:
             tasks,
             held=lambda: {} if self.own is None else self.own.lanes,
         )
-        self._healing = PeerHealing(replica, calls, worker)
 
     @property
     def fragment(self) -> Fragment:
@@ -402,9 +404,7 @@ class FragmentPeer:
         while loop.time() - began < self._unreachable_s:
             reply = await self._calls.record(p)
             for island in sorted(self._calls.peers):
-                if island != self._grant.island and await self._healing.is_taken_from(
-                    island, reply
-                ):
+                if island != self._grant.island and await self._is_taken_from(island, reply):
                     return True
             await wait_for(self._tasks.news, ASK_AGAIN_S)
             if self.announced != wanted:
@@ -414,3 +414,44 @@ class FragmentPeer:
             f"gave it for {self._unreachable_s:g} s. Start those islands that have it: diloco "
             f"island RUN.toml --island NAME"
         )
+
+    async def _is_taken_from(self, island: str, committed: wire.RecordReply) -> bool:
+        """Try to take the committed version from the peer of an island; durable when it is."""
+        header = json.loads(committed.record_json or "{}")
+        if not header:
+            return False
+        sections: dict[str, Buffer] = {}
+        for name, lane_id, num_bytes in self._wanted(header):
+            payload, refusal = await self._calls.pull_once(
+                island,
+                "allreduce.state",
+                wire.StateHeader(
+                    fragment_id=self.replica.fragment.fragment_id,
+                    lane_id=lane_id,
+                    state_digest=committed.state_digest,
+                    section=name,
+                ),
+                num_bytes=num_bytes,
+            )
+            if refusal:
+                logger.debug("not healed, island=%s: %s", island, refusal)
+                return False
+            sections[f"{name}/{lane_id}"] = payload
+        record = self.replica.healed(header, sections)
+        if await self._worker.run(lambda: state_digest(record)) != committed.state_digest:
+            logger.warning("state of another digest than was committed, island=%s", island)
+            return False
+        await self.replica.take(record, self._worker)
+        p = self.replica.fragment.fragment_id
+        logger.info("healed, fragment=%d from=%s", p, island)
+        return True
+
+    def _wanted(self, header: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+        """Name what a version is made of: section, lane id, bytes."""
+        fragment = self.replica.fragment
+        for lane in fragment.lanes:
+            codec = lane_codec(header["payload_codec"], fragment, lane.lane_id)
+            for name in SECTIONS if header["version"] else STATE_SECTIONS:
+                is_payload = name == "payload"
+                num_bytes = codec.wire_bytes(lane.numel) if is_payload else 4 * lane.numel
+                yield name, lane.lane_id, num_bytes

@@ -25,7 +25,8 @@ from pathlib import Path
 import blake3
 
 from diloco.bounded_text import bounded_text
-from diloco.errors import CodecError, Fenced, error_of_exit_code
+from diloco.errors import CodecError, error_of_exit_code
+from diloco.island.exchange.calls import fenced_error
 from diloco.island.peer.calls import PeerCalls
 from diloco.island.peer.fragment import FragmentPeer, Own
 from diloco.island.peer.replica import SECTIONS, Replica
@@ -181,11 +182,7 @@ class Peer:
             ]
             reply = await self._calls.poll(self._address, decider_id, sequence, outstanding)
             if reply.is_fenced:
-                raise Fenced(
-                    f"the coordinator refuses island {self._grant.island!r}, incarnation "
-                    f"{self._grant.incarnation}: {reply.message}. See whether diloco island runs "
-                    f"twice for it; after a resume of the run, start it again"
-                )
+                raise fenced_error("the coordinator", self._grant, reply.message)
             if reply.HasField("fatal"):
                 raise error_of_exit_code(reply.fatal.exit_code)(
                     reply.fatal.reason, island_id=self._grant.island

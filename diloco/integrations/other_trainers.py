@@ -1,0 +1,90 @@
+"""What the integrations share: how another trainer's loop is fitted to the run."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+
+from torch.optim import Optimizer
+
+from diloco.config.schema import Config
+from diloco.errors import ConfigError
+from diloco.island.connection import Connection
+from diloco.island.lanes.parameters import Trained
+from diloco.island.session import DiLoCo
+from diloco.protocol.island.soundness import Mend, StepBound
+from diloco.telemetry.events import Event
+from diloco.trainer.optimizers.optimizer import step_bound
+from diloco.trainer.state import mend_moments_
+
+logger = logging.getLogger(__name__)
+
+
+def num_kept_checkpoints(config: Config) -> int:
+    """Return how many checkpoints a trainer must keep so that the run can return to one."""
+    apart = config.outer.inner_steps_per_round + config.outer.overlap_steps
+    return config.checkpoint.keep + config.checkpoint.num_unsure(apart) + 2
+
+
+def joined(
+    trained: Trained,
+    connection: Connection,
+    on_event: Callable[[Event], None] | None,
+    *,
+    steps: int,
+    setting: str,
+) -> DiLoCo:
+    """Join the run with a trainer that makes as many steps.
+
+    Args:
+        trained: As `DiLoCo` takes it.
+        connection: Open.
+        on_event: Called with every event, or None.
+        steps: That the trainer is set to.
+        setting: What sets them, for the error.
+
+    Raises:
+        ConfigError: If the run has another number.
+        DilocoError: As the join may fail.
+    """
+    outer = DiLoCo(trained, connection.config.outer, transport=connection, on_event=on_event)
+    if steps != outer.inner_steps:
+        raise ConfigError(
+            f"{setting}={steps}: the run has run.inner_steps = {outer.inner_steps}, and every "
+            f"island makes as many: set {setting}={outer.inner_steps}"
+        )
+    return outer
+
+
+def skip_to(start_step: int, step: int, scheduler_step: Callable[[], object]) -> None:
+    """Let a trainer's learning rate go on where the run stands, as its island returns to it."""
+    logger.warning(
+        "the island returns at inner step %d, its trainer stood at step %d: the data goes on from "
+        "the trainer's step, the learning rate with the run's",
+        start_step,
+        step,
+    )
+    with warnings.catch_warnings():  # of a scheduler that steps before its optimizer
+        warnings.simplefilter("ignore")
+        for _ in range(step, start_step):
+            scheduler_step()
+
+
+def common_bound(optimizers: Iterable[Optimizer]) -> StepBound:
+    """Bound how far the next step of several optimizers can move a value, see `diloco.step_bound`.
+
+    Infinite if one of them is neither Adam nor AdamW: nothing is known of it.
+    """
+    bounds = list(map(step_bound, optimizers))
+    return StepBound(max(b.update for b in bounds), max(b.decay for b in bounds))
+
+
+def repair_state_(optimizers: Iterable[Optimizer], repair: Mend) -> None:
+    """Do to the optimizers' state what `DiLoCo.mend` asks after a step; mostly nothing."""
+    for optimizer in optimizers:
+        match repair:
+            case Mend.MOMENTS:
+                mend_moments_(optimizer)
+            case Mend.ALL:
+                optimizer.state.clear()  # the next step begins a new one
