@@ -1,8 +1,11 @@
-"""Aggregate: one pseudo-gradient out of the contributions of a round.
+"""Combines the contributions of a round into one pseudo-gradient.
 
-Every merge rule is a linear combination (`diloco.outer.combination`): here are the tensors of it,
-the inner products that coefficients are made from and the sum that they make. Knows nothing of
-islands or arrival: the caller passes contributions sorted by island id.
+Every merge rule is a linear combination of the contributions. `diloco.outer.combination` computes
+its coefficients; this module has the operations on tensors: the sum, and the inner products and
+sizes that coefficients and the guard (`diloco.outer.guard`) are computed from.
+
+The caller passes contributions sorted by island id, so that the result does not depend on the order
+in which they arrived.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     and sums are float32, in the order given. Where all weights are zero the mean is zero.
 
     Args:
-        deltas: At least one, each float32 of one shape; taken one by one, and let go before the
-            next is asked for, so that a generator can decode with one of them in memory.
+        deltas: At least one, each float32 of one shape. Each is released before the next is taken,
+            so that a generator can decode them one by one with only one in memory.
         weights: One for each delta, finite and >= 0, in tokens.
 
     Returns:
@@ -51,15 +54,15 @@ def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
 def weighted_sum(
     deltas: Iterable[Tensor], parts: Sequence[tuple[slice, Sequence[float]]]
 ) -> Tensor:
-    """Sum pseudo-gradients, each part of them with coefficients of its own.
+    """Sum pseudo-gradients; each part of the vector may have coefficients of its own.
 
     sum[part] = sum_m c_m * delta_m[part]; coefficients are rounded to float32, products and sums
     are float32, in the order given.
 
     Args:
         deltas: As for `weighted_mean`.
-        parts: Places in a delta, which together are all of it and none twice, and for each the
-            coefficients c_m, one for each delta.
+        parts: Slices that cover a delta exactly once, and for each the coefficients c_m, one for
+            each delta.
 
     Returns:
         Tensor of the deltas' shape, float32, freshly allocated.
@@ -110,14 +113,14 @@ def _scaled(
 
 @torch.no_grad()
 def inner_products(deltas: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
-    """Multiply pseudo-gradients with one another, place by place, in float64.
+    """Compute the inner products of all pairs of pseudo-gradients, slice by slice, in float64.
 
-    G[place, m, n] = sum_i delta_m[i] * delta_n[i] over the place, in float64 from the float32
-    values. The order of that sum is the hardware's: what is decided by it must be recorded.
+    G[place, m, n] = sum_i delta_m[i] * delta_n[i] over the slice, from the float32 values. The last
+    bits of this sum depend on the hardware, so what is decided by it must be recorded.
 
     Args:
         deltas: At least one, each float32 of one flat shape.
-        places: Slices of it with a start and an end.
+        places: Slices with a start and an end.
 
     Returns:
         Tensor of shape [places, deltas, deltas], float64.
@@ -133,7 +136,7 @@ def inner_products(deltas: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
 
 @torch.no_grad()
 def measured(values: Tensor, places: Sequence[slice]) -> tuple[Floats, Floats]:
-    """Measure places of a vector.
+    """Measure how large the values in slices of a vector are.
 
     Args:
         values: Flat, float32, CPU; finite, and as large as float32 goes.

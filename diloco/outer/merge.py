@@ -1,6 +1,11 @@
-"""Merge: how published values enter an island's parameters.
+"""Merges published values into an island's parameters.
 
-Source: Streaming DiLoCo (arXiv 2501.18512), Eq. 4; alpha weighs the local parameters.
+    local <- alpha local + (1 - alpha) anchor
+
+While a fragment was on its way, the island went on training. With alpha = 0 that work is replaced
+by the published values; with alpha > 0 a part of it is kept.
+
+Source: Streaming DiLoCo (arXiv 2501.18512), Eq. 4; alpha is the weight of the local parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def merge_(local: Tensor, anchor: Tensor, local_mix: float) -> None:
-    """Mix published values into local ones in place: local <- alpha local + (1 - alpha) anchor.
+    """Compute local <- alpha local + (1 - alpha) anchor in place.
 
     Args:
         local: The island's values, float32; may be a strided view into a parameter.

@@ -1,8 +1,11 @@
-"""Outer optimizer: SGD, momentum, Nesterov or Adam steps on pseudo-gradients, float32, in place.
+"""Takes outer steps: SGD, momentum, Nesterov or Adam on merged pseudo-gradients.
 
-Every product is rounded before it is added (no `add(alpha=)`, no `lerp`): fused forms round
-otherwise on other devices and under `torch.compile`, and islands must be able to recompute a
-version bit by bit. Constants are rounded to float32 where they meet a tensor.
+DiLoCo uses Nesterov momentum. The step runs in the syncer (or in each peer), in float32 and in
+place.
+
+A version must be recomputable bit by bit on other hardware. So every product is rounded before it
+is added: fused forms (`add(alpha=)`, `lerp`) round differently on other devices and under
+`torch.compile`. Constants are rounded to float32 where they meet a tensor.
 
 Source: DiLoCo (arXiv 2311.08105), section 2, whose outer Adam needs eps = 0.1; momentum as in
 `torch.optim.SGD` without dampening, Adam as in Kingma and Ba (arXiv 1412.6980), Algorithm 1.
@@ -22,7 +25,7 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """The outer step of a fragment and its constants.
+    """The rule of the outer step, and its constants.
 
     Attributes:
         name: nesterov, momentum, sgd or adam.
@@ -71,7 +74,7 @@ class OuterOptimizer:
 
     @property
     def has_second_moment(self) -> bool:
-        """Whether its state is two vectors a parameter, not one."""
+        """Whether its state is two values for each parameter, not one."""
         return self.name == "adam"
 
     def momentum_at(self, version: int) -> float:
@@ -96,16 +99,19 @@ class OuterOptimizer:
     ) -> None:
         """Take one outer step in place.
 
-        buffer <- mu_v * buffer + delta, also for sgd and at mu_v = 0; then
-        theta <- theta - lr * (delta + mu_v * buffer) for nesterov, theta - lr * buffer for
-        momentum, theta - lr * delta for sgd. For adam, with betas b, c and t = version + 1,
+            buffer <- mu_v * buffer + delta                     (also for sgd and at mu_v = 0)
+            theta  <- theta - lr * (delta + mu_v * buffer)      nesterov
+                      theta - lr * buffer                       momentum
+                      theta - lr * delta                        sgd
+
+        For adam, with betas b, c and t = version + 1,
 
             buffer <- b * buffer + (1 - b) * delta
             second_moment <- c * second_moment + (1 - c) * delta^2
             theta <- theta - lr * m / (sqrt(s) + eps)
                 m = buffer / (1 - b^t),  s = second_moment / (1 - c^t)
 
-        A result that is not finite is not detected here.
+        The caller checks that the result is finite.
 
         Args:
             theta: Exact global parameters, float32.
@@ -147,7 +153,7 @@ class OuterOptimizer:
 
 @torch.no_grad()
 def flush_step_(theta: Tensor, delta: Tensor) -> None:
-    """Take the plain averaging step of a flush in place: theta <- theta - delta.
+    """Take the step of a flush in place: theta <- theta - delta, which averages the islands.
 
     Args:
         theta: Exact global parameters, float32.

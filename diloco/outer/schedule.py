@@ -1,7 +1,15 @@
-"""Schedule: after which inner step a fragment is sent, and after which its result is merged.
+"""Computes after which inner steps a fragment is sent, and after which its result is merged.
 
-Integers only: the same configuration gives the same steps on every island, so nothing has to be
-agreed at run time. Reads no clock and knows no round.
+Every H inner steps each fragment is sent once. The sends of different fragments are spread over
+these H steps, so that the link is used evenly, and the result of a send is merged tau steps later,
+so that training does not wait for the network:
+
+    H = 6, P = 3, tau = 1:    inner step   1  2  3  4  5  6  7  8 ...
+                              sends           0     1     2     0
+                              merges             0     1     2
+
+The same configuration gives the same steps on every island, so islands need not agree on anything
+at run time.
 
 Source: Streaming DiLoCo (arXiv 2501.18512), staggered fragments with overlap.
 """
@@ -17,10 +25,10 @@ from diloco.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Due and merge steps of every fragment of a scheduled run.
+    """The steps at which every fragment of a scheduled run is sent and merged.
 
-    Fragment p is due after inner step s iff s >= 1 and (s - phase_p) mod H == 0; what is sent
-    then is merged after inner step s + tau.
+    Fragment p is due (to be sent) after inner step s if s >= 1 and (s - phase_p) mod H == 0; what
+    is sent then is merged after inner step s + tau.
 
     Attributes:
         inner_steps_per_round: H, inner steps between two sends of the same fragment, >= 1.
@@ -28,7 +36,8 @@ class Schedule:
         overlap_steps: tau, inner steps between sending a fragment and merging its result, in
             [0, H); 0 merges at once.
         inner_steps: Inner steps of the whole run, >= 1.
-        flush: Whether what is still local at the end is carried by flush contributions.
+        flush: Whether work that is not yet sent at the end goes into a last contribution of each
+            fragment, the flush.
         phases: First due step of each fragment, in [0, H], in any order; 0 means H.
     """
 
@@ -99,9 +108,9 @@ class Schedule:
 
     @property
     def is_one_at_a_time(self) -> bool:
-        """Whether what is sent is merged before anything else is sent, so that none share a link.
+        """Whether each send is merged before the next one, so that sends never share the link.
 
-        Fragments that are sent after the same inner step are one.
+        Fragments that are sent after the same inner step count as one send.
         """
         period = self.inner_steps_per_round
         dues = sorted({phase % period for phase in self.phases})
@@ -111,8 +120,9 @@ class Schedule:
     def due(self, inner_step: int) -> tuple[int, ...]:
         """Return the fragments to send after `inner_step` completed inner steps, ascending.
 
-        With `flush`, a send that would merge at or after the last inner step is not made: the
-        flush carries it. Without, a send that would merge after the last one is not made.
+        A send whose result would come too late is not made: with `flush`, one that would be merged
+        at the last inner step or later (the flush contains that work); without, one that would be
+        merged after the last inner step.
         """
         if not self._is_sending(inner_step):
             return ()
@@ -123,7 +133,7 @@ class Schedule:
         )
 
     def num_sends(self, fragment_id: int, after: int = 0) -> int:
-        """Count the inner steps > `after` >= 0 at which a fragment is sent; loops over nothing."""
+        """Count the inner steps > `after` >= 0 at which a fragment is sent."""
         first = self.next_due(fragment_id, after)
         if first is None:
             return 0

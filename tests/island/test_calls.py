@@ -202,7 +202,7 @@ def test_payloads_ask_first_once_the_syncer_has_said_so() -> None:
             rng=random.Random(0),
         )
         await calls.upload(0, 0, b"lane")
-        await calls.poll(0, [], [])
+        await calls.poll([], [])
         await calls.upload(0, 0, b"lane")
         return crowded.asked_first
 

@@ -68,7 +68,7 @@ def test_a_lane_that_finds_no_room_is_sent_twice_at_most(
             submitting = asyncio.create_task(submit())
             await asyncio.sleep(FULL_S)
             assert not submitting.done()
-            reply = await calls.poll(0, [], [])
+            reply = await calls.poll([], [])
             is_full = False
             async with asyncio.timeout(30.0):
                 await submitting
