@@ -28,7 +28,8 @@ from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError
 from diloco.island.exchange import contributions, staging
-from diloco.island.lanes.shards import LaneShards, canonical_parameters
+from diloco.island.lanes.parameters import canonical_parameters
+from diloco.island.lanes.shards import LaneShards
 from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.report.statistics import Interval
 from diloco.trainer.island_trainer import island_trainer, own_batches
