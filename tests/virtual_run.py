@@ -21,7 +21,7 @@ from diloco.errors import ConfigError
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import Exchange
+from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts

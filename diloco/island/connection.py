@@ -31,7 +31,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import Exchange, Moved, SyncerWay
+from diloco.island.exchange.exchange import Exchange, Moved, SyncerConnection
 from diloco.island.exchange.state_transfer import SyncerRoutes
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards

@@ -25,7 +25,7 @@ from diloco.errors import AggregationError
 from diloco.forecast.build import build_syncer_rules
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import ANYWHERE, Exchange, SyncerWay
+from diloco.island.exchange.exchange import ANYWHERE, Exchange, SyncerConnection
 from diloco.island.lanes.parameters import tensor_specs
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.layout import build_plan, build_schedule

@@ -12,7 +12,7 @@ import grpc.aio
 
 from diloco.errors import CoordinatorUnavailable
 from diloco.island.exchange.calls import ExchangeRules, SyncerCalls
-from diloco.island.exchange.exchange import Exchange
+from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.fragment_pb2 import Ack

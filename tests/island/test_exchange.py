@@ -26,7 +26,7 @@ from diloco.errors import (
 )
 from diloco.island.exchange.calls import ExchangeRules
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
-from diloco.island.exchange.exchange import Exchange
+from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.island.exchange.staging import grouped
 from diloco.outer.fragments import Lane
 from diloco.outer.pseudo_gradient import bit_sum

@@ -29,7 +29,7 @@ from diloco.errors import AggregationError, CodecError, DilocoError, IslandFaile
 from diloco.io_thread import IoThread
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import Exchange, SyncerWay
+from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_loop import OuterLoop

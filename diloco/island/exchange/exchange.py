@@ -117,8 +117,8 @@ class Exchange:
     def _link(self, connection: SyncerConnection, rng: random.Random) -> SyncerLink:
         rules, grant = self.rules, self._grant
         calls = SyncerCalls(
-            route.control,
-            route.data,
+            connection.control,
+            connection.data,
             grant,
             rpc_deadline_s=rules.rpc_deadline_s,
             policy=RetryPolicy(
@@ -131,7 +131,7 @@ class Exchange:
             on_event=self._on_event,
         )
         parts = LinkParts(self._plan, grant, rules, calls, self._tasks, self._on_event)
-        carried = {p: self._carried[p] for p in sorted(route.fragment_ids)}
+        carried = {p: self._carried[p] for p in sorted(connection.fragment_ids)}
         return SyncerLink(parts, carried, lambda: self.step_s)
 
     # -- read by the training thread -----------------------------------------------------------
