@@ -24,7 +24,7 @@ from torch.profiler import record_function
 
 from diloco.errors import DilocoError, IslandFailed
 from diloco.protocol.island.ledger import Target, Verdict
-from diloco.protocol.island.votes import GONE, NOTHING_STAGED, Cut, FragmentVote, IslandVote
+from diloco.protocol.island.votes import GONE, NOTHING_STAGED, AgreedCut, FragmentVote, IslandVote
 
 _VERDICTS = (*Verdict, None)
 #: The value of other ranks where only the leader's counts: the smallest is taken.
@@ -163,7 +163,11 @@ def _decode(vector: Tensor) -> IslandVote:
     votes = (_vote(*values[at : at + _FIELDS]) for at in range(0, len(values), _FIELDS))
     is_last = bool(cut % 2)
     return IslandVote(
-        -minus_code, tuple(votes), bool(is_leaving), Cut(cut // 2, is_last), bool(minus_unsound)
+        -minus_code,
+        tuple(votes),
+        bool(is_leaving),
+        AgreedCut(cut // 2, is_last),
+        bool(minus_unsound),
     )
 
 

@@ -29,7 +29,7 @@ from diloco.island.agreement import NOT_MINE, Agreement
 from diloco.island.exchange.exchange import Exchange
 from diloco.island.outer_state import LOOK_S
 from diloco.outer.schedule import Schedule
-from diloco.protocol.island.votes import NO_CUT, Cut
+from diloco.protocol.island.votes import NO_CUT, AgreedCut
 from diloco.tasks import wait_for
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from diloco.island.outer_state import LoopParts, OuterState
 from diloco.outer.pseudo_gradient import largest_change
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
 from diloco.protocol.island.soundness import Reach, StepBound
-from diloco.protocol.island.votes import Announced, FragmentView, FragmentVote
+from diloco.protocol.island.votes import AnnouncedVersion, FragmentView, FragmentVote
 from diloco.protocol.rounds.terms import Weights
 from diloco.telemetry.events import (
     FragmentMerged,

@@ -37,7 +37,7 @@ from diloco.island.self_check import SelfCheck
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.protocol.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_vote
 from diloco.protocol.island.soundness import Mend, Reach, StepBound
-from diloco.protocol.island.votes import NO_CUT, Cut, FragmentVote, IslandVote
+from diloco.protocol.island.votes import NO_CUT, AgreedCut, FragmentVote, IslandVote
 from diloco.telemetry.events import PhaseDone
 
 #: Inner steps whose median is told as the recent one.

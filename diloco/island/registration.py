@@ -31,7 +31,7 @@ from diloco.island.exchange.retried_calls import program_error
 from diloco.island.exchange.state_transfer import TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
-from diloco.protocol.island.votes import Cut
+from diloco.protocol.island.votes import AgreedCut
 from diloco.protocol.run.alarms import Alarms, alarm_message
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco.protocol.island.votes import Cut
+from diloco.protocol.island.votes import AgreedCut
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.pins import pinned_version
 from tests.several_syncers import Several

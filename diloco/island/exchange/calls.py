@@ -17,7 +17,7 @@ import blake3
 
 from diloco.errors import Fenced
 from diloco.island.exchange.damage import LineDamage
-from diloco.island.exchange.retried_calls import Reach, RetriedCalls
+from diloco.island.exchange.retried_calls import RetriedCalls, SyncerReach
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.rounds.messages import MOST_UPLOADS, key_message

@@ -23,7 +23,7 @@ from diloco.island.exchange.calls import ExchangeRules, LinkParts, SyncerCalls
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
 from diloco.island.exchange.entry import check_restored
 from diloco.island.exchange.fragment_state import IslandFragment
-from diloco.island.exchange.retried_calls import Reach
+from diloco.island.exchange.retried_calls import SyncerReach
 from diloco.island.exchange.syncer_link import SyncerLink
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding

@@ -20,7 +20,7 @@ from diloco.island.exchange.checkpoint_state import LaneCheckpoint
 from diloco.outer.fragments import Fragment
 from diloco.outer.pseudo_gradient import bit_sum
 from diloco.protocol.island.ledger import Outstanding, Target, Verdict
-from diloco.protocol.island.votes import Announced, FragmentView
+from diloco.protocol.island.votes import AnnouncedVersion, FragmentView
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import FragmentSent
 from diloco.transport.contracts import Buffer

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco.errors import IslandFailed, error_of_exit_code
 from diloco.island.exchange.calls import LinkParts
 from diloco.island.exchange.contributions import Contributions
-from diloco.island.exchange.entry import Entry
+from diloco.island.exchange.entry import FragmentEntry
 from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment
 from diloco.island.exchange.staging import Stager
 from diloco.protocol.rounds.messages import outcome_of
@@ -51,7 +51,7 @@ class SyncerLink:
         self._sent_by = 0
         self.contributions = Contributions(parts)
         self.stager = Stager(parts)
-        self.entry = Entry(parts, carried)
+        self.entry = FragmentEntry(parts, carried)
 
     def start(self, sent_by: int) -> None:
         """Begin to poll; `sent_by` is the incarnation that sent what a checkpoint has in flight."""

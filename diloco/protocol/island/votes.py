@@ -38,7 +38,7 @@ class FragmentVote:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AgreedCut:
     """A run checkpoint of islands that merge on arrival; `number` 0: none.
 
     `is_last`: this start ends with it.
@@ -48,7 +48,7 @@ class Cut:
     is_last: bool = False
 
 
-NO_CUT = Cut()
+NO_CUT = AgreedCut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class IslandVote:
     exit_code: int
     votes: tuple[FragmentVote, ...]
     is_leaving: bool = False
-    cut: Cut = NO_CUT
+    cut: AgreedCut = NO_CUT
     is_unsound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class AnnouncedVersion:
     """A published version, as the syncer announced it; hex digest."""
 
     target: Target
@@ -107,7 +107,7 @@ class FragmentView:
     is_flush: bool = False
     merged_tokens: int = 0
     anchor_tokens: int = 0
-    staging: Announced | None = None
+    staging: AnnouncedVersion | None = None
     gone_version: int = -1
     is_open: bool = False
     is_ending: bool = False
