@@ -9,7 +9,7 @@ from diloco.protocol.island.pace import ArrivalPace, aim, arrival_vote
 from diloco.protocol.island.votes import (
     GONE,
     NOTHING_STAGED,
-    Announced,
+    AnnouncedVersion,
     FragmentView,
     FragmentVote,
     IslandVote,
@@ -76,13 +76,13 @@ def test_a_fragment_is_sent_to_the_attempt_that_waits_for_it(
 
 def test_a_target_is_never_lowered_and_raised_only_where_it_is_gone() -> None:
     made = ledger()
-    view = FragmentView(version=5, staging=Announced(Target(5, 50)), anchor_version=3)
+    view = FragmentView(version=5, staging=AnnouncedVersion(Target(5, 50)), anchor_version=3)
 
     assert aim(made, arrival_vote(made, view))
     assert made.target == Target(5, 50)
 
     # Newer versions come, and the leader's own exchange has turned to one: the target stays.
-    newer = FragmentView(version=9, merged_tokens=90, staging=Announced(Target(9, 90)))
+    newer = FragmentView(version=9, merged_tokens=90, staging=AnnouncedVersion(Target(9, 90)))
     assert arrival_vote(made, newer).target == Target(5, 50)
     assert not aim(made, FragmentVote(-1, None, 0, Target(4)))
     assert not aim(made, FragmentVote(-1, None, 0, Target(5, 50)))
@@ -104,7 +104,7 @@ def test_what_the_exchange_shows_of_before_a_merge_counts_nothing() -> None:
         verdict=Verdict.EXPIRED,
         version=5,
         staged_version=5,
-        staging=Announced(Target(5)),
+        staging=AnnouncedVersion(Target(5)),
         is_open=True,
     )
 
