@@ -231,8 +231,8 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
     for p, (fragment, version) in enumerate(zip(fragments, parts.smallest(heard), strict=True)):
         if parts.exchange.rules.on_arrival and version > fragment.ledger.version:
             if counted[p] > _last_known(fragment):
-                fragment.ledger.begin_anew()
-                parts.runner.post(parts.exchange.begin_anew, p)
+                fragment.ledger.begin_again()
+                parts.runner.post(parts.exchange.begin_again, p)
             elif (sent := fragment.ledger.outstanding) is not None:
                 assert fragment.sent_as is not None
                 fragment.ledger.outstanding = replace(sent, key=fragment.sent_as)
