@@ -122,20 +122,13 @@ def create(path: Path, *, mode: int = 0o644) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
 
-def open_to_append(path: Path) -> tuple[int, int]:
-    """Open a file, made if it is not there; returns its descriptor and its bytes."""
-    with raising_disk_full():
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    return descriptor, os.fstat(descriptor).st_size
-
-
-def reserve(descriptor: int, start: int, num_bytes: int) -> None:
+def reserve(descriptor: int, num_bytes: int) -> None:
     """Take room for what will be written; until then it reads as zeros.
 
     Where a file system cannot promise room, the writes find out.
     """
     with raising_disk_full():
-        os.posix_fallocate(descriptor, start, num_bytes)
+        os.posix_fallocate(descriptor, 0, num_bytes)
 
 
 def write_at(descriptor: int, start: int, data: Buffer) -> int:
@@ -147,11 +140,6 @@ def write_at(descriptor: int, start: int, data: Buffer) -> int:
             written = os.pwrite(descriptor, view, start)
             start, view = start + written, view[written:]
     return num_bytes
-
-
-def truncate(descriptor: int, num_bytes: int) -> None:
-    """Forget what a file holds beyond `num_bytes`."""
-    os.ftruncate(descriptor, num_bytes)
 
 
 def sync(descriptor: int) -> None:

@@ -93,10 +93,6 @@ class RecordedDisk:
         self._note("grow", inode=self._open[descriptor], at=at + num_bytes)
         os.posix_fallocate(descriptor, at, num_bytes)
 
-    def ftruncate(self, descriptor: int, num_bytes: int) -> None:
-        self._note("cut", inode=self._open[descriptor], at=num_bytes)
-        os.ftruncate(descriptor, num_bytes)
-
     def fsync(self, descriptor: int) -> None:
         opened = self._open[descriptor]
         if isinstance(opened, str):
@@ -199,8 +195,6 @@ def _contents(content: bytes, writes: list[Change]) -> Iterator[bytes]:
 
 
 def _written(content: bytes, change: Change) -> bytes:
-    if change.kind == "cut":
-        return content[: change.at].ljust(change.at, b"\0")
     if change.kind == "grow":
         return content.ljust(change.at, b"\0")
     end = change.at + len(change.data)

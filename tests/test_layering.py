@@ -149,7 +149,7 @@ IMPORTED_WITHOUT_TORCH = (
     "diloco.outer.schedule",
     "diloco.protocol.rounds.allreduce",
     "diloco.versions.expiries",
-    "diloco.versions.log",
+    "diloco.versions.frames",
     "diloco.versions.pins",
     "diloco.versions.record",
     "diloco.protocol.rounds.state",

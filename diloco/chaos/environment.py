@@ -22,7 +22,7 @@ from diloco.chaos.plan import COORDINATOR
 from diloco.launch.local import LocalRun
 from diloco.state_dir import Endpoint, StateDir, holder, read_endpoint
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone
-from diloco.versions.log import frames_in
+from diloco.versions.frames import frames_in
 from diloco.versions.record import RecordInvalid, check_whole, record_path, versions_in
 
 _FRAGMENTS = "fragment-[0-9]*"

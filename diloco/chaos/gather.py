@@ -20,7 +20,7 @@ from diloco.compression.lanes import lane_codec
 from diloco.coordinator.journal import Journal
 from diloco.protocol.rounds.terms import Weights
 from diloco.state_dir import StateDir
-from diloco.versions.log import headers_in
+from diloco.versions.frames import headers_in
 from diloco.versions.record import fragment_directory
 from diloco.versions.replay import FragmentReplay, ReplayVerdict
 from diloco.versions.stored import StoredVersions

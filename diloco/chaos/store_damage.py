@@ -15,11 +15,10 @@ from pathlib import Path
 from diloco.chaos.environment import fragment_of, held_still, send
 from diloco.chaos.injector import Injector
 from diloco.chaos.plan import COORDINATOR
-from diloco.versions.log import frames_in, segment_path, segments_in
+from diloco.versions.frames import frames_in, locate_version
 from diloco.versions.record import (
     RecordInvalid,
     check_whole,
-    locate,
     record_path,
     versions_in,
 )
@@ -65,36 +64,28 @@ class _Damage(Injector):
 class Truncate(_Damage):
     """The syncer dies while it writes, and a file has lost its end.
 
-    A torn temporary file, which is never read; and what has to be noticed: of a log a torn frame at
-    its end, else a part of the oldest record.
+    A torn temporary file, which is never read; and what has to be noticed: a part of the oldest
+    record.
     """
 
     def may(self, directory: Path) -> bool:
-        """Whether there is a frame, or an old record besides the newest, which is the only copy."""
-        return bool(frames_in(directory)) or len(versions_in(directory)) > 1
+        """Whether there is an old record besides the newest, which is the only copy."""
+        return len(versions_in(directory)) > 1
 
     def damage(self, directory: Path) -> None:
         """Leave parts of what was written last where the next version would be written."""
-        frames = frames_in(directory)
-        version = max([*versions_in(directory), *frames])
-        last = frames.get(version) or locate(record_path(directory, version))
-        whole = last.path.read_bytes()[last.start : last.end]
+        version = max([*versions_in(directory), *frames_in(directory)])
+        whole = locate_version(directory, version).path.read_bytes()
         torn = record_path(directory, version + 1)
         torn = torn.with_name(torn.name + ".tmp")
         kept = whole[: self.fault.seed % len(whole)]
         torn.write_bytes(kept)
         self.note = f"{torn.name} of {directory.name} has {len(kept)} of {len(whole)} bytes"
-        if frames:
-            segment = segment_path(directory, segments_in(directory)[-1])
-            with segment.open("ab") as file:
-                file.write(kept)
-            self.note += f", and so has the end of {segment.name}"
-        else:
-            path = record_path(directory, versions_in(directory)[0])
-            body = path.read_bytes()
-            left = body[: 1 + self.fault.seed % (len(body) - 1)]
-            _replace(path, left)
-            self.note += f"; {path.name} has {len(left)} of {len(body)}"
+        path = record_path(directory, versions_in(directory)[0])
+        body = path.read_bytes()
+        left = body[: 1 + self.fault.seed % (len(body) - 1)]
+        _replace(path, left)
+        self.note += f"; {path.name} has {len(left)} of {len(body)}"
 
 
 class Flip(_Damage):

@@ -28,7 +28,7 @@ from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.run.cuts import Part as CutPart
 from diloco.protocol.run.rebuilt import Remains, entries_of
 from diloco.state_dir import ONLY_SYNCER, StateDir, read_timeline
-from diloco.versions.log import KEPT, headers_in
+from diloco.versions.frames import KEPT, headers_in
 from diloco.versions.pins import pin_directory, pinned_steps
 
 logger = logging.getLogger(__name__)

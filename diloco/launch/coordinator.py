@@ -71,7 +71,7 @@ from diloco.state_dir import (
     read_timeline,
 )
 from diloco.transport.identity import Role
-from diloco.versions.log import headers_in
+from diloco.versions.frames import headers_in
 from diloco.versions.pins import pin_directory
 
 if TYPE_CHECKING:

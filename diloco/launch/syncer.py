@@ -67,7 +67,7 @@ from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from diloco.transport.contracts import Transport
 from diloco.transport.errors import ConnectError
 from diloco.transport.identity import Role
-from diloco.versions.log import headers_in
+from diloco.versions.frames import headers_in
 from diloco.versions.pins import restore, valid_pins
 from diloco.versions.record import RecordInvalid
 

@@ -121,7 +121,6 @@ class RoundRunner:
         self, recovered: Recovered | None, lost: int, attendance: Attendance, said_by: str = ""
     ) -> None:
         """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
-        self._is_in_doubt = self._store.is_in_doubt
         self._live = attendance.roster.live
         self.hold_openings(bool(self._hooks.room.waiting))
         for island, incarnation in attendance.incarnations.items():
@@ -135,13 +134,6 @@ class RoundRunner:
         if lost >= 0:
             self.lose(lost, said_by)
         elif recovered is not None:
-            if self._is_in_doubt:
-                logger.warning(
-                    "fragment %d: nothing opens before the coordinator has said whether version %d "
-                    "was published",
-                    self._fragment.fragment_id,
-                    recovered.record.version + 1,
-                )
             self._check_tokens()
             is_resumed = recovered.record.timeline != self.rounds.timeline  # a run begins again
             instructions = self.rounds.founded(
@@ -238,10 +230,9 @@ class RoundRunner:
     def island_knows(self, island: str, known: wire.FragmentState) -> None:
         """Take what an island says that it knows.
 
-        What contradicts the store is believed once most of the live islands say it, or where the
-        store has a trace of it: no island ends a fragment alone. Nor is it believed of more
-        versions than are kept, which no damage takes from a store. Else the coordinator's word is
-        asked, and nothing opens before.
+        What contradicts the store is believed once most of the live islands say it: no island ends
+        a fragment alone. Nor is it believed of more versions than are kept, which no damage takes
+        from a store. Else the coordinator's word is asked, and nothing opens before.
         """
         self.damage.holds(island, known.num_held - 1)
         if not known.is_founded or known.is_damaged:
@@ -252,8 +243,7 @@ class RoundRunner:
             return
         agreed = [i for i in self._live if self._claims.get(i) == claim]
         is_near = newest < 0 or version <= newest + self._store.retained_versions
-        has_trace = self._store.is_in_doubt and version == newest + 1
-        if is_near and (has_trace or 2 * len(agreed) > len(self._live)):
+        if is_near and 2 * len(agreed) > len(self._live):
             self.lose(version, ", ".join(sorted(agreed)[:MOST_NAMES]))
         else:
             self._disbelieve(island, version)

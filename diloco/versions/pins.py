@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from diloco import durable
 from diloco.outer.fragments import Fragment
-from diloco.versions.log import frames_of, segment_path, segments_in
 from diloco.versions.record import (
     RecordInvalid,
     fragment_directory,
@@ -38,7 +36,6 @@ from diloco.versions.record import (
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 20
 _ABANDONED = re.compile(r"abandoned-timeline-\d+-after-(\d{12,})")
 
 
@@ -165,11 +162,7 @@ def set_aside(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timel
 
 def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
     version = version_of(pinned)
-    for start in segments_in(directory):
-        if start < version:
-            _cut(segment_path(directory, start), version, directory / aside)
     later = [path for path in directory.glob("v*.*") if version_of(path) > version]
-    later += [path for path in [segment_path(directory, version)] if path.exists()]
     own = record_path(directory, version)
     if own.exists() and not own.samefile(pinned):
         later.append(own)
@@ -177,29 +170,6 @@ def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
     with contextlib.suppress(FileExistsError):
         durable.link(pinned, own)
     durable.sync_directory(directory)
-
-
-def _cut(path: Path, version: int, aside: Path) -> None:
-    """Let a segment of a log end with a version; the whole of it goes aside.
-
-    What leads to the version stays, for anyone who makes it again.
-    """
-    ends = {frame.header["version"]: frame.end for frame in frames_of(path)}
-    if path.stat().st_size <= ends.get(version, math.inf):  # or it does not lead so far
-        return
-    durable.make_directory(aside)
-    with contextlib.suppress(FileExistsError):  # of a start that was killed here
-        durable.link(path, aside / path.name)
-    durable.sync_directory(aside)
-    durable.sync_directory(aside.parent)
-    with path.open("rb") as whole:
-        durable.write_durably(path, _pieces(whole, ends[version]))
-
-
-def _pieces(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    while num_bytes:
-        yield (piece := file.read(min(num_bytes, _PIECE_BYTES)))
-        num_bytes -= len(piece)
 
 
 def _clear(directory: Path, aside: str) -> None:

@@ -22,7 +22,7 @@ from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.terms import RoundKey
-from diloco.versions.log import frames_in
+from diloco.versions.frames import frames_in
 from diloco.versions.publication import (
     LanePublication,
     LaneState,

@@ -1,7 +1,7 @@
 """Files of a fragment's versions as bytes: their names, their layout, and what proves them whole.
 
     fragment-0003/v000000000012.record    magic | header length | header digest | header | sections
-    fragment-0003/v000000000012.log       the same of versions 13, 14, ... without state (`log`)
+    fragment-0003/v000000000013.frame     the same of version 13 without state (`frames`)
     fragment-0003/v000000000007.header    of a version that was forgotten before it was indexed:
                                           blake3 of the next line | header
 
@@ -40,8 +40,6 @@ SECOND_MOMENT = "second_moment"
 GUARD = "guard"
 
 MAGIC = b"DILOREC2"
-#: Near the end of every header, whose keys are sorted.
-HEADER_END = b'"sections": ['
 #: Key of `RecordDraft._starts` that no section has.
 _END = ""
 _PREFIX = struct.Struct("<8sQ32s")
@@ -116,10 +114,10 @@ class RecordDraft:
         starts = itertools.accumulate(sizes, initial=_PREFIX.size + self._header_bytes)
         self._starts: dict[str, int] = dict(zip([*self._table, _END], starts, strict=True))
         self._missing = set(self._table)
-        self._file, self._start = self._open()
+        self._file = durable.create(self._temporary)
         self._is_open = True
         try:
-            durable.reserve(self._file, self._start, self.num_bytes)
+            durable.reserve(self._file, self.num_bytes)
         except OSError:
             self.abandon()
             raise
@@ -158,7 +156,7 @@ class RecordDraft:
             OSError: If the disk does not give it back as it was.
         """
         entry = self._table[name]
-        body = os.pread(self._file, entry["bytes"], self._start + self._starts[name])
+        body = os.pread(self._file, entry["bytes"], self._starts[name])
         if blake3.blake3(body).hexdigest() != entry["digest"]:
             raise OSError(f"{self._path} is not what was written into it: check that disk")
         return body
@@ -172,27 +170,15 @@ class RecordDraft:
         prefix = _PREFIX.pack(MAGIC, len(encoded), blake3.blake3(encoded).digest())
         self._write_at(0, memoryview(prefix + encoded))
         durable.sync(self._file)
-        self._give_name()
+        durable.rename(self._temporary, self._path)
+        durable.sync_directory(self._path.parent)
         self._close()
 
     def abandon(self) -> None:
         """Remove what was written, unless it was committed: there is no such version."""
         if self._is_open:
-            self._remove()
+            durable.unlink(self._temporary)
             self._close()
-
-    # -- where it is written: a file of its own, which gets its name last ------------------------
-
-    def _open(self) -> tuple[int, int]:
-        """Open the file; returns its descriptor and where in it the record begins."""
-        return durable.create(self._temporary), 0
-
-    def _give_name(self) -> None:
-        durable.rename(self._temporary, self._path)
-        durable.sync_directory(self._path.parent)
-
-    def _remove(self) -> None:
-        durable.unlink(self._temporary)
 
     @property
     def _temporary(self) -> Path:
@@ -208,7 +194,7 @@ class RecordDraft:
 
     def _write_at(self, start: int, view: memoryview) -> None:
         assert self._is_open, "a draft is written to after its end"
-        durable.write_at(self._file, self._start + start, view)
+        durable.write_at(self._file, start, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +214,6 @@ class StoredRecord:
     """
 
     path: Path
-    start: int
     end: int
     header: Mapping[str, Any]
     sections: Mapping[str, RecordSection]
@@ -280,14 +265,13 @@ class StoredRecord:
                     )
 
 
-def locate(path: Path, start: int = 0) -> StoredRecord:
-    """Read the header of a record that begins at an offset of a file.
+def locate(path: Path) -> StoredRecord:
+    """Read the header of a record.
 
     Raises:
         RecordInvalid: If the file is missing or the header is torn or damaged.
     """
     with _opened(path) as file:
-        file.seek(start)
         prefix = file.read(_PREFIX.size)
         if len(prefix) < _PREFIX.size:
             raise RecordInvalid(f"{path} is torn: {len(prefix)} bytes")
@@ -300,11 +284,11 @@ def locate(path: Path, start: int = 0) -> StoredRecord:
     if blake3.blake3(encoded).digest() != digest:
         raise RecordInvalid(f"{path} has a damaged header")
     header = json.loads(encoded)
-    sections, at = {}, start + _PREFIX.size + header_bytes
+    sections, at = {}, _PREFIX.size + header_bytes
     for entry in header.pop("sections"):
         sections[entry["name"]] = RecordSection(at, entry["bytes"], entry["digest"])
         at += entry["bytes"]
-    return StoredRecord(path, start, at, header, sections)
+    return StoredRecord(path, at, header, sections)
 
 
 def unpack(
@@ -320,8 +304,7 @@ def unpack(
     Raises:
         RecordInvalid: If it is missing, torn, damaged, or of another version or plan.
     """
-    stored = locate(path)
-    _check_end(stored)
+    stored = check_whole(path)
     stored.check(version, fragment)
     names = (n for n in stored.sections if with_contributions or not n.startswith(CONTRIBUTION))
     return stored.header, {name: stored.read(name) for name in names}
@@ -333,29 +316,26 @@ def verify(path: Path, version: int, fragment: Fragment) -> Mapping[str, Any]:
     Raises:
         RecordInvalid: As `unpack`.
     """
-    stored = locate(path)
+    stored = check_whole(path)
     stored.verify()
-    _check_end(stored)
     stored.check(version, fragment)
     return stored.header
 
 
-def check_whole(path: Path) -> None:
-    """Insist on a sound header and the size that it announces; the sections are not read.
+def check_whole(path: Path) -> StoredRecord:
+    """Require a sound header and the size that it announces; the sections are not read.
 
     Raises:
         RecordInvalid: If the file is missing, torn, or its header is damaged.
     """
-    _check_end(locate(path))
-
-
-def _check_end(stored: StoredRecord) -> None:
+    stored = locate(path)
     try:
-        size = stored.path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError as error:  # a syncer forgot it meanwhile
-        raise RecordInvalid(f"{stored.path} does not exist") from error
+        raise RecordInvalid(f"{path} does not exist") from error
     if size != stored.end:
-        raise RecordInvalid(f"{stored.path} has {size} bytes, its header announces {stored.end}")
+        raise RecordInvalid(f"{path} has {size} bytes, its header announces {stored.end}")
+    return stored
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from diloco import durable
 from diloco.outer.fragments import Fragment
-from diloco.versions.log import frames_in, frames_of, segment_path, segments_in
 from diloco.versions.pins import pin_directory, pinned_steps
 from diloco.versions.record import (
     RecordInvalid,
@@ -25,7 +24,6 @@ from diloco.versions.record import (
     locate,
     record_path,
     verify,
-    version_of,
     versions_in,
 )
 from diloco.versions.store import FragmentStore
@@ -41,7 +39,7 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RepairFinding:
-    """One part of a store: a version, a pin, the end of a log."""
+    """One part of a store: a version, a pin, a file half written."""
 
     fragment_id: int
     what: str
@@ -60,26 +58,13 @@ def repair_fragment(store: FragmentStore) -> Iterator[RepairFinding]:
     fragment_id = store.fragment.fragment_id
     directory = fragment_directory(store.store_dir, fragment_id)
     # First what is named, so that nothing of it counts as torn that can be made again.
-    for version in sorted({*versions_in(directory), *frames_in(directory)}):
+    for version in store.versions():
         yield _repaired(store, version)
-    before = {path: path.stat().st_size for path in directory.glob("*.tmp")}
-    segments = [segment_path(directory, start) for start in segments_in(directory)]
-    before |= {path: path.stat().st_size for path in segments}
-    aside = set(directory.glob("v*.damaged"))
+    unfinished = {path: path.stat().st_size for path in directory.glob("*.tmp")}
     store.recover()
-    for path in sorted(set(directory.glob("v*.damaged")) - aside):
-        version = version_of(path)
-        before.pop(max(segment for segment in segments if version_of(segment) < version), None)
-        what = f"the frame of version {version} is set aside, the log goes on without it"
-        yield RepairFinding(fragment_id, path.name, Condition.DAMAGED, what)
-    for path, size in before.items():
-        left = path.stat().st_size if path.exists() else 0
-        if left < size:
-            what = f"{size - left} bytes half written, and never a version: removed"
-            yield RepairFinding(fragment_id, path.name, Condition.REPAIRED, what)
-        elif left > (end := max((frame.end for frame in frames_of(path)), default=0)):
-            what = f"{left - end} bytes from {end} on cannot be reached"
-            yield RepairFinding(fragment_id, path.name, Condition.DAMAGED, what)
+    for path, size in unfinished.items():
+        what = f"{size} bytes half written, and never a version: removed"
+        yield RepairFinding(fragment_id, path.name, Condition.REPAIRED, what)
     for step in pinned_steps(store.store_dir):
         for version in versions_in(
             pinned := fragment_directory(pin_directory(store.store_dir, step), fragment_id)

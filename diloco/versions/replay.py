@@ -6,7 +6,7 @@ was published: digests of the lanes, bytes of the payload, and where a whole rec
 and moments too. Coefficients come from norms and angles, whose last bits are the hardware's: those
 are computed again within `COEFFICIENT_TOLERANCE`, and taken from the record.
 
-What a version was made of is in its record, in its frame of a log, or in `log.KEPT`. Of several
+What a version was made of is in its record, in its frame, or in `frames.KEPT`. Of several
 timelines one past leads to the newest version; what a resume has left behind is told, not made
 again. Nothing is changed. Anyone who calls this holds the store's lock, or a copy.
 
@@ -29,8 +29,8 @@ from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, combine, mean_of
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
+from diloco.versions.frames import KEPT, frame_path, frames_in
 from diloco.versions.grams import grams_of
-from diloco.versions.log import KEPT, frames_in, frames_of, segment_path, segments_in
 from diloco.versions.publication import LanePublication, LaneState, PublicationRules, lane_digest
 from diloco.versions.rebuild import lane_of, made_again_
 from diloco.versions.record import (
@@ -38,7 +38,6 @@ from diloco.versions.record import (
     StoredRecord,
     check_whole,
     fragment_directory,
-    locate,
     record_path,
     versions_in,
 )
@@ -124,8 +123,7 @@ class FragmentReplay:
         for version in versions_in(self._directory):
             path = record_path(self._directory, version)
             try:
-                check_whole(path)
-                record = locate(path)
+                record = check_whole(path)
                 record.check(version, self._fragment)
                 self._records[version] = record
             except RecordInvalid as error:
@@ -242,25 +240,23 @@ class FragmentReplay:
         return own
 
     def _absent(self, version: int) -> Replayed:
-        if (problem := self._unreadable.get(version) or self._cut(version)) is not None:
+        if problem := self._unreadable.get(version) or self._damaged_frame(version):
             return self._replayed(version, ReplayVerdict.DAMAGED, problem)
         if version > self._stored_newest:
             problem = "it was published, as the audit log says, and nothing here leads to it"
             return self._replayed(version, ReplayVerdict.DAMAGED, problem)
         return self._replayed(version, ReplayVerdict.UNKNOWN, FORGOTTEN)
 
-    def _cut(self, version: int) -> str | None:
-        """Say which segment of a log holds a version that cannot be reached in it."""
+    def _damaged_frame(self, version: int) -> str:
+        """Say what is wrong with the frame of a version; empty: it has none."""
         for directory in (self._directory, self._directory / KEPT):
-            starts = [start for start in segments_in(directory) if start < version]
-            if not starts:
-                continue
-            path = segment_path(directory, starts[-1])
-            frames = list(frames_of(path))
-            end = frames[-1].end if frames else 0
-            if path.stat().st_size > end and version > starts[-1] + len(frames):
-                return f"{path} cannot be read from byte {end} on"
-        return None
+            path = frame_path(directory, version)
+            try:
+                check_whole(path)
+            except RecordInvalid as error:
+                if path.exists():
+                    return str(error)
+        return ""
 
     def _state_of(self, record: StoredRecord) -> list[LaneState]:
         """Read the state of a whole record, and insist that its digests are of it."""

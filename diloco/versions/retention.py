@@ -10,15 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco import durable
-from diloco.versions.log import (
-    frames_in,
-    frames_of,
-    keep_segment,
-    keep_without_state,
-    segment_path,
-    segments_in,
-)
+from diloco.versions.frames import KEPT, frame_path, frame_versions_in, locate_version
 from diloco.versions.record import (
+    CONTRIBUTION,
+    GUARD,
+    RecordDraft,
     RecordInvalid,
     StoredRecord,
     header_path,
@@ -58,16 +54,13 @@ class Retention:
             logger.warning("versions are forgotten later, there is no room for headers: %s", error)
 
     def _forget_before(self, oldest: int) -> None:
-        snapshots = versions_in(self._directory)
-        first = max((v for v in snapshots if v <= oldest), default=oldest)
-        if first + 1 not in frames_in(self._directory):
+        records, frames = versions_in(self._directory), frame_versions_in(self._directory)
+        first = max((v for v in records if v <= oldest), default=oldest)
+        if first + 1 not in frames:
             first = oldest
-        for version in snapshots:
+        for version in sorted({*records, *frames}):
             if version < first and not (self._keeps_all and self._is_beginning(version)):
                 self.forget(version)
-        for start in segments_in(self._directory):
-            if start < first:
-                self._forget_segment(segment_path(self._directory, start), first)
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
                 durable.unlink(kept)
@@ -82,29 +75,57 @@ class Retention:
             return False
 
     def forget(self, version: int) -> None:
-        """Forget one record."""
-        path = record_path(self._directory, version)
+        """Forget one version."""
         try:
-            stored = locate(path)
+            stored = locate_version(self._directory, version)
             self._keep_header(stored)
-            if self._keeps_all:
-                keep_without_state(self._directory, stored)
+            if self._keeps_all and version > 0:
+                self._keep_frame(stored)
         except RecordInvalid as error:
             logger.warning("record forgotten without a word, %s", error)
-        durable.unlink(path)
+        for path in (record_path, frame_path):
+            durable.unlink(path(self._directory, version))
 
-    def _forget_segment(self, path: Path, first: int) -> None:
-        frames = list(frames_of(path))
-        if not frames or frames[-1].header["version"] <= first:
-            for frame in frames:
-                self._keep_header(frame)
-            if self._keeps_all:
-                keep_segment(self._directory, path)
-            else:
-                durable.unlink(path)
+    def _keep_frame(self, stored: StoredRecord) -> None:
+        """Keep what a version was made of, durably: its frame, or its record without the state.
+
+        Raises:
+            DiskFull: If there is no room.
+            RecordInvalid: If the record is damaged.
+        """
+        version, kept = stored.header["version"], self._directory / KEPT
+        if not kept.is_dir():
+            durable.make_directory_durably(kept)
+        frame = frame_path(self._directory, version)
+        if stored.path == frame or _is_sound(frame):
+            durable.rename(frame, kept / frame.name)
+            durable.sync_directory(kept)
+            return
+        sections = [
+            (name, section.num_bytes)
+            for name, section in stored.sections.items()
+            if name == GUARD or name.startswith(("payload/", CONTRIBUTION))
+        ]
+        draft = RecordDraft(kept / frame.name, stored.header, sections)
+        try:
+            for name, _ in sections:
+                draft.write(name, stored.read(name))
+            draft.commit(stored.header)
+        except (OSError, RecordInvalid):
+            draft.abandon()
+            raise
 
     def _keep_header(self, stored: StoredRecord) -> None:
         """Keep the header of what is forgotten until it is indexed."""
         version = stored.header["version"]
         if not self._is_indexed(version):
             durable.write_checked_json(header_path(self._directory, version), stored.header)
+
+
+def _is_sound(frame: Path) -> bool:
+    """Whether every byte of a frame can be read."""
+    try:
+        locate(frame).verify()
+    except RecordInvalid:
+        return False
+    return True

@@ -2,9 +2,9 @@
 
 Every `snapshot_rounds`-th version is a *record*: theta, published and momentum (12 bytes a
 parameter), the published payload, and the accepted encoded contributions, so that each retained
-version can be recomputed from the one before. Those between are *frames* of a log, records
-without the state: it is recomputed from the record before them (`rebuild`). With a record every
-round there are no frames. The files are those of `record` and `log`, and an expiry's (`expiries`).
+version can be recomputed from the one before. Those between are *frames*, records without the
+state: it is recomputed from the record before them (`rebuild`). With a record every round there
+are no frames. The files are those of `record` and `frames`, and an expiry's (`expiries`).
 
 A version exists if and only if its record, or its frame and all that leads to it, is valid. Files
 are old or new after a crash (`diloco.durable`). Nothing here decides a round.
@@ -28,19 +28,11 @@ from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.terms import PastRound, RecordExpiry
 from diloco.versions.expiries import standing_of, write_expiry
-from diloco.versions.log import (
-    FrameDraft,
-    cut_last_frame,
-    damaged_path,
+from diloco.versions.frames import (
+    frame_path,
     frames_in,
-    frames_of,
     headers_in,
     locate_version,
-    remove_torn_tail,
-    segment_after,
-    segment_path,
-    segments_in,
-    set_damaged_aside,
 )
 from diloco.versions.pins import pin_directory
 from diloco.versions.rebuild import made_again
@@ -52,7 +44,6 @@ from diloco.versions.record import (
     check_whole,
     fragment_directory,
     record_path,
-    version_of,
     versions_in,
 )
 from diloco.versions.retention import Retention
@@ -87,8 +78,7 @@ class FragmentStore(StoredVersions):
 
     `written_bytes` counts what was made durable since the store was made, headers included.
     `lost` is the newest version that `recover` found something of, and could not read, later than
-    what it returned; -1: there is none such. `is_in_doubt`: whether the version after that, whose
-    frame is torn or damaged and set aside, may have been published.
+    what it returned; -1: there is none such.
 
     One thread at a time writes versions; another may pin some meanwhile. What removes files waits
     for a pin under way, and a pin for that.
@@ -115,7 +105,7 @@ class FragmentStore(StoredVersions):
                 that is forgotten earlier is kept in a file of its own until it has.
             snapshot_rounds: Versions from one record to the next; 1: every version is one. Says
                 what is written; whatever is there is read.
-            keeps_all: Whether what versions were made of is moved to `log.KEPT` instead of
+            keeps_all: Whether what versions were made of is moved to `frames.KEPT` instead of
                 forgotten; version 0 then stays, for anyone who recomputes them all, as do those
                 that were repaired.
             num_threads: Lanes recomputed at once.
@@ -126,7 +116,6 @@ class FragmentStore(StoredVersions):
         self._retention = Retention(self._directory, is_indexed=is_indexed, keeps_all=keeps_all)
         self.written_bytes = 0
         self.lost = -1
-        self.is_in_doubt = False
         self._told: set[str] = set()
         self._removing = threading.RLock()  # `recover` commits
 
@@ -135,11 +124,10 @@ class FragmentStore(StoredVersions):
     def recover(self) -> Recovered | None:
         """Find the newest valid version; None when there is none.
 
-        A damaged one is made again where its contributions are whole; the last frame of a log is
-        set aside where they are not. Read and verified is what is served: state and payloads of
-        the newest version, and for a frame what leads to it from the record before. What is not
-        read then (older versions, contributions of records) is verified by anyone who needs it, and
-        once by `RoundRunner.verify_store` while the syncer serves.
+        A damaged one is made again where its contributions are whole. Read and verified is what is
+        served: state and payloads of the newest version, and for a frame what leads to it from the
+        record before. What is not read then (older versions, contributions of records) is verified
+        by anyone who needs it, and once by `RoundRunner.verify_store` while the syncer serves.
 
         Raises:
             DiskFull: If there is no room for that.
@@ -151,18 +139,14 @@ class FragmentStore(StoredVersions):
         durable.make_directory_durably(self._directory)
         for leftover in self._directory.glob("*.tmp"):
             durable.unlink(leftover)
-        for start in segments_in(self._directory):
-            remove_torn_tail(segment_path(self._directory, start))
         # A writer killed between rename and fsync leaves names that a power loss would take back.
         durable.sync_directory(self._directory)
         newest = self._newest_restored()
         reached = -1 if newest is None else newest.version
+        # No killed writer and no power loss leaves that: a file has its name when all of it is
+        # durable.
         last = max(self.versions(), default=-1)
-        # Only the last frame may be one that no fsync has reached: nothing was written after it.
-        if last > reached and not damaged_path(self._directory, last + 1).exists():
-            set_damaged_aside(self._directory, last)
-        self.lost = self._lost_after(reached)
-        self.is_in_doubt = damaged_path(self._directory, reached + 1).exists()
+        self.lost = last if last > reached else -1
         if newest is None:
             return None
         standing = standing_of(self._directory, reached)
@@ -240,22 +224,6 @@ class FragmentStore(StoredVersions):
         self.commit(record)
         return record
 
-    def _lost_after(self, newest: int) -> int:
-        """Name the newest version after this one of which there is something; -1: none.
-
-        No killed writer and no power loss leaves that: a record has its name when all of it is
-        durable. (What they may leave at the end of a log was cut off, or set aside.)
-        """
-        if (lost := max(self.versions(), default=-1)) > newest:
-            return lost
-        if segments := segments_in(self._directory):
-            path = segment_path(self._directory, segments[-1])
-            frames = list(frames_of(path))
-            is_end = segments[-1] + len(frames) == newest
-            if is_end and path.stat().st_size > (frames[-1].end if frames else 0):
-                return newest + 1  # at least: a damaged frame hides those behind it
-        return -1
-
     # -- writing ---------------------------------------------------------------------------------
 
     def draft(
@@ -277,10 +245,11 @@ class FragmentStore(StoredVersions):
         Raises:
             DiskFull: If there is no room for it; nothing was written.
         """
-        if not record.rules or (segment := self._segment_of(record.version)) is None:
+        if not record.rules or not self._is_frame_enough(record.version):
             return self._whole_draft(record, payload_bytes, contribution_bytes)
+        path = frame_path(self._directory, record.version)
         sections = _made_of(payload_bytes, contribution_bytes, len(record.guard))
-        return FrameDraft(segment, record.header(), sections)
+        return RecordDraft(path, record.header(), sections)
 
     def _whole_draft(
         self,
@@ -297,16 +266,12 @@ class FragmentStore(StoredVersions):
         sections = state + _made_of(payload_bytes, contribution_bytes, len(record.guard))
         return RecordDraft(path, record.header(), sections)
 
-    def _segment_of(self, version: int) -> Path | None:
-        """Where the frame of a version goes; None: it is to be a record.
-
-        Counted from where the segment begins: no record that a pin has made of a frame puts off
-        the next one, so that a segment is never longer than from one snapshot to the next.
-        """
-        segment = segment_after(self._directory, version - 1)
-        if segment is None or version - version_of(segment) >= self._snapshot_rounds:
-            return None
-        return segment
+    def _is_frame_enough(self, version: int) -> bool:
+        """Whether a version's state can be computed again: a record and frames lead to it."""
+        records = [v for v in versions_in(self._directory) if v < version]
+        if version % self._snapshot_rounds == 0 or not records:
+            return False
+        return frames_in(self._directory).keys() >= set(range(records[-1] + 1, version))
 
     def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
         """Write a version durably, then forget what is no longer retained.
@@ -373,13 +338,14 @@ class FragmentStore(StoredVersions):
     def take_back(self, version: int) -> None:
         """Have the newest version, of which nobody has heard, never existed."""
         durable.unlink(record_path(self._directory, version))
-        cut_last_frame(self._directory, version)
+        durable.unlink(frame_path(self._directory, version))
         durable.sync_directory(self._directory)
 
     def adopt(self, staged: FragmentStore, version: int) -> None:
         """Take a version over that another store, on the same disk, has written durably."""
         own = record_path(self._directory, version)
         durable.rename(record_path(staged._directory, version), own)
+        durable.unlink(frame_path(self._directory, version))
         durable.sync_directory(self._directory)
         durable.sync_directory(staged._directory)
         self._forget_before(version - self.retained_versions)

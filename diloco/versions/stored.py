@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +15,10 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
 from diloco.transport.contracts import Buffer
-from diloco.versions.log import frames_in, locate_version
+from diloco.versions.frames import frame_path, frame_versions_in, locate_version
 from diloco.versions.publication import LaneState
 from diloco.versions.rebuild import rebuild
 from diloco.versions.record import (
-    CONTRIBUTION,
     SECOND_MOMENT,
     STATE_SECTIONS,
     RecordInvalid,
@@ -75,7 +75,7 @@ class StoredVersions:
 
     def versions(self, *, newest_first: bool = False) -> list[int]:
         """Versions that have a record or a frame, valid or not."""
-        found = {*versions_in(self._directory), *frames_in(self._directory)}
+        found = {*versions_in(self._directory), *frame_versions_in(self._directory)}
         return sorted(found, reverse=newest_first)
 
     def load(self, version: int, *, with_contributions: bool = True) -> VersionRecord:
@@ -86,19 +86,16 @@ class StoredVersions:
         Raises:
             RecordInvalid: If it is missing, torn, damaged, or of another plan.
         """
-        path = record_path(self._directory, version)
+        record, frame = (path(self._directory, version) for path in (record_path, frame_path))
+        read = partial(unpack, fragment=self.fragment, with_contributions=with_contributions)
         try:
-            header, sections = unpack(
-                path, version, self.fragment, with_contributions=with_contributions
-            )
-            return record_of(header, sections, self.fragment)
+            return record_of(*read(record, version), self.fragment)
         except RecordInvalid:
-            if (frame := frames_in(self._directory).get(version)) is None:
+            if not frame.exists():
                 raise
-        names = (n for n in frame.sections if with_contributions or not n.startswith(CONTRIBUTION))
-        sections = {name: frame.read(name) for name in names}
+        header, sections = read(frame, version)
         lanes = self.rebuilt(version, range(len(self.fragment.lanes)))
-        return record_of(frame.header, sections, self.fragment, lanes)
+        return record_of(header, sections, self.fragment, lanes)
 
     def unverified(self) -> list[StoredRecord]:
         """Find all versions that are here, newest first; of a record and a frame, the record.

@@ -21,7 +21,7 @@ from diloco.config.load import load_config, resolved_toml
 from diloco.errors import ConfigError
 from diloco.state_dir import StateDir, hold
 from diloco.transport.calls.loopback import run_virtual
-from diloco.versions.log import KEPT, frames_in
+from diloco.versions.frames import KEPT, frames_in
 from diloco.versions.record import locate, record_path, versions_in
 from diloco.versions.store import FragmentStore
 from tests.run_files import index, write_run

@@ -18,7 +18,7 @@ from diloco.errors import ConfigError
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.state_dir import StateDir, hold
 from diloco.transport.calls.loopback import run_virtual
-from diloco.versions.log import KEPT, frames_in
+from diloco.versions.frames import KEPT, frames_in
 from tests.run_files import index, write_run
 from tests.virtual_run import Setting, VirtualRun, descend_unevenly
 

@@ -11,7 +11,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
 from diloco.state_dir import holder
-from diloco.versions.log import headers_in
+from diloco.versions.frames import headers_in
 from tests.run_files import FinishedRun, all_logs, indexed_headers, write_run
 
 #: Files may have so many bytes while the disk is full: logs have fewer, what is durable more.

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import blake3
 import pytest
@@ -18,7 +17,7 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
 from diloco.transport.calls.loopback import run_virtual
-from diloco.versions.log import segment_path
+from diloco.versions.frames import frame_path
 from diloco.versions.record import fragment_directory, record_path, versions_in
 from diloco.versions.replay import FragmentReplay, ReplayVerdict
 from diloco.versions.store import FragmentStore
@@ -155,12 +154,8 @@ def quorum_of_one(setting: Setting) -> Setting:
     return replace(setting, num_fragments=1, initial={"u": [0.0] * NUMEL}, flush=False)
 
 
-async def published_once(setting: Setting, cut_off: int) -> tuple[VirtualRun, list[RawIsland], Any]:
-    """Publish version 1, from island a alone, and start again without the end of its file.
-
-    Returns:
-        The run, both islands, and what a was told of version 1.
-    """
+async def published_once(setting: Setting, cut_off: int) -> tuple[VirtualRun, list[RawIsland]]:
+    """Publish version 1, from island a alone, and start again without the end of its file."""
     run = VirtualRun(setting)
     await run.start_syncer()
     a, b = (RawIsland(run, name) for name in "ab")
@@ -169,62 +164,28 @@ async def published_once(setting: Setting, cut_off: int) -> tuple[VirtualRun, li
     await until([a, b], lambda: run.syncer.states[0].is_open, within_s=20)
     await a.contribute()
     await until([a, b], lambda: versions(run) == [1], within_s=20)
-    known = (await a.poll()).fragments
     await run.kill_syncer()
     directory = fragment_directory(setting.directory, 0)
     path = record_path(directory, 1)
-    path = path if path.exists() else segment_path(directory, 0)
+    path = path if path.exists() else frame_path(directory, 1)
     path.write_bytes(path.read_bytes()[:-cut_off])
     await run.start_syncer()
-    return run, [a, b], known
+    return run, [a, b]
 
 
+@pytest.mark.parametrize("snapshot_rounds", [1, 4], ids=["record", "frame"])
 @pytest.mark.parametrize("cut_off", [1, 1000])
-def test_a_newest_record_that_is_torn_is_not_published_again_though_nobody_says_so(
-    quorum_of_one: Setting, cut_off: int
+def test_a_newest_version_that_is_torn_is_not_published_again_though_nobody_says_so(
+    quorum_of_one: Setting, cut_off: int, snapshot_rounds: int
 ) -> None:
+    setting = replace(quorum_of_one, snapshot_rounds=snapshot_rounds)
+
     async def scenario() -> None:
-        run, (_, b), _ = await published_once(quorum_of_one, cut_off)
+        run, (_, b) = await published_once(setting, cut_off)
 
         assert "version 1 was published" in run.syncer.damage(0)
         with pytest.raises(AssertionError, match="not within"):
             await until([b], lambda: run.syncer.states[0].is_open, within_s=30)
-
-    run_virtual(scenario())
-
-
-@pytest.mark.parametrize("who_knows", ["nobody", "coordinator", "island"])
-def test_a_newest_frame_that_is_torn_is_not_published_again_before_it_is_said_never_to_have_been(
-    quorum_of_one: Setting, who_knows: str
-) -> None:
-    setting = replace(quorum_of_one, snapshot_rounds=4)
-
-    async def scenario() -> None:
-        run, (a, b), known = await published_once(setting, 1)
-        assert not run.syncer.damage(0)
-        with pytest.raises(AssertionError, match="not within"):
-            await until([a, b], lambda: run.syncer.states[0].is_open, within_s=30)
-
-        if who_knows == "island":
-            await a.poll(step_s=1.0, known=known)
-        else:
-            run.syncer.indexed({0: 2 if who_knows == "coordinator" else 1})
-        if who_knows == "nobody":
-            await until([a, b], lambda: run.syncer.states[0].is_open, within_s=30)
-        assert bool(run.syncer.damage(0)) == (who_knows != "nobody")
-
-    run_virtual(scenario())
-
-
-def test_a_full_disk_that_has_room_again_ends_no_doubt(quorum_of_one: Setting) -> None:
-    setting = replace(quorum_of_one, snapshot_rounds=4)
-
-    async def scenario() -> None:
-        run, islands, _ = await published_once(setting, 1)
-        for is_held in (True, False):
-            run.syncer._hold_openings(is_held)
-        with pytest.raises(AssertionError, match="not within"):
-            await until(islands, lambda: run.syncer.states[0].is_open, within_s=30)
 
     run_virtual(scenario())
 
@@ -269,7 +230,7 @@ def test_an_island_that_holds_the_lost_version_gives_it_back(
         directory = fragment_directory(setting.directory, 0)
         for path in directory.glob("*.record"):
             path.write_bytes(path.read_bytes()[:-3])
-        for path in directory.glob("*.log"):
+        for path in directory.glob("*.frame"):
             path.write_bytes(path.read_bytes()[:-3] + b"rot")
         await run.start_syncer()
         run.syncer.indexed({0: lost + 1, 1: 0})

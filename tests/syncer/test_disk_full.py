@@ -21,7 +21,7 @@ from diloco.protos import fragment_pb2 as wire
 from diloco.syncer.spool import Spool
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.errors import Overloaded
-from diloco.versions.log import locate_version
+from diloco.versions.frames import locate_version
 from diloco.versions.record import fragment_directory
 from diloco.versions.store import FragmentStore, Recovered
 from tests.raw_island import KEY, RawIsland, SlowWorker, founded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.versions.log import locate_version, segment_path
+from diloco.versions.frames import frame_path, locate_version
 from diloco.versions.pins import valid_pins
 from diloco.versions.record import RecordInvalid, locate, record_path
 from diloco.versions.repair import Condition, RepairFinding, repair_fragment
@@ -103,26 +103,26 @@ def test_a_newest_frame_without_its_contributions_is_told_as_damaged(tmp_path: P
 
     found = notable(store)
 
-    assert [f.condition for f in found] == [Condition.DAMAGED] * 2
-    assert found[0].what == "version 3" and "contribution/a/0" in found[0].detail
-    assert found[1].what == "v000000000003.damaged"
+    assert [(f.what, f.condition) for f in found] == [("version 3", Condition.DAMAGED)]
+    assert "contribution/a/0" in found[0].detail
     assert_same(store.load(2), records[2])
 
 
-def test_the_torn_end_of_a_log_is_told_as_damaged_if_it_has_a_header(tmp_path: Path) -> None:
+def test_a_torn_frame_is_told_as_damaged_and_an_unfinished_one_is_removed(tmp_path: Path) -> None:
     store = FragmentStore(tmp_path, FRAGMENT, 4, snapshot_rounds=4)
     store.recover()
     commit(store, 3)
-    path = segment_path(tmp_path / "fragment-0000", 0)
+    path = frame_path(tmp_path / "fragment-0000", 3)
     whole = path.read_bytes()
 
-    path.write_bytes(whole + bytes(100))
+    unfinished = path.with_suffix(".frame.tmp")
+    unfinished.write_bytes(whole[:-1])
     (finding,) = notable(store)
-    assert (finding.what, finding.condition) == (path.name, Condition.REPAIRED)
+    assert (finding.what, finding.condition) == (unfinished.name, Condition.REPAIRED)
 
     path.write_bytes(whole[:-1])
     (finding,) = notable(store)
-    assert (finding.what, finding.condition) == ("v000000000003.damaged", Condition.DAMAGED)
+    assert (finding.what, finding.condition) == ("version 3", Condition.DAMAGED)
 
 
 def test_version_0_is_made_of_nothing_here(

@@ -21,7 +21,7 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.protocol.rounds.orders import Orders
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions import replay as replaying
-from diloco.versions.log import KEPT, frames_in
+from diloco.versions.frames import KEPT, frames_in
 from diloco.versions.record import locate, record_path, versions_in
 from diloco.versions.replay import FORGOTTEN, FragmentReplay, Replayed, ReplayVerdict
 from tests.island.test_resume import resumed, stopped
@@ -284,19 +284,21 @@ def test_without_kept_contributions_the_retained_versions_are_made_again(
     assert counted(replayed(short, 0, NEWEST - 3)) == {ReplayVerdict.RECOMPUTED: 4}
 
 
-def test_a_damaged_state_and_a_torn_log_are_named(short: VirtualRun) -> None:
+def test_a_damaged_state_and_a_torn_frame_are_named(short: VirtualRun) -> None:
     run_virtual(short.run())
     directory = short.setting.directory / "fragment-0000"
     newest = max(versions_in(directory))
     path = record_path(directory, newest)
     flip(path, locate(path).sections["theta/0"].start)
     kept = frames_in(directory / KEPT)[2]
-    flip(kept.path, kept.start + 60)
+    kept.path.write_bytes(kept.path.read_bytes()[:-1])
 
     found = replayed(short, 0)
 
     assert found[0].verdict is ReplayVerdict.RECOMPUTED
-    assert f"{kept.path} cannot be read from byte {kept.start} on" == found[1].detail
+    assert (
+        found[1].detail == f"{kept.path} has {kept.end - 1} bytes, its header announces {kept.end}"
+    )
     assert "section theta/0" in found[newest - 1].detail
 
 

@@ -1,4 +1,4 @@
-"""Versions as frames of a log: torn and damaged segments, snapshots, pins, what is kept."""
+"""Versions as frames: torn and damaged ones, snapshots, pins, what is kept."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from diloco.outer.optimizer import OuterOptimizer
-from diloco.versions.log import (
-    KEPT,
-    damaged_path,
-    frames_in,
-    frames_of,
-    headers_in,
-    keep_segment,
-    keep_without_state,
-    segment_path,
-    segments_in,
-)
+from diloco.versions.frames import KEPT, frame_path, frame_versions_in, frames_in, headers_in
 from diloco.versions.pins import restore, valid_pins
 from diloco.versions.record import RecordInvalid, locate, record_path, versions_in
 from diloco.versions.store import FragmentStore, PinRefused
@@ -55,15 +45,15 @@ def directory_of(store: FragmentStore) -> Path:
     return store.store_dir / "fragment-0000"
 
 
-def segment(store: FragmentStore, start: int = 0) -> Path:
-    return segment_path(directory_of(store), start)
+def frame(store: FragmentStore, version: int) -> Path:
+    return frame_path(directory_of(store), version)
 
 
 def damage(store: FragmentStore, version: int, section: str) -> None:
-    frame = frames_in(directory_of(store))[version]
-    data = bytearray(frame.path.read_bytes())
-    data[frame.sections[section].start] ^= 1
-    frame.path.write_bytes(data)
+    stored = frames_in(directory_of(store))[version]
+    data = bytearray(stored.path.read_bytes())
+    data[stored.sections[section].start] ^= 1
+    stored.path.write_bytes(data)
 
 
 def assert_newest(store: FragmentStore, version: int) -> None:
@@ -76,8 +66,7 @@ def test_every_fourth_version_is_a_snapshot_and_the_others_are_frames(store: Fra
     records = commit(store, 6)
 
     assert versions_in(directory_of(store)) == [4]
-    assert segments_in(directory_of(store)) == [4]
-    assert sorted(frames_in(directory_of(store))) == [5, 6]
+    assert frame_versions_in(directory_of(store)) == [5, 6]
     for record in records[4:]:
         assert_same(store.load(record.version), record)
 
@@ -114,8 +103,8 @@ def test_a_policy_may_change_with_any_start(tmp_path: Path) -> None:
         assert_same(opened(tmp_path).recover().record, record, is_recovered=True)
         record = following(record)
 
-    # 9 is four after the snapshot at 5; until then frames 6, 7 and 8 follow that.
-    assert versions_in(tmp_path / "fragment-0000") == [5, 9]
+    # A record leads to each retained version: 5, and 8, which is a multiple of four.
+    assert versions_in(tmp_path / "fragment-0000") == [5, 8]
     for record in records[5:]:
         assert_same(opened(tmp_path).load(record.version), record)
 
@@ -135,94 +124,48 @@ def test_a_lane_of_a_frame_is_computed_alone(store: FragmentStore, section: str)
 # -- damage ----------------------------------------------------------------------------------------
 
 
-def test_a_segment_torn_anywhere_ends_at_the_last_whole_frame(store: FragmentStore) -> None:
-    """What is left of a frame with a header may have been published, and is in doubt."""
+def test_a_frame_torn_anywhere_was_published_and_is_lost(store: FragmentStore) -> None:
+    """All of it was durable before it had its name."""
     records = commit(store, 3)
-    path = segment(store)
+    path = frame(store, 3)
     data = path.read_bytes()
-    frames = list(frames_of(path))
-    ends = [frame.end for frame in frames]
-    borders = {*ends, *(section.start for frame in frames for section in frame.sections.values())}
+    starts = [section.start for section in frames_in(directory_of(store))[3].sections.values()]
 
-    for end in sorted({0, 1, 8, 47, 48, *borders, *(b - 1 for b in borders)} - {len(data)}):
+    for end in sorted({0, 1, 8, 47, 48, *starts, *(s - 1 for s in starts), len(data) - 1}):
         path.write_bytes(data[:end])
         store = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
         recovered = store.recover()
 
-        whole = sum(1 for e in ends if e <= end)
-        aside = damaged_path(directory_of(store), whole + 1)
-        assert (store.lost, store.is_in_doubt) == (-1, end not in (0, *ends))
-        if store.is_in_doubt:
-            assert aside.read_bytes() == data[([0, *ends][whole]) : end]
-            store.recover()
-            assert store.is_in_doubt, "until it is published, or said not to be"
-            aside.unlink()
+        assert store.lost == 3
         assert recovered is not None
-        assert_same(recovered.record, records[whole], is_recovered=True)
-        assert path.stat().st_size == ([0, *ends][whole]), "what never existed is cut off"
+        assert_same(recovered.record, records[2], is_recovered=True)
 
 
-def test_a_segment_that_is_forgotten_while_it_is_read_ends_there(store: FragmentStore) -> None:
-    commit(store, 3)
-    frames = frames_of(segment(store))
-
-    assert next(frames).header["version"] == 1
-    segment(store).unlink()
-
-    assert list(frames) == []
-
-
-@pytest.mark.parametrize("fill", [b"\x00", b"\xff", b"DILOREC2"])
-def test_what_a_killed_writer_left_after_the_last_frame_has_no_header_or_is_in_doubt(
-    store: FragmentStore, fill: bytes
-) -> None:
+def test_a_frame_that_a_killed_writer_left_unfinished_is_removed(store: FragmentStore) -> None:
     records = commit(store, 2)
-    whole = segment(store).read_bytes()
-    segment(store).write_bytes(whole + fill * 3000)
+    torn = frame(store, 3).with_suffix(".frame.tmp")
+    torn.write_bytes(frame(store, 2).read_bytes()[:-1])
 
     again = opened(store.store_dir)
-    assert_same(again.recover().record, records[2], is_recovered=True)
-    assert (again.lost, again.is_in_doubt) == (-1, any(fill))
-    assert segment(store).read_bytes() == whole
+
+    assert not torn.exists()
+    assert again.lost == -1
     put(store, following(records[2]))
     assert_newest(store, 3)
 
 
-@pytest.mark.parametrize("num_zeros", [8, 48, 512, -1], ids=["8", "48", "512", "the header"])
-def test_a_newest_frame_that_lost_the_beginning_of_its_header_is_in_doubt(
-    store: FragmentStore, num_zeros: int
-) -> None:
-    records = commit(store, 2)
-    last = frames_in(directory_of(store))[2]
-    header_bytes = min(section.start for section in last.sections.values()) - last.start
-    num_zeros = header_bytes if num_zeros < 0 else num_zeros
-    data = bytearray(last.path.read_bytes())
-    data[last.start : last.start + num_zeros] = bytes(num_zeros)
-    last.path.write_bytes(data)
-
-    again = opened(store.store_dir)
-
-    assert_same(again.load(1), records[1])
-    assert again.is_in_doubt == (num_zeros < header_bytes), "or it was never written"
-    assert frames_in(directory_of(again)).keys() == {1}
-
-
 def test_any_bit_flipped_in_a_frame_is_seen(store: FragmentStore) -> None:
     records = commit(store, 3)
-    path = segment(store)
-    data = path.read_bytes()
-    frames = list(frames_of(path))
-    begins = [0, *(frame.end for frame in frames)]
-    for number, frame in enumerate(frames):
-        places = {"header": begins[number]}
-        places |= {name: section.start for name, section in frame.sections.items()}
+    for version, stored in frames_in(directory_of(store)).items():
+        data = stored.path.read_bytes()
+        places = {"header": 0, **{name: s.start for name, s in stored.sections.items()}}
         for (name, begin), end in zip(
-            places.items(), [*list(places.values())[1:], frame.end], strict=True
+            places.items(), [*list(places.values())[1:], stored.end], strict=True
         ):
             for at, bit in ((begin, 0), (end - 1, 7)):
                 damaged = bytearray(data)
                 damaged[at] ^= 1 << bit
-                path.write_bytes(damaged)
+                stored.path.write_bytes(damaged)
                 store = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
 
                 recovered = store.recover()
@@ -230,12 +173,14 @@ def test_any_bit_flipped_in_a_frame_is_seen(store: FragmentStore) -> None:
                 # Without its payload a version cannot be sent, but be made again if it is the
                 # newest, and those after it be computed.
                 leads_on = name.startswith("payload/")
+                newest = records[3 if leads_on else version - 1]
                 assert recovered is not None
-                assert_same(recovered.record, records[3 if leads_on else number], is_recovered=True)
-                if leads_on and number == 2:
+                assert_same(recovered.record, newest, is_recovered=True)
+                if leads_on and version == 3:
                     record_path(directory_of(store), 3).unlink()
                 with pytest.raises(RecordInvalid):
-                    store.load(number + 1)
+                    store.load(version)
+        stored.path.write_bytes(data)
 
 
 def test_the_newest_frame_is_made_again_where_its_contributions_are_whole(
@@ -254,49 +199,16 @@ def test_the_newest_frame_is_made_again_where_its_contributions_are_whole(
     assert_newest(store, 4)
 
 
-def test_a_newest_frame_that_cannot_be_made_again_is_set_aside(
-    store: FragmentStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newest_frame_that_cannot_be_made_again_is_lost(store: FragmentStore) -> None:
     records = commit(store, 3)
-    third = frames_in(directory_of(store))[3]
     damage(store, 3, "contribution/b/0")
-    data = segment(store).read_bytes()
 
     again = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
     recovered = again.recover()
 
     assert recovered is not None
     assert_same(recovered.record, records[2], is_recovered=True)
-    assert (again.lost, again.is_in_doubt) == (-1, True)
-    aside = damaged_path(directory_of(store), 3)
-    assert aside.read_bytes() == data[third.start :]
-    assert segment(store).read_bytes() == data[: third.start]
-    assert "version 3 is damaged and set aside" in caplog.text
-    put(store, following(records[2]))
-    damage(store, 3, "contribution/a/0")
-    put(store, following(store.load(2)))
-    again.recover()
-    assert (again.lost, again.is_in_doubt) == (-1, False)
-    assert_newest(store, 3)
-    assert aside.exists(), "until there is another"
-
-
-@pytest.mark.parametrize("after_it", ["damaged", "torn"])
-def test_a_frame_that_rots_is_lost_where_another_was_begun_after_it(
-    store: FragmentStore, after_it: str
-) -> None:
-    commit(store, 3)
-    damage(store, 2, "contribution/b/0")
-    if after_it == "damaged":
-        damage(store, 3, "contribution/b/0")
-    else:
-        segment(store).write_bytes(segment(store).read_bytes()[:-1])
-
-    again = FragmentStore(store.store_dir, FRAGMENT, RETAINED)
-    recovered = again.recover()
-
-    assert recovered is not None
-    assert (recovered.record.version, again.lost, again.is_in_doubt) == (1, 2, False)
+    assert again.lost == 3
 
 
 @pytest.mark.parametrize("newest", [5, 6])
@@ -319,18 +231,16 @@ def test_what_rots_in_a_snapshot_is_made_again_with_all_that_follows_from_it(
 
     assert recovered is not None
     assert_same(recovered.record, records[newest], is_recovered=True)
-    assert (again.lost, again.is_in_doubt) == (-1, False)
+    assert again.lost == -1
 
 
 def test_nothing_is_lost_after_a_resume(store: FragmentStore) -> None:
-    """A damaged frame in the middle hides one, until the segment ends before both."""
+    """A damaged frame in the middle hides one, until both are moved aside."""
     records = commit(store, 3)
     store.pin(8, 1)
-    data = bytearray(segment(store).read_bytes())
-    data[frames_in(directory_of(store))[2].start] ^= 1
-    segment(store).write_bytes(data)
+    damage(store, 2, "contribution/a/0")
     store.recover()
-    assert store.lost == 2
+    assert store.lost == 3
 
     restore(store.store_dir, SimpleNamespace(fragments=(FRAGMENT,)), step=8, abandoned_timeline=0)
 
@@ -341,26 +251,29 @@ def test_nothing_is_lost_after_a_resume(store: FragmentStore) -> None:
     assert_newest(store, 2)
 
 
-def test_damage_in_the_middle_is_left_alone_and_the_log_goes_on_from_a_snapshot(
-    store: FragmentStore,
-) -> None:
+def test_damage_in_the_middle_is_left_alone(store: FragmentStore) -> None:
     store._snapshot_rounds = 100
-    records = commit(store, 5)
-    path = segment(store)
-    data = bytearray(path.read_bytes())
-    data[list(frames_of(path))[2].sections["contribution/a/0"].start] ^= 1
-    path.write_bytes(data)
+    commit(store, 5)
+    damage(store, 3, "contribution/a/0")
+    before = {path.name: path.read_bytes() for path in directory_of(store).iterdir()}
 
     assert_newest(store, 2)
-    assert path.read_bytes() == data, "what it holds may be all that is left of versions 4 and 5"
-    third = following(records[2], rules=STEEPER)
-    put(store, third)
-    assert_same(opened(store.store_dir).recover().record, third, is_recovered=True)
-    fourth = following(third)
-    put(store, fourth)
 
-    assert versions_in(directory_of(store)) == [0, 3]
-    assert_same(opened(store.store_dir).recover().record, fourth, is_recovered=True)
+    store.recover()
+    assert store.lost == 5
+    after = {path.name: path.read_bytes() for path in directory_of(store).iterdir()}
+    assert after == before, "what they hold may be all that is left of versions 4 and 5"
+
+
+def test_a_record_is_written_where_nothing_leads_to_a_frame(store: FragmentStore) -> None:
+    records = commit(store, 2)
+    frame(store, 1).unlink()
+    third = following(records[2])
+
+    put(store, third)
+
+    assert versions_in(directory_of(store)) == [3]
+    assert_same(store.load(3), third)
 
 
 def test_a_damaged_snapshot_is_passed_by_where_frames_lead_past_it(store: FragmentStore) -> None:
@@ -429,7 +342,7 @@ def test_retained_versions_stay_though_a_snapshot_has_come(store: FragmentStore)
             assert_same(store.load(version), records[version])
 
     assert versions_in(directory_of(store)) == [4, 8]
-    assert segments_in(directory_of(store)) == [4, 8]
+    assert frame_versions_in(directory_of(store)) == [5, 6, 7, 9]
 
 
 def test_headers_of_forgotten_frames_stay_until_they_are_indexed(tmp_path: Path) -> None:
@@ -464,11 +377,11 @@ def test_everything_that_a_run_was_made_of_is_kept(tmp_path: Path, snapshot_roun
         if path.exists():
             assert_same(store.load(record.version), record)
             continue
-        frame = kept[record.version]
+        stored = kept[record.version]
         for island, lanes in record.contributions.items():
             for lane_id, contribution in enumerate(lanes):
-                assert bytes(frame.read(f"contribution/{island}/{lane_id}")) == contribution
-        assert bytes(frame.read("payload/1")) == bytes(record.payloads[1])
+                assert bytes(stored.read(f"contribution/{island}/{lane_id}")) == contribution
+        assert bytes(stored.read("payload/1")) == bytes(record.payloads[1])
     assert_same(store.load(0), records[0])
     assert_newest(store, 9)
 
@@ -485,43 +398,32 @@ def test_pins_put_off_no_snapshot_and_all_is_kept(tmp_path: Path, every: int, la
         put(store, records[-1])
         if version % every == lag and version > lag:
             store.pin(version, version - lag)
-        assert all(len(list(frames_of(segment(store, s)))) < 4 for s in segments_in(directory))
         assert len(frames_in(directory)) < RETAINED + 2 * 4
 
     assert_same(opened(tmp_path).recover().record, records[-1], is_recovered=True)
     kept = {**frames_in(directory / KEPT), **frames_in(directory)}
     assert {*kept, *versions_in(directory)} == set(range(15))
-    for version, frame in kept.items():
-        frame.verify()
-        assert frame.header["lane_digests"] == records[version].header()["lane_digests"]
+    for version, stored in kept.items():
+        stored.verify()
+        assert stored.header["lane_digests"] == records[version].header()["lane_digests"]
 
 
 def test_what_the_guard_knew_is_kept_too(tmp_path: Path) -> None:
-    store = opened(tmp_path, snapshot_rounds=1)
+    store = opened(tmp_path, snapshot_rounds=1, keeps_all=True)
     directory = directory_of(store)
     put(store, replace(following(commit(store, 0)[0]), guard=b"usual sizes"))
-
-    keep_without_state(directory, locate(record_path(directory, 1)))
+    for _ in range(RETAINED + 1):
+        put(store, following(store.newest()))
 
     assert frames_in(directory / KEPT)[1].read("guard") == b"usual sizes"
 
 
-def test_a_version_that_is_kept_twice_does_not_hide_what_is_kept_after_it(tmp_path: Path) -> None:
-    store = opened(tmp_path, snapshot_rounds=8)
+def test_of_a_damaged_frame_its_record_is_kept(tmp_path: Path) -> None:
+    store = opened(tmp_path, snapshot_rounds=8, keeps_all=True)
     commit(store, 5)
-    directory = directory_of(store)
     store.pin(8, 2)
-    second = locate(record_path(directory, 2))
-    (directory / KEPT).mkdir()
-    keep_without_state(directory, second)
-    assert not segments_in(directory / KEPT), "its frame will be kept with those after it"
-    damaged = bytearray(segment(store).read_bytes())
-    damaged[frames_in(directory)[2].sections["payload/0"].start] ^= 1
-    segment(store).write_bytes(damaged)
+    damage(store, 2, "payload/0")
 
-    keep_without_state(directory, second)
-    keep_segment(directory, segment(store))
+    store._retention.forget(2)
 
-    kept = frames_in(directory / KEPT)
-    assert sorted(kept) == [1, 2, 3, 4, 5]
-    kept[2].verify()
+    frames_in(directory_of(store) / KEPT)[2].verify()
