@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco.protocol.rounds.terms import Lost
 from diloco.protocol.rounds.timing import Downtime
-from diloco.syncer.room import Room
+from diloco.syncer.disk_full import DiskFullRetry
 from diloco.syncer.spool import Spool
 from diloco.syncer.worker import Workers
 from diloco.telemetry.events import Event
@@ -42,7 +42,7 @@ class Hooks:
     on_change: Callable[[], None]
     on_lost: Callable[[Lost], None]
     on_event: Callable[[Event], None]
-    room: Room
+    disk_full: DiskFullRetry
     meter: SyncerMeter
     spool: Spool
     unix_clock: Callable[[], float]

@@ -38,7 +38,7 @@ from diloco.syncer.watch import MergeWatch
 from diloco.syncer.worker import side_by_side
 from diloco.telemetry.syncer_meter import SyncerMeter
 from diloco.transport.contracts import Buffer
-from diloco.versions.grams import grams_of
+from diloco.versions.gram_matrices import gram_matrices
 from diloco.versions.publication import (
     LanePublication,
     LaneState,
@@ -246,7 +246,7 @@ class Merger:
             is_plain = weights == [c.weight_tokens for c in contributors] and not rejected
             combination = mean_of(weights, self.fragment.padded_numel)
             return _Merge(contributors, combination, not is_plain, rejected)
-        grams = grams_of(
+        grams = gram_matrices(
             lambda lane_id: (spool[c.island][lane_id].read() for c in contributors),
             len(contributors),
             self.fragment,

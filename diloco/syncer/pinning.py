@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from diloco.durable import DiskFull
-from diloco.syncer.attendance import Attendance
+from diloco.syncer.admission import CallAdmission
 from diloco.syncer.service import FragmentService
 from diloco.syncer.worker import Worker
 from diloco.versions.pins import forget_pins, pinned_version
@@ -31,7 +31,7 @@ class Pinning:
         self,
         stores: Sequence[FragmentStore],
         services: Mapping[int, FragmentService],
-        attendance: Attendance,
+        admission: CallAdmission,
         worker: Worker,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
@@ -43,7 +43,7 @@ class Pinning:
         Args:
             stores: Of the fragments.
             services: Of the same, by fragment id.
-            attendance: Has the rules of now.
+            admission: Has the rules of now.
             worker: Writes.
             spawn: Runs a piece of work besides the handlers; its failure ends the process.
             on_change: Hears when a cut is kept.
@@ -51,7 +51,7 @@ class Pinning:
         """
         self._stores = {store.fragment.fragment_id: store for store in stores}
         self._services = services
-        self._attendance = attendance
+        self._admission = admission
         self._worker = worker
         self._spawn = spawn
         self._on_change = on_change
@@ -134,14 +134,14 @@ class Pinning:
 
     async def _forget(self, complete: tuple[int, ...]) -> None:
         store_dir = next(iter(self._stores.values())).store_dir
-        num_unsure = self._attendance.rules.num_unsure_pins
+        num_unsure = self._admission.rules.num_unsure_pins
         dropped = await self._worker.run(
             lambda: forget_pins(store_dir, complete=complete, num_unsure=num_unsure)
         )
         if not dropped or self._has_warned:
             return
         self._has_warned = True
-        islands = self._attendance.rules.islands
+        islands = self._admission.rules.islands
         absent = [i for i in islands if self._last_pin.get(i, -1) < dropped[-1]]
         why = (
             f"islands that did not ask for them: {', '.join(absent)}"

@@ -16,7 +16,7 @@ from diloco.protocol.rounds.terms import RoundKey
 from diloco.protocol.rounds.timing import StepTimes
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.control_pb2 import Grant
-from diloco.syncer.attendance import NOT_CURRENT, Attendance
+from diloco.syncer.admission import NOT_CURRENT, CallAdmission
 from diloco.syncer.service import FragmentService
 from diloco.syncer.spool import Spool
 from diloco.transport.contracts import IncomingCall, Reply
@@ -34,7 +34,7 @@ class Polls:
     def __init__(
         self,
         services: Mapping[int, FragmentService],
-        attendance: Attendance,
+        admission: CallAdmission,
         steps: StepTimes,
         spool: Spool,
         *,
@@ -46,7 +46,7 @@ class Polls:
 
         Args:
             services: Of the syncer's fragments, by fragment id.
-            attendance: Has the rules of now, and knows which starts count.
+            admission: Has the rules of now, and knows which starts count.
             steps: Hears how long inner steps take.
             spool: Says whether what is due has room.
             syncer_epoch: Of the syncer's start.
@@ -54,7 +54,7 @@ class Polls:
             fatal: Gives why the run cannot go on; None: it can.
         """
         self._services = services
-        self._attendance = attendance
+        self._admission = admission
         self._steps = steps
         self._spool = spool
         self._epoch = syncer_epoch
@@ -70,7 +70,7 @@ class Polls:
     async def poll(self, call: IncomingCall) -> Reply:
         """Answer once there is something that the caller does not know, or its time is over."""
         request = wire.PollRequest.FromString(call.header)
-        if not await self._attendance.accept(request.grant, request.protocol_version):
+        if not await self._admission.accept(request.grant, request.protocol_version):
             return Reply.of(self._fenced(NOT_CURRENT))
         keys = keys_of(request.outstanding, len(self._services))
         if len(request.known) > len(self._services):
@@ -82,7 +82,7 @@ class Polls:
             if (service := self._services.get(known.fragment_id)) is not None:
                 service.island_knows(request.grant.island, known)
         self._note_step(request)
-        most_s, rules = _MAX_POLL_S, self._attendance.rules
+        most_s, rules = _MAX_POLL_S, self._admission.rules
         if rules.timing is not None:
             # A poll is also a sign of life: one that is not answered for a lease would be none.
             most_s = min(most_s, rules.lease_s / 2)
@@ -111,7 +111,7 @@ class Polls:
         return sum(s.due_bytes for s in services) + sum(heapq.nlargest(MOST_UPLOADS, initial))
 
     def _note_step(self, request: wire.PollRequest) -> None:
-        if self._attendance.rules.timing is not None and request.step_s > 0:
+        if self._admission.rules.timing is not None and request.step_s > 0:
             self._steps.stepped(request.grant.island, request.step_s)
             for service in self._services.values():
                 service.stepped()
@@ -119,8 +119,8 @@ class Polls:
     def _answer(
         self, request: wire.PollRequest, keys: Sequence[RoundKey], *, has_lists: bool = True
     ) -> wire.PollReply:
-        grant, timeline = request.grant, self._attendance.rules.timeline
-        if not self._attendance.is_current(grant):
+        grant, timeline = request.grant, self._admission.rules.timeline
+        if not self._admission.is_current(grant):
             return self._fenced(f"a newer start of island {grant.island!r} has joined")
         reply = wire.PollReply(
             syncer_epoch=self._epoch,

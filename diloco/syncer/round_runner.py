@@ -39,9 +39,8 @@ from diloco.protocol.rounds.timing import MeasuredTiming, StepTimes
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
-from diloco.syncer.attendance import Attendance
+from diloco.syncer.admission import CallAdmission
 from diloco.syncer.damaged import Damage
-from diloco.syncer.fetches import Fetches
 from diloco.syncer.hooks import Hooks
 from diloco.syncer.merge import Merger, NothingToMerge, Spooled, drop
 from diloco.syncer.round_telemetry import RoundTelemetry
@@ -91,7 +90,7 @@ class RoundRunner:
         self._units = units
         self._rules = self._next_rules = rules
         self.rounds, self._timing = self._machine()
-        self._fetches = Fetches()
+        self._fetches = _Fetches()
         self._spool: dict[str, dict[int, SpooledLane]] = {}
         self._telemetry = RoundTelemetry(fragment.fragment_id, hooks.meter, hooks.on_event)
         self._founding = asyncio.Lock()
@@ -108,22 +107,22 @@ class RoundRunner:
         p = self._fragment.fragment_id
         return FragmentRounds(p, self._timeline, rules.rounds, timing), timing
 
-    async def start(self, attendance: Attendance) -> None:
+    async def start(self, admission: CallAdmission) -> None:
         """Go on from the durable state.
 
         Raises:
             ConfigError: If that state is of another outer optimizer.
         """
         recovered = await self._with_room(self._store.recover, at_most_s=_RECOVERS_S)
-        self._go_on(recovered, self._store.lost, attendance)
+        self._go_on(recovered, self._store.lost, admission)
 
     def _go_on(
-        self, recovered: Recovered | None, lost: int, attendance: Attendance, said_by: str = ""
+        self, recovered: Recovered | None, lost: int, admission: CallAdmission, said_by: str = ""
     ) -> None:
         """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
-        self._live = attendance.roster.live
-        self.hold_openings(bool(self._hooks.room.waiting))
-        for island, incarnation in attendance.incarnations.items():
+        self._live = admission.roster.live
+        self.hold_openings(bool(self._hooks.disk_full.waiting))
+        for island, incarnation in admission.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
             _check_moments(recovered.record, self._rules.publication.optimizer)
@@ -225,7 +224,7 @@ class RoundRunner:
             self.lose(num_versions - 1)
         if self._is_in_doubt:
             self._is_in_doubt = False
-            self.hold_openings(bool(self._hooks.room.waiting))
+            self.hold_openings(bool(self._hooks.disk_full.waiting))
 
     def island_knows(self, island: str, known: wire.FragmentState) -> None:
         """Take what an island says that it knows.
@@ -268,7 +267,7 @@ class RoundRunner:
         newest, own = (-1, "") if (r := self.record) is None else (r.version, r.digest.hex())
         return version > newest or (version == newest and digest not in ("", own))
 
-    async def _finish_repair(self, attendance: Attendance) -> None:
+    async def _finish_repair(self, admission: CallAdmission) -> None:
         """Write the version of which every lane is here, and serve the fragment again.
 
         It stays damaged until that is durable and was read back: nobody hears of one half of it.
@@ -290,8 +289,8 @@ class RoundRunner:
             self._fetches.given_up()
             self._rules = self._next_rules
             self.rounds, self._timing = self._machine()
-            self.set_roster(attendance.roster)
-            self._go_on(recovered, lost, attendance, said_by)
+            self.set_roster(admission.roster)
+            self._go_on(recovered, lost, admission, said_by)
             self._hooks.on_change()
 
     async def verify_store(self, worker: Worker) -> list[Rot]:
@@ -453,7 +452,7 @@ class RoundRunner:
 
         members = rounds.members
         try:
-            await self._hooks.room.having(key.fragment_id, self._worker, expire)
+            await self._hooks.disk_full.run(key.fragment_id, self._worker, expire)
             self._check(rounds)
         except AggregationError as error:
             logger.warning("expiry is aborted, key=%s: %s", key, error)
@@ -464,12 +463,63 @@ class RoundRunner:
     async def _with_room(self, work: Callable[[], _T], *, at_most_s: float = 0.0) -> _T:
         """Do what takes long, again while the disk is full."""
         p, worker = self._fragment.fragment_id, self._long_worker
-        return await self._hooks.room.having(p, worker, work, at_most_s=at_most_s)
+        return await self._hooks.disk_full.run(p, worker, work, at_most_s=at_most_s)
 
     def _hold(self, record: VersionRecord) -> None:
         """Serve a durable version from memory; contributions are left to the disk."""
         self.record = replace(record, contributions={})
         self._hooks.on_record(record.header())
+
+
+class _Fetches:
+    """The contributors that were not yet sent all lanes of the newest version.
+
+    Source: PROTOCOL.md, "Quorum, grace and close", which measures xi_sync by it.
+    """
+
+    def __init__(self) -> None:
+        """Wait for nobody."""
+        self._missing: dict[str, set[int]] = {}
+        self._last_at: float | None = None  # when the last of the others had all lanes
+
+    def begun(self, contributors: Iterable[str], num_lanes: int) -> None:
+        """Wait for each of them to be sent every lane of a new version."""
+        self._missing = {island: set(range(num_lanes)) for island in contributors}
+        self._last_at = None
+
+    def given_up(self) -> None:
+        """Wait for nobody any more; that measures nothing: who has not asked yet may be dead."""
+        self._missing = {}
+
+    def sent(self, island: str, lane_ids: Iterable[int], now: float) -> float | None:
+        """Take note of lanes that were sent to the last byte.
+
+        Returns:
+            When the last of those waited for was sent all lanes; None: it is not over, or was.
+        """
+        missing = self._missing.get(island)
+        if missing is None:
+            return None
+        missing.difference_update(lane_ids)
+        if missing:
+            return None
+        self._last_at = now
+        return self.gone([island])
+
+    def gone(self, islands: Iterable[str]) -> float | None:
+        """Wait for these no more: who died or lapsed measures nothing, its silence is no transfer.
+
+        Returns:
+            As `sent` does.
+        """
+        was_waiting = bool(self._missing)
+        for island in islands:
+            self._missing.pop(island, None)
+        return self._last_at if was_waiting and not self._missing else None
+
+    def gone_but(self, live: Collection[str]) -> float | None:
+        """Wait for the living alone; returns as `sent` does."""
+        return self.gone(set(self._missing) - set(live))
 
 
 def _rot_in(stored: StoredRecord, name: str) -> str:

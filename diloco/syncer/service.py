@@ -21,11 +21,11 @@ from diloco.protocol.rounds.terms import Admission, LaneArrival, RoundKey
 from diloco.protocol.rounds.timing import StepTimes
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
+from diloco.syncer.admission import CallAdmission
 from diloco.syncer.arrivals import InitialLanes, LaneReader
-from diloco.syncer.attendance import Attendance
+from diloco.syncer.disk_full import WAITING_FOR_DISK
 from diloco.syncer.hooks import Hooks
 from diloco.syncer.payloads import check_codec, fetch_lanes
-from diloco.syncer.room import WAITING_FOR_DISK
 from diloco.syncer.round_runner import RoundRunner
 from diloco.syncer.rules import FragmentRules
 from diloco.syncer.spool import SpooledLane
@@ -80,7 +80,7 @@ class FragmentService(RoundRunner):
                 self.refuse(lane.key, lane.island, lane.incarnation, str(error))
                 return self.rounds.admit(lane)
             except DiskFull as error:
-                self._hooks.room.refuse_lane(lane.key, error)
+                self._hooks.disk_full.refuse_lane(lane.key, error)
                 self._hooks.spool.found_full()
                 self._await_room_for(lane)
                 self._give_up(lane)
@@ -214,7 +214,7 @@ class FragmentService(RoundRunner):
     # -- a version that was lost -------------------------------------------------------------------
 
     async def take_published(
-        self, header: wire.UploadHeader, call: IncomingCall, attendance: Attendance
+        self, header: wire.UploadHeader, call: IncomingCall, admission: CallAdmission
     ) -> str:
         """Take a lane of the version that was lost; returns what is wrong with it.
 
@@ -235,7 +235,7 @@ class FragmentService(RoundRunner):
             self._hooks.on_change()  # another may have to be asked
             return f"published parameters refused: {error}"
         if self.damage.recovered is not None:
-            self._hooks.spawn(self._finish_repair(attendance))
+            self._hooks.spawn(self._finish_repair(admission))
         return ""
 
     def _serves(self, header: wire.UploadHeader) -> bool:
@@ -253,7 +253,7 @@ class FragmentService(RoundRunner):
         """Phase of the current round, in words."""
         if self.damage.text:
             return "damaged"
-        if self._fragment.fragment_id in self._hooks.room.waiting:
+        if self._fragment.fragment_id in self._hooks.disk_full.waiting:
             return WAITING_FOR_DISK
         return "ended" if self.rounds.is_over else str(self.rounds.phase)
 

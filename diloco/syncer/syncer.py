@@ -33,17 +33,17 @@ from diloco.protocol.run.alarms import LASTING_S
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.control_pb2 import FragmentStatus, Grant, RefusalCount
 from diloco.refusals import Cause
-from diloco.syncer.attendance import (
+from diloco.syncer.admission import (
     NOT_CURRENT,
-    Attendance,
+    CallAdmission,
     IncarnationStore,
     Listeners,
     OrderStore,
 )
+from diloco.syncer.disk_full import DiskFullRetry
 from diloco.syncer.hooks import Hooks
 from diloco.syncer.pinning import Pinning
 from diloco.syncer.polls import Polls
-from diloco.syncer.room import Room
 from diloco.syncer.rules import SyncerRules
 from diloco.syncer.service import FragmentService
 from diloco.syncer.spool import Spool
@@ -104,7 +104,7 @@ class Syncer:
             spool=self._spool,
             spawn=self._spawn,
         )
-        self._attendance = Attendance(
+        self._admission = CallAdmission(
             rules,
             incarnations,
             orders,
@@ -127,7 +127,7 @@ class Syncer:
             on_change=self._notify,
             on_lost=self._lose,
             on_event=on_event,
-            room=Room(self.meter, self._hold_openings, self._transfers.let_go),
+            disk_full=DiskFullRetry(self.meter, self._hold_openings, self._transfers.let_go),
             meter=self.meter,
             spool=self._spool,
             unix_clock=unix_clock,
@@ -140,7 +140,7 @@ class Syncer:
         self._pinning = Pinning(
             stores,
             self._services,
-            self._attendance,
+            self._admission,
             workers.pins,
             spawn=self._spawn,
             on_change=on_change,
@@ -148,7 +148,7 @@ class Syncer:
         )
         self._polls = Polls(
             self._services,
-            self._attendance,
+            self._admission,
             self._steps,
             self._spool,
             syncer_epoch=syncer_epoch,
@@ -171,7 +171,7 @@ class Syncer:
 
     @property
     def _rules(self) -> SyncerRules:
-        return self._attendance.rules
+        return self._admission.rules
 
     @property
     def handlers(self) -> Handlers:
@@ -191,7 +191,7 @@ class Syncer:
     @property
     def num_calls(self) -> int:
         """Calls of islands that were accepted since the start."""
-        return self._attendance.num_calls
+        return self._admission.num_calls
 
     @property
     def states(self) -> list[wire.FragmentState]:
@@ -250,10 +250,10 @@ class Syncer:
     async def start(self) -> None:
         """Read the durable state; after this the handlers may be served."""
         await self._workers.notes.run(self._spool.start)
-        await self._attendance.start()
+        await self._admission.start()
         await self._transfers.start()
         for service in self._services.values():
-            await service.start(self._attendance)
+            await service.start(self._admission)
 
     async def verify_stores(self) -> None:
         """Verify once, besides rounds, what the start did not read of the stores.
@@ -273,7 +273,7 @@ class Syncer:
 
     def set_orders(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable; does not block."""
-        self._attendance.set_orders(orders)
+        self._admission.set_orders(orders)
 
     def _granted(self, island: str, incarnation: int) -> None:
         self._steps.forget(island)
@@ -312,7 +312,7 @@ class Syncer:
 
     async def stop(self) -> None:
         """Cancel what is under way; what is not durable is as if it had never happened."""
-        self._attendance.stop()
+        self._admission.stop()
         self._transfers.stop()
         for service in self._services.values():
             service.stop()
@@ -326,7 +326,7 @@ class Syncer:
         header = wire.SubmitHeader.FromString(call.header)
         service = self._services.get(header.key.fragment_id)
         reply = wire.SubmitReply(syncer_epoch=self._epoch)
-        if not await self._attendance.accept(header.grant, header.protocol_version):
+        if not await self._admission.accept(header.grant, header.protocol_version):
             reply.status = SUBMIT_STATUS[Admission.FENCED]
             reply.message = NOT_CURRENT
         elif service is None:
@@ -347,7 +347,7 @@ class Syncer:
         request = wire.DeclineRequest.FromString(call.header)
         service = self._services.get(request.key.fragment_id)
         grant = request.grant
-        if not await self._attendance.accept(grant, request.protocol_version):
+        if not await self._admission.accept(grant, request.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
@@ -360,27 +360,27 @@ class Syncer:
     async def _upload(self, call: IncomingCall) -> Reply:
         header = wire.UploadHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
-        if not await self._attendance.accept(header.grant, header.protocol_version):
+        if not await self._admission.accept(header.grant, header.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
             return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
         if header.is_published:
-            return self._ack(await service.take_published(header, call, self._attendance))
+            return self._ack(await service.take_published(header, call, self._admission))
         service.check_whole()
         if service.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
             return self._ack(
-                f"version 0 is founded by {self._attendance.founder() or self._rules.islands[0]!r}"
+                f"version 0 is founded by {self._admission.founder() or self._rules.islands[0]!r}"
             )
         problem = await service.take_initial(header, call)
-        return self._ack(problem, is_fenced=not self._attendance.is_current(header.grant))
+        return self._ack(problem, is_fenced=not self._admission.is_current(header.grant))
 
     async def _fetch(self, call: IncomingCall) -> Reply:
         header = wire.FetchHeader.FromString(call.header)
         service = self._services.get(header.fragment_id)
         payload: Buffer = b""
-        if not await self._attendance.accept(header.grant, header.protocol_version):
+        if not await self._admission.accept(header.grant, header.protocol_version):
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
         elif service is None:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
@@ -395,7 +395,7 @@ class Syncer:
 
     async def _pin(self, call: IncomingCall) -> Reply:
         request = wire.PinRequest.FromString(call.header)
-        if not await self._attendance.accept(request.grant, request.protocol_version):
+        if not await self._admission.accept(request.grant, request.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
         if versions.keys() != self._services.keys():
@@ -412,12 +412,12 @@ class Syncer:
         except PinRefused as error:
             logger.warning("pin refused, island=%s: %s", island, error)
             self.meter.refusal(island, Cause.PIN)
-            return self._ack(str(error), is_fenced=not self._attendance.is_current(request.grant))
+            return self._ack(str(error), is_fenced=not self._admission.is_current(request.grant))
         return self._ack("")
 
     async def _state_put(self, call: IncomingCall) -> Reply:
         header = wire.StatePutHeader.FromString(call.header)
-        if not await self._attendance.accept(header.grant, header.protocol_version):
+        if not await self._admission.accept(header.grant, header.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         try:
             await self._transfers.put(header, call)
@@ -428,7 +428,7 @@ class Syncer:
     async def _state_get(self, call: IncomingCall) -> Reply:
         header = wire.StateGetHeader.FromString(call.header)
         payload: Buffer = b""
-        if await self._attendance.accept(header.grant, header.protocol_version):
+        if await self._admission.accept(header.grant, header.protocol_version):
             reply, payload = await self._transfers.get(header)
         else:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
@@ -442,7 +442,7 @@ class Syncer:
 
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
         is_new = service.record is None and not service.damage.text and self._rules.timeline == 0
-        return is_new and island == self._attendance.founder()
+        return is_new and island == self._admission.founder()
 
     # -- plumbing --------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from diloco.outer.guard import (
 )
 from diloco.outer.units import Unit
 from diloco.protocol.rounds.terms import Contributor
-from diloco.versions.grams import units_in
+from diloco.versions.gram_matrices import units_in
 from diloco.versions.publication import PublicationRules
 from diloco.versions.version import VersionRecord
 

@@ -57,7 +57,7 @@ def write_expiry(directory: Path, expiry: RecordExpiry, expired_unix_s: float | 
     write_checked_json(expiry_path(directory), noted)
 
 
-def standing_of(directory: Path, version: int) -> ExpiredAttempts:
+def expired_attempts(directory: Path, version: int) -> ExpiredAttempts:
     """Read how attempts at the version after this one ended."""
     path = expiry_path(directory)
     if not path.exists():

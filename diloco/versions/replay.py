@@ -30,7 +30,7 @@ from diloco.outer.combination import Combination, combine, mean_of
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.versions.frames import KEPT, frame_path, frames_in
-from diloco.versions.grams import grams_of
+from diloco.versions.gram_matrices import gram_matrices
 from diloco.versions.publication import LanePublication, LaneState, PublicationRules, lane_digest
 from diloco.versions.rebuild import lane_of, made_again_
 from diloco.versions.record import (
@@ -346,7 +346,7 @@ class FragmentReplay:
             plain_mean=rule.plain_mean,
             experts=rule.experts,
         )
-        grams = grams_of(
+        grams = gram_matrices(
             lambda i: (stored.read(f"contribution/{c['island']}/{i}") for c in contributors),
             len(contributors),
             self._fragment,

@@ -27,7 +27,7 @@ from diloco import durable
 from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.terms import PastRound, RecordExpiry
-from diloco.versions.expiries import standing_of, write_expiry
+from diloco.versions.expiries import expired_attempts, write_expiry
 from diloco.versions.frames import (
     frame_path,
     frames_in,
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class Recovered:
     """What a store held when it was opened: the newest valid version and the next attempt.
 
-    `expired_in_a_row` to `expired_unix_s` are those of `expiries.Standing`.
+    `expired_in_a_row` to `expired_unix_s` are those of `expiries.ExpiredAttempts`.
     `headers` are those of all versions that may not have been reported yet, oldest first.
     """
 
@@ -149,11 +149,11 @@ class FragmentStore(StoredVersions):
         self.lost = last if last > reached else -1
         if newest is None:
             return None
-        standing = standing_of(self._directory, reached)
+        expired = expired_attempts(self._directory, reached)
         # Also of what was lost: by its header it can be taken back from an island.
         known = max(reached, self.lost)
         headers = [h for h in headers_in(self._directory) if h["version"] <= known]
-        return Recovered(newest, *standing, self._past(newest), tuple(headers))
+        return Recovered(newest, *expired, self._past(newest), tuple(headers))
 
     def _newest_restored(self) -> VersionRecord | None:
         """Read the newest version that can be, or be made again; None: there is none.

@@ -305,7 +305,7 @@ class ArrivalSite:
         await self.run.start_syncer()
 
     def _guard(self, handlers: Handlers) -> Handlers:
-        self.run.syncer._attendance._is_granted = lambda held: is_valid(
+        self.run.syncer._admission._is_granted = lambda held: is_valid(
             held, SECRET, run=RUN, role=ROLE_ISLAND, now_unix_s=0.0
         )
         both = {**self.coordinator.handlers, **handlers}

@@ -159,7 +159,7 @@ async def published_once(setting: Setting, cut_off: int) -> tuple[VirtualRun, li
     run = VirtualRun(setting)
     await run.start_syncer()
     a, b = (RawIsland(run, name) for name in "ab")
-    await until([a, b], lambda: bool(run.syncer._attendance.founder()), within_s=2)
+    await until([a, b], lambda: bool(run.syncer._admission.founder()), within_s=2)
     await a.upload()
     await until([a, b], lambda: run.syncer.states[0].is_open, within_s=20)
     await a.contribute()
@@ -195,7 +195,7 @@ def test_another_version_under_the_same_number_is_not_served(quorum_of_one: Sett
         run = VirtualRun(quorum_of_one)
         await run.start_syncer()
         a, b = (RawIsland(run, name) for name in "ab")
-        await until([a, b], lambda: bool(run.syncer._attendance.founder()), within_s=2)
+        await until([a, b], lambda: bool(run.syncer._admission.founder()), within_s=2)
         await a.upload()
         digest = (await a.poll()).fragments[0].digest
         run.syncer.indexed({0: 1}, {0: digest.hex()})

@@ -200,10 +200,10 @@ def test_an_expiry_waits_for_room(setting: Setting, disk: FullDisk) -> None:
 def test_nothing_opens_while_another_fragment_waits(setting: Setting, disk: FullDisk) -> None:
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
-        room = run.syncer._services[0]._hooks.room
+        room = run.syncer._services[0]._hooks.disk_full
         disk.is_full = True
         another = asyncio.create_task(
-            room.having(7, InlineWorker(), lambda: durable.write_json(setting.directory / "x", 1))
+            room.run(7, InlineWorker(), lambda: durable.write_json(setting.directory / "x", 1))
         )
         await asyncio.sleep(1.0)
         await a.contribute(value=2.0)

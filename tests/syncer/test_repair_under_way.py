@@ -19,7 +19,7 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Phase, Roster
 from diloco.protos import fragment_pb2 as wire
-from diloco.syncer.room import WAITING_FOR_DISK
+from diloco.syncer.disk_full import WAITING_FOR_DISK
 from diloco.syncer.service import FragmentService
 from diloco.telemetry.round_events import FragmentDamaged, FragmentRepaired
 from diloco.transport.calls.loopback import run_virtual
@@ -200,7 +200,7 @@ def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Set
         header = json.loads(header_of(run, 0, 0))
         run.syncer.repair(0, "a", json.dumps({**header, "version": 1}))
         run.syncer._hold_openings(True)
-        service_of(run)._hooks.room.waiting.add(7)  # another fragment of this syncer
+        service_of(run)._hooks.disk_full.waiting.add(7)  # another fragment of this syncer
         assert [await give(a, lane_id, version=1) for lane_id in (0, 1)] == ["", ""]
         assert service_of(run).rounds.rules.min_contributions == 2
         for _ in range(10):

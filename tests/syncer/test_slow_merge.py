@@ -133,7 +133,7 @@ def test_besides_a_merge_of_a_minute_no_call_takes_longer_and_no_lease_lapses(
         async def renew(island: RawIsland) -> None:
             while run.syncer.states[0].version == 0:
                 await timed("poll", island.poll(step_s=0.01))
-                assert run.syncer._attendance.roster.live == ("a", "b", "c")
+                assert run.syncer._admission.roster.live == ("a", "b", "c")
                 await asyncio.sleep(0.5)
 
         again = RawIsland(run, "c", 2)

@@ -287,8 +287,8 @@ def test_nobody_founds_an_empty_store_of_a_later_timeline(setting: Setting) -> N
     async def scenario() -> None:
         run = VirtualRun(setting)
         await run.start_syncer()
-        attendance = run.syncer._attendance
-        attendance.rules = replace(attendance.rules, timeline=1)
+        admission = run.syncer._admission
+        admission.rules = replace(admission.rules, timeline=1)
         a, b = RawIsland(run, "a"), RawIsland(run, "b")
         for island in (a, b):
             island.grant.timeline = 1

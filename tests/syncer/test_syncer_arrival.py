@@ -369,7 +369,7 @@ def test_what_the_syncer_slept_through_is_nobodys_silence(
         for _ in range(int(setting.lease_s) + 1):  # now c is really silent
             await asyncio.sleep(STEP_S)
             await heartbeat(a, b)
-        assert list(run.syncer._attendance.roster.live) == ["a", "b"]
+        assert list(run.syncer._admission.roster.live) == ["a", "b"]
 
     run_virtual(scenario())
 

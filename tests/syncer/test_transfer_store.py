@@ -365,7 +365,7 @@ def test_what_the_coordinator_asks_for_has_the_room_of_transfers(
         if what == "a cut":
             assert run.syncer.pinned_cut == 1
         else:
-            assert run.syncer._attendance.roster.live == ("a",)
+            assert run.syncer._admission.roster.live == ("a",)
 
     run_virtual(scenario())
 

@@ -69,7 +69,7 @@ async def begun(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
     run = VirtualRun(replace(setting, initial={"u": [0.0] * NUMEL}))
     await run.start_syncer()
     a, b = (RawIsland(run, name) for name in "ab")
-    await until([a, b], lambda: bool(run.syncer._attendance.founder()), within_s=2)
+    await until([a, b], lambda: bool(run.syncer._admission.founder()), within_s=2)
     await a.upload()
     return run, [a, b]
 

@@ -543,7 +543,7 @@ class Service:
         await asyncio.sleep(setting.inner_steps_per_round)
         for run in (self.run, self.open_run):
             # Else a grant that nobody signed would fence all others for good.
-            run.syncer._attendance._is_granted = _is_good
+            run.syncer._admission._is_granted = _is_good
         self.allreduce = AllReduceRun(self._setting(directory / "allreduce"))
         await self.allreduce.start_decider()
         self.islands = [await self.allreduce.start(name) for name in ("a", "b")]

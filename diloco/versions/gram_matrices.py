@@ -24,7 +24,7 @@ from diloco.transport.contracts import Buffer
 from diloco.versions.publication import decoder_of
 
 
-def grams_of(
+def gram_matrices(
     payloads_of: Callable[[int], Iterable[Buffer]],
     num_contributions: int,
     fragment: Fragment,

@@ -1,8 +1,7 @@
-"""Room on the disk of a syncer: who waits for it, told once, and work that is done again.
+"""Repeats work of a syncer until its disk has room, and says once who waits.
 
-A version, or an expiry, that finds no room stays under way and is written when there is room again;
-meanwhile nothing opens at its syncer. Anyone who calls and cannot be answered durably is told to
-call again.
+A version or an expiry that finds no room stays under way and is written when there is room;
+meanwhile no round opens at its syncer. A caller that cannot be answered durably has to call again.
 
 Source: PROTOCOL.md, "Full disk".
 """
@@ -29,10 +28,11 @@ WAITING_FOR_DISK = "waiting for disk"
 _AGAIN_S = 1.0
 
 
-class Room:
-    """Fragments of a syncer that wait for room; `on_change` hears when the first or last does.
+class DiskFullRetry:
+    """Repeats work while the disk is full; `waiting` are the fragments whose work is repeated.
 
-    `let_go` hears of every want of room, and makes some if it can; it must not block.
+    `on_change` is called when the first one begins to wait and when none does any more. `let_go` is
+    called whenever room is missing, to free some if it can; it must not block.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Room:
         self.waiting: set[int] = set()
         self._refused: RoundKey | None = None
 
-    async def having(
+    async def run(
         self, fragment_id: int, worker: Worker, work: Callable[[], _T], *, at_most_s: float = 0.0
     ) -> _T:
         """Return what `work()` returns in a worker, done again while the disk is full.

@@ -1,12 +1,12 @@
-"""Whose calls a syncer answers, and who takes part in its next rounds.
+"""Decides which calls a syncer answers, and which islands take part in its next rounds.
 
-Every incarnation is durable before anything of it is accepted, the coordinator's orders before they
-count: who was fenced stays so over a restart. Only the first call of a start waits for that; any
-other renews its lease in memory alone, behind nobody. While the coordinator is away its last orders
-stay, and an island from which nothing is heard for a lease is not opened for. Leases are measured
-by the clock of this process alone, and what it slept through is nobody's silence. After a restart
-nothing opens before all islands that live have called, at most a lease: anyone who is only
-reconnecting would miss what opens without it.
+Every incarnation is durable before anything of it is accepted, and the coordinator's orders are
+durable before they count, so that a fenced start stays fenced over a restart. Only the first call
+of a start waits for the disk; later calls renew the lease in memory. While the coordinator is away
+its last orders count, and no round is opened for an island that has not called for the length of a
+lease. Leases are measured by the clock of this process; time in which the process slept counts for
+no island. After a restart no round opens before all live islands have called, for at most a lease:
+an island that is reconnecting would miss what opens without it.
 
 Source: PROTOCOL.md, "Durable before answered", "Leases and clocks", "Coordinator away" and
 "Restart of a syncer".
@@ -70,7 +70,7 @@ class OrderStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who hears what changes; none may block.
+    """Callbacks for what changes; none may block.
 
     Args:
         on_grant: A new start of an island, by name and incarnation.
@@ -87,7 +87,7 @@ class Listeners:
     on_full: Callable[[], None]
 
 
-class Attendance:
+class CallAdmission:
     """Grants, orders and silence of one start of a syncer.
 
     `rules` are those of now, `roster` says who may take part in the next openings, and `num_calls`
