@@ -94,8 +94,8 @@ class Pinning:
             self._spawn(self._keep_cut(number, dict(enumerate(versions))))
 
     async def _keep_cut(self, number: int, least: Mapping[int, int]) -> None:
-        newest = {p: service.rounds.version for p, service in self._services.items()}
-        if damaged := [p for p, service in self._services.items() if service.damage.text]:
+        newest = {p: service.runner.rounds.version for p, service in self._services.items()}
+        if damaged := [p for p, service in self._services.items() if service.runner.damage.text]:
             if number != self._delayed_cut:
                 logger.warning("cut %d is kept later: fragments %s are damaged", number, damaged)
             self._delayed_cut, self._pinning_cut = number, 0  # the coordinator asks again

@@ -80,7 +80,7 @@ class Polls:
             )
         for known in request.known:
             if (service := self._services.get(known.fragment_id)) is not None:
-                service.island_knows(request.grant.island, known)
+                service.runner.island_knows(request.grant.island, known)
         self._note_step(request)
         most_s, rules = _MAX_POLL_S, self._admission.rules
         if rules.timing is not None:
@@ -114,7 +114,7 @@ class Polls:
         if self._admission.rules.timing is not None and request.step_s > 0:
             self._steps.stepped(request.grant.island, request.step_s)
             for service in self._services.values():
-                service.stepped()
+                service.runner.stepped()
 
     def _answer(
         self, request: wire.PollRequest, keys: Sequence[RoundKey], *, has_lists: bool = True
@@ -137,11 +137,11 @@ class Polls:
         for key in keys:
             service = self._services.get(key.fragment_id)
             sender = grant.incarnation if key.timeline == timeline else request.sent_by
-            outcome = service and service.rounds.outcome(key, grant.island, sender)
+            outcome = service and service.runner.rounds.outcome(key, grant.island, sender)
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
         for state in reply.fragments:
-            damage = self._services[state.fragment_id].damage
+            damage = self._services[state.fragment_id].runner.damage
             state.asked, state.wanted_version = damage.wanted_of(grant.island, loop_now())
         return reply
 
@@ -150,13 +150,13 @@ class Polls:
         return [
             p
             for p, service in self._services.items()
-            if service.rounds.has_whole(grant.island, grant.incarnation)
+            if service.runner.rounds.has_whole(grant.island, grant.incarnation)
         ]
 
     def _add_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
         """Tell a start that resumes what of the start before it counts."""
         for state in reply.fragments:
-            rounds = self._services[state.fragment_id].rounds
+            rounds = self._services[state.fragment_id].runner.rounds
             if (counted := rounds.newest_counted(island, incarnation)) is not None:
                 state.counted_version = counted.version + 1
                 state.counted_attempt = counted.attempt

@@ -26,14 +26,17 @@ from diloco.outer.units import Unit
 from diloco.protocol.rounds.state import FragmentRounds
 from diloco.protocol.rounds.terms import (
     MOST_NUMBER,
+    Admission,
     Close,
     DropLanes,
     Instruction,
+    LaneArrival,
     Lost,
     Opened,
     Published,
     RecordExpiry,
     Roster,
+    RoundKey,
 )
 from diloco.protocol.rounds.timing import MeasuredTiming, StepTimes
 from diloco.protocol.run.alarms import AlarmKind
@@ -48,9 +51,10 @@ from diloco.syncer.rules import FragmentRules
 from diloco.syncer.spool import SpooledLane
 from diloco.syncer.worker import Bounded, Worker
 from diloco.telemetry.events import AlarmRaised
+from diloco.transport.contracts import Buffer
 from diloco.versions.record import RecordInvalid, StoredRecord
 from diloco.versions.store import FragmentStore, Recovered
-from diloco.versions.version import VersionRecord
+from diloco.versions.version import VersionRecord, founding_record
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +68,11 @@ _RECOVERS_S = 60.0
 
 
 class RoundRunner:
-    """A fragment's machine, store and newest version, and the spool of its current attempt.
+    """Performs what the machine of a fragment's rounds decides.
 
-    While there is `damage` the fragment is not served.
+    It has the machine (`rounds`), the newest version (`record`), the store, and the spool of the
+    current attempt. While there is `damage` the fragment is not served. `rules` are those of the
+    current attempt; `founding` is held while the first version, or a lost one, is written.
     """
 
     def __init__(
@@ -88,12 +94,12 @@ class RoundRunner:
         self._fragment = fragment
         self._store = store
         self._units = units
-        self._rules = self._next_rules = rules
+        self.rules = self._next_rules = rules
         self.rounds, self._timing = self._machine()
         self._fetches = _Fetches()
         self._spool: dict[str, dict[int, SpooledLane]] = {}
-        self._telemetry = RoundTelemetry(fragment.fragment_id, hooks.meter, hooks.on_event)
-        self._founding = asyncio.Lock()
+        self.telemetry = RoundTelemetry(fragment.fragment_id, hooks.meter, hooks.on_event)
+        self.founding = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_doubt = self._is_indexed = False
         self._disbelieved: set[str] = set()
@@ -101,7 +107,7 @@ class RoundRunner:
         self._claims: dict[str, tuple[int, str]] = {}  # newest version and digest of each island
 
     def _machine(self) -> tuple[FragmentRounds, MeasuredTiming | None]:
-        rules, timing = self._rules, None
+        rules, timing = self.rules, None
         if rules.timing is not None:
             timing = MeasuredTiming(rules.timing, self._steps, loop_now(), self._hooks.downtime)
         p = self._fragment.fragment_id
@@ -125,7 +131,7 @@ class RoundRunner:
         for island, incarnation in admission.incarnations.items():
             self.granted(island, incarnation)
         if recovered is not None:
-            _check_moments(recovered.record, self._rules.publication.optimizer)
+            _check_moments(recovered.record, self.rules.publication.optimizer)
             _check_counts(recovered.record)
             self.record = replace(recovered.record, contributions={})
             for header in recovered.headers:
@@ -156,7 +162,7 @@ class RoundRunner:
     @property
     def _unix_s(self) -> float | None:
         """The time now, for a record; None where a restart has no use for it."""
-        return self._hooks.unix_clock() if self._rules.timing is not None else None
+        return self._hooks.unix_clock() if self.rules.timing is not None else None
 
     def _loop_time_of(self, unix_s: float | None) -> float | None:
         """Give the loop's time of an earlier moment; now where the wall clock was set back."""
@@ -185,7 +191,7 @@ class RoundRunner:
         """Take rules that count from the next opening on."""
         self._next_rules = rules
         if self.rounds.is_between:
-            self._rules = rules
+            self.rules = rules
             self._check_tokens()
         self._perform(self.rounds.set_rules(rules.rounds, rules.timing, loop_now()))
 
@@ -196,6 +202,64 @@ class RoundRunner:
     def stepped(self) -> None:
         """Record that step times are not what they were: an opening may be due."""
         self._tick()
+
+    # -- what islands send -------------------------------------------------------------------------
+
+    def arrived(self, lane: LaneArrival) -> None:
+        """Let the round wait for the verification of a lane that came in time."""
+        self.rounds.lane_arrived(lane, loop_now())
+        self._perform([])
+
+    def await_room_for(self, lane: LaneArrival) -> None:
+        """Let the deadline begin again: a lane that came finds no room here."""
+        key, island = lane.key, lane.island
+        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, loop_now()))
+
+    def give_up(self, lane: LaneArrival) -> None:
+        """Let the round go on without a lane: its deadline, if it has passed, ends it now."""
+        self._perform(self.rounds.lane_given_up(lane, loop_now()))
+
+    def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
+        """Take an island out of the attempt: it declined, or sent what cannot be counted."""
+        self._perform(self.rounds.refused(key, island, incarnation, reason, loop_now()))
+
+    def count(self, lane: LaneArrival, spooled: SpooledLane | None) -> Admission:
+        """Count a lane that was verified and spooled; without `spooled`, judge it by its header."""
+        admission, instructions = self.rounds.lane_received(lane, loop_now())
+        self.telemetry.refused(self.rounds, lane, admission)
+        if spooled is not None and admission is Admission.ACCEPTED:
+            self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
+            self._hooks.meter.received(lane.key.fragment_id, lane.island, spooled.num_bytes)
+        elif spooled is not None:
+            spooled.drop()
+        self._perform(instructions)
+        return admission
+
+    async def found(self, initial: dict[int, Buffer]) -> None:
+        """Commit version 0: theta = published = the uploaded parameters, moments = 0.
+
+        `initial` is emptied once that is durable. Nothing is founded where a later version was
+        found to be lost meanwhile.
+        """
+        record = founding_record(
+            self._fragment,
+            initial,
+            self.rounds.timeline,
+            has_second_moment=self.rules.publication.optimizer.has_second_moment,
+            closed_unix_s=self._unix_s,
+        )
+        await self._long_worker.run(lambda: self._store.commit(record))
+        initial.clear()
+        if self.damage.text:  # it was durable by then, and nobody has heard of it
+            await self._worker.run(lambda: self._store.take_back(0))
+            return
+        self._hold(record)
+        self._perform(self.rounds.founded(0, 0, {}, loop_now()))
+
+    def sent(self, version: int, island: str, lane_ids: Iterable[int]) -> None:
+        """Note that lanes of a version were sent to the last byte."""
+        if version == self.rounds.version:
+            self._emit_fetched(self._fetches.sent(island, lane_ids, loop_now()))
 
     # -- what was lost, and is mended --------------------------------------------------------------
 
@@ -267,15 +331,15 @@ class RoundRunner:
         newest, own = (-1, "") if (r := self.record) is None else (r.version, r.digest.hex())
         return version > newest or (version == newest and digest not in ("", own))
 
-    async def _finish_repair(self, admission: CallAdmission) -> None:
+    async def finish_repair(self, admission: CallAdmission) -> None:
         """Write the version of which every lane is here, and serve the fragment again.
 
         It stays damaged until that is durable and was read back: nobody hears of one half of it.
         """
-        async with self._founding:
+        async with self.founding:
             if (found := self.damage.recovered) is None:
                 return
-            newest, optimizer = self.record, self._rules.publication.optimizer
+            newest, optimizer = self.record, self.rules.publication.optimizer
             recovered = await self._with_room(
                 lambda: found.write(
                     self._store, newest, has_second_moment=optimizer.has_second_moment
@@ -287,7 +351,7 @@ class RoundRunner:
             lost = max(self._store.lost, lost if lost > found.header["version"] else -1)
             self.damage.mended(found)
             self._fetches.given_up()
-            self._rules = self._next_rules
+            self.rules = self._next_rules
             self.rounds, self._timing = self._machine()
             self.set_roster(admission.roster)
             self._go_on(recovered, lost, admission, said_by)
@@ -358,8 +422,8 @@ class RoundRunner:
 
         A wait that is given up measures nothing either: who has not asked by then may be dead.
         """
-        self._rules = self._next_rules
-        self._telemetry.opened(opened)
+        self.rules = self._next_rules
+        self.telemetry.opened(opened)
         self._fetches.given_up()
 
     def _emit_fetched(self, fetched_at: float | None) -> None:
@@ -368,7 +432,7 @@ class RoundRunner:
 
     def _check_tokens(self) -> None:
         """Have the fragment end when it has merged the tokens of the run."""
-        record, rules = self.record, self._rules
+        record, rules = self.record, self.rules
         total = rules.total_tokens
         if record is None or not total or record.merged_tokens < total:
             return
@@ -378,7 +442,7 @@ class RoundRunner:
             self.rounds.finishing()
 
     def _merger(self) -> Merger:
-        rules, hooks = self._rules, self._hooks
+        rules, hooks = self.rules, self._hooks
         return Merger(
             self._fragment,
             self._units,
@@ -419,7 +483,7 @@ class RoundRunner:
                 logger.warning("round is aborted, key=%s: %s", close.key, error)
                 return
             if isinstance(error, NothingToMerge):
-                self._telemetry.rejected(close.key, error.rejected)
+                self.telemetry.rejected(close.key, error.rejected)
                 self._perform(self.rounds.rejected(close.key, error.rejected, loop_now()))
                 return
             logger.error("result refused, key=%s: %s", close.key, error)
@@ -427,11 +491,11 @@ class RoundRunner:
             return
         self._hold(record)
         self._check_tokens()
-        quorum = self._rules.rounds.min_contributions or len(rounds.members)
-        self._telemetry.closed(close, record, rounds, quorum, loop_now())
-        self._telemetry.compared(record, History.from_bytes(record.guard, len(self._units)))
+        quorum = self.rules.rounds.min_contributions or len(rounds.members)
+        self.telemetry.closed(close, record, rounds, quorum, loop_now())
+        self.telemetry.compared(record, History.from_bytes(record.guard, len(self._units)))
         if quorum < len(rounds.members) and self._timing is not None:
-            self._telemetry.lacking_grace(self._timing.lacks_grace(rounds.members))
+            self.telemetry.lacking_grace(self._timing.lacks_grace(rounds.members))
         self._fetches.begun([c.island for c in record.contributors], len(self._fragment.lanes))
         instructions = self.rounds.committed(close.key, loop_now(), record.rejected)
         self.rounds.forget_before(record.version - self._store.retained_versions)
@@ -457,7 +521,7 @@ class RoundRunner:
         except AggregationError as error:
             logger.warning("expiry is aborted, key=%s: %s", key, error)
             return
-        self._telemetry.expired(expiry, members)
+        self.telemetry.expired(expiry, members)
         self._perform(rounds.expiry_recorded(key, loop_now()))
 
     async def _with_room(self, work: Callable[[], _T], *, at_most_s: float = 0.0) -> _T:

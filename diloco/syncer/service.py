@@ -17,7 +17,7 @@ from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
 from diloco.outer.guard import asks_trial
 from diloco.outer.units import Unit
-from diloco.protocol.rounds.terms import Admission, LaneArrival, RoundKey
+from diloco.protocol.rounds.terms import Admission, LaneArrival
 from diloco.protocol.rounds.timing import StepTimes
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
@@ -32,13 +32,12 @@ from diloco.syncer.spool import SpooledLane
 from diloco.transport.contracts import Buffer, IncomingCall
 from diloco.transport.errors import NotYet
 from diloco.versions.store import FragmentStore
-from diloco.versions.version import founding_record
 
 logger = logging.getLogger(__name__)
 
 
-class FragmentService(RoundRunner):
-    """Answers for one fragment, besides running its rounds."""
+class FragmentService:
+    """Answers what islands ask of one fragment, whose rounds the `runner` runs."""
 
     def __init__(
         self,
@@ -51,7 +50,8 @@ class FragmentService(RoundRunner):
         hooks: Hooks,
     ) -> None:
         """Assign only; as `RoundRunner`."""
-        super().__init__(fragment, timeline, rules, steps, store, units, hooks)
+        self.runner = RoundRunner(fragment, timeline, rules, steps, store, units, hooks)
+        self._fragment, self._store, self._hooks = fragment, store, hooks
         self._reader = LaneReader(fragment, hooks.spool, hooks.workers.checks)
         self._initial = InitialLanes(fragment)
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
@@ -64,59 +64,39 @@ class FragmentService(RoundRunner):
         Raises:
             NotYet: If it has to wait, for its turn or for room; the round waits for it.
         """
-        admission = self.rounds.admit(lane)
+        admission = self.runner.rounds.admit(lane)
         if admission not in (Admission.ACCEPTED, Admission.CONFLICT):
-            self._telemetry.refused(self.rounds, lane, admission)
+            self.runner.telemetry.refused(self.runner.rounds, lane, admission)
             return admission
         spooled: SpooledLane | None = None
         if admission is Admission.ACCEPTED:
             try:
-                if problem := self.rounds.weight_problem(lane):
+                if problem := self.runner.rounds.weight_problem(lane):
                     raise PayloadRefused(Cause.WEIGHT, problem)
                 spooled = await self._read(lane, codec_name, call)
             except PayloadRefused as error:
                 logger.warning("lane refused, key=%s island=%s: %s", lane.key, lane.island, error)
                 self._hooks.meter.refusal(lane.island, error.cause)
-                self.refuse(lane.key, lane.island, lane.incarnation, str(error))
-                return self.rounds.admit(lane)
+                self.runner.refuse(lane.key, lane.island, lane.incarnation, str(error))
+                return self.runner.rounds.admit(lane)
             except DiskFull as error:
                 self._hooks.disk_full.refuse_lane(lane.key, error)
                 self._hooks.spool.found_full()
-                self._await_room_for(lane)
-                self._give_up(lane)
+                self.runner.await_room_for(lane)
+                self.runner.give_up(lane)
                 # Not `NOT_OPEN`, which would have the caller send all of it again at once.
                 raise NotYet(f"no room for {lane.key}, lane {lane.lane_id}: {error}") from error
             except NotYet:
-                self._await_room_for(lane)
-                self._give_up(lane)
+                self.runner.await_room_for(lane)
+                self.runner.give_up(lane)
                 raise
             except BaseException:
-                self._give_up(lane)
+                self.runner.give_up(lane)
                 raise
-            if self.damage.text:
+            if self.runner.damage.text:
                 spooled.drop()
                 return Admission.NOT_OPEN
-        admission, instructions = self.rounds.lane_received(lane, loop_now())
-        self._telemetry.refused(self.rounds, lane, admission)
-        if spooled is not None and admission is Admission.ACCEPTED:
-            self._spool.setdefault(lane.island, {})[lane.lane_id] = spooled
-            self._hooks.meter.received(lane.key.fragment_id, lane.island, spooled.num_bytes)
-        elif spooled is not None:
-            spooled.drop()
-        self._perform(instructions)
-        return admission
-
-    def _await_room_for(self, lane: LaneArrival) -> None:
-        key, island = lane.key, lane.island
-        self._perform(self.rounds.has_no_room(key, island, lane.incarnation, loop_now()))
-
-    def _give_up(self, lane: LaneArrival) -> None:
-        """Let the round go on without a lane: its deadline, if it has passed, ends it now."""
-        self._perform(self.rounds.lane_given_up(lane, loop_now()))
-
-    def refuse(self, key: RoundKey, island: str, incarnation: int, reason: str) -> None:
-        """Take an island out of the attempt: it declined, or sent what cannot be counted."""
-        self._perform(self.rounds.refused(key, island, incarnation, reason, loop_now()))
+        return self.runner.count(lane, spooled)
 
     async def _read(self, lane: LaneArrival, codec_name: str, call: IncomingCall) -> SpooledLane:
         """Receive, verify and spool a lane.
@@ -124,7 +104,7 @@ class FragmentService(RoundRunner):
         Raises:
             PayloadRefused: If it cannot be counted; says why.
         """
-        check_codec(codec_name, self._rules.publication.uplink_codec)
+        check_codec(codec_name, self.runner.rules.publication.uplink_codec)
         spool = self._hooks.spool
         spool.check_room(call.payload_bytes)
         name = lane.key, lane.island, lane.incarnation, lane.lane_id
@@ -135,26 +115,21 @@ class FragmentService(RoundRunner):
             lane.digest,
             call,
             lambda p: spool.put(p, lane.digest),
-            lambda: self._arrived(lane),
+            lambda: self.runner.arrived(lane),
         )
-
-    def _arrived(self, lane: LaneArrival) -> None:
-        """Let the round wait for the verification of a lane that came in time."""
-        self.rounds.lane_arrived(lane, loop_now())
-        self._perform([])
 
     @property
     def due_bytes(self) -> int:
         """What may be sent at once: a contribution of each member while the round is open."""
-        if not self.rounds.is_open:
+        if not self.runner.rounds.is_open:
             return 0
-        codec = self._rules.publication.uplink_codec
+        codec = self.runner.rules.publication.uplink_codec
         if codec not in self._coded_bytes:
             self._coded_bytes[codec] = sum(
                 lane_codec(codec, self._fragment, lane.lane_id).wire_bytes(lane.numel)
                 for lane in self._fragment.lanes
             )
-        return len(self.rounds.members) * self._coded_bytes[codec]
+        return len(self.runner.rounds.members) * self._coded_bytes[codec]
 
     # -- initial parameters ------------------------------------------------------------------------
 
@@ -177,38 +152,22 @@ class FragmentService(RoundRunner):
         except PayloadRefused as error:
             self._hooks.meter.refusal(island, error.cause)
             return f"initial parameters refused: {error}"
-        async with self._founding:
+        async with self.runner.founding:
             self.check_whole()
-            if self.record is not None:
+            if self.runner.record is not None:
                 return ""
-            if self.rounds.is_fenced(island, grant.incarnation):
+            if self.runner.rounds.is_fenced(island, grant.incarnation):
                 return f"a newer start of island {island!r} has joined"
             self._initial.take((island, grant.incarnation), header.lane_id, payload)
             if self._initial.is_whole:
-                await self._found()
+                await self.runner.found(self._initial.lanes)
+                self.check_whole()
         return ""
-
-    async def _found(self) -> None:
-        """Commit version 0: theta = published = the uploaded parameters, moments = 0."""
-        record = founding_record(
-            self._fragment,
-            self._initial.lanes,
-            self.rounds.timeline,
-            has_second_moment=self._rules.publication.optimizer.has_second_moment,
-            closed_unix_s=self._unix_s,
-        )
-        await self._long_worker.run(lambda: self._store.commit(record))
-        self._initial.lanes.clear()
-        if self.damage.text:  # it was durable by then, and nobody has heard of it
-            await self._worker.run(lambda: self._store.take_back(0))
-        self.check_whole()
-        self._hold(record)
-        self._perform(self.rounds.founded(0, 0, {}, loop_now()))
 
     @property
     def initial_bytes(self) -> list[int]:
         """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
-        is_founded = self.record is not None or self.damage.text
+        is_founded = self.runner.record is not None or self.runner.damage.text
         return [] if is_founded else self._initial.bytes_of_lanes
 
     # -- a version that was lost -------------------------------------------------------------------
@@ -222,26 +181,26 @@ class FragmentService(RoundRunner):
         """
         island = header.grant.island
         try:
-            self.damage.check(header)
+            self.runner.damage.check(header)
             name = self._fragment.fragment_id, island, header.grant.incarnation, header.lane_id
             payload = await self._reader.read(
                 name, "float32", header.lane_id, header.digest, call, lambda payload: payload
             )
-            self.damage.take(header, payload, loop_now())
+            self.runner.damage.take(header, payload, loop_now())
         except PayloadRefused as error:
             if self._serves(header):
                 return ""  # it has come before, and the answer was lost
             self._hooks.meter.refusal(island, error.cause)
             self._hooks.on_change()  # another may have to be asked
             return f"published parameters refused: {error}"
-        if self.damage.recovered is not None:
-            self._hooks.spawn(self._finish_repair(admission))
+        if self.runner.damage.recovered is not None:
+            self._hooks.spawn(self.runner.finish_repair(admission))
         return ""
 
     def _serves(self, header: wire.UploadHeader) -> bool:
         """Whether a lane is one of the version that is served now."""
-        record, lane_id = self.record, header.lane_id
-        if self.damage.text or record is None or lane_id >= len(record.lane_digests):
+        record, lane_id = self.runner.record, header.lane_id
+        if self.runner.damage.text or record is None or lane_id >= len(record.lane_digests):
             return False
         own = record.version, record.lane_digests[lane_id]
         return own == (header.version, header.digest)
@@ -251,47 +210,46 @@ class FragmentService(RoundRunner):
     @property
     def phase(self) -> str:
         """Phase of the current round, in words."""
-        if self.damage.text:
+        if self.runner.damage.text:
             return "damaged"
         if self._fragment.fragment_id in self._hooks.disk_full.waiting:
             return WAITING_FOR_DISK
-        return "ended" if self.rounds.is_over else str(self.rounds.phase)
+        return "ended" if self.runner.rounds.is_over else str(self.runner.rounds.phase)
 
     def state(self, *, wants_initial: bool, has_lists: bool = True) -> wire.FragmentState:
         """Return what islands and the coordinator see of this fragment, or all but lists of it."""
         state = wire.FragmentState(
             fragment_id=self._fragment.fragment_id,
-            version=self.rounds.version,
-            attempt=self.rounds.attempt,
-            is_open=self.rounds.is_open,
+            version=self.runner.rounds.version,
+            attempt=self.runner.rounds.attempt,
+            is_open=self.runner.rounds.is_open,
             wants_initial=wants_initial,
-            is_damaged=bool(self.damage.text),
+            is_damaged=bool(self.runner.damage.text),
         )
-        if self.rounds.is_open:
-            state.takes_flush = self.rounds.takes_flush
-            state.members.extend(self.rounds.members if has_lists else ())
-        if self.record is not None and self._is_readable(self.record.version):
-            state.version, state.is_founded = self.record.version, True
-            state.digest = self.record.digest
+        if self.runner.rounds.is_open:
+            state.takes_flush = self.runner.rounds.takes_flush
+            state.members.extend(self.runner.rounds.members if has_lists else ())
+        if self.runner.record is not None and self._is_readable(self.runner.record.version):
+            state.version, state.is_founded = self.runner.record.version, True
+            state.digest = self.runner.record.digest
             if has_lists:
-                state.lane_digests.extend(self.record.lane_digests)
-                state.contributors.extend(c.island for c in self.record.contributors)
-            state.payload_codec = self.record.payload_codec
-            state.sent_at_inner_step = self.record.sent_at_inner_step
-            state.is_flush = self.record.is_flush
-            state.merged_tokens = self.record.merged_tokens
-            state.asks_trial = asks_trial(self.record.guard)
+                state.lane_digests.extend(self.runner.record.lane_digests)
+                state.contributors.extend(c.island for c in self.runner.record.contributors)
+            state.payload_codec = self.runner.record.payload_codec
+            state.sent_at_inner_step = self.runner.record.sent_at_inner_step
+            state.is_flush = self.runner.record.is_flush
+            state.merged_tokens = self.runner.record.merged_tokens
+            state.asks_trial = asks_trial(self.runner.record.guard)
         return state
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return lanes of a published version, and the reply that goes before them."""
-        return await fetch_lanes(header, self.record, self._store, self._hooks.workers.reads)
+        return await fetch_lanes(header, self.runner.record, self._store, self._hooks.workers.reads)
 
     def fetched(self, header: wire.FetchHeader, num_bytes: int) -> None:
         """Record that lanes were sent, to the last byte: what xi_sync is measured by."""
         self._hooks.meter.sent(header.fragment_id, header.grant.island, num_bytes)
-        if header.version == self.rounds.version:
-            self._emit_fetched(self._fetches.sent(header.grant.island, header.lane_ids, loop_now()))
+        self.runner.sent(header.version, header.grant.island, header.lane_ids)
 
     def check_whole(self) -> None:
         """Have anyone who calls call again until the fragment is served.
@@ -299,8 +257,8 @@ class FragmentService(RoundRunner):
         Raises:
             NotYet: If it is damaged.
         """
-        if self.damage.text:
-            raise NotYet(self.damage.text)
+        if self.runner.damage.text:
+            raise NotYet(self.runner.damage.text)
 
     def check_readable(self, version: int) -> None:
         """Have anyone who calls for a version call again until it can be read.
@@ -309,7 +267,7 @@ class FragmentService(RoundRunner):
             NotYet: If the fragment is damaged, and this version may be what it has lost.
         """
         if not self._is_readable(version):
-            raise NotYet(self.damage.text)
+            raise NotYet(self.runner.damage.text)
 
     def _is_readable(self, version: int) -> bool:
-        return not self.damage.text or version <= self.damage.readable
+        return not self.runner.damage.text or version <= self.runner.damage.readable

@@ -216,16 +216,16 @@ class Syncer:
         First from the one that is named, if any is.
         """
         service = self._services.get(fragment_id)
-        if service is not None and service.damage.ask(island, record_json, loop_now()):
+        if service is not None and service.runner.damage.ask(island, record_json, loop_now()):
             self._notify()
 
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
-        return self._services[fragment_id].damage.text
+        return self._services[fragment_id].runner.damage.text
 
     def lost(self, fragment_id: int) -> FragmentStatus:
         """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
-        damage = self._services[fragment_id].damage
+        damage = self._services[fragment_id].runner.damage
         if not damage.text:
             return FragmentStatus()
         return FragmentStatus(
@@ -241,7 +241,7 @@ class Syncer:
         """
         for fragment_id in self._services.keys() & num_versions.keys():
             digest = (digests or {}).get(fragment_id, "")
-            self._services[fragment_id].indexed(num_versions[fragment_id], digest)
+            self._services[fragment_id].runner.indexed(num_versions[fragment_id], digest)
 
     def rounds_of(self, fragment_id: int) -> tuple[int, int]:
         """Rounds of a fragment published since the start, and those that count one island."""
@@ -253,7 +253,7 @@ class Syncer:
         await self._admission.start()
         await self._transfers.start()
         for service in self._services.values():
-            await service.start(self._admission)
+            await service.runner.start(self._admission)
 
     async def verify_stores(self) -> None:
         """Verify once, besides rounds, what the start did not read of the stores.
@@ -264,12 +264,14 @@ class Syncer:
         rots = []
         for p, service in self._services.items():
             try:
-                rots += [(service, rot) for rot in await service.verify_store(worker)]
+                rots += [(service, rot) for rot in await service.runner.verify_store(worker)]
             except Exception:
                 logger.exception("the store of fragment %d is not verified any further", p)
         while rots:
             await asyncio.sleep(LASTING_S / 2)
-            rots = [(service, rot) for service, rot in rots if await service.look_at(rot, worker)]
+            rots = [
+                (service, rot) for service, rot in rots if await service.runner.look_at(rot, worker)
+            ]
 
     def set_orders(self, orders: Orders) -> None:
         """Take the coordinator's orders: they count once they are durable; does not block."""
@@ -278,24 +280,24 @@ class Syncer:
     def _granted(self, island: str, incarnation: int) -> None:
         self._steps.forget(island)
         for service in self._services.values():
-            service.granted(island, incarnation)
+            service.runner.granted(island, incarnation)
         self._notify()
 
     def _hold_openings(self, is_held: bool) -> None:
         for service in self._services.values():
-            service.hold_openings(is_held)
+            service.runner.hold_openings(is_held)
         self._notify()
 
     def _take_roster(self, roster: Roster) -> None:
         for service in self._services.values():
-            service.set_roster(roster)
+            service.runner.set_roster(roster)
         self._notify()
 
     def _take_rules(self, rules: SyncerRules) -> None:
         num_fragments = len(self._plan.fragments)
         for fragment_id, service in self._services.items():
             fragment = self._plan.fragments[fragment_id]
-            service.set_rules(rules.of_fragment(fragment, num_fragments))
+            service.runner.set_rules(rules.of_fragment(fragment, num_fragments))
 
     @property
     def pinned_cut(self) -> int:
@@ -315,7 +317,7 @@ class Syncer:
         self._admission.stop()
         self._transfers.stop()
         for service in self._services.values():
-            service.stop()
+            service.runner.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -337,8 +339,8 @@ class Syncer:
             lane = arrival_of(header)
             admission = await service.receive(lane, header.codec, call)
             reply.status = SUBMIT_STATUS[admission]
-            reply.message = service.rounds.history_of(lane)
-            outcome = service.rounds.outcome(lane.key, lane.island, lane.incarnation)
+            reply.message = service.runner.rounds.history_of(lane)
+            outcome = service.runner.rounds.outcome(lane.key, lane.island, lane.incarnation)
             if outcome is not None:
                 reply.outcome.CopyFrom(outcome_message(outcome))
         return Reply.of(reply)
@@ -354,7 +356,7 @@ class Syncer:
         service.check_whole()
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
-        service.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
+        service.runner.refuse(key_of(request.key), grant.island, grant.incarnation, reason)
         return self._ack("")
 
     async def _upload(self, call: IncomingCall) -> Reply:
@@ -367,7 +369,7 @@ class Syncer:
         if header.is_published:
             return self._ack(await service.take_published(header, call, self._admission))
         service.check_whole()
-        if service.record is not None:
+        if service.runner.record is not None:
             return self._ack("")
         if not self._wants_initial(service, header.grant.island):
             return self._ack(
@@ -441,7 +443,11 @@ class Syncer:
         return words
 
     def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        is_new = service.record is None and not service.damage.text and self._rules.timeline == 0
+        is_new = (
+            service.runner.record is None
+            and not service.runner.damage.text
+            and self._rules.timeline == 0
+        )
         return is_new and island == self._admission.founder()
 
     # -- plumbing --------------------------------------------------------------------------------

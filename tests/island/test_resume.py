@@ -312,7 +312,7 @@ def test_what_is_in_flight_is_sent_again_as_it_was(setting: Setting) -> None:
         assert a.kinds("fragment_sent") == [], "nothing is encoded again"
         assert a.session.num_in_flight == len(before) == 2
         for p, fragment in enumerate(run.setting.plan().fragments):
-            record = run.syncer._services[p]._store.load(1)
+            record = run.syncer._services[p].runner._store.load(1)
             assert record.key is not None
             assert (record.key.timeline, record.key.attempt) == (1, 0)
             (contributor,) = [c for c in record.contributors if c.island == "a"]

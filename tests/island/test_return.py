@@ -221,7 +221,7 @@ def test_it_takes_what_is_published_and_says_what_was_lost(setting: Setting) -> 
 def published_of(run: VirtualRun) -> dict[str, list[float]]:
     plan, values = run.setting.plan(), {}
     for fragment in plan.fragments:
-        record = run.syncer._services[fragment.fragment_id].record
+        record = run.syncer._services[fragment.fragment_id].runner.record
         assert record is not None
         whole = torch.cat([lane.published for lane in record.lanes])
         for entry in fragment.entries:

@@ -439,7 +439,7 @@ class ArrivalSite:
 
     @property
     def _key(self) -> fragment_pb2.RoundKey:
-        return key_message(self.run.syncer._services[0].rounds.key)
+        return key_message(self.run.syncer._services[0].runner.rounds.key)
 
     def _submit(self) -> Said:
         return Said(

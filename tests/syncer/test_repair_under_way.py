@@ -101,7 +101,7 @@ def test_the_index_damages_nothing_that_is_being_repaired(setting: Setting) -> N
         for _ in range(10):
             await poll(a, b)
             await asyncio.sleep(1.0)
-        assert service_of(run).rounds.is_open
+        assert service_of(run).runner.rounds.is_open
 
     run_virtual(scenario())
 
@@ -145,7 +145,7 @@ def test_a_repair_that_finds_no_room_is_repeated(
 ) -> None:
     async def scenario() -> None:
         run, (a, _, _) = await damaged(setting)
-        store = service_of(run)._store
+        store = service_of(run).runner._store
         recover = store.recover
 
         def full() -> None:
@@ -176,7 +176,7 @@ def test_who_comes_and_what_is_ordered_during_a_repair_counts_after_it(setting: 
         for _ in range(10):
             await poll(*islands)
             await asyncio.sleep(1.0)
-        rounds = service_of(run).rounds
+        rounds = service_of(run).runner.rounds
         assert rounds.is_open
         assert rounds.members == ("a", "b", "c")
         assert rounds.rules.min_contributions == 2
@@ -192,7 +192,7 @@ def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Set
         for _ in range(8):
             await poll(a, b)
             await asyncio.sleep(1.0)
-        assert service_of(run).rounds.is_open
+        assert service_of(run).runner.rounds.is_open
         run.syncer.indexed({0: 2})
         orders = Orders(roster=Roster(("a", "b")), policy_json='{"quorum": 2}', policy_revision=1)
         run.syncer.set_orders(orders)
@@ -202,14 +202,14 @@ def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Set
         run.syncer._hold_openings(True)
         service_of(run)._hooks.disk_full.waiting.add(7)  # another fragment of this syncer
         assert [await give(a, lane_id, version=1) for lane_id in (0, 1)] == ["", ""]
-        assert service_of(run).rounds.rules.min_contributions == 2
+        assert service_of(run).runner.rounds.rules.min_contributions == 2
         for _ in range(10):
             await poll(a, b)
             await asyncio.sleep(1.0)
-        assert not service_of(run).rounds.is_open, "nothing opens while the disk is full"
+        assert not service_of(run).runner.rounds.is_open, "nothing opens while the disk is full"
         run.syncer._hold_openings(False)
         await poll(a, b)
-        assert service_of(run).rounds.is_open
+        assert service_of(run).runner.rounds.is_open
 
     run_virtual(scenario())
 
@@ -217,10 +217,12 @@ def test_a_policy_that_was_set_while_it_was_damaged_counts_after_it(setting: Set
 async def published(run: VirtualRun, islands: list[RawIsland], version: int) -> None:
     """Have the first of the islands contribute to each version up to this one."""
     service = service_of(run)
-    while service.rounds.version < version:
+    while service.runner.rounds.version < version:
         await poll(*islands[:2])
-        if service.rounds.is_open:
-            await islands[0].contribute(service.rounds.key, value=1.0 + service.rounds.version / 3)
+        if service.runner.rounds.is_open:
+            await islands[0].contribute(
+                service.runner.rounds.key, value=1.0 + service.runner.rounds.version / 3
+            )
         await asyncio.sleep(1.0)
 
 
@@ -283,7 +285,7 @@ def test_a_later_version_known_of_during_a_repair_is_lost_after_it(setting: Sett
 
 async def closing(run: VirtualRun, islands: list[RawIsland]) -> None:
     """Have the next attempt close, and come back while that is under way."""
-    rounds = service_of(run).rounds
+    rounds = service_of(run).runner.rounds
     while not rounds.is_open:
         await poll(*islands[:2])
         await asyncio.sleep(0.1)
@@ -322,7 +324,7 @@ def test_a_merge_under_way_when_a_version_is_lost_comes_to_nothing(
         worker = SlowWorker()
         run.worker = worker
         await restart(run)
-        store = service_of(run)._store
+        store = service_of(run).runner._store
         draft = store.draft
 
         def draft_and_lose(*arguments: Any) -> RecordDraft:
@@ -365,7 +367,7 @@ def test_what_waits_for_room_is_given_up_when_the_fragment_is_repaired(
         run, islands = await begun(setting)
         await published(run, islands, 2)
         service = service_of(run)
-        while not service.rounds.is_open:
+        while not service.runner.rounds.is_open:
             await poll(*islands[:2])
             await asyncio.sleep(0.1)
 
@@ -373,8 +375,8 @@ def test_what_waits_for_room_is_given_up_when_the_fragment_is_repaired(
             raise DiskFull("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(service._store, "record_expiry" if is_expiry else "draft", full)
-            key = service.rounds.key
+            patch.setattr(service.runner._store, "record_expiry" if is_expiry else "draft", full)
+            key = service.runner.rounds.key
             for island in islands[: 1 + is_expiry]:
                 await (island.decline(key) if is_expiry else island.contribute(key))
             while run.syncer.phase(0) != WAITING_FOR_DISK:

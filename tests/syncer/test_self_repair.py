@@ -226,7 +226,7 @@ def test_another_island_is_asked_where_the_first_does_not_give_it(
         run.coordinate()
         await asyncio.sleep(3.0)
         assert run.run.syncer.damage(0)
-        (first,) = run.run.syncer._services[0].damage._sources.asked
+        (first,) = run.run.syncer._services[0].runner.damage._sources.asked
         second = "ab".replace(first, "")
         run.unmute(second)
         if what == "restarts":

@@ -65,7 +65,7 @@ def test_islands_are_told_to_ask_first_while_more_may_come_than_is_let_in(
             thin.setattr("diloco.syncer.polls.MOST_UPLOADS", 1)
             assert not (await a.poll()).asks_first, "one lane of them"
 
-        run.syncer._services[1].hold_openings(True)
+        run.syncer._services[1].runner.hold_openings(True)
         for fragment in fragments:
             a.lanes = fragment.lanes
             assert all(ack.is_accepted for ack in await a.upload(fragment_id=fragment.fragment_id))
@@ -73,7 +73,7 @@ def test_islands_are_told_to_ask_first_while_more_may_come_than_is_let_in(
         assert [state.is_open for state in reply.fragments] == [True, False]
         assert not reply.asks_first
 
-        run.syncer._services[1].hold_openings(False)
+        run.syncer._services[1].runner.hold_openings(False)
         reply = await a.poll()
         assert [state.is_open for state in reply.fragments] == [True, True]
         assert reply.asks_first
@@ -413,7 +413,7 @@ def test_an_incarnation_is_durable_before_anything_of_it_is_accepted(setting: Se
         submission = asyncio.create_task(newer.submit())
         await run.worker.died.wait()
 
-        assert run.syncer._services[0].rounds.contributions == {}
+        assert run.syncer._services[0].runner.rounds.contributions == {}
         submission.cancel()
         assert (await a.poll()).syncer_epoch == 2
 
@@ -437,7 +437,7 @@ def test_an_older_start_is_fenced_with_all_its_lanes_also_by_a_restarted_syncer(
 
         assert not (await newer.poll()).is_fenced
         assert (await waiting).is_fenced, "told at once"
-        assert run.syncer._services[0]._spool == {}
+        assert run.syncer._services[0].runner._spool == {}
         assert (await b.submit()).status == wire.SUBMIT_STATUS_FENCED
         await a.contribute(value=2.0)
         assert version_of(run) == (0, 0, True)
@@ -469,7 +469,7 @@ def test_a_lane_on_its_way_when_its_start_is_fenced_is_not_counted(
         assert reply.status == wire.SUBMIT_STATUS_FENCED
         assert "a newer start has joined" in reply.message
         service = run.syncer._services[0]
-        assert (service.rounds.contributions, service._spool) == ({}, {})
+        assert (service.runner.rounds.contributions, service.runner._spool) == ({}, {})
 
     run_virtual(scenario())
 
@@ -555,7 +555,7 @@ def test_other_bytes_under_the_same_name_refuse_the_whole_contribution(setting: 
 
         assert reply.status == wire.SUBMIT_STATUS_CONFLICT
         assert reply.outcome.kind == wire.OUTCOME_KIND_REFUSED
-        assert run.syncer._services[0]._spool == {}
+        assert run.syncer._services[0].runner._spool == {}
         await b.contribute(value=4.0)
         await asyncio.sleep(1.0)
         assert await b.published(1) == [-4.0, -4.0]
@@ -594,7 +594,7 @@ def test_a_malformed_contribution_is_refused_and_the_others_go_on(
         assert reply.status == wire.SUBMIT_STATUS_OUTCOME
         assert reply.outcome.kind == wire.OUTCOME_KIND_REFUSED
         assert reason in reply.outcome.reason
-        assert run.syncer._services[0]._spool == {}, "with all its lanes"
+        assert run.syncer._services[0].runner._spool == {}, "with all its lanes"
         assert version_of(run) == (0, 0, True)
         await b.contribute(value=7.0)
         await asyncio.sleep(1.0)
@@ -699,7 +699,7 @@ def test_a_decline_leaves_the_attempt_to_the_others(setting: Setting) -> None:
 
         assert (await b.decline()).is_accepted
         assert (await b.decline()).is_accepted, "as often as one likes"
-        assert run.syncer._services[0]._spool == {}
+        assert run.syncer._services[0].runner._spool == {}
         await a.contribute(value=6.0)
         await asyncio.sleep(1.0)
 
@@ -730,7 +730,7 @@ def test_a_late_lane_is_answered_with_its_outcome(setting: Setting) -> None:
         run, (a, b) = await founded(setting)
         await a.contribute()
         await asyncio.sleep(setting.round_deadline_s + 1)
-        assert run.syncer._services[0]._spool == {}
+        assert run.syncer._services[0].runner._spool == {}
 
         late = await b.submit()
 
@@ -802,9 +802,9 @@ def test_retained_versions_are_served_and_older_ones_are_gone(setting: Setting) 
         assert await status(7, wire.FETCH_KIND_DENSE) == wire.FETCH_STATUS_UNKNOWN
         assert await status(6, wire.FETCH_KIND_DENSE, 2) == wire.FETCH_STATUS_UNKNOWN
         service = run.syncer._services[0]
-        assert sorted(service.rounds.past) == [2, 3, 4, 5], "forgotten with their records"
-        assert service.record is not None
-        assert service.record.contributions == {}, "kept on the disk only"
+        assert sorted(service.runner.rounds.past) == [2, 3, 4, 5], "forgotten with their records"
+        assert service.runner.record is not None
+        assert service.runner.record.contributions == {}, "kept on the disk only"
 
     run_virtual(scenario())
 

@@ -647,7 +647,7 @@ def test_who_was_counted_hears_so_however_long_ago_it_was(setting: Setting) -> N
         await next_opening(run, a, c)
         for _ in range(7):
             await publish(run, a, c)
-        assert len(run.syncer._services[0].rounds.past) < 7
+        assert len(run.syncer._services[0].runner.rounds.past) < 7
 
         assert await b.end(late) is OutcomeKind.INCLUDED
         assert await b.end(KEY) is OutcomeKind.NOT_INCLUDED
@@ -772,7 +772,7 @@ def test_a_contributor_that_is_gone_measures_no_fetch(setting: Setting, end: str
         await heartbeat(a, c)
         assert version_of(run) == (1, 0, True)
 
-        timing = run.syncer._services[0].rounds._timing
+        timing = run.syncer._services[0].runner.rounds._timing
         assert isinstance(timing, MeasuredTiming)
         measured = {"dies": None, "is slow": pytest.approx(1.2)}
         assert timing._until_fetched.value == measured.get(end, pytest.approx(0.2, abs=0.05))

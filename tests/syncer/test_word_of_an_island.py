@@ -112,13 +112,13 @@ def test_more_versions_than_are_kept_are_lost_by_the_word_of_the_coordinator_alo
             assert not run.syncer.damage(0)
             assert run.syncer.meter.counts.refusals == {("b", Cause.KEY): count}
         with pytest.raises(AssertionError, match="not within"):
-            await until([a, b], lambda: service.rounds.is_open, within_s=20)
+            await until([a, b], lambda: service.runner.rounds.is_open, within_s=20)
 
         run.syncer.indexed({0: version + 1 if was_published else 1})
         assert bool(run.syncer.damage(0)) == was_published
         await b.poll(known=ahead(version), step_s=1.0)
         if not was_published:
-            await until([a, b], lambda: service.rounds.is_open, within_s=20)
+            await until([a, b], lambda: service.runner.rounds.is_open, within_s=20)
         assert run.syncer.meter.counts.refusals["b", Cause.KEY] == (2 if was_published else 3)
 
     run_virtual(scenario())
