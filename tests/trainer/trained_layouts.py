@@ -1,6 +1,6 @@
 """Rows of the table of layouts, trained with lanes written in between, and whole values kept.
 
-`run_rows` trains those of one number of ranks in one process group, one after the other, and
+`run_rows` trains some of one number of ranks in one process group, one after the other, and
 `alone` trains what they have in common on one rank.
 """
 
@@ -20,17 +20,17 @@ from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from diloco.trainer.trainer import InnerTrainer
 from tests.distributed import run_ranks
 from tests.trainer.collectives import Collectives
-from tests.trainer.layout_case import INNER_STEPS, Case, Loads
-from tests.trainer.layouts import case_of, names
+from tests.trainer.layout_case import INNER_STEPS, Case
+from tests.trainer.layouts import case_of
 from tests.trainer.small_island import CPU, Array, one_rank, whole_parameters
 
 
 @cache
-def run_rows(num_ranks: int, loads: Loads) -> list[dict[str, Any]]:
-    """Train all rows of a number of ranks; returns, by rank, the results by name."""
-    rows = names(num_ranks, loads)
+def run_rows(rows: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Train rows of one number of ranks; returns, by rank, the results by name."""
+    num_ranks, loads = case_of(rows[0]).num_ranks, case_of(rows[0]).loads
     seconds = 140 if loads == "compiler" else 60
-    return run_ranks(_train_rows, num_ranks, rows, timeout_s=seconds * num_ranks)
+    return run_ranks(_train_rows, num_ranks, list(rows), timeout_s=seconds * num_ranks)
 
 
 def _train_rows(island_rank: int, rows: list[str]) -> dict[str, Any]:
