@@ -43,7 +43,7 @@ Key: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a member bears from the others.
+    """Limits of what a member accepts from the others.
 
     Attributes:
         max_bytes: Largest vector.

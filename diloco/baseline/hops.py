@@ -1,4 +1,4 @@
-"""What is between islands in a hierarchical all-reduce: our transport, or a plain process group.
+"""The hop between islands of a hierarchical all-reduce: our transport, or a plain process group.
 
 Both sum a shard over islands in the same order with the same codec, so all members hold the same
 bits whichever it was. Every rank of an island reduces another shard with the ranks of the other

@@ -29,7 +29,7 @@ NAMES = (FLAT, HIERARCHICAL, LOCAL_SGD, POST_LOCAL_SGD)
 
 @dataclass(frozen=True, slots=True)
 class BaselineOptions:
-    """What a baseline is, besides the run.
+    """Options of a baseline, besides the run.
 
     Attributes:
         name: One of `NAMES`.

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a baseline has values in common; JSON values.
+    """The method by which a baseline keeps its members equal; JSON values.
 
     Attributes:
         average_every: Inner steps from one average of the parameters to the next; 0: gradients are

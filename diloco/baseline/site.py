@@ -52,7 +52,7 @@ _LIMITS = Limits(calls_per_s=1e6, burst=1_000_000)
 
 @dataclass(frozen=True, slots=True)
 class SiteOrder:
-    """What one member is told; JSON values.
+    """The order that one member is started with; JSON values.
 
     Attributes:
         start: Drawn for all members together.

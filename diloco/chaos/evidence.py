@@ -1,4 +1,4 @@
-"""What a run under chaos left behind, and the questions that are asked of it. Pure."""
+"""The evidence that a run under chaos leaves, and queries of it. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is judged.
+    """The evidence of one run.
 
     Args:
         history: The fault log.

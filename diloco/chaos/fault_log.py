@@ -65,7 +65,7 @@ class FaultLog:
 
 @dataclass(slots=True)
 class FaultHistory:
-    """What became of one fault; None: it never came to that. Times in seconds.
+    """The history of one fault; None: it never came to that. Times in seconds.
 
     `back_s` is the time from its begin to the next process of its kind serving; `had_chance`: its
     target was there, and did not end before it was met.
@@ -127,11 +127,6 @@ class RunHistory:
     training_unix_s: float | None = None
     over_s: float | None = None
     over_unix_s: float | None = None
-
-    @property
-    def num_fired(self) -> int:
-        """Faults that took effect."""
-        return sum(history.fired for history in self.faults)
 
 
 def read_fault_log(lines: Sequence[Mapping[str, Any]], faults: Sequence[TimedFault]) -> RunHistory:

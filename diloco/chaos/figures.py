@@ -18,7 +18,7 @@ from diloco.report.island_starts import effective, has_ended
 
 @dataclass(frozen=True, slots=True)
 class FaultFigures:
-    """How an island fared; times in seconds.
+    """Figures of one island; times in seconds.
 
     `goodput` is the share of wall time in inner steps that stand; `predicted` is that of the same
     run without faults, less the share of time for which faults kept islands from training: all
@@ -73,7 +73,7 @@ def island_figures(
 
 @dataclass(frozen=True, slots=True)
 class AccidentFigures:
-    """What a kill, restart or freeze of an island cost the other islands, and itself.
+    """The cost of a kill, restart or freeze of an island, to the other islands and to itself.
 
     Figures of the others are the worst of them, from the fault until the island's contributions are
     included again. None: not known, for the run ended before.

@@ -1,4 +1,4 @@
-"""What every injector of faults has in common."""
+"""The interface of all injectors of faults."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _limit_files(pid: int, *, is_full: bool) -> bool:
 
 
 class _FromWithin(Injector):
-    """What a process does to itself, as a file says that it reads once a second."""
+    """A fault that a process has from within, by a file that it reads once a second."""
 
     place: tuple[Path, str]
     counted: str

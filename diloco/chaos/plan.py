@@ -41,7 +41,7 @@ _BETWEEN_LINK_FAULTS_S = 2.0
 
 
 class Kind(StrEnum):
-    """What can happen."""
+    """Kinds of faults."""
 
     KILL = "kill"
     RESTART = "restart"
@@ -120,7 +120,7 @@ Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
 
 class Strength(Section):
-    """How hard faults are, where they have a degree."""
+    """Strength of faults that have a degree."""
 
     delay: Duration = Field(default="300ms", description="By which calls are late; reorder: most")
     bandwidth: Bandwidth = Field(
@@ -178,7 +178,7 @@ class MixConfig(Strength):
 
 
 class JudgeConfig(Section):
-    """What `--require` asks for beyond the invariants; "0s" and 0: not judged."""
+    """Bars of `--require` beyond the invariants; "0s" and 0: not judged."""
 
     coordinator_back: Duration = Field(
         default="0s", description="Longest time from a coordinator's kill to the next one serving"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from diloco.chaos.environment import ChaosEnvironment
 from diloco.chaos.fault_log import FaultLog
-from diloco.chaos.injectors import Injector, injector_of
+from diloco.chaos.injector import Injector
+from diloco.chaos.injectors import injector_of
 from diloco.chaos.plan import ENDING, ChaosPlan, Kind, TimedFault, expand
 from diloco.config.load import load_config
 from diloco.config.schema import Config
@@ -40,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run under chaos ended.
+    """The end of a run under chaos.
 
     Args:
         config: The run as it was made.

@@ -20,7 +20,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 class Manner(StrEnum):
-    """How far a stranger goes."""
+    """How far an unknown connection goes."""
 
     SILENT = "silent"
     HELLO = "hello"

@@ -1,4 +1,4 @@
-"""A copy of a run's state while it is under way, laid out as the state directory is.
+"""Copies a run's state while it is under way, laid out as the state directory is.
 
     journal.sqlite, resolved.toml, fingerprint, timeline.json    of the coordinator
     syncer/    plan, incarnations, epoch, timeline, the records of every fragment, the pins; of

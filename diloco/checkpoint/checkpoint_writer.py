@@ -66,7 +66,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank writes of a checkpoint: what its file lists, and the bytes, to be walked once.
+    """One rank's part of a checkpoint: the header of its file, and the bytes, to be walked once.
 
     Walking is collective unless they were copied.
     """

@@ -71,6 +71,12 @@ def found_directory(directory: Path, island: str, step: int) -> Path:
     return _steps(directory, island).get(step, step_directory(directory, island, step))
 
 
+def step_of(name: str) -> int | None:
+    """Inner step or cut of a checkpoint's directory, by its name; None: it is no checkpoint's."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def rank_file(island_rank: int, num_ranks: int) -> str:
     """Name of a rank's file."""
     return f"rank-{island_rank:05d}-of-{num_ranks:05d}.safetensors"
@@ -369,7 +375,7 @@ def _read_plan(path: Path) -> Plan:
 def _steps(directory: Path, island: str) -> dict[int, Path]:
     """Inner steps or cuts that have a directory, whole or not, ascending."""
     paths = [path for path in (directory / island).glob("*-*") if path.is_dir()]
-    found = {int(m[1]): path for path in paths if (m := _STEP.fullmatch(path.name))}
+    found = {step: path for path in paths if (step := step_of(path.name)) is not None}
     return dict(sorted(found.items()))
 
 

@@ -60,7 +60,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was exported, and where it is.
+    """An export: its place and its versions.
 
     `files` tells size and digest of each weight file; `absent_tokenizer` is the run's tokenizer if
     it is to be added by hand, else empty.

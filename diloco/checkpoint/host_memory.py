@@ -76,7 +76,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands before a whole body.
+    """The header before a whole body.
 
     Args:
         sequence: Of the copy, from 1: which of two was made later.

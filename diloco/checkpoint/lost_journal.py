@@ -1,4 +1,4 @@
-"""A store without its journal: it is told from a new run, and the journal is made again.
+"""Detects a store whose journal was lost, and makes the journal again.
 
 `check_journal` keeps a coordinator from founding the run a second time next to what is left of
 it; `rebuild_journal` is what `diloco repair` does of it.

@@ -1,4 +1,4 @@
-"""A second place for an island's checkpoints: any URL that fsspec knows, as a bucket.
+"""Mirrors an island's checkpoints to a second place: any URL that fsspec knows, as a bucket.
 
     MIRROR/ISLAND/step-000000000120/parts-0001/rank-00000-of-00002.safetensors, ..., plan.json
                                    /manifest.json
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import threading
 import time
@@ -24,14 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.checkpoints import MANIFEST, found_directory, read_manifest
+from diloco.checkpoint.checkpoints import MANIFEST, found_directory, read_manifest, step_of
 from diloco.durable import make_directory_durably, sync_directory, unlink, write_durably
 from diloco.errors import ConfigError
 from diloco.telemetry.events import CheckpointMirrored, CheckpointMirrorFailed, Event
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"(?:step|cut)-(\d{12,})")
 #: Seconds before a copy that has failed is begun once more.
 _PAUSES_S = (1.0, 10.0)
 #: Seconds for which the end of a run waits for what is being copied.
@@ -178,8 +176,8 @@ class Mirror:
         except FileNotFoundError:
             return []
         names = (str(path).rstrip("/") for path in paths)
-        found = ((_STEP.fullmatch(path.rsplit("/", 1)[-1]), path) for path in names)
-        return sorted((int(match[1]), path) for match, path in found if match)
+        found = ((step_of(path.rsplit("/", 1)[-1]), path) for path in names)
+        return sorted((step, path) for step, path in found if step is not None)
 
     def _has(self, path: str) -> bool:
         return bool(self._fs.exists(path))

@@ -29,7 +29,7 @@ from diloco.versions.version import VersionRecord
 
 @dataclass(frozen=True, slots=True)
 class PublishedFragment:
-    """Which version of a fragment was read.
+    """The version of a fragment that was read.
 
     `inner_step` is the newest at which a contribution to it was sent, 0 for version 0; `digest` is
     that of the version, in hex.

@@ -1,4 +1,4 @@
-"""A thread that saves while training goes on: one job at a time, and no failure of it is lost.
+"""Saves in a thread while training goes on: one job at a time, and no failure of it is lost.
 
 It is a daemon: a rank that fails does not wait for its disk, and what was half written is no
 checkpoint. It has a process group of its own, so that its collectives never meet those of training.

@@ -16,7 +16,7 @@ from diloco.state_dir import ONLY_SYNCER, StateDir
 
 @dataclass(frozen=True, slots=True)
 class StorePart:
-    """What one syncer serves, or one island's peer.
+    """The fragments that one syncer serves, or one island's peer.
 
     Args:
         state: The run's state directory, as that syncer sees it.

@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.checkpoint.checkpoints import Checkpoint, valid_steps
+from diloco.checkpoint.checkpoints import Checkpoint, step_of, valid_steps
 from diloco.checkpoint.published import read_published
 from diloco.config.hugging_face import content_of, differences
 from diloco.config.model import ModelConfig
@@ -49,7 +48,6 @@ from diloco.trainer.state import INNER_OPTIMIZER
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"(?:step|cut)-(\d+)")
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = frozenset({"F32", "BF16", "F16"})
@@ -75,7 +73,7 @@ _Stored = Mapping[str, tuple[StoredTensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Where training begins.
+    """The parameters, optimizer and data position that training begins with.
 
     Attributes:
         source: What was found, in words.
@@ -377,8 +375,8 @@ def _from_checkpoint(path: Path, island_id: str, shape: Shape) -> WarmStart:
 def _locate(path: Path, island_id: str) -> tuple[Path, str, int]:
     """Give (directory of all islands, island, step) for any of the three levels of checkpoints."""
     path = path.resolve()
-    if match := _STEP.fullmatch(path.name):
-        return path.parent.parent, path.parent.name, int(match[1])
+    if (step := step_of(path.name)) is not None:
+        return path.parent.parent, path.parent.name, step
     if _has_steps(path):
         directory, islands = path.parent, [path.name]
     else:
@@ -400,7 +398,7 @@ def _locate(path: Path, island_id: str) -> tuple[Path, str, int]:
 
 
 def _has_steps(path: Path) -> bool:
-    return path.is_dir() and any(_STEP.fullmatch(child.name) for child in path.iterdir())
+    return path.is_dir() and any(step_of(child.name) is not None for child in path.iterdir())
 
 
 # -- fit -------------------------------------------------------------------------------------------

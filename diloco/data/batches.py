@@ -1,4 +1,4 @@
-"""What text gives to training: one island's batches, and the held-out sequences all share.
+"""The interface of text to training: an island's batches, and held-out sequences for all.
 
 Every rank of an island reads the same text and takes its data-parallel coordinate's slice of each
 batch, so the text does not depend on how the island is laid out.
@@ -34,7 +34,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class TextPosition:
-    """How far an island's batches have been drawn.
+    """The position up to which an island's batches have been drawn.
 
     Attributes:
         inner_step: Completed inner steps.
@@ -114,20 +114,11 @@ class Data(Protocol):
         sequence_length: Predicted tokens of a sequence.
     """
 
-    @property
-    def digest(self) -> str: ...  # noqa: D102
-
-    @property
-    def tokenizer_digest(self) -> str: ...  # noqa: D102
-
-    @property
-    def num_documents(self) -> int: ...  # noqa: D102
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def sequence_length(self) -> int: ...  # noqa: D102
+    digest: str
+    tokenizer_digest: str
+    num_documents: int
+    vocab_size: int
+    sequence_length: int
 
     def content(self) -> dict[str, Any]:
         """Say what the text is: JSON values, for `check_content` of a later start."""

@@ -35,7 +35,7 @@ class SourceEndedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which documents of a source are a slot's.
+    """The documents of a source that belong to a slot.
 
     Attributes:
         held_out: First documents, which nobody trains on.

@@ -121,7 +121,7 @@ class ChaoticLinks(LinkFaults):
         """Assign only."""
         self._directory = directory
         self._island = island
-        self._lines = _Lines() if has_lines else None
+        self._lines = _RankLines() if has_lines else None
         # All ways to syncers are one link, on which calls of one way may overtake those of another.
         self._fragments = Faults(FaultScript(seed=0), f"{island}/fragments")
         self._control = Faults(FaultScript(seed=0), f"{island}/control")
@@ -166,7 +166,7 @@ class ChaoticLinks(LinkFaults):
         return total
 
 
-class _Lines:
+class _RankLines:
     """The lines of one rank, one to each peer, with both ways in common; in a thread of theirs."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What planning, running and checking build alike from a configuration: rules and links."""
+"""Builds rules and links from a configuration, for planning, running and checking alike."""
 
 from __future__ import annotations
 

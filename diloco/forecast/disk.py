@@ -1,4 +1,4 @@
-"""What a run keeps on disk, from its configuration and number of parameters; whether that fits.
+"""Computes what a run keeps on disk, and checks that it fits.
 
     checkpoint of an island  (16 + payload) B a parameter: weights, two moments, anchor and what is
                              in flight, 8 more with error feedback; `keep` complete ones, those

@@ -1,4 +1,4 @@
-"""What a run will do, from its configuration alone: fragments, schedule, traffic. No network.
+"""Forecasts a run from its configuration alone: fragments, schedule, traffic. No network.
 
 bytes a round    every fragment once, up and down, in the run's codecs, without headers
 bytes a run      by the schedule, flush included

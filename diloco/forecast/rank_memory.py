@@ -1,4 +1,4 @@
-"""What one rank of an island takes of memory and computes, from the configuration alone.
+"""Forecasts memory and work of one rank of an island, from the configuration alone.
 
 A rank of an island with mesh pp x dp_replicate x (f = dp_shard cp) x (t = tp) has n values of the
 parameters of its stages: matrices in t parts, all in f. T: tokens of a micro-batch here, e: bytes
@@ -182,7 +182,7 @@ def memory_of(
 
 @dataclass(frozen=True, slots=True)
 class _BlockBytes:
-    """What a block keeps for its backward in each way, and what its backward makes on the way."""
+    """Bytes that a block keeps for its backward in each mode, and that the backward adds."""
 
     none: int
     selective: int

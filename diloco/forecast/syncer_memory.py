@@ -1,4 +1,4 @@
-"""What a syncer takes of its host's memory, from configuration and plan, and how it is bounded.
+"""Forecasts the memory of a syncer, from configuration and plan, and bounds it.
 
 Of each of its parameters, and of the values n of its largest fragment:
 

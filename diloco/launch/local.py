@@ -1,4 +1,4 @@
-"""A whole run on this machine: a coordinator (restarted if it dies) and one supervisor an island.
+"""Makes a whole run on this machine: a coordinator, restarted if it dies, and the islands.
 
 A coordinator that was killed (SIGKILL) after it had got as far as serving is started again at once
 and as often as that happens: somebody did it, and another start will serve, too. One that fails by

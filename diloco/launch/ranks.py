@@ -33,7 +33,7 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RanksEnd:
-    """How one start of an island's ranks ended.
+    """The end of one start of an island's ranks.
 
     Args:
         code: Exit code of the rank that tells most, negative: the signal that ended it; 0: all
@@ -80,7 +80,7 @@ class _RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankCommand:
-    """What every rank of an island is started with.
+    """The command and environment that every rank of an island is started with.
 
     Args:
         island: Name of the island.

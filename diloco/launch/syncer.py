@@ -171,7 +171,7 @@ async def _run_syncer(state: StateDir) -> int:
 async def _keep_what_is_asked(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     await _keep_plan(state, reporter, stopping)
     try:
-        _Incarnations(state.incarnations).load()
+        _SeenIncarnations(state.incarnations).load()
     except ValueError as error:
         logger.error("asking the coordinator which starts of islands count: %s", error)
         reply = await reporter.learn_plan()
@@ -441,7 +441,7 @@ def _build_syncer(
         rules,
         stores,
         syncer_epoch=epoch,
-        incarnations=_Incarnations(state.incarnations),
+        incarnations=_SeenIncarnations(state.incarnations),
         is_granted=lambda grant: is_valid(
             grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
         ),
@@ -469,7 +469,7 @@ def _warm_up(config: Config, plan: Plan) -> None:
     warm_up(plan, (config.outer.uplink, config.outer.downlink))
 
 
-class _Incarnations:
+class _SeenIncarnations:
     """Highest accepted incarnation of each island, in one file."""
 
     def __init__(self, path: Path) -> None:

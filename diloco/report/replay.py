@@ -23,7 +23,7 @@ from diloco.versions.replay import FragmentReplay, Replayed
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What making a run's versions again came to, and what else is on its audit log, in order.
+    """The result of computing a run's versions again, and the rest of its audit log, in order.
 
     `keeps_all`: the run keeps what every version is made of, so that none may be unknown.
     """

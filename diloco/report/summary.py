@@ -1,4 +1,4 @@
-"""What a finished run was, from its events and its durable records alone.
+"""Summarises a finished run, from its events and its durable records alone.
 
 Every figure is read or recomputed; `as_text` says them in words, `summary.json` keeps them. An
 island that returned, and all of them in a run that was resumed, had several starts: figures are

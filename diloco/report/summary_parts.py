@@ -1,4 +1,4 @@
-"""What a summary consists of: an island's figures, a fragment's, and what they are held against.
+"""The figures of a summary: of islands, of fragments, and of other ways of training.
 
 Figures alone: `diloco.report.summary` reads them, `diloco.report.summary_text` says them in words.
 """
@@ -90,7 +90,7 @@ class ArrivalSummary:
 
 @dataclass(frozen=True, slots=True)
 class TrafficAlternative:
-    """What another way of training would have moved, and its time on the same link."""
+    """The traffic of another way of training, and its time on the same link."""
 
     name: str
     bytes_up: int

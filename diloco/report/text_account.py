@@ -1,4 +1,4 @@
-"""What the islands of a run have drawn from its text, from their events, in figures and in words.
+"""Accounts for the text that the islands of a run drew, from their events.
 
 What a killed island drew after it had last noted it, at most half of `data.handover_samples`, is
 in no event: another has drawn it again, and here it counts once.

@@ -1,4 +1,4 @@
-"""What training an island leaves in its model and its inner optimizer, by canonical name.
+"""Reads and restores the training state of model and inner optimizer, by canonical name.
 
     model        parameters
     exp_avg      first moments of AdamW, momentum of Muon

@@ -43,7 +43,7 @@ _UNBOUNDED = StepBound()
 
 @dataclass(frozen=True, slots=True)
 class InnerMetrics:
-    """What one inner step of an island was; equal on all its ranks, the duration excepted.
+    """Figures of one inner step of an island; equal on all its ranks, the duration excepted.
 
     Attributes:
         inner_step: Completed inner steps, this one included.
@@ -69,7 +69,7 @@ class InnerMetrics:
 
 
 class Text(Protocol):
-    """Where the tokens of an inner step come from."""
+    """The source of the tokens of an inner step."""
 
     def batch(self, inner_step: int) -> Tensor:
         """Return the tokens of the step that follows so many completed ones, shape [B, S + 1]."""

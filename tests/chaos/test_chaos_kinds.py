@@ -20,7 +20,8 @@ import pytest
 from diloco.chaos import injectors, storm
 from diloco.chaos.environment import ChaosEnvironment, is_frozen, ranks_of
 from diloco.chaos.fault_log import FaultLog, read_fault_log
-from diloco.chaos.injectors import Injector, injector_of
+from diloco.chaos.injector import Injector
+from diloco.chaos.injectors import injector_of
 from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, TimedFault
 from diloco.chaos.runner import Director
 from diloco.config.load import load_config

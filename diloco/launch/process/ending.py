@@ -29,7 +29,7 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """What signals have asked of this process: a kind stop first, then one that waits for nothing.
+    """The stops that signals asked for: a graceful one first, then one that waits for nothing.
 
     Args:
         num_graceful: Signals that ask kindly.

@@ -1,4 +1,4 @@
-"""A trace of some inner steps of one rank, by torch.profiler, with the phases of a run named.
+"""Traces some inner steps of one rank with torch.profiler, the phases of a run named.
 
     diloco/inner/batch, /forward, /backward, /clip, /optimizer      an inner step
     diloco/inner/pipeline       in place of forward and backward; PyTorch names the stages' in it

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
 from diloco.island.registration import IslandState, Progress
+from diloco.island.session import DiLoCo
 from diloco.telemetry.compute import ComputeWork
 from diloco.telemetry.events import BytesMoved, Evaluated, Event, InnerStepDone, IslandEnded
 from diloco.telemetry.meter import StepMeter
@@ -24,47 +24,6 @@ from diloco.telemetry.tensorboard import TensorBoardSink
 from diloco.telemetry.wandb import WandbRun, WandbSink
 from diloco.trainer.models.experts import imbalances
 from diloco.trainer.trainer import InnerMetrics
-
-
-class Outer(Protocol):
-    """What is read of a rank's outer loop; bytes are those of the rank."""
-
-    @property
-    def inner_step(self) -> int:
-        """Completed inner steps."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Fragments whose contribution has no outcome yet."""
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds for which steps waited for outcomes."""
-
-    @property
-    def overwritten_steps(self) -> float:
-        """Inner steps whose local effect a merge replaced."""
-
-    @property
-    def dropped_tokens(self) -> float:
-        """Tokens that no version will have."""
-
-    @property
-    def left_tokens(self) -> float:
-        """Tokens that no version has yet."""
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        """Digest of what the model holds of each fragment at the end, in hex."""
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes sent to the syncer."""
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes received from the syncer."""
-
 
 _UNKNOWN = ComputeWork()
 
@@ -143,7 +102,7 @@ class RankRecord:
         """Note what all ranks of the island have sent and received so far."""
         self.progress = replace(self.progress, bytes_up=bytes_up, bytes_down=bytes_down)
 
-    def renew(self, state: IslandState, outer: Outer) -> None:
+    def renew(self, state: IslandState, outer: DiLoCo) -> None:
         """Renew what the next report says; record the island's bytes when they are news."""
         moved = BytesMoved(outer.inner_step, self.progress.bytes_up, self.progress.bytes_down)
         if self._is_leader and (moved.bytes_up, moved.bytes_down) != self._told_bytes:
@@ -173,7 +132,7 @@ class RankRecord:
         """Record a held-out loss."""
         self.write(Evaluated(inner_step, parameters, nats_per_byte))
 
-    def ended(self, outer: Outer, *, wall_s: float) -> None:
+    def ended(self, outer: DiLoCo, *, wall_s: float) -> None:
         """Record the sums of the rank's life; bytes are its own."""
         self.write(
             IslandEnded(

@@ -53,7 +53,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """What there is to say: slots by number, as they are under a revision of who holds what."""
+    """One report: slots by number, under one revision of their assignment."""
 
     revision: int
     slots: Mapping[int, _Slot]

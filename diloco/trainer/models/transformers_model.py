@@ -32,7 +32,7 @@ from diloco.trainer.models.model import draw
 
 @dataclass(frozen=True, slots=True)
 class TransformersShape:
-    """Which model it is, and its sizes, as `ModelConfig` has checked them.
+    """Name and sizes of the model, as `ModelConfig` has checked them.
 
     Attributes:
         hf_config: Pairs of key and JSON of config.json, sorted by key.

@@ -1,4 +1,4 @@
-"""How a model of `transformers` is split over the ranks along `tp`: by the plan that it has itself.
+"""Splits a model of `transformers` over the ranks along `tp`, by the plan that it has itself.
 
     colwise                            outputs of a matrix in parts, which stay in parts
     colwise_gather_output, colwise_rep the same, gathered (of the head: not, with loss_parallel)

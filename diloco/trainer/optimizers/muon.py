@@ -191,8 +191,8 @@ class _Matrix:
         return [ranks[replica % len(ranks)] for ranks in copies.values()]
 
 
-class _Bucket:
-    """What one rank exchanges for some matrices, with each peer and in the same order as it.
+class _ParameterBucket:
+    """Some matrices as one rank exchanges them, with each peer and in the same order as the peer.
 
     Attributes:
         given: By owner, the matrices whose part this rank sends.
@@ -228,7 +228,7 @@ class _Shared:
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         self._boxes = self._exchange_boxes()
         num_ranks = len(self._boxes)
-        self._buckets = [_Bucket(dealt, self._me, num_ranks) for dealt in self._deal()]
+        self._buckets = [_ParameterBucket(dealt, self._me, num_ranks) for dealt in self._deal()]
 
     def _exchange_boxes(self) -> list[list[Box]]:
         """Return by rank which box of each parameter it stores."""
@@ -305,7 +305,7 @@ class _Shared:
             lr, decay = settings(parameter)
             stored(parameter).mul_(1 - lr * decay)
         coming = self._gather(self._buckets[0], update)
-        going: tuple[_Bucket, _Transfer] | None = None
+        going: tuple[_ParameterBucket, _AllToAll] | None = None
         for number, bucket in enumerate(self._buckets):
             gathered = coming.wait()
             if number + 1 < len(self._buckets):
@@ -317,7 +317,7 @@ class _Shared:
         assert going is not None
         self._apply_(*going, settings)
 
-    def _gather(self, bucket: _Bucket, update: _Update) -> _Transfer:
+    def _gather(self, bucket: _ParameterBucket, update: _Update) -> _AllToAll:
         """Begin to send the parts of a bucket to the owners."""
         sent, wanted = self._numels(bucket.given), self._numels_of_peers(bucket.gathered)
         buffer = torch.empty(sum(sent), dtype=self._dtype, device=self._device)
@@ -327,7 +327,7 @@ class _Shared:
             room.copy_(update(parameter, partial(self._part, matrix)))
         return self._all_to_all(buffer, sent, wanted)
 
-    def _scatter(self, bucket: _Bucket, gathered: Tensor) -> _Transfer:
+    def _scatter(self, bucket: _ParameterBucket, gathered: Tensor) -> _AllToAll:
         """Make this rank's own matrices of a bucket orthogonal, and begin to send them back."""
         whole: dict[_Key, Tensor] = {}
         at = 0
@@ -354,8 +354,8 @@ class _Shared:
 
     def _apply_(
         self,
-        bucket: _Bucket,
-        returned: _Transfer,
+        bucket: _ParameterBucket,
+        returned: _AllToAll,
         settings: _Settings,
     ) -> None:
         matrices = [matrix for end in bucket.taken for matrix in end]
@@ -383,18 +383,18 @@ class _Shared:
         """Count the elements of each peer's parts."""
         return [sum(matrix.boxes[r].numel for matrix in end) for r, end in enumerate(ends)]
 
-    def _all_to_all(self, buffer: Tensor, sent: list[int], wanted: list[int]) -> _Transfer:
+    def _all_to_all(self, buffer: Tensor, sent: list[int], wanted: list[int]) -> _AllToAll:
         if self._group is None:
-            return _Transfer(buffer, buffer, None)
+            return _AllToAll(buffer, buffer, None)
         received = buffer.new_empty(sum(wanted))
         work = dist.all_to_all_single(
             received, buffer, wanted, sent, group=self._group, async_op=True
         )
-        return _Transfer(buffer, received, work)
+        return _AllToAll(buffer, received, work)
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class _AllToAll:
     """An all-to-all under way; what is sent must live until it is done."""
 
     sent: Tensor

@@ -84,7 +84,7 @@ class SpreadCompute:
             # Whom FSDP2 does not handle is of the type of its master, whatever is computed in.
             mine = stack.to_local().to(x_RD.dtype)
             local.append(_apply(_ScaledGradient, mine, 1 / num_ranks))
-        way, num_rows_L = _way(num_rows_X, self.group)
+        way, num_rows_L = _token_route(num_rows_X, self.group)
         came_PD = _apply(_Travel, x_RD, way.send, way.send_back)
         out_PD = apply_experts(came_PD, num_rows_L, *local)
         return _apply(_Travel, out_PD, way.send_back, way.send)
@@ -97,7 +97,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _TokenRoute:
     """Between rows at their tokens' ranks and rows at their experts' ranks, sorted by expert.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Way:
         return back
 
 
-def _way(num_rows_X: Tensor, group: dist.ProcessGroup) -> tuple[_Way, Tensor]:
+def _token_route(num_rows_X: Tensor, group: dist.ProcessGroup) -> tuple[_TokenRoute, Tensor]:
     """Tell each rank how many rows come for each of its experts; collective.
 
     Returns:
@@ -141,7 +141,7 @@ def _way(num_rows_X: Tensor, group: dist.ProcessGroup) -> tuple[_Way, Tensor]:
     sent, came = counts.tolist()  # what the host must know of what a device counted
     expert_X = torch.arange(coming_rL.shape[1], device=coming_X.device).repeat(num_ranks)
     expert_P = expert_X.repeat_interleave(coming_X, output_size=sum(came))
-    return _Way(group, sent, came, expert_P.argsort(stable=True)), coming_rL.sum(0)
+    return _TokenRoute(group, sent, came, expert_P.argsort(stable=True)), coming_rL.sum(0)
 
 
 class _Travel(torch.autograd.Function):
