@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.goodput.closed_form import fleet_goodput
 from diloco.simulations.goodput.decoupled_table import Cell
 from diloco.simulations.goodput.scenario import Goodput
@@ -17,28 +17,20 @@ if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = ("#000000", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#0072b2")
-_SMALL, _TITLE, _DPI = 8.0, 10.0, 150
-_SIZE_IN = (7.0, 4.5)
 #: How much fewer and more chips than the scenario's are drawn.
 _SPREAD = 8
-
-
-def write_figure(figure: Figure, path: Path) -> None:
-    """Write a picture; its suffix says the format."""
-    figure.savefig(path)
 
 
 def cells_figure(cells: Sequence[Cell]) -> Figure:
     """Draw a line of simulated cells a row of the table, and the published ones as crosses."""
     figure, axes = _empty("Goodput under failures: simulated, and published (x)")
-    for colour, row in zip(_COLOURS, dict.fromkeys(cell.row for cell in cells), strict=True):
+    for colour, row in zip(COLOURS, dict.fromkeys(cell.row for cell in cells), strict=False):
         of_row = [cell for cell in cells if cell.row == row]
         chips = [cell.num_chips for cell in of_row]
         axes.plot(chips, [cell.simulated for cell in of_row], "-o", ms=3, color=colour, label=row)
         axes.plot(chips, [cell.published for cell in of_row], "x", color=colour)
     axes.set_xticks(chips, [f"{number / 1e6:g}M" for number in chips])
-    axes.legend(fontsize=_SMALL, loc="lower left")
+    axes.legend(fontsize=SMALL, loc="lower left")
     return figure
 
 
@@ -49,7 +41,7 @@ def goodput_figure(result: Goodput) -> Figure:
     spread = np.geomspace(max(1, config.chips / _SPREAD), config.chips * _SPREAD, 50)
     others = sorted({1, max(1, config.learners // 4), config.learners, config.learners * 4})
     is_scheduled = config.rounds.merge == "scheduled"
-    for colour, learners in zip(_COLOURS, others, strict=False):
+    for colour, learners in zip(COLOURS, others, strict=False):
         other = replace(fleet, num_learners=learners)
         goodputs = [
             100 * fleet_goodput(replace(other, num_chips=int(chips)), waits_for_all=is_scheduled)
@@ -57,21 +49,15 @@ def goodput_figure(result: Goodput) -> Figure:
         ]
         axes.plot(spread, goodputs, color=colour, label=f"M = {learners}")
     axes.plot([config.chips], [100 * result.chips.goodput], "x", color="#000000", ms=9)
-    axes.legend(fontsize=_SMALL, loc="lower left")
+    axes.legend(fontsize=SMALL, loc="lower left")
     return figure
 
 
 def _empty(title: str) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE_IN, dpi=_DPI, layout="constrained")
+    figure = new_figure(7.0, 4.5)
     axes = figure.subplots()
-    axes.set_title(title, fontsize=_TITLE)
+    dress(axes, "chips", "share of the chips' time [%]", title)
     axes.set_xscale("log")
     axes.minorticks_off()
     axes.set_ylim(0, 100)
-    axes.set_xlabel("chips", fontsize=_SMALL)
-    axes.set_ylabel("share of the chips' time [%]", fontsize=_SMALL)
-    axes.tick_params(labelsize=_SMALL)
-    axes.grid(alpha=0.3)
     return figure, axes

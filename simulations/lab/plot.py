@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.lab.run import Result
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
-SMALL, TITLE, DPI = 8.0, 10.0, 150
 _STYLES = ("-", "--", ":")
 #: Letters of a legend that stand side by side.
 _LEGEND_WIDTH = 130
@@ -25,21 +22,15 @@ _FAR = 10.0
 _PANELS = (("tokens", "tokens"), ("virtual_s", "virtual time [s]"), ("megabytes", "moved [MB]"))
 
 
-def write_plot(results: Sequence[Result], path: Path) -> None:
-    """Write the picture; its suffix says the format."""
-    lab_figure(results).savefig(path)
-
-
 def lab_figure(results: Sequence[Result]) -> Figure:
     """Draw three panels side by side; a line is the mean over the seeds of a point."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result["readings"]:
             groups.setdefault(label_of(result["swept"]), []).append(result)
-    figure = Figure(figsize=(11.0, 4.2), dpi=DPI, layout="constrained")
+    figure = new_figure(11.0, 4.2)
     panels = figure.subplots(1, len(_PANELS), sharey=True)
     ends: list[list[float]] = [[] for _ in _PANELS]
     for number, (label, group) in enumerate(groups.items()):
@@ -68,15 +59,6 @@ def lab_figure(results: Sequence[Result]) -> Figure:
 def label_of(swept: Mapping[str, Any]) -> str:
     """Name a point by its swept values."""
     return ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in swept.items())
-
-
-def dress(axes: Axes, title: str) -> None:
-    """Give an axis its title and a quiet grid."""
-    axes.set_xlabel(title, fontsize=SMALL)
-    axes.tick_params(labelsize=SMALL, length=2)
-    axes.grid(visible=True, color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _means(group: Sequence[Result], key: str) -> tuple[list[float], list[float]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.report.rows import machine
 from diloco.report.statistics import Spread
+from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.lab.experiment import Experiment, RowConfig, Size
-from diloco.simulations.lab.plot import COLOURS, DPI, SMALL, TITLE, dress
 from diloco.simulations.lab.report import summary
 from diloco.simulations.lab.run import Result
 from diloco.simulations.lab.verdicts import Verdict, excess, figure_of, judge, percent
@@ -201,24 +201,17 @@ def _number(value: float | None, form: str) -> str:
 
 def figure_of_experiment(found: Found) -> Figure:
     """Draw the rows: lines over x by series, or bars; whiskers are deviations over seeds."""
-    from matplotlib.figure import Figure
-
     config = found.experiment.config
     values = {row["row"]: row for row in table_of(found)}
-    figure = Figure(figsize=(7.0, 4.0), dpi=DPI, layout="constrained")
+    figure = new_figure(7.0, 4.0)
     axes = figure.subplots()
-    if config.axis:
-        _draw_lines(axes, found, values)
-        dress(axes, config.axis)
-    else:
-        _draw_bars(axes, found, values)
-        dress(axes, "")
     label = _FIGURES[config.figure]
     if config.axis:
-        axes.set_ylabel(label, fontsize=SMALL)
+        _draw_lines(axes, found, values)
+        dress(axes, config.axis, label, config.title)
     else:
-        axes.set_xlabel(label, fontsize=SMALL)
-    axes.set_title(config.title, fontsize=TITLE)
+        _draw_bars(axes, found, values)
+        dress(axes, label, "", config.title)
     return figure
 
 

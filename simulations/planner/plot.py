@@ -6,10 +6,10 @@ where links are known: what the first island's rounds were simulated to be, in s
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.outer.schedule import Schedule
+from diloco.simulations.engine.figures import SMALL, TITLE, dress, new_figure
 from diloco.simulations.planner.prediction import Prediction
 from diloco.simulations.runs.fragment_peer import peer_name
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SMALL, _TITLE, _DPI, _WIDTH_IN = 7.5, 10.0, 150, 10.0
+_WIDTH_IN = 10.0
 _ROW_IN, _MOST_IN = 0.22, 9.0
 _PERIODS = 2
 _WINDOW = "#9ecae1"
@@ -35,23 +35,16 @@ _COLOURS = {
 _HEIGHTS = {"wait": 0.25}
 
 
-def write_plot(run: str, schedule: Schedule, predicted: Prediction | None, path: Path) -> None:
-    """Write the picture; its suffix says the format."""
-    plan_figure(run, schedule, predicted).savefig(path)
-
-
 def plan_figure(run: str, schedule: Schedule, predicted: Prediction | None) -> Figure:
     """Draw two periods of a schedule, and of a prediction."""
-    from matplotlib.figure import Figure
-
     panels = 1 if predicted is None else 2
     height_in = min(_MOST_IN, 1.2 + _ROW_IN * schedule.num_fragments)
-    figure = Figure(figsize=(_WIDTH_IN, panels * height_in), dpi=_DPI, layout="constrained")
+    figure = new_figure(_WIDTH_IN, panels * height_in)
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     _draw_schedule(axes[0], schedule)
     if predicted is not None:
         _draw_spans(axes[1], schedule, predicted)
-    figure.suptitle(f"{run}: the first {_PERIODS} rounds", fontsize=_TITLE)
+    figure.suptitle(f"{run}: the first {_PERIODS} rounds", fontsize=TITLE)
     return figure
 
 
@@ -63,8 +56,7 @@ def _draw_schedule(axes: Axes, schedule: Schedule) -> None:
             axes.barh(p, max(width, 0.1), left=step, height=0.7, color=_WINDOW)
             axes.plot([step], [p], marker="|", color="#000000", markersize=7)
     axes.set_xlim(0, last + schedule.overlap_steps)
-    axes.set_xlabel("completed inner steps; a bar: from a send to its merge", fontsize=_SMALL)
-    _dress(axes, schedule.num_fragments)
+    _dress(axes, "completed inner steps; a bar: from a send to its merge", schedule.num_fragments)
 
 
 def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
@@ -86,26 +78,20 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
                     color=colour,
                 )
     axes.set_xlim(0, until_s)
-    axes.set_xlabel(
-        f"seconds, predicted, of island {island} and anyone who merges", fontsize=_SMALL
-    )
-    _dress(axes, schedule.num_fragments)
+    what = f"seconds, predicted, of island {island} and who merges"
+    _dress(axes, what, schedule.num_fragments)
     axes.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         borderaxespad=0,
-        fontsize=_SMALL,
+        fontsize=SMALL,
         frameon=False,
     )
 
 
-def _dress(axes: Axes, num_fragments: int) -> None:
-    axes.set_ylabel("fragment", fontsize=_SMALL)
+def _dress(axes: Axes, what: str, num_fragments: int) -> None:
+    dress(axes, what, "fragment", grid="x")
     axes.set_ylim(num_fragments - 0.4, -0.6)
-    axes.tick_params(labelsize=_SMALL, length=2)
-    axes.grid(visible=True, axis="x", color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     if num_fragments <= 40:
         axes.set_yticks(range(num_fragments))

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.scenarios.bandwidth import GRID, bandwidth_curve
 from diloco.simulations.scenarios.scenario import Scenario
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.figure import Figure
 
-_COLOURS = ("#000000", "#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
-_SMALL, _TITLE, _DPI = 8.0, 10.0, 150
 #: Rates that are drawn: the grid of papers, and as many steps of it below as come to 10 Mbit/s.
 _RATES = (*(rate / GRID[12] * GRID[0] for rate in GRID[:12]), *GRID)
 
@@ -54,33 +53,26 @@ def utilization_figure(
     scenarios: Sequence[Scenario], rates: Sequence[float], curves: Sequence[Sequence[float]]
 ) -> Figure:
     """Draw a curve a scenario over rates in bits a second."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.2), dpi=_DPI, layout="constrained")
+    figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for index, (scenario, shares) in enumerate(zip(scenarios, curves, strict=True)):
         axes.plot(
             [rate / 1e9 for rate in rates],
             [100 * share for share in shares],
-            color=_COLOURS[index % len(_COLOURS)],
+            color=COLOURS[index % len(COLOURS)],
             linewidth=1.6,
             linestyle="--" if scenario.method == "decoupled" else "-",
             label=_label(scenario),
         )
     axes.set_xscale("log")
-    axes.set_xlabel("bandwidth of every line, Gbit/s", fontsize=_SMALL)
-    axes.set_ylabel("time in inner steps, %", fontsize=_SMALL)
     axes.set_ylim(0, 103)
-    axes.tick_params(labelsize=_SMALL, length=2)
-    axes.grid(visible=True, color="#e5e5e5", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=_SMALL - 1, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(fontsize=SMALL - 1, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     first = scenarios[0]
     title = (
         f"{first.params / 1e9:g}B parameters, {first.layers} layers, a step of {first.step_time}, "
         f"{first.islands} islands, round trip {first.rtt if not first.link else first.link}"
     )
-    axes.set_title(title, fontsize=_TITLE - 1)
+    dress(axes, "bandwidth of every line, Gbit/s", "time in inner steps, %", title)
     return figure
 
 

@@ -115,7 +115,7 @@ def run_lab(
     from diloco.errors import ConfigError
     from diloco.report.rows import usable_cpus
     from diloco.simulations.lab.cache import Cache
-    from diloco.simulations.lab.plot import write_plot
+    from diloco.simulations.lab.plot import lab_figure
     from diloco.simulations.lab.point import points_of
     from diloco.simulations.lab.report import as_json
     from diloco.simulations.lab.sweep import run_points
@@ -142,7 +142,7 @@ def run_lab(
         )
     results, wall_s = finished.results, time.monotonic() - began
     if plot:
-        write_plot(results, Path(plot))
+        lab_figure(results).savefig(plot)
     if watched is not None:
         what = f"{lab_file or run_file}, laboratory"
         written = write_timelines(watched.spans, what, trace=trace, picture=timeline)

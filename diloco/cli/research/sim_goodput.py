@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -160,9 +159,9 @@ def _simulated(config: GoodputConfig, table: str, show: Show) -> tuple[list[Cell
 
 
 def _draw(cells: Sequence[Cell], result: Goodput | None, plot: str, console: Console) -> None:
-    from diloco.simulations.goodput.plots import cells_figure, goodput_figure, write_figure
+    from diloco.simulations.goodput.plots import cells_figure, goodput_figure
 
-    write_figure(goodput_figure(result) if result else cells_figure(cells), Path(plot))
+    (goodput_figure(result) if result else cells_figure(cells)).savefig(plot)
     console.print(f"picture: {plot}", soft_wrap=True)
 
 

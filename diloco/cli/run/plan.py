@@ -214,10 +214,10 @@ def _show_plan(
 
 def _draw(config: Config, planned: Planned, plot: str, console: Console) -> None:
     from diloco.island.layout import build_schedule
-    from diloco.simulations.planner.plot import write_plot
+    from diloco.simulations.planner.plot import plan_figure
 
     schedule = build_schedule(config.outer, config.run.inner_steps)
-    write_plot(config.run.name, schedule, planned.prediction, Path(plot))
+    plan_figure(config.run.name, schedule, planned.prediction).savefig(plot)
     console.print(f"\npicture: {plot}", markup=False)
 
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
 def write_timelines(spans: Sequence[Span], what: str, *, trace: str, picture: str) -> str:
     """Write spans of a run, named `what`, to each path that is not empty; returns these."""
-    from diloco.simulations.engine.plots import write_timeline
+    from diloco.simulations.engine.plots import timeline_figure
     from diloco.simulations.engine.trace import chrome_trace
 
     if trace:
         text = json.dumps(chrome_trace(spans, run=what))
         Path(trace).write_text(text + "\n", encoding="utf-8")
     if picture:
-        write_timeline(spans, what, Path(picture))
+        timeline_figure(spans, what).savefig(picture)
     return ", ".join(path for path in (trace, picture) if path)
