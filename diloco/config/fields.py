@@ -6,7 +6,7 @@ comes before validation is `Any`: a raw value of the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -62,11 +62,15 @@ def tuples(value: Any) -> Any:
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _check_rate(value: Any) -> Any:
-    """Accept a bandwidth, or an empty text for none."""
-    if value != "":
-        parse_bandwidth(value)
-    return value
+def text_read_by(parse: Callable[[Any], object]) -> BeforeValidator:
+    """Accept a text that `parse` reads, and keep it; empty passes where the default is empty."""
+
+    def check(value: Any) -> Any:
+        if value != "":
+            parse(value)
+        return value
+
+    return BeforeValidator(check)
 
 
 _duration = partial(parse_duration, is_positive=True)
@@ -84,7 +88,7 @@ Chunk: TypeAlias = Annotated[
 ]
 Memory: TypeAlias = Annotated[str, Range(parse_bytes, "0B", "1024TiB")]
 #: Empty: no limit.
-Rate: TypeAlias = Annotated[str, BeforeValidator(_check_rate)]
+Rate: TypeAlias = Annotated[str, text_read_by(parse_bandwidth)]
 #: Decay of a moving average.
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 #: Used in file names and addresses, so without blanks, slashes and dots at the start.

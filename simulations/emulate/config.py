@@ -7,15 +7,15 @@ from the island (in a mesh: from the first to the second of `between`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from diloco.config.classes import Section
-from diloco.config.fields import IslandName, Name, Problem, several_problems, tuples
+from diloco.config.fields import IslandName, Name, Problem, several_problems, text_read_by, tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
 from diloco.transport.shaping.link import Link, LinkProfile, find_profile
@@ -25,22 +25,11 @@ from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
 CORE = "core"
 
 
-def _text(parse: Callable[[object], float]) -> BeforeValidator:
-    """Accept what `parse` reads, keep the text; empty passes where the field's default is empty."""
-
-    def check(value: Any, info: ValidationInfo) -> Any:
-        if value != "":
-            parse(value)
-        return value
-
-    return BeforeValidator(check)
-
-
-Bandwidth: TypeAlias = Annotated[str, Field(min_length=1), _text(parse_bandwidth)]
-Delay: TypeAlias = Annotated[str, Field(min_length=1), _text(parse_duration)]
-OptionalBandwidth: TypeAlias = Annotated[str, _text(parse_bandwidth)]
-OptionalDelay: TypeAlias = Annotated[str, _text(parse_duration)]
-OptionalSize: TypeAlias = Annotated[str, _text(parse_bytes)]
+Bandwidth: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(parse_bandwidth)]
+Delay: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(parse_duration)]
+OptionalBandwidth: TypeAlias = Annotated[str, text_read_by(parse_bandwidth)]
+OptionalDelay: TypeAlias = Annotated[str, text_read_by(parse_duration)]
+OptionalSize: TypeAlias = Annotated[str, text_read_by(parse_bytes)]
 
 
 class DirectionConfig(Section):

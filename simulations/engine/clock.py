@@ -7,6 +7,7 @@ its inputs and its seed. Knows nothing of links or islands.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
@@ -40,6 +41,28 @@ class Engine(simpy.Environment):
         event = self.timeout(max(0.0, when - self.now))
         assert event.callbacks is not None
         event.callbacks.append(lambda _: action())
+
+
+class Alarms:
+    """Wakes each of several things at the last time that it asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Have none."""
+        self._engine = engine
+        self._due: dict[int, float] = {}
+
+    def set(self, number: int, when: float, wake: Callable[[float], object]) -> None:
+        """Have `wake` called with the time that it is by then; infinite: not at all."""
+        if when == math.inf or self._due.get(number) == when:
+            return
+        self._due[number] = when
+
+        def ring() -> None:
+            if self._due.get(number) == when:
+                del self._due[number]
+                wake(max(self._engine.now, when))
+
+        self._engine.call_at(when, ring)
 
 
 class Crew:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from diloco.config.classes import Needs, Range, Section
-from diloco.config.fields import IslandName, Problem, several_problems, tuples
+from diloco.config.fields import IslandName, Problem, several_problems, text_read_by, tuples
 from diloco.config.load import load_section, section_with
 from diloco.transport.shaping.link import Link, LinkProfile, find_profile
 from diloco.transport.units import parse_bandwidth, parse_duration
@@ -34,15 +34,6 @@ LAB = "lab."
 _duration = partial(parse_duration, is_positive=True)
 
 
-def _optional(parse: Any) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if value != "":
-            parse(value)
-        return value
-
-    return BeforeValidator(check)
-
-
 Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 Seeds: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], BeforeValidator(tuples)
@@ -50,9 +41,9 @@ Seeds: TypeAlias = Annotated[
 #: Whatever a key may be set to, hence `Any`.
 Values: TypeAlias = Annotated[tuple[Any, ...], BeforeValidator(tuples)]
 Step: TypeAlias = Annotated[str, Range(_duration, "1us", "24h")]
-OptionalStep: TypeAlias = Annotated[str, _optional(_duration)]
-OptionalBandwidth: TypeAlias = Annotated[str, _optional(parse_bandwidth)]
-OptionalDelay: TypeAlias = Annotated[str, _optional(parse_duration)]
+OptionalStep: TypeAlias = Annotated[str, text_read_by(_duration)]
+OptionalBandwidth: TypeAlias = Annotated[str, text_read_by(parse_bandwidth)]
+OptionalDelay: TypeAlias = Annotated[str, text_read_by(parse_duration)]
 
 
 class StepConfig(Section):

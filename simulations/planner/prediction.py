@@ -38,7 +38,8 @@ from diloco.outer.fragments import Plan
 from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.runs.actors import Publication
 from diloco.simulations.runs.run_model import SimulatedRun, fragment_sizes, simulate_run
-from diloco.simulations.scenarios.bandwidth import at_bandwidth, needed_bps
+from diloco.simulations.scenarios.bandwidth import needed_bps
+from diloco.simulations.scenarios.scenario import at_bandwidth
 
 #: Rounds that are simulated of a longer run, and how many of them warm up: where one fragment at a
 #: time is under way, where several are, and on arrival (see the module's text).

@@ -14,8 +14,7 @@ from diloco.simulations.engine.lives import Absence
 from diloco.simulations.engine.timeline import Span
 from diloco.simulations.published.check_row import Comparison
 from diloco.simulations.runs.actors import Publication
-from diloco.simulations.scenarios.bandwidth import at_bandwidth
-from diloco.simulations.scenarios.scenario import Scenario
+from diloco.simulations.scenarios.scenario import Scenario, at_bandwidth
 from diloco.simulations.scenarios.utilization import (
     island_names,
     layered_plan,

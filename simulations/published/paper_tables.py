@@ -18,12 +18,11 @@ from diloco.simulations.scenarios.bandwidth import (
     GRID,
     TARGETS,
     GridRule,
-    at_bandwidth,
     bandwidth_curve,
     needed_bps,
     on_grid,
 )
-from diloco.simulations.scenarios.scenario import Scenario
+from diloco.simulations.scenarios.scenario import Scenario, at_bandwidth
 from diloco.simulations.scenarios.utilization import simulate
 from diloco.transport.shaping.link import LinkProfile
 

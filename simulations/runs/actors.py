@@ -31,7 +31,7 @@ from diloco.protocol.rounds.terms import (
 )
 from diloco.protocol.rounds.timing import MeasuredTiming, StepTimes
 from diloco.protos import fragment_pb2 as wire
-from diloco.simulations.engine.clock import Engine, Signal, Steps
+from diloco.simulations.engine.clock import Alarms, Engine, Signal, Steps
 from diloco.simulations.engine.timeline import Span
 from diloco.simulations.runs.costs import HostCosts
 from diloco.syncer.polls import is_news
@@ -100,7 +100,7 @@ class SimulatedSyncer:
         self._steps = StepTimes()
         self._live: set[str] = set()
         self._worker = simpy.Resource(engine, 1)
-        self._wakes: dict[int, float] = {}
+        self._alarms = Alarms(engine)
         self._served: dict[int, _Served] = {}
         for fragment in fragments:
             own = rules.of_fragment(fragment, num_fragments)
@@ -255,26 +255,16 @@ class SimulatedSyncer:
                     self._engine.has_stopped = True
                 case Published():
                     pass
-        self._wake(served)
         rounds = served.rounds
+        self._alarms.set(
+            rounds.fragment_id,
+            rounds.next_wake,
+            lambda now: self._perform(served, rounds.tick(now)),
+        )
         shown = rounds.version, rounds.attempt, rounds.phase, len(rounds.left), rounds.is_over
         if shown != served.shown:  # most lanes that arrive change nothing that islands see
             served.shown, served.state = shown, self._state(served)
             self.changed.set()
-
-    def _wake(self, served: _Served) -> None:
-        """Have time pass for the rounds when they ask for it."""
-        p, when = served.fragment.fragment_id, served.rounds.next_wake
-        if when == float("inf") or self._wakes.get(p) == when:
-            return
-        self._wakes[p] = when
-
-        def tick() -> None:
-            if self._wakes.get(p) == when:
-                del self._wakes[p]
-                self._perform(served, served.rounds.tick(max(self._engine.now, when)))
-
-        self._engine.call_at(when, tick)
 
     def _merge(self, served: _Served, close: Close) -> Steps:
         rounds, n = served.rounds, served.fragment.padded_numel

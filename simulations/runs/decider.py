@@ -30,7 +30,7 @@ from diloco.protocol.rounds.terms import (
     RoundKey,
     RoundRules,
 )
-from diloco.simulations.engine.clock import Engine, Signal, Steps
+from diloco.simulations.engine.clock import Alarms, Engine, Signal, Steps
 from diloco.simulations.runs.actors import Publication
 from diloco.simulations.runs.costs import HostCosts
 from diloco.syncer.rules import SyncerRules
@@ -72,7 +72,7 @@ class SimulatedDecider:
         self._sequence = 0
         self._changed = Signal(engine)
         self._loop = simpy.Resource(engine, 1)
-        self._wakes: dict[int, float] = {}
+        self._alarms = Alarms(engine)
         self._standings: dict[int, _Standing] = {}
         for fragment in fragments:
             p = fragment.fragment_id
@@ -190,7 +190,11 @@ class SimulatedDecider:
                     self._engine.has_stopped = True
         self._sequence += 1
         self._changed.set()
-        self._wake(standing)
+        self._alarms.set(
+            rounds.rounds.fragment_id,
+            rounds.next_wake,
+            lambda now: self._engine.process(self._tick(standing, now)),
+        )
 
     def _commit(self, standing: _Standing, commit: Commit) -> Steps:
         rounds, assignment = standing.rounds, commit.assignment
@@ -210,20 +214,6 @@ class SimulatedDecider:
             )
         )
         yield from self._perform(standing, rounds.committed(assignment.key, self._engine.now))
-
-    def _wake(self, standing: _Standing) -> None:
-        """Have time pass for a machine when it asks for it."""
-        p, when = standing.rounds.rounds.fragment_id, standing.rounds.next_wake
-        if when == float("inf") or self._wakes.get(p) == when:
-            return
-        self._wakes[p] = when
-
-        def tick() -> None:
-            if self._wakes.get(p) == when:
-                del self._wakes[p]
-                self._engine.process(self._tick(standing, when))
-
-        self._engine.call_at(when, tick)
 
     def _tick(self, standing: _Standing, when: float) -> Steps:
         with self._loop.request() as turn:

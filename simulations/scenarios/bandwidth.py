@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from diloco.errors import ConfigError
-from diloco.simulations.scenarios.scenario import Scenario
+from diloco.simulations.scenarios.scenario import Scenario, at_bandwidth
 from diloco.simulations.scenarios.utilization import simulate
-from diloco.transport.shaping.link import LinkProfile
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 #: Bits a second: 0.1 to 1000 Gbit/s in 50 steps of 1.207x, as in Streaming DiLoCo's tables.
@@ -55,15 +53,6 @@ def bandwidth_curve(
         return known[bandwidth_bps]
 
     return share
-
-
-def at_bandwidth(profile: LinkProfile, bandwidth_bps: float) -> LinkProfile:
-    """Give a line of another rate, both ways."""
-    return replace(
-        profile,
-        up=replace(profile.up, bandwidth_bps=bandwidth_bps),
-        down=replace(profile.down, bandwidth_bps=bandwidth_bps),
-    )
 
 
 def needed_bps(curve: Curve, target: float, least_bps: float = LEAST_BPS) -> float | None:

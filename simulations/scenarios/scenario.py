@@ -6,14 +6,15 @@ Files have one table, [scenario], whose keys are the commands' flags; flags win.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Section
-from diloco.config.fields import Problem, several_problems
+from diloco.config.fields import Problem, several_problems, text_read_by
 from diloco.config.load import section_with, values_of
 from diloco.transport.shaping.link import Link, LinkProfile, find_profile
 from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
@@ -57,17 +58,6 @@ _OF_TCP = ("tcp_loss", "tcp_window")
 _LONGEST_S = 3.6e6
 
 
-def _text(accept: Callable[[object], None]) -> BeforeValidator:
-    """Keep the text of what `accept` does not refuse; empty passes where the default is empty."""
-
-    def check(value: Any) -> Any:
-        if value != "":
-            accept(value)
-        return value
-
-    return BeforeValidator(check)
-
-
 def _check_step(value: object) -> None:
     if not 1e-6 <= parse_duration(value, is_positive=True) <= _LONGEST_S:
         raise ValueError("must be in 1 us to 1000 h")
@@ -87,10 +77,10 @@ def _check_size(value: object) -> None:
     parse_bytes(value, is_positive=True)
 
 
-StepTime: TypeAlias = Annotated[str, Field(min_length=1), _text(_check_step)]
-Delay: TypeAlias = Annotated[str, Field(min_length=1), _text(_check_delay)]
-Bandwidth: TypeAlias = Annotated[str, _text(_check_rate)]
-Size: TypeAlias = Annotated[str, _text(_check_size)]
+StepTime: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(_check_step)]
+Delay: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(_check_delay)]
+Bandwidth: TypeAlias = Annotated[str, text_read_by(_check_rate)]
+Size: TypeAlias = Annotated[str, text_read_by(_check_size)]
 
 
 class Scenario(Section):
@@ -392,3 +382,12 @@ def make_scenarios(path: Path | None, flags: Mapping[str, Any]) -> list[Scenario
         whole = {**raw, "scenario": {"method": method, **own}}
         made.append(section_with(whole, ScenarioFile, attempt).scenario)
     return made
+
+
+def at_bandwidth(profile: LinkProfile, bandwidth_bps: float) -> LinkProfile:
+    """Give a line of another rate, both ways."""
+    return replace(
+        profile,
+        up=replace(profile.up, bandwidth_bps=bandwidth_bps),
+        down=replace(profile.down, bandwidth_bps=bandwidth_bps),
+    )

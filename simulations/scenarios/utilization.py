@@ -44,7 +44,7 @@ from diloco.simulations.runs.islands import (
 )
 from diloco.simulations.runs.run_model import Recorder, SimulatedRun, run_to_the_end
 from diloco.simulations.runs.sites import Site
-from diloco.simulations.scenarios.scenario import Scenario
+from diloco.simulations.scenarios.scenario import Scenario, at_bandwidth
 from diloco.simulations.scenarios.wallclock import FORWARD_SHARE, ring_latency_s
 from diloco.syncer.rules import SyncerRules
 from diloco.transport.shaping.link import Link, LinkProfile
@@ -116,7 +116,7 @@ def simulate(
     if scenario.method == "decoupled":
         rounds = rounds or _ONE_AT_A_TIME[0]
         run, num_versions = _decoupled(scenario, profile, plan, seed, rounds)
-        _, most = _decoupled(scenario, _unlimited(profile), plan, seed, rounds)
+        _, most = _decoupled(scenario, at_bandwidth(profile, _UNLIMITED_BPS), plan, seed, rounds)
         if not most:
             raise ConfigError(
                 f"--rounds {rounds}: nothing is published in "
@@ -308,14 +308,6 @@ def _decoupled(
         end_s=end_s,
     )
     return run, sum(period_s < each.published_s <= end_s for each in run.publications)
-
-
-def _unlimited(profile: LinkProfile) -> LinkProfile:
-    return replace(
-        profile,
-        up=replace(profile.up, bandwidth_bps=_UNLIMITED_BPS),
-        down=replace(profile.down, bandwidth_bps=_UNLIMITED_BPS),
-    )
 
 
 # -- payloads and lines ----------------------------------------------------------------------------
