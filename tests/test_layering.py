@@ -109,7 +109,7 @@ FORBIDDEN = [
                 "realtime",
                 "relay",
             ),
-            "lab": ("cache", "run", "sweep", "timeline", "world"),
+            "lab": ("cache", "environment", "run", "sweep", "timeline"),
             "planner": ("measure", "timed_rank"),
         }.items()
     ),

@@ -27,7 +27,7 @@ from diloco.simulations.emulate.measure import (
     measure_rtt_s,
     packets_in,
 )
-from diloco.simulations.emulate.network import Network, Wire
+from diloco.simulations.emulate.network import EmulatedNetwork, Wire
 from diloco.transport.shaping.link import Link
 from diloco.transport.units import format_bandwidth, format_duration
 
@@ -49,7 +49,7 @@ _BUFFER_S, _MIN_BUFFER_BYTES = 0.020, 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LinkFinding:
     """One figure of one link.
 
     Attributes:
@@ -113,7 +113,7 @@ def check(
     *,
     on_measure: Callable[[str], None] = lambda text: None,
     on_look: Callable[[], None] = lambda: None,
-) -> list[Finding]:
+) -> list[LinkFinding]:
     """Measure every link of an emulated network, one after the other; it should carry nothing else.
 
     Args:
@@ -136,7 +136,7 @@ def _wire_findings(
     wire: Wire,
     on_measure: Callable[[str], None],
     on_look: Callable[[], None],
-) -> Iterator[Finding]:
+) -> Iterator[LinkFinding]:
     network = emulation.network
     ends = {
         node: End(emulation.namespaces.path(node), network.address(node))
@@ -160,21 +160,21 @@ def _wire_findings(
         )
 
     yield _tried(
-        Finding(wire.name, "both", "round trip", wire.rtt_s, math.inf, tolerance_s), measure
+        LinkFinding(wire.name, "both", "round trip", wire.rtt_s, math.inf, tolerance_s), measure
     )
     for way in WAYS:
         source, target, link = wire.direction(way)
         on_measure(f"{wire.name} {way}: rate")
         wanted = link.bandwidth_bps
         yield _tried(
-            Finding(wire.name, way, "rate", wanted, 0.0, _RATE_SHARE * wanted),
+            LinkFinding(wire.name, way, "rate", wanted, 0.0, _RATE_SHARE * wanted),
             partial(_rate, network, ends[source], ends[target], link, on_look),
         )
         on_measure(f"{wire.name} {way}: loss")
         yield _loss(wire.name, way, ends[source], ends[target], link, wait_s, on_look)
 
 
-def _tried(finding: Finding, measure: Callable[[], float]) -> Finding:
+def _tried(finding: LinkFinding, measure: Callable[[], float]) -> LinkFinding:
     """Measure until the link does not look slow, `_MAX_TRIES` times at most."""
     for tries in range(1, _MAX_TRIES + 1):
         finding = replace(finding, measured=measure(), tries=tries)
@@ -185,7 +185,7 @@ def _tried(finding: Finding, measure: Callable[[], float]) -> Finding:
 
 
 def _rate(
-    network: Network, source: End, target: End, link: Link, on_look: Callable[[], None]
+    network: EmulatedNetwork, source: End, target: End, link: Link, on_look: Callable[[], None]
 ) -> float:
     """Measure a direction's rate, what it loses by itself added back."""
     queue_bytes = link.bandwidth_bps * network.queue_s / 8
@@ -210,7 +210,7 @@ def _loss(
     link: Link,
     wait_s: float,
     on_look: Callable[[], None],
-) -> Finding:
+) -> LinkFinding:
     rate_bps = link.bandwidth_bps / 2
     if link.loss:
         packets, at_most_s = _EXPECTED_LOSSES / link.loss, _MAX_LOSS_S
@@ -227,4 +227,4 @@ def _loss(
         on_look=on_look,
     )
     share = max(_LOSS_SHARE, _SIGMAS / math.sqrt(count * link.loss)) if link.loss else 0.0
-    return Finding(name, way, "loss", link.loss, loss, share * link.loss)
+    return LinkFinding(name, way, "loss", link.loss, loss, share * link.loss)

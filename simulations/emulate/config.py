@@ -53,7 +53,7 @@ class DirectionConfig(Section):
         )
 
 
-class LinkConfig(Section):
+class WanLinkConfig(Section):
     """A link of this file."""
 
     source: str = Field(min_length=1, description="Where the figures come from")
@@ -162,7 +162,7 @@ class WanConfig(Section):
     )
     link: str = Field(default="", description="Mesh: name of the link of every pair not in paths")
     tcp: TcpConfig = Field(default=TcpConfig(), description="TCP of every island")
-    links: dict[Name, LinkConfig] = Field(default={}, description="Links of this file")
+    links: dict[Name, WanLinkConfig] = Field(default={}, description="Links of this file")
     islands: dict[IslandName, SiteConfig] = Field(min_length=1, description="Islands by name")
     regions: dict[IslandName, RegionConfig] = Field(
         default={}, description="Regions by name; two-tier only"

@@ -24,7 +24,7 @@ from diloco.simulations.emulate.namespaces import (
     inside,
     run_tool,
 )
-from diloco.simulations.emulate.network import LinkState, Network, Wire, build_network
+from diloco.simulations.emulate.network import EmulatedNetwork, Wire, WireState, build_network
 from diloco.transport.units import format_bytes, format_duration, parse_bytes
 
 WAYS = ("up", "down")
@@ -98,11 +98,11 @@ class Emulation:
     """
 
     wan: Wan
-    network: Network = field(init=False)
+    network: EmulatedNetwork = field(init=False)
     namespaces: Namespaces = field(init=False)
     delay_by: str = ""
     is_realtime: bool = True
-    states: dict[tuple[str, str], LinkState] = field(init=False)
+    states: dict[tuple[str, str], WireState] = field(init=False)
     ended: list[int] = field(default_factory=list)
     _relays: list[_RelayProcess] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -112,7 +112,7 @@ class Emulation:
         self.network = build_network(self.wan)
         self.namespaces = Namespaces(self.network.nodes)
         self.states = {
-            (wire.name, way): LinkState(wire.direction(way)[2])
+            (wire.name, way): WireState(wire.direction(way)[2])
             for wire in self.network.wires
             for way in WAYS
         }
@@ -184,7 +184,7 @@ class Emulation:
         with inside(self.namespaces.path(node)):
             return subprocess.Popen(command, **options)
 
-    def change(self, wire: Wire, way: str, state: LinkState) -> None:
+    def change(self, wire: Wire, way: str, state: WireState) -> None:
         """Make one direction what `state` says, at once; packets on their way stay as they are.
 
         Raises:
@@ -273,7 +273,7 @@ class Emulation:
                 "source": str(self.namespaces.path(source)),
                 "target": str(self.namespaces.path(target)),
                 "device": kernel.device(index),
-                "settings": _settings(LinkState(link)),
+                "settings": _settings(WireState(link)),
                 "seed": (self.wan.config.seed << 16) + 2 * index + number,
             }
 
@@ -288,7 +288,7 @@ class Emulation:
             for way in WAYS:
                 source, _, link = wire.direction(way)
                 lines = kernel.qdisc_lines(
-                    self.network, wire, LinkState(link), with_netem=with_netem
+                    self.network, wire, WireState(link), with_netem=with_netem
                 )
                 run_tool(["tc", "-n", self._names[source], "-batch", "-"], _script(lines))
 
@@ -305,7 +305,7 @@ class Emulation:
             Path("/proc/sys/net/ipv4", name).write_text(value)
 
 
-def _settings(state: LinkState) -> Message:
+def _settings(state: WireState) -> Message:
     link = state.link
     return asdict(LineSettings(link.delay_s, link.jitter_s, link.loss, state.is_up))
 

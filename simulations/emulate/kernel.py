@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diloco.simulations.emulate.network import LinkState, Network, Wire
+from diloco.simulations.emulate.network import EmulatedNetwork, Wire, WireState
 from diloco.transport.shaping.link import Link
 
 MTU_BYTES = 1500
@@ -43,7 +43,7 @@ def device(index: int) -> str:
     return f"wan{index}"
 
 
-def veth_lines(network: Network, name_of: dict[str, str]) -> list[str]:
+def veth_lines(network: EmulatedNetwork, name_of: dict[str, str]) -> list[str]:
     """Make every wire of pairs of virtual Ethernet devices, for netem.
 
     Both ends have one hardware address and no ARP, so that a route needs no gateway.
@@ -56,7 +56,7 @@ def veth_lines(network: Network, name_of: dict[str, str]) -> list[str]:
     ]
 
 
-def interface(network: Network, node: str) -> str:
+def interface(network: EmulatedNetwork, node: str) -> str:
     """Name the device that has a node's address: its first wire's, the loopback without any.
 
     Programs that are told an interface and take its first address (gloo, NCCL) get that one.
@@ -65,7 +65,7 @@ def interface(network: Network, node: str) -> str:
     return next((device(i) for i in indices), "lo")
 
 
-def node_lines(network: Network, node: str, congestion_control: str) -> Iterator[str]:
+def node_lines(network: EmulatedNetwork, node: str, congestion_control: str) -> Iterator[str]:
     """Bring a node's devices up, give it its address and its routes."""
     yield "link set dev lo up"
     yield f"address add {network.address(node)}/32 dev {interface(network, node)}"
@@ -85,7 +85,7 @@ def node_lines(network: Network, node: str, congestion_control: str) -> Iterator
 
 
 def qdisc_lines(
-    network: Network, wire: Wire, state: LinkState, *, with_netem: bool, verb: str = "add"
+    network: EmulatedNetwork, wire: Wire, state: WireState, *, with_netem: bool, verb: str = "add"
 ) -> list[str]:
     """Shape one direction at its source.
 

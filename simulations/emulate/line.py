@@ -45,7 +45,7 @@ class LineCounters:
     refused_frames: int = 0
 
 
-class Line:
+class EmulatedLine:
     """A direction in use."""
 
     def __init__(self, settings: LineSettings, *, seed: int) -> None:

@@ -45,7 +45,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Network:
+class EmulatedNetwork:
     """Who is joined to whom.
 
     Attributes:
@@ -104,7 +104,7 @@ class Network:
         return wires
 
 
-def build_network(wan: Wan) -> Network:
+def build_network(wan: Wan) -> EmulatedNetwork:
     """Lay out the nodes and wires that a file asks for."""
     config, profiles = wan.config, wan.profiles
     islands = tuple(sorted(config.islands))
@@ -125,7 +125,7 @@ def build_network(wan: Wan) -> Network:
             Wire(name, name, CORE, profiles[region.link])
             for name, region in sorted(config.regions.items())
         ]
-    network = Network(islands, config.coordinator_at, tuple(wires), 0.0)
+    network = EmulatedNetwork(islands, config.coordinator_at, tuple(wires), 0.0)
     ends = {*islands, config.coordinator_at}
     longest_s = max(
         (
@@ -141,7 +141,7 @@ def build_network(wan: Wan) -> Network:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkState:
+class WireState:
     """One direction at one moment."""
 
     link: Link
@@ -152,13 +152,13 @@ class LinkState:
         return {**asdict(self.link), "is_up": self.is_up}
 
 
-def link_state(wire: Wire, way: str, changes: Iterable[ChangeConfig], now_s: float) -> LinkState:
+def link_state(wire: Wire, way: str, changes: Iterable[ChangeConfig], now_s: float) -> WireState:
     """Say what one direction is at `now_s`: its profile, all changes that last laid over it."""
-    state = LinkState(wire.direction(way)[2])
+    state = WireState(wire.direction(way)[2])
     for change in changes:
         is_meant = change.link == wire.name and change.direction in ("both", way)
         if is_meant and change.at_s <= now_s < change.until_s:
-            state = LinkState(change.applied_to(state.link), state.is_up and not change.outage)
+            state = WireState(change.applied_to(state.link), state.is_up and not change.outage)
     return state
 
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.simulations.emulate.line import Line, parse_settings
+from diloco.simulations.emulate.line import EmulatedLine, parse_settings
 from diloco.simulations.emulate.namespaces import inside
 from diloco.simulations.emulate.packets import MAX_FRAME_BYTES
 from diloco.simulations.emulate.realtime import be_realtime
@@ -69,10 +69,10 @@ class Relay:
     def __init__(self, specs: Sequence[Message]) -> None:
         """Open every device; both directions of a link share its two."""
         self._devices: dict[tuple[str, str], int] = {}
-        self.lines: dict[str, Line] = {}
-        self._ways: list[tuple[int, int, Line]] = []
+        self.lines: dict[str, EmulatedLine] = {}
+        self._ways: list[tuple[int, int, EmulatedLine]] = []
         for spec in specs:
-            line = Line(parse_settings(spec["settings"]), seed=spec["seed"])
+            line = EmulatedLine(parse_settings(spec["settings"]), seed=spec["seed"])
             self.lines[spec["name"]] = line
             source = self._open(spec["source"], spec["device"])
             target = self._open(spec["target"], spec["device"])
@@ -100,7 +100,7 @@ class Relay:
                 _put_out(target, line)
 
 
-def _take_in(source: int, line: Line) -> None:
+def _take_in(source: int, line: EmulatedLine) -> None:
     for _ in range(_BATCH):
         try:
             frame = os.read(source, MAX_FRAME_BYTES)
@@ -109,7 +109,7 @@ def _take_in(source: int, line: Line) -> None:
         line.accept(frame, time.monotonic())
 
 
-def _put_out(target: int, line: Line) -> None:
+def _put_out(target: int, line: EmulatedLine) -> None:
     held = line.held
     while held and held[0][0] <= (now := time.monotonic()):
         due, frame = held.popleft()

@@ -43,7 +43,7 @@ class Engine(simpy.Environment):
         event.callbacks.append(lambda _: action())
 
 
-class Alarms:
+class WakeUps:
     """Wakes each of several things at the last time that it asked for."""
 
     def __init__(self, engine: Engine) -> None:

@@ -20,7 +20,7 @@ from diloco.protocol.rounds.timing import TimingRules
 from diloco.simulations.goodput.failures import MOST_FAILURES, Fleet
 from diloco.simulations.goodput.learners import Learner
 from diloco.simulations.goodput.lifetimes import Lifetimes
-from diloco.simulations.goodput.rounds import Rounds
+from diloco.simulations.goodput.rounds import LearnerRounds
 from diloco.transport.units import parse_duration
 
 
@@ -36,7 +36,7 @@ Step: TypeAlias = Annotated[str, Range(_positive, "1us", "24h")]
 Shape: TypeAlias = Annotated[float, Field(gt=0.05, le=100)]
 
 
-class FailuresConfig(Section):
+class ChipFailuresConfig(Section):
     """How chips fail, and what a learner does then."""
 
     mtbi: Era = Field(default="8760h", description="Mean time until a chip fails")
@@ -148,7 +148,7 @@ class RoundsConfig(Section):
         """Mean seconds of an inner step of a full-speed learner."""
         return parse_duration(self.step_time)
 
-    def rounds(self, learners: int) -> Rounds:
+    def rounds(self, learners: int) -> LearnerRounds:
         """Give how so many learners synchronise."""
         timing = TimingRules(
             inner_steps_per_round=self.inner_steps_per_round,
@@ -159,7 +159,7 @@ class RoundsConfig(Section):
             deadline_cap_s=60.0,
             grace_s=None if self.grace == "auto" else parse_duration(self.grace),
         )
-        return Rounds(
+        return LearnerRounds(
             self.num_fragments,
             None if self.merge == "scheduled" else self.quorum or learners,
             timing,
@@ -181,7 +181,7 @@ class GoodputConfig(Section):
     learners: int = Field(default=8, ge=1, le=4096, description="M; 1: one elastic job")
     duration: Era = Field(default="720h", description="Time that failures are simulated for")
     seed: int = Field(default=1, ge=0, lt=2**32, description="Of everything that is drawn")
-    failures: FailuresConfig = Field(default=FailuresConfig(), description="How chips fail")
+    failures: ChipFailuresConfig = Field(default=ChipFailuresConfig(), description="How chips fail")
     returns: ReturnsConfig = Field(default=ReturnsConfig(), description="How they come back")
     rounds: RoundsConfig = Field(default=RoundsConfig(), description="How learners synchronise")
 
@@ -266,12 +266,12 @@ def load_goodput(
     return config
 
 
-def _check_kind(failures: FailuresConfig) -> None:
+def _check_kind(failures: ChipFailuresConfig) -> None:
     """Refuse what changes nothing for learners of this kind."""
     other = ("restart",) if failures.elastic else ("shrink", "chips_lost")
     for key in other:
         value = getattr(failures, key)
-        if value != FailuresConfig.model_fields[key].default:
+        if value != ChipFailuresConfig.model_fields[key].default:
             kind = f"failures.elastic = {str(not failures.elastic).lower()}"
             raise ConfigError(
                 f"failures.{key}: {value} changes nothing here: it is of {kind}; leave it out"

@@ -34,7 +34,7 @@ SCAVENGING: Mapping[float, float] = {0.0: 1.0, 0.25: 0.90, 0.5: 0.83, 1.0: 0.75,
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GoodputCell:
     """One cell of Table 1, goodput in percent."""
 
     row: str
@@ -56,7 +56,7 @@ class Cell:
 
 def table_cells(
     config: GoodputConfig, on_progress: Callable[[int, int], None] | None = None
-) -> Iterator[Cell]:
+) -> Iterator[GoodputCell]:
     """Simulate the 30 cells; of `config`, learners, chips and elasticity are the table's."""
     done, total = 0, len(TABLE) * len(CHIPS)
     for row, (learners, is_elastic, published) in TABLE.items():
@@ -64,7 +64,9 @@ def table_cells(
             scenario = fleet_of(config, chips, learners, is_elastic=is_elastic)
             fleet = scenario.fleet
             time = simulate_fleet(fleet, config.duration_s, np.random.default_rng(config.seed))
-            yield Cell(row, chips, percent, 100 * time.goodput, 100 * fleet_goodput(fleet), time)
+            yield GoodputCell(
+                row, chips, percent, 100 * time.goodput, 100 * fleet_goodput(fleet), time
+            )
             done += 1
             if on_progress is not None:
                 on_progress(done, total)

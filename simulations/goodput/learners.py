@@ -26,7 +26,7 @@ import simpy
 from diloco.outer.schedule import Schedule
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protocol.rounds.timing import StepTimes
-from diloco.simulations.goodput.rounds import FragmentSyncer, Rounds
+from diloco.simulations.goodput.rounds import FragmentSyncer, LearnerRounds
 
 _DRAWN = 256
 _ENDLESS = 10**9
@@ -76,7 +76,7 @@ class LearnersTime:
 
 def simulate_learners(
     learners: Sequence[Learner],
-    rounds: Rounds,
+    rounds: LearnerRounds,
     rng: np.random.Generator,
     *,
     duration_s: float = math.inf,
@@ -111,7 +111,7 @@ class _Run:
     def __init__(
         self,
         learners: Sequence[Learner],
-        rounds: Rounds,
+        rounds: LearnerRounds,
         rng: np.random.Generator,
         total_steps: float,
     ) -> None:
@@ -182,7 +182,7 @@ class _Run:
         if made >= self._total_steps:
             self._end()
 
-    def _join(self, place: _Place) -> None:
+    def _join(self, place: _LearnerPlace) -> None:
         self._live = sorted([*self._live, place.name])
         for fragment in self.fragments:
             fragment.join(place.name, self._live)
@@ -207,7 +207,7 @@ class _Held:
     answered: RoundKey | None = None
 
 
-class _Place:
+class _LearnerPlace:
     """A learner's steps; what happens between two of them is its subclass's."""
 
     def __init__(
@@ -253,11 +253,11 @@ class _Place:
         fragment.send(self.name, key, steps)
 
 
-class _Scheduled(_Place):
+class _Scheduled(_LearnerPlace):
     """Sends and merges at known steps, and waits for what is to be merged."""
 
     def boundary(self) -> simpy.events.ProcessGenerator:
-        """See `_Place`."""
+        """See `_LearnerPlace`."""
         schedule, fragments = self._run.schedule, self._run.fragments
         for p in schedule.due(self.step):
             key = RoundKey(0, p, self._held[p].version, 0)
@@ -267,11 +267,11 @@ class _Scheduled(_Place):
             yield from fragments[p].until(self._held[p].version)
 
 
-class _OnArrival(_Place):
+class _OnArrival(_LearnerPlace):
     """Merges what has arrived and sends to what is open; work that was not counted is dropped."""
 
     def boundary(self) -> simpy.events.ProcessGenerator:
-        """See `_Place`."""
+        """See `_LearnerPlace`."""
         for fragment, held in zip(self._run.fragments, self._held, strict=True):
             if fragment.arrived > held.version:
                 held.version, held.since = fragment.arrived, self.step

@@ -10,7 +10,7 @@ import numpy as np
 
 from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.goodput.closed_form import fleet_goodput
-from diloco.simulations.goodput.decoupled_table import Cell
+from diloco.simulations.goodput.decoupled_table import GoodputCell
 from diloco.simulations.goodput.scenario import Goodput
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a second of imports, only for those who draw
 _SPREAD = 8
 
 
-def cells_figure(cells: Sequence[Cell]) -> Figure:
+def cells_figure(cells: Sequence[GoodputCell]) -> Figure:
     """Draw a line of simulated cells a row of the table, and the published ones as crosses."""
     figure, axes = _empty("Goodput under failures: simulated, and published (x)")
     for colour, row in zip(COLOURS, dict.fromkeys(cell.row for cell in cells), strict=False):

@@ -26,7 +26,7 @@ from diloco.protocol.rounds.timing import MeasuredTiming, StepTimes, TimingRules
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class LearnerRounds:
     """How learners synchronise.
 
     Attributes:
@@ -58,7 +58,7 @@ class FragmentSyncer:
         self,
         env: simpy.Environment,
         fragment_id: int,
-        rounds: Rounds,
+        rounds: LearnerRounds,
         learners: Sequence[str],
         steps: StepTimes,
     ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.durable import make_directory_durably, read_checked_json, write_checked_json
-from diloco.simulations.lab.point import Point
+from diloco.simulations.lab.point import LabPoint
 
 
 class Cache:
@@ -22,7 +22,7 @@ class Cache:
         """Make the directory where it is missing."""
         make_directory_durably(self.directory)
 
-    def result(self, point: Point) -> dict[str, Any] | None:
+    def result(self, point: LabPoint) -> dict[str, Any] | None:
         """Return what was found of a point, JSON values; None if nothing was, or it is damaged."""
         try:
             found = read_checked_json(self._path(point))
@@ -32,17 +32,17 @@ class Cache:
         # The same figures may be those of a point that a sweep calls otherwise.
         return {**found, "swept": dict(point.swept)}
 
-    def keep(self, point: Point, result: dict[str, Any]) -> None:
+    def keep(self, point: LabPoint, result: dict[str, Any]) -> None:
         """Keep a point's result, durably and at once."""
         write_checked_json(self._path(point), result)
 
-    def start(self, point: Point) -> Path | None:
+    def start(self, point: LabPoint) -> Path | None:
         """Name the file with which a point begins; None if it begins with the seed's values."""
         if not point.lab.warm_steps:
             return None
         return self.directory / f"start-{point.start_fingerprint()}.safetensors"
 
-    def keep_start(self, point: Point, write: Callable[[Path], None]) -> None:
+    def keep_start(self, point: LabPoint, write: Callable[[Path], None]) -> None:
         """Have the file written under another name, and give it its own once it is whole."""
         path = self.start(point)
         assert path is not None, "only warm points have one"
@@ -50,5 +50,5 @@ class Cache:
         write(partial)
         os.replace(partial, path)
 
-    def _path(self, point: Point) -> Path:
+    def _path(self, point: LabPoint) -> Path:
         return self.directory / f"{point.fingerprint()}.json"

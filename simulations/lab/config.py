@@ -65,7 +65,7 @@ class StepConfig(Section):
     )
 
 
-class LinkConfig(Section):
+class LabLinkConfig(Section):
     """The link of every island to the syncer; empty: that of the run's transport.link, or none."""
 
     profile: str = Field(default="", description="Profile of configs/links")
@@ -101,7 +101,7 @@ class LinkConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _check_one(self) -> LinkConfig:
+    def _check_one(self) -> LabLinkConfig:
         if self.profile and (self.bandwidth or self.round_trip):
             raise ValueError("give profile, or bandwidth and round_trip, not both")
         if self.round_trip and not self.bandwidth:
@@ -183,7 +183,9 @@ class LabIslandConfig(Section):
     step: OptionalStep = Field(
         default="", description="Mean of its inner step; empty: by step.mean and step.skew"
     )
-    link: LinkConfig = Field(default=LinkConfig(), description="Its link; empty: the common one")
+    link: LabLinkConfig = Field(
+        default=LabLinkConfig(), description="Its link; empty: the common one"
+    )
 
 
 class LabConfig(Section):
@@ -224,7 +226,7 @@ class LabConfig(Section):
         default="auto", description="Where all islands compute; auto: cuda where there is one"
     )
     step: StepConfig = Field(default=StepConfig(), description="Time of an inner step")
-    link: LinkConfig = Field(default=LinkConfig(), description="Links of the islands")
+    link: LabLinkConfig = Field(default=LabLinkConfig(), description="Links of the islands")
     data: LabDataConfig = Field(default=LabDataConfig(), description="Who sees which text")
     failures: FailuresConfig = Field(default=FailuresConfig(), description="Who fails when")
     prune: PruneConfig = Field(default=PruneConfig(), description="What islands leave out")

@@ -32,7 +32,7 @@ from diloco.config.fields import Problem, several_problems, tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
 from diloco.simulations.lab.config import LAB, Flags
-from diloco.simulations.lab.point import Point, points_of
+from diloco.simulations.lab.point import LabPoint, points_of
 
 #: What rows are compared by; at_tokens: the loss of the published parameters when 90 % of the run's
 #: planned tokens were trained on, merged or not. Runs that merge on arrival end by merged tokens,
@@ -167,7 +167,7 @@ class Experiment:
 
     name: str
     config: ExperimentConfig
-    points: dict[str, list[Point]]
+    points: dict[str, list[LabPoint]]
 
 
 def load_experiments(names: Sequence[str], size: Size, *, is_quick: bool) -> list[Experiment]:

@@ -35,7 +35,7 @@ class Reading:
         return asdict(self)
 
 
-class Losses:
+class LossCurve:
     """Takes a reading whenever another share of the run's tokens was trained on."""
 
     def __init__(

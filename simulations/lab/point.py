@@ -50,7 +50,7 @@ _CODE = (
     "simulations/lab/prune.py",
     "simulations/lab/run.py",
     "simulations/lab/timeline.py",
-    "simulations/lab/world.py",
+    "simulations/lab/environment.py",
     "transport/calls/loopback.py",
     "transport/shaping/link.py",
     "transport/shaping/shaped.py",
@@ -58,7 +58,7 @@ _CODE = (
 
 
 @dataclass(frozen=True)
-class Point:
+class LabPoint:
     """One run of a laboratory.
 
     Attributes:
@@ -148,7 +148,7 @@ class Point:
         )
 
 
-def points_of(path: Path | None, flags: Flags | None = None) -> list[Point]:
+def points_of(path: Path | None, flags: Flags | None = None) -> list[LabPoint]:
     """Give every point of a laboratory's file, in order: the sweep's first key varies slowest.
 
     Args:
@@ -172,7 +172,7 @@ def points_of(path: Path | None, flags: Flags | None = None) -> list[Point]:
                 seeded = [] if seed is None else [f"run.seed={seed}"]
                 config = _load_run(mine, [*mine.set, *settings, *seeded])
                 _check(mine, config)
-                points.append(Point(mine, config, swept))
+                points.append(LabPoint(mine, config, swept))
         except ConfigError as error:
             if not swept:
                 raise
@@ -285,7 +285,7 @@ def _check(lab: LabConfig, config: Config) -> None:
             "pseudo-gradients; leave it out"
         )
     for island in config.islands:
-        Point(lab, config, {}).link_of(island)
+        LabPoint(lab, config, {}).link_of(island)
 
 
 def _toml(value: object) -> str:
@@ -293,7 +293,7 @@ def _toml(value: object) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def _environment(point: Point) -> dict[str, Any]:
+def _environment(point: LabPoint) -> dict[str, Any]:
     return {
         "text": open_text(point.config).digest,
         "device": point.device.type,

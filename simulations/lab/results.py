@@ -15,7 +15,7 @@ from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.lab.experiment import Experiment, RowConfig, Size
 from diloco.simulations.lab.report import summary
 from diloco.simulations.lab.run import Result
-from diloco.simulations.lab.verdicts import Verdict, excess, figure_of, judge, percent
+from diloco.simulations.lab.verdicts import ClaimVerdict, excess, figure_of, judge, percent
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ class Found:
     rows: Mapping[str, Sequence[Result]]
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[ClaimVerdict]:
         """Of its checks."""
         return judge(self.experiment.config, self.rows)
 

@@ -1,7 +1,7 @@
 """One point of a laboratory: train it in this process, and say what became of it.
 
 Model, data, gradients, codecs, outer steps and the machines of the rounds are the product's own
-(`diloco.launch.loopback_run`); time is virtual, and what surrounds the islands is `world`'s.
+(`diloco.launch.loopback_run`); time is virtual, and what surrounds the islands is `environment`'s.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from diloco.island.lanes.parameters import canonical_parameters
 from diloco.island.outer_loop import OuterLoop
 from diloco.launch.loopback_run import World, run_islands
 from diloco.simulations.lab.batches import batches_of, union_of
-from diloco.simulations.lab.losses import Losses
-from diloco.simulations.lab.point import Point, open_text, union_config
+from diloco.simulations.lab.environment import LabEnvironment
+from diloco.simulations.lab.losses import LossCurve
+from diloco.simulations.lab.point import LabPoint, open_text, union_config
 from diloco.simulations.lab.prune import prune_
-from diloco.simulations.lab.timeline import Timeline
-from diloco.simulations.lab.world import Surroundings
+from diloco.simulations.lab.timeline import LabTimeline
 from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandRejoined
 from diloco.trainer.island_trainer import island_trainer, load_training, save_training
 from diloco.trainer.optimizers.optimizer import build_optimizer
@@ -45,10 +45,10 @@ OnStep = Callable[[], None]
 
 
 def run_point(
-    point: Point,
+    point: LabPoint,
     start: Path | None,
     on_step: OnStep = lambda: None,
-    timeline: Timeline | None = None,
+    timeline: LabTimeline | None = None,
 ) -> Result:
     """Train one point to its end.
 
@@ -76,7 +76,7 @@ def run_point(
     }
 
 
-def write_start(point: Point, path: Path, on_step: OnStep = lambda: None) -> None:
+def write_start(point: LabPoint, path: Path, on_step: OnStep = lambda: None) -> None:
     """Train the warm steps of a point, data parallel, and write weights and moments."""
     with _threads(point.lab.threads):
         training = _union_training(point, None, lambda loss: None)
@@ -177,10 +177,10 @@ class LabTraining:
 
 
 def _run_diloco(
-    point: Point, start: Path | None, on_step: OnStep, timeline: Timeline | None
+    point: LabPoint, start: Path | None, on_step: OnStep, timeline: LabTimeline | None
 ) -> Result:
     config, lab = point.config, point.lab
-    data, surroundings = open_text(config), Surroundings(point)
+    data, environment = open_text(config), LabEnvironment(point)
     losses = _losses(point, _virtual_now, on_step)
     trainings = {}
     for name, batches in batches_of(config, data, lab.data.split).items():
@@ -209,10 +209,10 @@ def _run_diloco(
             trainings[island].recall_moments(event.inner_step)
 
     world = World(
-        step_s=surroundings.step_s,
-        way=surroundings.way,
-        lives=surroundings.lives,
-        syncer_lives=surroundings.syncer_lives(),
+        step_s=environment.step_s,
+        way=environment.way,
+        lives=environment.lives,
+        syncer_lives=environment.syncer_lives(),
         on_failure=failed,
         on_step=stepped,
         on_event=heard,
@@ -293,16 +293,16 @@ class _Norms:
 
 
 def _run_data_parallel(
-    point: Point, start: Path | None, on_step: OnStep, timeline: Timeline | None
+    point: LabPoint, start: Path | None, on_step: OnStep, timeline: LabTimeline | None
 ) -> Result:
     config, lab = point.config, point.lab
-    surroundings, names = Surroundings(point), sorted(config.islands)
+    environment, names = LabEnvironment(point), sorted(config.islands)
     now, num_bytes, busy_s = 0.0, 0, 0.0
     losses = _losses(point, lambda: now, on_step)
     training = _union_training(point, start, _heard_by(losses, "all"))
-    crossed_s, crossed = surroundings.all_reduce(4 * training.num_parameters)
+    crossed_s, crossed = environment.all_reduce(4 * training.num_parameters)
     for inner_step in range(lab.warm_steps, config.run.inner_steps):
-        step_s = {name: surroundings.step_s(name, inner_step) for name in names}
+        step_s = {name: environment.step_s(name, inner_step) for name in names}
         computed_s = max(step_s.values())
         num_tokens = training.inner_step(inner_step, inner_step).num_tokens
         if timeline is not None:
@@ -330,7 +330,7 @@ def _run_data_parallel(
 
 
 def _union_training(
-    point: Point, start: Path | None, on_loss: Callable[[float], None]
+    point: LabPoint, start: Path | None, on_loss: Callable[[float], None]
 ) -> LabTraining:
     data = open_text(point.config)
     batches = union_of(point.config, data, point.lab.data.split)
@@ -343,8 +343,8 @@ def _union_training(
 # -- of both ---------------------------------------------------------------------------------------
 
 
-def _losses(point: Point, clock: Callable[[], float], on_step: OnStep) -> Losses:
-    return Losses(
+def _losses(point: LabPoint, clock: Callable[[], float], on_step: OnStep) -> LossCurve:
+    return LossCurve(
         clock,
         start_tokens=point.lab.warm_steps * point.tokens_per_inner_step,
         total_tokens=point.config.run.inner_steps * point.tokens_per_inner_step,
@@ -353,11 +353,11 @@ def _losses(point: Point, clock: Callable[[], float], on_step: OnStep) -> Losses
     )
 
 
-def _heard_by(losses: Losses, name: str) -> Callable[[float], None]:
+def _heard_by(losses: LossCurve, name: str) -> Callable[[float], None]:
     return lambda loss: losses.trained(name, loss)
 
 
-def _result(losses: Losses, num_parameters: int) -> Result:
+def _result(losses: LossCurve, num_parameters: int) -> Result:
     last = losses.readings[-1] if losses.readings else None
     return {
         "loss": None if last is None else last.loss,

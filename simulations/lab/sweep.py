@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.simulations.lab.cache import Cache
-from diloco.simulations.lab.point import Point
+from diloco.simulations.lab.point import LabPoint
 from diloco.simulations.lab.run import Result, run_point, write_start
-from diloco.simulations.lab.timeline import Timeline
+from diloco.simulations.lab.timeline import LabTimeline
 
 _LOOK_S = 0.5
 
@@ -37,12 +37,12 @@ class Finished:
 
 
 def run_points(
-    points: Sequence[Point],
+    points: Sequence[LabPoint],
     cache: Cache,
     *,
     num_processes: int,
     show: Show = lambda what, done, total: None,
-    timeline: Timeline | None = None,
+    timeline: LabTimeline | None = None,
 ) -> Finished:
     """Give every point's result, of the cache or trained now.
 
@@ -55,7 +55,7 @@ def run_points(
         timeline: Of the only point, which is trained for it even if its result is there.
     """
     cache.prepare()
-    missing: dict[str, Point] = {}
+    missing: dict[str, LabPoint] = {}
     for point in points:
         if timeline is not None or cache.result(point) is None:
             missing.setdefault(point.fingerprint(), point)
@@ -79,9 +79,9 @@ def run_points(
     return Finished(results, num_cached)
 
 
-def _missing_starts(points: Iterable[Point], cache: Cache) -> list[Point]:
+def _missing_starts(points: Iterable[LabPoint], cache: Cache) -> list[LabPoint]:
     """Give one point for each state after warm steps that is not there yet."""
-    starts: dict[Any, Point] = {}
+    starts: dict[Any, LabPoint] = {}
     for point in points:
         path = cache.start(point)
         if path is not None and not path.exists():
@@ -89,7 +89,7 @@ def _missing_starts(points: Iterable[Point], cache: Cache) -> list[Point]:
     return list(starts.values())
 
 
-def _num_steps(point: Point) -> int:
+def _num_steps(point: LabPoint) -> int:
     """Count the inner steps of a point, of all islands: what progress is measured in."""
     steps = point.config.run.inner_steps - point.lab.warm_steps
     return steps * (1 if point.lab.method == "data_parallel" else len(point.config.islands))
@@ -114,25 +114,25 @@ class _Planned:
 
 
 def _train(
-    cache: Cache, point: Point, count: Callable[[int], None], timeline: Timeline | None = None
+    cache: Cache, point: LabPoint, count: Callable[[int], None], timeline: LabTimeline | None = None
 ) -> None:
     planned = _Planned(_num_steps(point), count)
     cache.keep(point, run_point(point, cache.start(point), planned.step, timeline))
     planned.end()
 
 
-def _write_start(cache: Cache, point: Point, count: Callable[[int], None]) -> None:
+def _write_start(cache: Cache, point: LabPoint, count: Callable[[int], None]) -> None:
     planned = _Planned(point.lab.warm_steps, count)
     cache.keep_start(point, lambda path: write_start(point, path, planned.step))
     planned.end()
 
 
 def _train_here(
-    points: Sequence[Point],
-    starts: Sequence[Point],
+    points: Sequence[LabPoint],
+    starts: Sequence[LabPoint],
     cache: Cache,
     tell: Callable[[int, int], None],
-    timeline: Timeline | None,
+    timeline: LabTimeline | None,
 ) -> None:
     num_points = num_steps = 0
 
@@ -175,19 +175,19 @@ def _count(more: int) -> None:
         _done.value += more
 
 
-def train_in_process(cache: Cache, point: Point) -> None:
+def train_in_process(cache: Cache, point: LabPoint) -> None:
     """Train and keep a point, in a process of the pool."""
     _train(cache, point, _count)
 
 
-def write_start_in_process(cache: Cache, point: Point) -> None:
+def write_start_in_process(cache: Cache, point: LabPoint) -> None:
     """Train and keep warm steps, in a process of the pool."""
     _write_start(cache, point, _count)
 
 
 def _train_besides(
-    points: Sequence[Point],
-    starts: Sequence[Point],
+    points: Sequence[LabPoint],
+    starts: Sequence[LabPoint],
     cache: Cache,
     num_processes: int,
     tell: Callable[[int, int], None],
@@ -199,7 +199,7 @@ def _train_besides(
     context = multiprocessing.get_context("spawn")
     done = context.Value("q", 0)
     num_points = 0
-    waiting: dict[Path | None, list[Point]] = {}
+    waiting: dict[Path | None, list[LabPoint]] = {}
     for point in sorted(points, key=_num_steps, reverse=True):
         waiting.setdefault(cache.start(point), []).append(point)
     errors: list[BaseException] = []

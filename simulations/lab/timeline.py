@@ -16,7 +16,7 @@ from diloco.simulations.engine.trace import event_spans, from_the_first
 from diloco.telemetry.events import Event
 
 
-class Timeline:
+class LabTimeline:
     """Spans of the islands of one point."""
 
     def __init__(self) -> None:

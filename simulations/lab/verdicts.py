@@ -19,7 +19,7 @@ Rows = Mapping[str, Sequence[Result]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ClaimVerdict:
     """What became of a check.
 
     Attributes:
@@ -38,24 +38,24 @@ class Verdict:
         return {True: "reproduced", False: "not reproduced", None: "not run"}[self.has_held]
 
 
-def judge(config: ExperimentConfig, rows: Rows) -> list[Verdict]:
+def judge(config: ExperimentConfig, rows: Rows) -> list[ClaimVerdict]:
     """Judge every check of an experiment."""
     return [_judged(config, check, rows) for check in config.checks]
 
 
-def _judged(config: ExperimentConfig, check: CheckConfig, rows: Rows) -> Verdict:
+def _judged(config: ExperimentConfig, check: CheckConfig, rows: Rows) -> ClaimVerdict:
     figure = check.figure or config.figure
     base = check.base or config.base
     named = [check.row, base] if check.kind == "excess" else [check.row, *check.rows]
     if missing := [name for name in named if name and name not in rows]:
-        return Verdict(check, f"{', '.join(missing)}: left out here", None)
+        return ClaimVerdict(check, f"{', '.join(missing)}: left out here", None)
     if check.kind == "excess":
         spread = excess(rows[check.row], rows[base], figure)
         found = f"{check.row} over {base}: {percent(spread)}"
-        return Verdict(check, found, _is_within(check, spread.mean))
+        return ClaimVerdict(check, found, _is_within(check, spread.mean))
     if check.kind == "figure":
         mean = mean_of(rows[check.row], figure)
-        return Verdict(check, f"{check.row}: {mean:.3f}", _is_within(check, mean))
+        return ClaimVerdict(check, f"{check.row}: {mean:.3f}", _is_within(check, mean))
     if check.kind == "equal":
         return _equal(check, rows)
     judge_all = _best if check.kind == "best" else _rising
@@ -113,23 +113,23 @@ def _is_within(check: CheckConfig, value: float) -> bool:
     return is_low and (check.at_least is None or value >= check.at_least)
 
 
-def _rising(config: ExperimentConfig, check: CheckConfig, rows: Rows, figure: str) -> Verdict:
+def _rising(config: ExperimentConfig, check: CheckConfig, rows: Rows, figure: str) -> ClaimVerdict:
     means = [mean_of(rows[name], figure) for name in check.rows]
     has_held = all(
         later >= earlier * (1 - check.slack / 100) for earlier, later in itertools.pairwise(means)
     )
     found = ", ".join(f"{name} {mean:.4f}" for name, mean in zip(check.rows, means, strict=True))
-    return Verdict(check, found, has_held)
+    return ClaimVerdict(check, found, has_held)
 
 
-def _equal(check: CheckConfig, rows: Rows) -> Verdict:
+def _equal(check: CheckConfig, rows: Rows) -> ClaimVerdict:
     ends = [{result["seed"]: result["digests"] for result in rows[name]} for name in check.rows]
     alike = [seed for seed, bits in ends[0].items() if bits and all(e[seed] == bits for e in ends)]
     found = f"the same bits with {len(alike)} of {len(ends[0])} seeds"
-    return Verdict(check, found, len(alike) == len(ends[0]))
+    return ClaimVerdict(check, found, len(alike) == len(ends[0]))
 
 
-def _best(config: ExperimentConfig, check: CheckConfig, rows: Rows, figure: str) -> Verdict:
+def _best(config: ExperimentConfig, check: CheckConfig, rows: Rows, figure: str) -> ClaimVerdict:
     best: dict[str, float] = {}
     for series in check.series:
         members = [
@@ -141,7 +141,7 @@ def _best(config: ExperimentConfig, check: CheckConfig, rows: Rows, figure: str)
             best[series] = min(members)[1]
     xs = list(best.values())
     if len(xs) < 2:
-        return Verdict(check, "its series were left out here", None)
+        return ClaimVerdict(check, "its series were left out here", None)
     is_sorted = all(later >= earlier for earlier, later in itertools.pairwise(xs))
     found = ", ".join(f"{name}: {x:g}" for name, x in best.items())
-    return Verdict(check, found, is_sorted and xs[-1] > xs[0])
+    return ClaimVerdict(check, found, is_sorted and xs[-1] > xs[0])

@@ -86,7 +86,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PlanOptions:
     """What anyone who plans says of machines and links, as texts with units.
 
     Attributes:
@@ -162,7 +162,7 @@ class Told:
         return parsed("--inside-bandwidth", text, parse_bandwidth) if text else math.inf
 
 
-def told_steps(config: Config, told: Told) -> dict[str, float]:
+def told_steps(config: Config, told: PlanOptions) -> dict[str, float]:
     """Return the seconds of inner steps that were told, by island.
 
     Raises:
@@ -176,7 +176,7 @@ def told_steps(config: Config, told: Told) -> dict[str, float]:
 
 
 def estimated_step(
-    config: Config, island: str, planned: RankForecast, told: Told
+    config: Config, island: str, planned: RankForecast, told: PlanOptions
 ) -> tuple[float, str]:
     """Estimate the seconds of an inner step of an island from its operations; and say how.
 
@@ -196,7 +196,7 @@ def estimated_step(
     return seconds, f"{planned.flops_per_inner_step:.3g} operations a rank, {how}"
 
 
-def device_of(config: Config, island: str, told: Told) -> str:
+def device_of(config: Config, island: str, told: PlanOptions) -> str:
     """Name the device whose peak an island's estimated step has.
 
     Raises:
@@ -208,7 +208,7 @@ def device_of(config: Config, island: str, told: Told) -> str:
     return device
 
 
-def find_links(config: Config, told: Told) -> dict[str, LinkProfile] | None:
+def find_links(config: Config, told: PlanOptions) -> dict[str, LinkProfile] | None:
     """Return the link of every island, from what was told or `transport.link`.
 
     Returns:

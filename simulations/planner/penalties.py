@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from diloco.config.outer import CodecName
 from diloco.errors import ConfigError
-from diloco.simulations.planner.setting import Setting
+from diloco.simulations.planner.setting import OuterSetting
 
 #: Of other people's runs.
 PUBLISHED = Path(__file__).with_name("penalties.toml")
@@ -34,7 +34,7 @@ PUBLISHED = Path(__file__).with_name("penalties.toml")
 _EXACT = "float32"
 
 
-class Point(BaseModel):
+class TrainedPoint(BaseModel):
     """One trained run; what else a laboratory notes of it is left aside.
 
     Attributes:
@@ -63,7 +63,7 @@ class Study:
     """Runs that differ in nothing but what a point says; `source` is who made them."""
 
     source: str
-    points: tuple[Point, ...]
+    points: tuple[TrainedPoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Penalties:
     most_h: int
     most_tau: int
 
-    def knows(self, setting: Setting) -> bool:
+    def knows(self, setting: OuterSetting) -> bool:
         """Whether all that a setting costs was measured, H and tau within what was tried."""
         return (
             setting.inner_steps_per_round <= self.most_h
@@ -99,7 +99,7 @@ class Penalties:
             and {setting.uplink_codec, setting.downlink_codec} <= {*self.effects, _EXACT}
         )
 
-    def penalty(self, setting: Setting) -> float:
+    def penalty(self, setting: OuterSetting) -> float:
         """Return the relative increase of the loss over H0, tau = 0 and float32.
 
         That of a number of islands is not in it: it is the same for all settings of a run.
@@ -179,8 +179,8 @@ def read_laboratory(path: Path) -> list[Study]:
     ]
 
 
-def _points(values: object) -> tuple[Point, ...]:
-    return TypeAdapter(tuple[Point, ...]).validate_python(values)
+def _points(values: object) -> tuple[TrainedPoint, ...]:
+    return TypeAdapter(tuple[TrainedPoint, ...]).validate_python(values)
 
 
 def _shown(error: Exception) -> str:
@@ -244,7 +244,7 @@ def _centred(
     return centred, np.concatenate(losses)
 
 
-def _features(point: Point, names: Sequence[str], least_h: int) -> list[float]:
+def _features(point: TrainedPoint, names: Sequence[str], least_h: int) -> list[float]:
     values: dict[str, float] = {
         "h": math.log(max(point.h, least_h) / least_h),
         "m": math.log(point.m),

@@ -17,7 +17,7 @@ from diloco.forecast.forecast import Forecast
 from diloco.simulations.planner.alternatives import Alternative, alternatives
 from diloco.simulations.planner.assumptions import (
     Assumptions,
-    Told,
+    PlanOptions,
     estimated_step,
     find_links,
     told_steps,
@@ -89,7 +89,7 @@ class Planned:
 def assume(
     config: Config,
     forecast: Forecast,
-    told: Told,
+    told: PlanOptions,
     *,
     steps: Mapping[str, MeasuredStep],
     path: MeasuredPath | None,

@@ -12,7 +12,7 @@ from diloco.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class OuterSetting:
     """What is chosen: H, P, tau, codecs, lanes."""
 
     inner_steps_per_round: int
@@ -23,11 +23,11 @@ class Setting:
     num_lanes: int
 
     @classmethod
-    def of(cls, outer: OuterConfig) -> Setting:
+    def of(cls, outer: OuterConfig) -> OuterSetting:
         """Read it from a run."""
         return cls(*(getattr(outer, name) for name in cls.__dataclass_fields__))
 
-    def overrides(self, besides: Setting | None = None) -> tuple[str, ...]:
+    def overrides(self, besides: OuterSetting | None = None) -> tuple[str, ...]:
         """Write it as values of --set; only those that another setting has not, if one is given."""
         return tuple(
             f"outer.{name}={getattr(self, name)}"
@@ -68,21 +68,21 @@ class Grid:
             _numbers("--num-lanes", lanes, 1) or usual.num_lanes,
         )
 
-    def settings(self, num_lanes: int) -> Iterator[Setting]:
+    def settings(self, num_lanes: int) -> Iterator[OuterSetting]:
         """Give all that make sense: tau < H, at most one fragment an inner step."""
         for h, p, tau, codec in product(
             self.inner_steps_per_round, self.num_fragments, self.overlap_steps, self.codecs
         ):
             if tau < h and p <= h:
-                yield Setting(h, p, tau, codec, codec, num_lanes)
+                yield OuterSetting(h, p, tau, codec, codec, num_lanes)
 
-    def with_lanes(self, setting: Setting) -> Iterator[Setting]:
+    def with_lanes(self, setting: OuterSetting) -> Iterator[OuterSetting]:
         """Give a setting with every other number of lanes."""
         for number in self.num_lanes:
             if number != setting.num_lanes:
                 yield replace(setting, num_lanes=number)
 
-    def neighbours(self, setting: Setting) -> Iterator[Setting]:
+    def neighbours(self, setting: OuterSetting) -> Iterator[OuterSetting]:
         """Give the settings that differ from one in a single value, by one place of its list."""
         for value in _besides(self.inner_steps_per_round, setting.inner_steps_per_round):
             yield replace(setting, inner_steps_per_round=value)

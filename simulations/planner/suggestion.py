@@ -23,7 +23,7 @@ from diloco.outer.fragments import Plan
 from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.planner.penalties import Penalties
 from diloco.simulations.planner.prediction import simulate_whole
-from diloco.simulations.planner.setting import Grid, Setting
+from diloco.simulations.planner.setting import Grid, OuterSetting
 from diloco.simulations.runs.run_model import fragment_sizes, run_plan
 
 LEAST_ROUNDS = 20
@@ -39,7 +39,7 @@ Load = Callable[[Sequence[str]], Config]
 class Candidate:
     """A setting, and what it takes: seconds of the run, share of them, relative loss."""
 
-    setting: Setting
+    setting: OuterSetting
     wall_s: float
     utilisation: float
     penalty: float
@@ -113,11 +113,11 @@ class Search:
         self._load, self._assumed, self._grid = load, assumed, grid
         self._config = load(())
         check_waiting(self._config)
-        self._own = Setting.of(self._config.outer)
-        self._loaded: dict[Setting, Config | None] = {}
+        self._own = OuterSetting.of(self._config.outer)
+        self._loaded: dict[OuterSetting, Config | None] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
-        self._weights: dict[Setting, tuple[float, float, float]] = {}
-        self._taken: dict[Setting, tuple[float, float]] = {}
+        self._weights: dict[OuterSetting, tuple[float, float, float]] = {}
+        self._taken: dict[OuterSetting, tuple[float, float]] = {}
 
     def suggest(
         self,
@@ -164,7 +164,7 @@ class Search:
                 "outer.round_deadline, or tell other values to try"
             )
         best = _best(tried)
-        promising: dict[tuple[str, int], Setting] = {}
+        promising: dict[tuple[str, int], OuterSetting] = {}
         for setting in sorted(allowed, key=self._order(penalties)):
             if penalties.penalty(setting) < best.penalty:
                 kind = (setting.uplink_codec, setting.overlap_steps)
@@ -174,7 +174,7 @@ class Search:
 
     def _try_earliest(
         self,
-        allowed: Sequence[Setting],
+        allowed: Sequence[OuterSetting],
         penalties: Penalties,
         on_progress: Callable[[int, int], None],
     ) -> list[Candidate]:
@@ -194,20 +194,20 @@ class Search:
             tried += self._candidates([setting], penalties)
         return tried
 
-    def _order(self, penalties: Penalties) -> Callable[[Setting], tuple[float, float, int]]:
+    def _order(self, penalties: Penalties) -> Callable[[OuterSetting], tuple[float, float, int]]:
         """Give the key by which settings are tried: those that may be earliest first."""
 
-        def key(setting: Setting) -> tuple[float, float, int]:
+        def key(setting: OuterSetting) -> tuple[float, float, int]:
             least_s = self._least_s(setting, self._assumed)
             return least_s, penalties.penalty(setting), -setting.inner_steps_per_round
 
         return key
 
-    def _is_long(self, setting: Setting) -> bool:
+    def _is_long(self, setting: OuterSetting) -> bool:
         rounds = self._config.run.inner_steps // setting.inner_steps_per_round
         return rounds >= LEAST_ROUNDS or setting == self._own
 
-    def _loadable(self, setting: Setting) -> Config | None:
+    def _loadable(self, setting: OuterSetting) -> Config | None:
         """Load the run with a setting; None if it is refused."""
         if setting not in self._loaded:
             try:
@@ -224,7 +224,7 @@ class Search:
             self._plans[key] = run_plan(config)
         return self._plans[key]
 
-    def _bits(self, setting: Setting) -> tuple[float, float, float] | None:
+    def _bits(self, setting: OuterSetting) -> tuple[float, float, float] | None:
         """Count the bits of a round up, down, and of a float32 model; None: it is refused."""
         key = replace(setting, inner_steps_per_round=0, overlap_steps=0)
         if key not in self._weights:
@@ -238,7 +238,7 @@ class Search:
             )
         return self._weights[key]
 
-    def _least_s(self, setting: Setting, assumed: Assumptions) -> float:
+    def _least_s(self, setting: OuterSetting, assumed: Assumptions) -> float:
         """Bound the seconds of a run from below (the module's formula); infinite: it is refused."""
         bits, config = self._bits(setting), self._config
         if bits is None:
@@ -255,7 +255,9 @@ class Search:
             least_s = max(least_s, own_s)
         return least_s
 
-    def _candidates(self, settings: Iterable[Setting], penalties: Penalties) -> list[Candidate]:
+    def _candidates(
+        self, settings: Iterable[OuterSetting], penalties: Penalties
+    ) -> list[Candidate]:
         """Simulate settings; those that are refused, or are aborted, are left out."""
         found = []
         for setting in settings:
@@ -265,12 +267,12 @@ class Search:
                 continue
         return found
 
-    def _candidate(self, setting: Setting, penalties: Penalties) -> Candidate:
+    def _candidate(self, setting: OuterSetting, penalties: Penalties) -> Candidate:
         if setting not in self._taken:
             self._taken[setting] = self._simulate(setting, self._assumed)
         return Candidate(setting, *self._taken[setting], penalties.penalty(setting))
 
-    def _simulate(self, setting: Setting, assumed: Assumptions) -> tuple[float, float]:
+    def _simulate(self, setting: OuterSetting, assumed: Assumptions) -> tuple[float, float]:
         config = self._config if setting == self._own else self._loadable(setting)
         if config is None:
             raise ConfigError(f"{', '.join(setting.overrides())} is refused")
@@ -309,11 +311,11 @@ class Search:
         assumed: Assumptions,
         chosen: Candidate,
         penalties: Penalties,
-        near: Sequence[Setting],
+        near: Sequence[OuterSetting],
     ) -> Influence:
         """Simulate the suggestion with a wrong input, and what may be earlier than it then."""
 
-        def take(setting: Setting) -> Candidate | None:
+        def take(setting: OuterSetting) -> Candidate | None:
             try:
                 taken = self._simulate(setting, assumed)
             except ConfigError:

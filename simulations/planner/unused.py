@@ -10,7 +10,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.simulations.planner.assumptions import (
     CPU,
-    Told,
+    PlanOptions,
     device_of,
     find_links,
     has_delay,
@@ -27,7 +27,7 @@ NO_LINK = (
 
 def check_use(
     config: Config,
-    told: Told,
+    told: PlanOptions,
     *,
     is_measured: bool = False,
     coordinator: str = "",
@@ -60,7 +60,7 @@ def check_use(
 
 
 def _unused_of_steps(
-    config: Config, told: Told, *, is_measured: bool, is_path: bool
+    config: Config, told: PlanOptions, *, is_measured: bool, is_path: bool
 ) -> Iterator[tuple[str, str]]:
     without = config.islands.keys() - told_steps(config, told)
     estimated = set() if is_measured else {device_of(config, name, told) for name in without}
@@ -74,7 +74,7 @@ def _unused_of_steps(
 
 
 def _unused_of_links(
-    config: Config, told: Told, coordinator: str, probe: str, needing: Sequence[str]
+    config: Config, told: PlanOptions, coordinator: str, probe: str, needing: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     links, tcp = find_links(config, told), told.tcp
     if links is None and not probe:

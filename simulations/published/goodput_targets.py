@@ -15,7 +15,7 @@ from diloco.simulations.goodput.config import GoodputConfig, RoundsConfig
 from diloco.simulations.goodput.decoupled_table import (
     CHIPS,
     SCAVENGING,
-    Cell,
+    GoodputCell,
     fleet_of,
     scavenged,
     table_cells,
@@ -53,7 +53,7 @@ def goodput_table() -> Iterator[CheckRow]:
     yield failures_in_rounds().row
 
 
-def _pairs(cells: list[Cell]) -> Iterator[float]:
+def _pairs(cells: list[GoodputCell]) -> Iterator[float]:
     """Give how far M learners on M N chips are off one job on N, in points."""
     by = {(cell.row, cell.num_chips): cell.simulated for cell in cells}
     for learners in (2, 4, 8, 16):

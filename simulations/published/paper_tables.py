@@ -53,7 +53,7 @@ _FAT_BPS = 1e17
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class BandwidthCell:
     """One figure of a table, Gbit/s, and ours; both lie on `GRID`."""
 
     model: str
@@ -83,7 +83,7 @@ def streaming_table4(
     release: str = "backward",
     rule: GridRule = "below",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Cell]:
+) -> list[BandwidthCell]:
     """Compute the 75 cells of Streaming DiLoCo's Table 4 by simulation (target A1).
 
     Args:
@@ -108,12 +108,12 @@ def streaming_table4(
         curve = bandwidth_curve(scenario, rounds=_TABLE_ROUNDS)
         for target, paper in zip(TARGETS, row, strict=True):
             ours = on_grid(curve, target, rule) or GRID[-1]
-            cells.append(Cell(model, method, target, float(paper), ours / 1e9))
+            cells.append(BandwidthCell(model, method, target, float(paper), ours / 1e9))
         on_progress(done, len(curves))
     return cells
 
 
-def table4_counts(cells: list[Cell]) -> tuple[int, int]:
+def table4_counts(cells: list[BandwidthCell]) -> tuple[int, int]:
     """Count the cells that are exact, and those within one step of the grid (target A1)."""
     steps = [cell.grid_steps for cell in cells]
     return steps.count(0), sum(each <= 1 for each in steps)

@@ -31,7 +31,7 @@ from diloco.protocol.rounds.terms import (
 )
 from diloco.protocol.rounds.timing import MeasuredTiming, StepTimes
 from diloco.protos import fragment_pb2 as wire
-from diloco.simulations.engine.clock import Alarms, Engine, Signal, Steps
+from diloco.simulations.engine.clock import Engine, Signal, Steps, WakeUps
 from diloco.simulations.engine.timeline import Span
 from diloco.simulations.runs.costs import HostCosts
 from diloco.syncer.polls import is_news
@@ -100,7 +100,7 @@ class SimulatedSyncer:
         self._steps = StepTimes()
         self._live: set[str] = set()
         self._worker = simpy.Resource(engine, 1)
-        self._alarms = Alarms(engine)
+        self._alarms = WakeUps(engine)
         self._served: dict[int, _Served] = {}
         for fragment in fragments:
             own = rules.of_fragment(fragment, num_fragments)

@@ -30,7 +30,7 @@ from diloco.protocol.rounds.terms import (
     RoundKey,
     RoundRules,
 )
-from diloco.simulations.engine.clock import Alarms, Engine, Signal, Steps
+from diloco.simulations.engine.clock import Engine, Signal, Steps, WakeUps
 from diloco.simulations.runs.actors import Publication
 from diloco.simulations.runs.costs import HostCosts
 from diloco.syncer.rules import SyncerRules
@@ -72,7 +72,7 @@ class SimulatedDecider:
         self._sequence = 0
         self._changed = Signal(engine)
         self._loop = simpy.Resource(engine, 1)
-        self._alarms = Alarms(engine)
+        self._alarms = WakeUps(engine)
         self._standings: dict[int, _Standing] = {}
         for fragment in fragments:
             p = fragment.fragment_id

@@ -6,7 +6,7 @@ What it owes and is owed is `diloco.protocol.island.ledger`, when it sends and m
 `diloco.island.outer_loop`. Training, and what training waits for, is one process; polls, encoding,
 transfers and staging go on beside it, one thing at a time where one thread does them.
 
-It is not the driver itself (`diloco.bench.loopback_run` runs that in virtual time), because that
+It is not the driver itself (`diloco.launch.loopback_run` runs that in virtual time), because that
 moves real bytes through real codecs: 100 inner steps of the demo on 5 Mbit/s take 2.0 s of CPU
 there and 0.03 s here and in `actors`, without any training in both.
 """
@@ -71,7 +71,7 @@ class StepDraws:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class IslandTraining:
     """How an island trains.
 
     Attributes:
@@ -138,7 +138,7 @@ class Sums:
         return replace(self, at_s=at_s)
 
 
-class Server(Protocol):
+class RoundServer(Protocol):
     """Who serves an island the rounds of some fragments: a syncer, or its own peer."""
 
     changed: Signal
@@ -178,14 +178,14 @@ class Server(Protocol):
         """Record that an island was sent a version whole."""
 
 
-ServerT = TypeVar("ServerT", bound=Server)
+ServerT = TypeVar("ServerT", bound=RoundServer)
 
 
 @dataclass(slots=True)
-class _Way:
+class _Connection:
     """To one syncer, or the own peer: paths, what is polled, and who serves."""
 
-    syncer: Server
+    syncer: RoundServer
     up: Path
     down: Path
     carried: dict[int, IslandFragment]
@@ -211,7 +211,7 @@ class SimulatedIsland:
         engine: Engine,
         network: Network,
         name: str,
-        training: Training,
+        training: IslandTraining,
         common: Exchanging,
         costs: HostCosts,
         ways: Mapping[ServerT, tuple[Path, Path]],
@@ -231,7 +231,7 @@ class SimulatedIsland:
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
         self._carried = [IslandFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
         self._ways = [
-            _Way(
+            _Connection(
                 syncer,
                 up,
                 down,
@@ -504,7 +504,7 @@ class SimulatedIsland:
         yield self._engine.timeout(way.ask_s + self._costs.call_s)
         way.syncer.refuse(self.name, self.incarnation, sent.key, "declined: nothing to tell")
 
-    def _polling(self, way: _Way) -> Steps:
+    def _polling(self, way: _Connection) -> Steps:
         """Ask what is new, again and again; a poll waits at its syncer until something is."""
         while True:
             request = wire.PollRequest(
@@ -529,7 +529,7 @@ class SimulatedIsland:
             if reply is not None:
                 self._hear(way, reply)
 
-    def _hear(self, way: _Way, reply: wire.PollReply) -> None:
+    def _hear(self, way: _Connection, reply: wire.PollReply) -> None:
         way.epoch = reply.syncer_epoch
         for state in reply.fragments:
             way.carried[state.fragment_id].hear(state)

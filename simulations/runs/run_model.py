@@ -32,11 +32,11 @@ from diloco.simulations.runs.fragment_peer import PeerSetting
 from diloco.simulations.runs.islands import (
     Exchanging,
     FragmentSize,
+    IslandTraining,
     ServerT,
     SimulatedIsland,
     StepDraws,
     Sums,
-    Training,
 )
 from diloco.simulations.runs.peer import SimulatedPeer
 from diloco.simulations.runs.sites import SharedLine, Site
@@ -205,7 +205,7 @@ def simulate_run(
     if failures is not None:
         for name in config.islands.keys() - given.keys():
             away[name] = failures.draw(engine.stream("failures", name))
-    world = _World(
+    world = _RunParts(
         config,
         plan,
         rules,
@@ -229,7 +229,7 @@ def simulate_run(
 
 
 @dataclass(frozen=True, slots=True)
-class _World:
+class _RunParts:
     """What a simulation is made of, anyone who merges."""
 
     config: Config
@@ -239,7 +239,7 @@ class _World:
     engine: Engine
     network: Network
     profiles: Mapping[str, LinkProfile]
-    trainings: Mapping[str, Training]
+    trainings: Mapping[str, IslandTraining]
     absences: Mapping[str, Iterable[Absence]]
     warm_up_rounds: int
     is_flushed: bool
@@ -292,7 +292,7 @@ class _World:
         )
 
 
-def _through_syncers(world: _World, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
+def _through_syncers(world: _RunParts, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
     config, engine, plan = world.config, world.engine, world.plan
     record = Recorder(world.spans)
     syncers = [
@@ -320,7 +320,7 @@ def _through_syncers(world: _World, line: SharedLine, tcp: Tcp | None) -> Simula
     return world.run(sites, syncers)
 
 
-def _among_themselves(world: _World, mesh: Mesh) -> SimulatedRun:
+def _among_themselves(world: _RunParts, mesh: Mesh) -> SimulatedRun:
     config, engine, plan = world.config, world.engine, world.plan
     record, retry = Recorder(world.spans), config.transport.retry
     decider = SimulatedDecider(engine, plan.fragments, world.rules, world.costs)
@@ -483,10 +483,12 @@ def _profiles(
     return dict(links)
 
 
-def _training(engine: Engine, config: Config, name: str, step_s: float, noise: float) -> Training:
+def _training(
+    engine: Engine, config: Config, name: str, step_s: float, noise: float
+) -> IslandTraining:
     island = config.islands[name]
     draws = StepDraws(step_s, noise, engine.stream("step", name))
-    return Training(island.tokens_per_inner_step, island.ranks, draws)
+    return IslandTraining(island.tokens_per_inner_step, island.ranks, draws)
 
 
 class Recorder:

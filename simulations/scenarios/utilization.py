@@ -37,10 +37,10 @@ from diloco.simulations.runs.costs import FREE
 from diloco.simulations.runs.islands import (
     Exchanging,
     FragmentSize,
+    IslandTraining,
     Piece,
     SimulatedIsland,
     StepDraws,
-    Training,
 )
 from diloco.simulations.runs.run_model import Recorder, SimulatedRun, run_to_the_end
 from diloco.simulations.runs.sites import Site
@@ -179,7 +179,7 @@ def simulate_scenario(
     """
     engine, names, spans = Engine(seed), island_names(scenario), list[Span]()
     record, network = Recorder(spans), Network(engine)
-    lines = _Lines(scenario, profile, names, syncer_bps)
+    lines = _ScenarioLines(scenario, profile, names, syncer_bps)
     # Where nothing that hosts do takes time, one a fragment is the same as one of all, and faster.
     served = [plan.fragments] if scenario.method == "decoupled" else [[f] for f in plan.fragments]
     syncers = [
@@ -213,7 +213,7 @@ def simulate_scenario(
             engine,
             network,
             name,
-            Training(tokens=1, ranks=1, step_s=draws),
+            IslandTraining(tokens=1, ranks=1, step_s=draws),
             _exchanging(scenario, plan, schedule, lines.home(slot)),
             FREE,
             {syncer: lines.paths(slot, number) for number, syncer in enumerate(syncers)},
@@ -390,7 +390,7 @@ def _ring(scenario: Scenario, bits: float, rtt_s: float = 0.0) -> ReductionTime:
     )
 
 
-class _Lines:
+class _ScenarioLines:
     """The lines of a scenario's islands, and where its syncers are on them."""
 
     def __init__(

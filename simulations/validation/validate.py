@@ -28,8 +28,8 @@ from diloco.simulations.validation.validate_costs import Calibration, host_costs
 from diloco.simulations.validation.validate_prediction import planned_s, predict
 from diloco.simulations.validation.validate_run import (
     Message,
-    Point,
-    Setting,
+    ValidationPoint,
+    ValidationSetting,
     measure_point,
     measured_path,
     read_measured,
@@ -56,31 +56,31 @@ _COLUMNS = (
 
 #: Every codec, H, P and tau at several bandwidths and round trips; all block for long enough.
 POINTS = (
-    Point("100Mbit/s", 0, "int4", 5, 1),
-    Point("100Mbit/s", 100, "int4", 10, 4),
-    Point("100Mbit/s", 20, "float32", 5, 1),
-    Point("100Mbit/s", 100, "float32", 10, 4),
-    Point("100Mbit/s", 60, "float32", 10, 2, 2),
-    Point("300Mbit/s", 0, "float32", 5, 1),
-    Point("300Mbit/s", 20, "int4", 5, 1),
-    Point("300Mbit/s", 60, "float32", 10, 4, 1),
-    Point("300Mbit/s", 100, "int4", 10, 2),
-    Point("300Mbit/s", 100, "float32", 5, 1),
-    Point("1Gbit/s", 0, "float32", 5, 1),
-    Point("1Gbit/s", 20, "float32", 10, 2),
-    Point("1Gbit/s", 60, "int4", 10, 4),
-    Point("1Gbit/s", 100, "float32", 10, 4),
-    Point("1Gbit/s", 100, "int4", 5, 1),
+    ValidationPoint("100Mbit/s", 0, "int4", 5, 1),
+    ValidationPoint("100Mbit/s", 100, "int4", 10, 4),
+    ValidationPoint("100Mbit/s", 20, "float32", 5, 1),
+    ValidationPoint("100Mbit/s", 100, "float32", 10, 4),
+    ValidationPoint("100Mbit/s", 60, "float32", 10, 2, 2),
+    ValidationPoint("300Mbit/s", 0, "float32", 5, 1),
+    ValidationPoint("300Mbit/s", 20, "int4", 5, 1),
+    ValidationPoint("300Mbit/s", 60, "float32", 10, 4, 1),
+    ValidationPoint("300Mbit/s", 100, "int4", 10, 2),
+    ValidationPoint("300Mbit/s", 100, "float32", 5, 1),
+    ValidationPoint("1Gbit/s", 0, "float32", 5, 1),
+    ValidationPoint("1Gbit/s", 20, "float32", 10, 2),
+    ValidationPoint("1Gbit/s", 60, "int4", 10, 4),
+    ValidationPoint("1Gbit/s", 100, "float32", 10, 4),
+    ValidationPoint("1Gbit/s", 100, "int4", 5, 1),
 )
 #: Without a syncer; besides the others, as their bars are not of them.
 ALLREDUCE_POINTS = (
-    Point("100Mbit/s", 20, "int4", 5, 1, exchange="allreduce"),
-    Point("100Mbit/s", 100, "int4", 10, 4, exchange="allreduce"),
+    ValidationPoint("100Mbit/s", 20, "int4", 5, 1, exchange="allreduce"),
+    ValidationPoint("100Mbit/s", 100, "int4", 10, 4, exchange="allreduce"),
 )
 #: Where links take most of the time, and the time is short; one codec to calibrate.
 QUICK_POINTS = (POINTS[5], POINTS[9], POINTS[11], POINTS[13])
-SETTING = Setting()
-QUICK = Setting(rounds=3)
+SETTING = ValidationSetting()
+QUICK = ValidationSetting(rounds=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +94,29 @@ class Sweep:
         is_judged_whole: Whether the number of points has a bar, too.
     """
 
-    setting: Setting
-    points: tuple[Point, ...]
+    setting: ValidationSetting
+    points: tuple[ValidationPoint, ...]
     directory: Path
     is_judged_whole: bool
 
     @property
-    def calibrations(self) -> tuple[Point, ...]:
+    def calibrations(self) -> tuple[ValidationPoint, ...]:
         """Runs without a link, of every codec and exchange in two sizes of fragments."""
         kinds = dict.fromkeys((point.codec, point.exchange) for point in self.points)
         return tuple(
-            Point("", 0, codec, *schedule, exchange=exchange)
+            ValidationPoint("", 0, codec, *schedule, exchange=exchange)
             for codec, exchange in kinds
             for schedule in ((5, 1), (8, 4))
         )
 
-    def setting_of(self, point: Point) -> Setting:
+    def setting_of(self, point: ValidationPoint) -> ValidationSetting:
         """Give the setting of a run: what has no link is not emulated."""
         return self.setting if point.bandwidth else replace(self.setting, is_emulated=False)
 
 
-def chosen_points(points: Sequence[Point], patterns: Sequence[str]) -> tuple[Point, ...]:
+def chosen_points(
+    points: Sequence[ValidationPoint], patterns: Sequence[str]
+) -> tuple[ValidationPoint, ...]:
     """Give the points whose names match any of `patterns`; without any, all.
 
     Raises:
@@ -187,7 +189,7 @@ def _requirements(errors: Sequence[float], *, is_judged_whole: bool) -> list[Req
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def missing_points(sweep: Sweep) -> list[Point]:
+def missing_points(sweep: Sweep) -> list[ValidationPoint]:
     """List the runs that are still to be made, those without a link first."""
     return [
         point
@@ -222,9 +224,11 @@ def _measure_missing(
     return checks
 
 
-def _networks(points: Sequence[Point], *, is_emulated: bool) -> Iterator[list[Point]]:
+def _networks(
+    points: Sequence[ValidationPoint], *, is_emulated: bool
+) -> Iterator[list[ValidationPoint]]:
     """Put the points of one emulated network together; others are by themselves."""
-    grouped: dict[object, list[Point]] = {}
+    grouped: dict[object, list[ValidationPoint]] = {}
     for point in points:
         is_alone = not (is_emulated and point.bandwidth)
         key = point if is_alone else (point.bandwidth, point.rtt_ms)
@@ -233,7 +237,7 @@ def _networks(points: Sequence[Point], *, is_emulated: bool) -> Iterator[list[Po
 
 
 def _measure_emulated(
-    sweep: Sweep, points: Sequence[Point], on_look: Callable[[], None]
+    sweep: Sweep, points: Sequence[ValidationPoint], on_look: Callable[[], None]
 ) -> dict[str, str]:
     """Make runs inside one emulated network; returns by point what its link missed."""
     orders = {
@@ -249,7 +253,7 @@ def _measure_emulated(
     return {} if found else {point.name: check_text(record["check"]) for point in points}
 
 
-def network_toml(point: Point) -> str:
+def network_toml(point: ValidationPoint) -> str:
     """Write the file of the emulated network: both islands have a link of their own to the core."""
     way = f'{{ bandwidth = "{point.bandwidth}", delay = "{point.rtt_ms / 2:g}ms" }}'
     sites = "".join(f'[islands.{island}]\nlink = "measured"\n' for island in ISLANDS)
@@ -276,7 +280,9 @@ def _calibrated(sweep: Sweep, codec: str, exchange: str) -> HostCosts:
     return host_costs(calibrations, num_islands=len(ISLANDS), is_allreduce=exchange == "allreduce")
 
 
-def _row(sweep: Sweep, point: Point, costs: HostCosts, checks: Mapping[str, str]) -> dict[str, Any]:
+def _row(
+    sweep: Sweep, point: ValidationPoint, costs: HostCosts, checks: Mapping[str, str]
+) -> dict[str, Any]:
     """Hold a point's prediction against what was measured; a link that was not as told has none."""
     setting = sweep.setting_of(point)
     row: dict[str, Any] = dict.fromkeys(column.key for column in _COLUMNS)

@@ -11,7 +11,12 @@ from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.planner.prediction import simulate_whole
 from diloco.simulations.runs.costs import HostCosts
 from diloco.simulations.runs.run_model import fragment_sizes, run_plan, simulate_run
-from diloco.simulations.validation.validate_run import Message, Point, Setting, run_config
+from diloco.simulations.validation.validate_run import (
+    Message,
+    ValidationPoint,
+    ValidationSetting,
+    run_config,
+)
 from diloco.transport.shaping.link import Link, LinkProfile
 from diloco.transport.units import parse_bandwidth
 
@@ -21,7 +26,10 @@ _UNLIMITED_BPS = 1e15
 
 
 def predict(
-    setting: Setting, point: Point, costs: HostCosts, step_s: Mapping[str, float]
+    setting: ValidationSetting,
+    point: ValidationPoint,
+    costs: HostCosts,
+    step_s: Mapping[str, float],
 ) -> Message:
     """Simulate the run of a point.
 
@@ -62,7 +70,9 @@ def predict(
     }
 
 
-def planned_s(setting: Setting, point: Point, step_s: Mapping[str, float]) -> float:
+def planned_s(
+    setting: ValidationSetting, point: ValidationPoint, step_s: Mapping[str, float]
+) -> float:
     """Give the seconds in which `diloco plan` has the run of a point end.
 
     It is told the link and the inner steps; what hosts take is its own assumption, not calibrated.
@@ -73,7 +83,7 @@ def planned_s(setting: Setting, point: Point, step_s: Mapping[str, float]) -> fl
     return simulate_whole(config, run_plan(config), Assumptions(step_s=step_s, links=links))[1]
 
 
-def _link(point: Point, *, is_emulated: bool) -> Link:
+def _link(point: ValidationPoint, *, is_emulated: bool) -> Link:
     if not point.bandwidth:
         return Link(_UNLIMITED_BPS, 0.0)
     share = _PAYLOAD_SHARE if is_emulated else 1.0

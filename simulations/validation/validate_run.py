@@ -43,7 +43,7 @@ Message = dict[str, Any]  # JSON values
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ValidationPoint:
     """One real run.
 
     Attributes:
@@ -82,7 +82,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ValidationSetting:
     """What all points share.
 
     Attributes:
@@ -96,7 +96,7 @@ class Setting:
     is_emulated: bool = False
 
 
-def run_config(setting: Setting, point: Point, state_dir: Path) -> Config:
+def run_config(setting: ValidationSetting, point: ValidationPoint, state_dir: Path) -> Config:
     """Give the run of a point."""
     num_rounds = setting.rounds + 1
     return Config.model_validate(
@@ -134,18 +134,20 @@ def run_config(setting: Setting, point: Point, state_dir: Path) -> Config:
     )
 
 
-def run_path(directory: Path, setting: Setting, point: Point) -> Path:
+def run_path(directory: Path, setting: ValidationSetting, point: ValidationPoint) -> Path:
     """Directory of a point's run."""
     return directory / (point.name + ("-emulated" if setting.is_emulated else ""))
 
 
-def measured_path(directory: Path, setting: Setting, point: Point) -> Path:
+def measured_path(directory: Path, setting: ValidationSetting, point: ValidationPoint) -> Path:
     """File of a point that was made."""
     run = run_path(directory, setting, point)
     return run.with_name(f"{run.name}.json")
 
 
-def read_measured(directory: Path, setting: Setting, point: Point) -> Message | None:
+def read_measured(
+    directory: Path, setting: ValidationSetting, point: ValidationPoint
+) -> Message | None:
     """Give what a point measured earlier, in the same setting; None: nothing, or not all."""
     found: Message | None = read_json(measured_path(directory, setting, point))
     if found is None or found["setting"] != asdict(setting) or not found.keys() >= FIGURES:
@@ -154,7 +156,7 @@ def read_measured(directory: Path, setting: Setting, point: Point) -> Message | 
 
 
 def measure_point(
-    directory: Path, setting: Setting, point: Point, on_look: Callable[[], None]
+    directory: Path, setting: ValidationSetting, point: ValidationPoint, on_look: Callable[[], None]
 ) -> Message:
     """Make the run of a point, and write down durably what it measured.
 
@@ -195,7 +197,7 @@ def measure_point(
 # -- what a run measured ---------------------------------------------------------------------------
 
 
-def figures(telemetry_dir: Path, point: Point) -> Message:
+def figures(telemetry_dir: Path, point: ValidationPoint) -> Message:
     """Take the figures of a run out of its events; times in seconds.
 
     Returns:
@@ -286,7 +288,7 @@ def _phases(
 
 def inside(orders: Mapping[str, Any], _: Emulated, place: Path) -> dict[str, Any]:
     """Make all points of the orders in this process's network; says how many."""
-    setting, directory = Setting(**orders["setting"]), Path(orders["directory"])
+    setting, directory = ValidationSetting(**orders["setting"]), Path(orders["directory"])
     for point in orders["points"]:
-        measure_point(directory, setting, Point(**point), lambda: None)
+        measure_point(directory, setting, ValidationPoint(**point), lambda: None)
     return {"points": len(orders["points"])}

@@ -11,11 +11,11 @@ import pytest
 
 from diloco.errors import ConfigError
 from diloco.simulations.emulate import kernel
-from diloco.simulations.emulate.check import Finding, check
+from diloco.simulations.emulate.check import LinkFinding, check
 from diloco.simulations.emulate.emulation import Emulation
 from diloco.simulations.emulate.measure import End, measure_rate_bps, measure_rtt_s
 from diloco.simulations.emulate.namespaces import NAMESPACES, OWNERS, inside
-from diloco.simulations.emulate.network import LinkState
+from diloco.simulations.emulate.network import WireState
 from diloco.transport.shaping.link import Link
 from tests.simulations.emulated_site import Transfer, make_emulation, needs_namespaces, star
 from tests.waiting import said_by
@@ -38,7 +38,7 @@ def end(emulation: Emulation, node: str) -> End:
     return End(emulation.namespaces.path(node), emulation.network.address(node))
 
 
-def missed(findings: list[Finding]) -> set[tuple[str, str, str]]:
+def missed(findings: list[LinkFinding]) -> set[tuple[str, str, str]]:
     return {(f.link, f.way, f.figure) for f in findings if not f.is_met}
 
 
@@ -54,15 +54,15 @@ def test_every_link_does_what_was_asked_of_it(lossy: Emulation) -> None:
 def test_the_check_finds_exactly_what_is_not_as_asked(lossy: Emulation) -> None:
     first, second = lossy.network.wires
     up, down = first.profile.up, first.profile.down
-    lossy.change(first, "up", LinkState(replace(up, loss=0.03)))
-    lossy.change(first, "down", LinkState(replace(down, bandwidth_bps=18e6)))
-    lossy.change(second, "down", LinkState(replace(down, delay_s=0.020)))
+    lossy.change(first, "up", WireState(replace(up, loss=0.03)))
+    lossy.change(first, "down", WireState(replace(down, bandwidth_bps=18e6)))
+    lossy.change(second, "down", WireState(replace(down, delay_s=0.020)))
 
     findings = check(lossy)
 
     for wire in (first, second):
-        lossy.change(wire, "up", LinkState(up))
-        lossy.change(wire, "down", LinkState(down))
+        lossy.change(wire, "up", WireState(up))
+        lossy.change(wire, "down", WireState(down))
     assert missed(findings) == {
         ("a", "up", "loss"),
         ("a", "down", "rate"),
@@ -89,12 +89,12 @@ def test_an_outage_stops_a_link_and_its_end_brings_it_back(lossy: Emulation) -> 
     wire = lossy.network.wires[0]
     rtt = {"count": 5, "spacing_s": 0.02, "wait_s": 0.5, "on_look": lambda: None}
     for way in ("up", "down"):
-        lossy.change(wire, way, LinkState(wire.direction(way)[2], is_up=False))
+        lossy.change(wire, way, WireState(wire.direction(way)[2], is_up=False))
 
     cut = measure_rtt_s(end(lossy, "a"), end(lossy, "core"), **rtt)
     other = measure_rtt_s(end(lossy, "b"), end(lossy, "core"), **rtt)
     for way in ("up", "down"):
-        lossy.change(wire, way, LinkState(wire.direction(way)[2]))
+        lossy.change(wire, way, WireState(wire.direction(way)[2]))
     back = measure_rtt_s(end(lossy, "a"), end(lossy, "core"), **rtt)
 
     assert cut == float("inf")
@@ -311,7 +311,7 @@ def test_devices_for_netem_join_the_nodes_and_the_bucket_holds_their_rate(
             began = time.monotonic()
             assert transfer.carry(bytes(2 * 2**20))
             took_s = time.monotonic() - began
-        emulation.change(emulation.network.wires[0], "up", LinkState(Link(10e6, 0.5)))
+        emulation.change(emulation.network.wires[0], "up", WireState(Link(10e6, 0.5)))
         carried = emulation.carried()["a", "up"].since(before)
 
     assert rtt_s < 0.5  # the way is open; what netem would hold back is not

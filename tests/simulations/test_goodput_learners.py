@@ -11,7 +11,7 @@ from diloco.protocol.rounds.timing import TimingRules
 from diloco.simulations.goodput.failures import Fleet, simulate_fleet, simulate_learner, stopped
 from diloco.simulations.goodput.learners import Learner, LearnersTime, simulate_learners
 from diloco.simulations.goodput.lifetimes import Lifetimes
-from diloco.simulations.goodput.rounds import Rounds
+from diloco.simulations.goodput.rounds import LearnerRounds
 
 TIMING = TimingRules(
     inner_steps_per_round=8,
@@ -21,11 +21,11 @@ TIMING = TimingRules(
     deadline_floor_s=5.0,
     deadline_cap_s=60.0,
 )
-ON_ARRIVAL = Rounds(4, 1, TIMING, up_s=0.1, down_s=0.1)
+ON_ARRIVAL = LearnerRounds(4, 1, TIMING, up_s=0.1, down_s=0.1)
 SCHEDULED = replace(ON_ARRIVAL, quorum=None)
 
 
-def run(learners: list[Learner], rounds: Rounds, duration_s: float = 400.0) -> LearnersTime:
+def run(learners: list[Learner], rounds: LearnerRounds, duration_s: float = 400.0) -> LearnersTime:
     return simulate_learners(learners, rounds, np.random.default_rng(1), duration_s=duration_s)
 
 
@@ -51,7 +51,7 @@ def test_a_scheduled_run_has_the_pace_of_its_slowest() -> None:
 
 
 @pytest.mark.parametrize("rounds", [SCHEDULED, ON_ARRIVAL], ids=["scheduled", "on-arrival"])
-def test_an_outage_stops_others_only_where_they_wait(rounds: Rounds) -> None:
+def test_an_outage_stops_others_only_where_they_wait(rounds: LearnerRounds) -> None:
     whole = run([Learner(1.0)] * 3, rounds)
     broken = run([Learner(1.0)] * 2 + [Learner(1.0, outages=[(100.5, 200.5)])], rounds)
 

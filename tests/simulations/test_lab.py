@@ -13,9 +13,9 @@ from diloco.errors import ConfigError
 from diloco.simulations.engine.trace import tracks_of
 from diloco.simulations.lab.batches import batches_of, union_of
 from diloco.simulations.lab.config import Flags
-from diloco.simulations.lab.point import Point, open_text, points_of
+from diloco.simulations.lab.point import LabPoint, open_text, points_of
 from diloco.simulations.lab.run import Result, run_point, write_start
-from diloco.simulations.lab.timeline import Timeline
+from diloco.simulations.lab.timeline import LabTimeline
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "simulations" / "run.toml"
 #: A model of 21,000 parameters on sequences of 16 bytes.
@@ -31,7 +31,7 @@ TINY = (
 ON_ARRIVAL = ("outer.merge=on_arrival", "outer.min_contributions=1", "outer.grace=2s")
 
 
-def tiny(*settings: str, **lab: Any) -> Point:
+def tiny(*settings: str, **lab: Any) -> LabPoint:
     lab = {"run": str(BASE), "num_islands": 2, "threads": 1, "points": 2, **lab}
     lab.setdefault("tokens_per_inner_step", 96)
     overrides = tuple(f"{key.replace('__', '.')}={json.dumps(v)}" for key, v in lab.items())
@@ -127,7 +127,7 @@ def test_links_cost_time_and_change_no_bit_of_what_is_learnt() -> None:
 )
 def test_a_timeline_leaves_no_gap_and_changes_no_figure(method: str, kinds: set[str]) -> None:
     links = {"link__bandwidth": "1Mbit/s", "link__round_trip": "100ms"}
-    point, timeline = tiny(method=method, **links), Timeline()
+    point, timeline = tiny(method=method, **links), LabTimeline()
 
     result = run_point(point, None, timeline=timeline)
 
@@ -144,7 +144,7 @@ def test_a_timeline_leaves_no_gap_and_changes_no_figure(method: str, kinds: set[
 
 
 def test_an_inner_step_in_which_an_island_fails_ends_then() -> None:
-    timeline = Timeline()
+    timeline = LabTimeline()
 
     result = run_point(tiny(*ON_ARRIVAL, failures__mean_time_between="8s"), None, timeline=timeline)
 

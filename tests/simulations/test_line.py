@@ -5,7 +5,12 @@ import math
 
 import pytest
 
-from diloco.simulations.emulate.line import LATE_BOUNDS_S, Line, LineSettings, late_quantile_s
+from diloco.simulations.emulate.line import (
+    LATE_BOUNDS_S,
+    EmulatedLine,
+    LineSettings,
+    late_quantile_s,
+)
 from diloco.simulations.emulate.packets import VNET_BYTES, VNET_HEADER
 from tests.simulations.frames import MSS, TCP4, make_frame
 
@@ -13,7 +18,7 @@ PACKET = VNET_HEADER.pack(0, 0, 0, 0, 0, 0) + b"\x45" + bytes(99)
 
 
 def test_frames_are_due_after_the_delay_and_counted() -> None:
-    line = Line(LineSettings(delay_s=0.03), seed=1)
+    line = EmulatedLine(LineSettings(delay_s=0.03), seed=1)
 
     assert line.next_due() == math.inf
     line.accept(PACKET, 10.0)
@@ -26,7 +31,7 @@ def test_frames_are_due_after_the_delay_and_counted() -> None:
 
 @pytest.mark.parametrize("spacing_s", [0.0001, 0.02], ids=["dense", "sparse"])
 def test_jitter_keeps_the_order_and_its_bounds(spacing_s: float) -> None:
-    line = Line(LineSettings(delay_s=0.03, jitter_s=0.01), seed=1)
+    line = EmulatedLine(LineSettings(delay_s=0.03, jitter_s=0.01), seed=1)
     times = [spacing_s * n for n in range(1000)]
 
     for now in times:
@@ -44,7 +49,7 @@ def test_jitter_keeps_the_order_and_its_bounds(spacing_s: float) -> None:
 def test_loss_hits_packets_inside_super_packets_as_often_as_alone(loss: float) -> None:
     frame = make_frame(TCP4, bytes(40 * MSS))
     settings = LineSettings(delay_s=0.0, loss=loss)
-    together, alone = Line(settings, seed=3), Line(settings, seed=3)
+    together, alone = EmulatedLine(settings, seed=3), EmulatedLine(settings, seed=3)
     num_frames = math.ceil(2000 / (40 * loss))
 
     for _ in range(num_frames):
@@ -59,7 +64,7 @@ def test_loss_hits_packets_inside_super_packets_as_often_as_alone(loss: float) -
 
 
 def test_lost_packets_do_not_come_in_bursts() -> None:
-    line = Line(LineSettings(delay_s=0.0, loss=0.1), seed=5)
+    line = EmulatedLine(LineSettings(delay_s=0.0, loss=0.1), seed=5)
     fates = []
     for _ in range(20_000):
         before = line.counters.lost_packets
@@ -72,7 +77,7 @@ def test_lost_packets_do_not_come_in_bursts() -> None:
 
 
 def test_an_outage_loses_all_and_what_is_on_its_way_arrives() -> None:
-    line = Line(LineSettings(delay_s=0.5), seed=1)
+    line = EmulatedLine(LineSettings(delay_s=0.5), seed=1)
 
     line.accept(PACKET, 0.0)
     line.change(LineSettings(delay_s=0.5, is_up=False))
@@ -85,7 +90,7 @@ def test_an_outage_loses_all_and_what_is_on_its_way_arrives() -> None:
 
 
 def test_lateness_is_reported_as_an_upper_bound() -> None:
-    line = Line(LineSettings(delay_s=0.0), seed=1)
+    line = EmulatedLine(LineSettings(delay_s=0.0), seed=1)
     for late_s in [0.0, 10e-6, 50e-6, 0.9, 1e6]:
         line.note_late(late_s)
 

@@ -7,8 +7,8 @@ import pytest
 from diloco.simulations.emulate import kernel
 from diloco.simulations.emulate.config import ChangeConfig, load_wan
 from diloco.simulations.emulate.network import (
-    LinkState,
-    Network,
+    EmulatedNetwork,
+    WireState,
     build_network,
     change_times,
     link_state,
@@ -39,11 +39,11 @@ link = "thin"
 """
 
 
-def network_of(directory: Path, text: str) -> Network:
+def network_of(directory: Path, text: str) -> EmulatedNetwork:
     return build_network(load_wan(write(directory, text)))
 
 
-def names(network: Network, source: str, target: str) -> list[str]:
+def names(network: EmulatedNetwork, source: str, target: str) -> list[str]:
     return [wire.name for wire in network.paths(source)[target]]
 
 
@@ -97,26 +97,26 @@ def test_changes_lay_over_one_another_and_end(tmp_path: Path) -> None:
     thin = wire.profile.up
     slow = Link(1e6, 1.0)
 
-    def seen(way: str, now_s: float) -> LinkState:
+    def seen(way: str, now_s: float) -> WireState:
         return link_state(wire, way, changes, now_s)
 
     assert change_times(changes) == [10.0, 20.0, 25.0, 30.0]
-    assert seen("up", 9.9) == LinkState(thin)
-    assert seen("down", 10.0) == LinkState(slow)
-    assert seen("up", 20.0) == LinkState(Link(1e6, 1.0, 0.0, 0.5), is_up=False)
-    assert seen("down", 20.0) == LinkState(slow)
-    assert seen("up", 25.0) == LinkState(slow)
-    assert seen("up", 30.0) == LinkState(thin)
+    assert seen("up", 9.9) == WireState(thin)
+    assert seen("down", 10.0) == WireState(slow)
+    assert seen("up", 20.0) == WireState(Link(1e6, 1.0, 0.0, 0.5), is_up=False)
+    assert seen("down", 20.0) == WireState(slow)
+    assert seen("up", 25.0) == WireState(slow)
+    assert seen("up", 30.0) == WireState(thin)
 
 
 def test_netem_is_told_delay_loss_and_outage_and_the_bucket_follows_it(tmp_path: Path) -> None:
     network = network_of(tmp_path, STAR)
     wire = network.wires[1]
-    state = LinkState(Link(100e6, 0.03, loss=0.001))
+    state = WireState(Link(100e6, 0.03, loss=0.001))
 
     lines = kernel.qdisc_lines(network, wire, state, with_netem=True)
     cut = kernel.qdisc_lines(
-        network, wire, LinkState(state.link, is_up=False), with_netem=True, verb="change"
+        network, wire, WireState(state.link, is_up=False), with_netem=True, verb="change"
     )
 
     assert lines == [

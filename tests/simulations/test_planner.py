@@ -16,7 +16,7 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.simulations.planner.alternatives import alternatives
 from diloco.simulations.planner.assumptions import (
     Assumptions,
-    Told,
+    PlanOptions,
     estimated_step,
     find_links,
     told_steps,
@@ -24,7 +24,7 @@ from diloco.simulations.planner.assumptions import (
 from diloco.simulations.planner.capacity import Capacity, check_capacity
 from diloco.simulations.planner.penalties import Effect, Penalties
 from diloco.simulations.planner.prediction import predict, simulate_whole
-from diloco.simulations.planner.setting import Grid, Setting
+from diloco.simulations.planner.setting import Grid, OuterSetting
 from diloco.simulations.planner.suggestion import Search
 from diloco.simulations.runs.costs import EAGER, FREE, MEASURED, HostCosts
 from diloco.simulations.runs.run_model import fragment_sizes, run_plan
@@ -251,7 +251,7 @@ def test_the_suggestion_is_the_best_of_trying_everything(
     inputs = assumed(bandwidth_bps)
     all_times = {
         setting: simulate_whole(config := loads(setting.overrides()), run_plan(config), inputs)[1]
-        for setting in (*GRID.settings(16), Setting.of(loads(()).outer))
+        for setting in (*GRID.settings(16), OuterSetting.of(loads(()).outer))
         if PENALTIES.penalty(setting) <= most_penalty
     }
 
@@ -317,7 +317,7 @@ def test_no_setting_within_the_bound_is_said() -> None:
 
 def test_what_is_told_of_one_island_goes_before_what_is_told_of_all() -> None:
     config = run()
-    told = Told(
+    told = PlanOptions(
         step_times=("0.5s", "east=200ms"), bandwidths=("10Mbit/s",), round_trips=("west=0s",)
     )
 
@@ -325,8 +325,8 @@ def test_what_is_told_of_one_island_goes_before_what_is_told_of_all() -> None:
 
     assert told_steps(config, told) == {"east": 0.2, "west": 0.5}
     assert links is not None and links["east"].up == Link(1e7, 0.0)
-    assert find_links(config, Told(round_trips=("10ms",))) is None, "no bandwidth is known"
-    profile = find_links(config, Told(links=("thin-5M-60ms",), round_trips=("east=10ms",)))
+    assert find_links(config, PlanOptions(round_trips=("10ms",))) is None, "no bandwidth is known"
+    profile = find_links(config, PlanOptions(links=("thin-5M-60ms",), round_trips=("east=10ms",)))
     assert profile is not None
     assert (profile["east"].up, profile["west"].up) == (Link(5e6, 0.005), Link(5e6, 0.03))
 
@@ -334,15 +334,18 @@ def test_what_is_told_of_one_island_goes_before_what_is_told_of_all() -> None:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (Told(step_times=("north=1s",)), "'north' is not an island of this run; islands: east, w"),
-        (Told(step_times=("0s",)), "--step-time: '0s' is not a duration"),
-        (Told(links=("nowhere",)), "--link nowhere: no link profile 'nowhere'"),
-        (Told(bandwidths=("0Mbit/s",)), "--bandwidth: '0Mbit/s' is not a bandwidth"),
-        (Told(tcp_loss=1.0), r"--tcp-loss 1 is outside \[0, 1\)"),
+        (
+            PlanOptions(step_times=("north=1s",)),
+            "'north' is not an island of this run; islands: east, w",
+        ),
+        (PlanOptions(step_times=("0s",)), "--step-time: '0s' is not a duration"),
+        (PlanOptions(links=("nowhere",)), "--link nowhere: no link profile 'nowhere'"),
+        (PlanOptions(bandwidths=("0Mbit/s",)), "--bandwidth: '0Mbit/s' is not a bandwidth"),
+        (PlanOptions(tcp_loss=1.0), r"--tcp-loss 1 is outside \[0, 1\)"),
     ],
     ids=["island", "time", "profile", "bandwidth", "loss"],
 )
-def test_what_is_told_and_cannot_be_is_refused(told: Told, words: str) -> None:
+def test_what_is_told_and_cannot_be_is_refused(told: PlanOptions, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         told_steps(run(), told)
         find_links(run(), told)
@@ -355,12 +358,12 @@ def test_a_step_is_estimated_from_operations_and_a_peak() -> None:
     config = run()
     rank = forecast(config).ranks["east"]
 
-    seconds, how = estimated_step(config, "east", rank, Told(device="H100", reached=0.5))
+    seconds, how = estimated_step(config, "east", rank, PlanOptions(device="H100", reached=0.5))
 
     assert seconds == pytest.approx(rank.flops_per_inner_step / (0.5 * 989e12))
     assert "50% of the 989 Tflop/s of H100" in how
-    on_cpu, _ = estimated_step(config, "east", rank, Told())
+    on_cpu, _ = estimated_step(config, "east", rank, PlanOptions())
     assert on_cpu == pytest.approx(rank.flops_per_inner_step / 20e9)
     with pytest.raises(ConfigError, match="--device P100 is unknown: choose cpu, H200"):
-        estimated_step(config, "east", rank, Told(device="P100"))
+        estimated_step(config, "east", rank, PlanOptions(device="P100"))
     assert math.isfinite(on_cpu)

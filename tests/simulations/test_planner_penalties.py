@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.simulations.planner.penalties import Point, Study, fit, load_penalties
-from diloco.simulations.planner.setting import Setting
+from diloco.simulations.planner.penalties import Study, TrainedPoint, fit, load_penalties
+from diloco.simulations.planner.setting import OuterSetting
 
-PLAIN = Setting(30, 4, 0, "float32", "float32", 16)
+PLAIN = OuterSetting(30, 4, 0, "float32", "float32", 16)
 
 
-def point(loss: float, h: int = 30, m: int = 2, codec: str = "float32", tau: int = 0) -> Point:
-    return Point(h=h, m=m, codec=codec, tau=tau, loss=loss)  # type: ignore[arg-type]
+def point(
+    loss: float, h: int = 30, m: int = 2, codec: str = "float32", tau: int = 0
+) -> TrainedPoint:
+    return TrainedPoint(h=h, m=m, codec=codec, tau=tau, loss=loss)  # type: ignore[arg-type]
 
 
 def test_known_effects_are_found_again_whatever_the_levels_of_studies() -> None:
@@ -40,9 +42,9 @@ def test_known_effects_are_found_again_whatever_the_levels_of_studies() -> None:
     )
     assert (penalties.least_h, penalties.most_h, penalties.most_tau) == (20, 200, 5)
     # H = 20 e: one e-fold; tau = 3; int4 both ways.
-    both = Setting(round(20 * math.e), 4, 3, "int4", "int4", 16)
+    both = OuterSetting(round(20 * math.e), 4, 3, "int4", "int4", 16)
     assert penalties.penalty(both) == pytest.approx(math.expm1(0.01 + 0.006 + 0.006), rel=0.01)
-    assert penalties.penalty(Setting(10, 4, 0, "float32", "float32", 16)) == 0
+    assert penalties.penalty(OuterSetting(10, 4, 0, "float32", "float32", 16)) == 0
 
 
 def test_what_was_not_measured_is_not_known() -> None:
@@ -50,9 +52,9 @@ def test_what_was_not_measured_is_not_known() -> None:
 
     assert penalties.knows(PLAIN)
     for unknown in (
-        Setting(2000, 4, 0, "float32", "float32", 16),
-        Setting(30, 4, 11, "float32", "float32", 16),
-        Setting(30, 4, 0, "int2", "float32", 16),
+        OuterSetting(2000, 4, 0, "float32", "float32", 16),
+        OuterSetting(30, 4, 11, "float32", "float32", 16),
+        OuterSetting(30, 4, 0, "int2", "float32", 16),
     ):
         assert not penalties.knows(unknown)
 

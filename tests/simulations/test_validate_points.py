@@ -27,15 +27,15 @@ from diloco.simulations.validation.validate_costs import Calibration, host_costs
 from diloco.simulations.validation.validate_prediction import planned_s, predict
 from diloco.simulations.validation.validate_run import (
     FIGURES,
-    Point,
-    Setting,
+    ValidationPoint,
+    ValidationSetting,
     figures,
     measure_point,
     measured_path,
     run_config,
 )
 
-SETTING = Setting(step_s=0.05, rounds=2)
+SETTING = ValidationSetting(step_s=0.05, rounds=2)
 STEPS = {"east": 0.05, "west": 0.05}
 
 
@@ -49,7 +49,7 @@ def test_the_grid_covers_what_is_required() -> None:
 
 
 def test_rounds_are_measured_without_the_first_and_between_their_ends(tmp_path: Path) -> None:
-    point, lines = Point("100Mbit/s", 0, "int4", 2, 1), list[dict[str, Any]]()
+    point, lines = ValidationPoint("100Mbit/s", 0, "int4", 2, 1), list[dict[str, Any]]()
     # Rounds of 2 steps of 0.1 s end at 10, 20, 30 s, blocked for 5, 1 and 2 s.
     for number, blocked_s in ((1, 5.0), (2, 1.0), (3, 2.0)):
         end = 10.0 * number
@@ -92,12 +92,12 @@ def test_calibrated_costs_give_back_what_they_were_calibrated_by(codec: str) -> 
     costs = host_costs(calibrations, num_islands=2)
 
     for num_fragments, phases in measured.items():
-        predicted = predict(SETTING, Point("", 0, codec, 8, num_fragments), costs, STEPS)
+        predicted = predict(SETTING, ValidationPoint("", 0, codec, 8, num_fragments), costs, STEPS)
         assert predicted["blocked_s"] == pytest.approx(num_fragments * phases["wait"], rel=0.02)
 
 
 def test_the_plan_besides_a_real_run_is_what_the_command_says_of_its_file(tmp_path: Path) -> None:
-    point = Point("100Mbit/s", 20, "int4", 10, 2)
+    point = ValidationPoint("100Mbit/s", 20, "int4", 10, 2)
     run_file = tmp_path / "run.toml"
     on_its_own_link = replace(SETTING, is_emulated=True)
     run_file.write_text(resolved_toml(run_config(on_its_own_link, point, tmp_path)))
@@ -124,13 +124,13 @@ def test_costs_of_an_allreduce_give_back_what_they_were_calibrated_by() -> None:
     costs = host_costs(calibrations, num_islands=2, is_allreduce=True)
 
     for num_fragments, phases in measured.items():
-        point = Point("", 0, "int4", 8, num_fragments, exchange="allreduce")
+        point = ValidationPoint("", 0, "int4", 8, num_fragments, exchange="allreduce")
         predicted = predict(SETTING, point, costs, STEPS)
         # Lanes that are waited for leave a peer's worker without work for a moment.
         assert predicted["blocked_s"] == pytest.approx(num_fragments * phases["wait"], rel=0.1)
 
 
-def judged(point: Point, missing_s: float) -> dict[str, Any]:
+def judged(point: ValidationPoint, missing_s: float) -> dict[str, Any]:
     return {
         "error": 0.1,
         "blocked_s": 1.0 + missing_s,
@@ -184,7 +184,10 @@ def test_a_pattern_that_matches_no_point_is_refused_with_those_there_are() -> No
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_real_run_is_measured_and_kept(tmp_path: Path) -> None:
-    setting, point = Setting(step_s=0.02, rounds=1), Point("300Mbit/s", 20, "int4", 2, 1)
+    setting, point = (
+        ValidationSetting(step_s=0.02, rounds=1),
+        ValidationPoint("300Mbit/s", 20, "int4", 2, 1),
+    )
     sweep = Sweep(setting, (point,), tmp_path, is_judged_whole=False)
 
     measured = measure_point(tmp_path, setting, point, lambda: None)

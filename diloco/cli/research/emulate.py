@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from rich.console import Console
 
     from diloco.launch.process.ending import StopRequest
-    from diloco.simulations.emulate.check import Finding
+    from diloco.simulations.emulate.check import LinkFinding
     from diloco.simulations.emulate.config import Wan
     from diloco.simulations.emulate.emulation import Emulation
 
@@ -159,7 +159,7 @@ def _show(emulation: Emulation, console: Console) -> None:
         )
 
 
-def _checked(emulation: Emulation, request: StopRequest, console: Console) -> list[Finding]:
+def _checked(emulation: Emulation, request: StopRequest, console: Console) -> list[LinkFinding]:
     """Measure and print."""
     from rich.table import Table
 

@@ -119,7 +119,7 @@ def run_lab(
     from diloco.simulations.lab.point import points_of
     from diloco.simulations.lab.report import as_json
     from diloco.simulations.lab.sweep import run_points
-    from diloco.simulations.lab.timeline import Timeline
+    from diloco.simulations.lab.timeline import LabTimeline
 
     if lab_file is None and not run_file:
         raise ConfigError(
@@ -127,7 +127,7 @@ def run_lab(
         )
     began = time.monotonic()
     points = points_of(lab_file, _flags(run_file, settings or [], sweep or [], seeds, islands))
-    watched = Timeline() if trace or timeline else None
+    watched = LabTimeline() if trace or timeline else None
     if watched is not None and len(points) > 1:
         raise ConfigError(
             f"--trace and --timeline are of one run, and this is {len(points)}: choose a point, by "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
     from diloco.cli.terminal.progress import Show
     from diloco.simulations.goodput.config import GoodputConfig
-    from diloco.simulations.goodput.decoupled_table import Cell
+    from diloco.simulations.goodput.decoupled_table import GoodputCell
     from diloco.simulations.goodput.scenario import Goodput
     from diloco.simulations.published.check_row import CheckRow
 
@@ -147,7 +147,9 @@ def _check_table(table: str, flags: Mapping[str, Any]) -> None:
         )
 
 
-def _simulated(config: GoodputConfig, table: str, show: Show) -> tuple[list[Cell], Goodput | None]:
+def _simulated(
+    config: GoodputConfig, table: str, show: Show
+) -> tuple[list[GoodputCell], Goodput | None]:
     """Simulate the table's cells, or the scenario."""
     if table:
         from diloco.simulations.goodput.decoupled_table import table_cells
@@ -158,16 +160,18 @@ def _simulated(config: GoodputConfig, table: str, show: Show) -> tuple[list[Cell
     return [], simulate_goodput(config, show)
 
 
-def _draw(cells: Sequence[Cell], result: Goodput | None, plot: str, console: Console) -> None:
+def _draw(
+    cells: Sequence[GoodputCell], result: Goodput | None, plot: str, console: Console
+) -> None:
     from diloco.simulations.goodput.plots import cells_figure, goodput_figure
 
     (goodput_figure(result) if result else cells_figure(cells)).savefig(plot)
     console.print(f"picture: {plot}", soft_wrap=True)
 
 
-def _show_cells(cells: Sequence[Cell], console: Console) -> None:
+def _show_cells(cells: Sequence[GoodputCell], console: Console) -> None:
     """Print ours besides the published ones, a row of the paper's table a row."""
-    rows: dict[str, list[Cell]] = {}
+    rows: dict[str, list[GoodputCell]] = {}
     for cell in cells:
         rows.setdefault(cell.row, []).append(cell)
     sizes = [f"{cell.num_chips / 1000:,.0f}k" for cell in next(iter(rows.values()))]

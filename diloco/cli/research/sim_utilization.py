@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from rich.table import Table
 
     from diloco.cli.terminal.progress import Show
-    from diloco.simulations.published.paper_tables import Cell
+    from diloco.simulations.published.paper_tables import BandwidthCell
     from diloco.simulations.scenarios.scenario import Scenario
 
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
@@ -309,7 +309,7 @@ def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -
         raise typer.Exit(1)
 
 
-def _cells_table(cells: Sequence[Cell]) -> Table:
+def _cells_table(cells: Sequence[BandwidthCell]) -> Table:
     """Lay out three rows a model and method: the paper's figures, ours, and their ratio."""
     from rich.table import Table
 
@@ -327,7 +327,7 @@ def _cells_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def _ratio_text(cell: Cell) -> str:
+def _ratio_text(cell: BandwidthCell) -> str:
     style = "yellow" if cell.grid_steps else "dim"
     return f"[{style}]{cell.ratio:.2f}[/{style}]"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
     from diloco.config.schema import Config
     from diloco.forecast.forecast import Forecast
-    from diloco.simulations.planner.assumptions import Assumptions, Told
+    from diloco.simulations.planner.assumptions import Assumptions, PlanOptions
     from diloco.simulations.planner.capacity import Capacity
     from diloco.simulations.planner.measure import MeasuredStep
     from diloco.simulations.planner.penalties import Penalties
@@ -105,7 +105,7 @@ def plan(
     is said below the plan.
     """
     from diloco.config.load import load_config
-    from diloco.simulations.planner.assumptions import Told
+    from diloco.simulations.planner.assumptions import PlanOptions
     from diloco.simulations.planner.capacity import Capacity
     from diloco.simulations.planner.setting import Grid
 
@@ -115,7 +115,7 @@ def plan(
     if suggest:
         grid = Grid.read(inner_steps_per_round, num_fragments, overlap_steps, codecs, num_lanes)
         wanted = _Wanted(grid, _share("--max-loss", max_loss), lab or ())
-    told = Told(
+    told = PlanOptions(
         step_times=step_time or (),
         links=link or (),
         bandwidths=bandwidth or (),
@@ -141,7 +141,7 @@ def plan(
 
 def _show_plan(
     load: Callable[[Sequence[str]], Config],
-    told: Told,
+    told: PlanOptions,
     measuring: _Measuring,
     capacity: Capacity,
     wanted: _Wanted | None,
@@ -250,7 +250,7 @@ def _check_combination(
 
 
 def _measured_steps(
-    config: Config, foreseen: Forecast, told: Told, notes: Console
+    config: Config, foreseen: Forecast, told: PlanOptions, notes: Console
 ) -> dict[str, MeasuredStep]:
     """Time inner steps of the islands of which nothing was told, one after the other."""
     from diloco.cli.terminal.progress import waiting

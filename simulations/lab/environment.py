@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from diloco.baseline.time_model import ReductionTime
 from diloco.protos import fragment_pb2 as wire
 from diloco.simulations.lab.config import FailuresConfig
-from diloco.simulations.lab.point import Point
+from diloco.simulations.lab.point import LabPoint
 from diloco.transport.contracts import Buffer, Reply, Transport
 from diloco.transport.errors import PeerReset
 from diloco.transport.shaping.link import LinkQueue
@@ -25,10 +25,10 @@ from diloco.transport.units import parse_duration
 _SUBMIT = "fragment.submit"
 
 
-class Surroundings:
+class LabEnvironment:
     """Step times, ways and lives of the islands of one point."""
 
-    def __init__(self, point: Point) -> None:
+    def __init__(self, point: LabPoint) -> None:
         """Make the links, idle."""
         self._point = point
         names = sorted(point.config.islands)
@@ -162,7 +162,7 @@ class LosingTransport:
         return now < self._ends.setdefault(name, now + self._outage_s)
 
 
-def _mean_step_s(point: Point, island: str, slot: int) -> float:
+def _mean_step_s(point: LabPoint, island: str, slot: int) -> float:
     own = point.lab.islands.get(island)
     if own is not None and own.step:
         return parse_duration(own.step)
