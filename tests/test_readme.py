@@ -84,9 +84,11 @@ def command_line() -> Any:
 
 
 def options_of(command: Any) -> set[str]:
-    return {"--help"} | {
+    """Return the options of a command; `diloco lab FILE` takes those of `diloco lab run FILE`."""
+    default = getattr(command, "commands", {}).get("run")
+    return ({"--help"} if default is None else options_of(default)) | {
         name
-        for parameter in command.params
+        for parameter in command.get_params(command.context_class(command))
         for name in (*parameter.opts, *parameter.secondary_opts)
         if name.startswith("-")
     }
