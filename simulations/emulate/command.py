@@ -1,6 +1,6 @@
 """A command inside an emulated network: started, its links changed when the file says, waited for.
 
-Ctrl-C in a terminal reaches the command by itself and is its own to heed; SIGTERM and SIGHUP are
+Ctrl-C in a terminal reaches the command by itself and is handled by it; SIGTERM and SIGHUP are
 passed on to it, and a second one of them ends everything.
 """
 

@@ -175,7 +175,7 @@ class Network:
         return arrived
 
     def drop(self, path: Path) -> None:
-        """Forget what is on its way on a path: anyone who sent or awaited it is gone."""
+        """Forget what is on its way on a path: its sender or receiver is gone."""
         self._settle()
         self._flows = [flow for flow in self._flows if flow.name != path.name]
         self._share_soon()

@@ -2,6 +2,9 @@
 
 It performs what `FragmentRounds` instructs, wakes it when it asks for that, and tells learners what
 has been published. Commits take no time.
+
+Not the syncer of `diloco.simulations.runs`: a learner that an outage stops keeps its place in the
+rounds, where an island of a run comes back as a new start; and goodput is computed without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What surrounds the islands of a laboratory: step times, links, failures, lost contributions.
+"""The environment of the islands of a laboratory: step times, links, failures, lost contributions.
 
 All of it is drawn from the point's seed, an island's, a step's or a round's name: who is asked
 first decides nothing.

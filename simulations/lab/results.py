@@ -1,4 +1,4 @@
-"""Writes what the suite found: RESULTS.md with tables and verdicts, and a picture an experiment."""
+"""Runs the suite, and writes RESULTS.md with tables and verdicts, and a picture an experiment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from diloco.report.rows import machine
 from diloco.report.statistics import Spread
 from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
+from diloco.simulations.lab.cache import Cache
 from diloco.simulations.lab.experiment import Experiment, RowConfig, Size
 from diloco.simulations.lab.report import summary
 from diloco.simulations.lab.run import Result
+from diloco.simulations.lab.sweep import Show, run_points
 from diloco.simulations.lab.verdicts import ClaimVerdict, excess, figure_of, judge, percent
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
@@ -93,6 +95,30 @@ def table_of(found: Found) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def run_suite(
+    experiments: Sequence[Experiment], cache: Cache, *, num_processes: int, show: Show
+) -> tuple[list[Found], int]:
+    """Train what is missing of all rows.
+
+    Args:
+        experiments: Rows that several have are trained once.
+        cache: Where finished points are.
+        num_processes: Spawned at once.
+        show: Hears how many points and planned inner steps are done.
+
+    Returns:
+        What was found, by experiment, and how many points were there before.
+    """
+    points = [point for each in experiments for row in each.points.values() for point in row]
+    finished = run_points(points, cache, num_processes=num_processes, show=show)
+    results = iter(finished.results)
+    found = [
+        Found(each, {name: [next(results) for _ in row] for name, row in each.points.items()})
+        for each in experiments
+    ]
+    return found, finished.num_cached
 
 
 # -- words -----------------------------------------------------------------------------------------

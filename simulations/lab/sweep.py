@@ -1,7 +1,7 @@
 """Runs points of laboratories, several at once, and finds what was found before.
 
-Every point is kept the moment it is done, by the process that made it: anyone who is killed, and
-however, a second start goes on with the points that are missing.
+Every point is kept when it is done, by the process that made it: when some are killed, a second
+start goes on with the points that are missing.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What anyone who plans says of machines and links, as texts with units.
+    """What options of `diloco plan` say of machines and links, as texts with units.
 
     Attributes:
         step_times: "ISLAND=0.8s", or "0.8s" of all others.

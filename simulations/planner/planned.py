@@ -99,7 +99,7 @@ def assume(
     Args:
         config: The run.
         forecast: Of it.
-        told: What anyone who plans says.
+        told: What options say.
         steps: Measured inner steps, by island; what was told goes before.
         path: The measured way, in place of what links are said to be.
 

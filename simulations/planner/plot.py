@@ -78,7 +78,7 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
                     color=colour,
                 )
     axes.set_xlim(0, until_s)
-    what = f"seconds, predicted, of island {island} and who merges"
+    what = f"seconds, predicted, of island {island} and of syncer or peer"
     _dress(axes, what, schedule.num_fragments)
     axes.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],

@@ -11,7 +11,7 @@ second round is as any: 4 are simulated. With several under way, waits on a full
 cycles of up to a dozen rounds, and it takes some to fill the link: 32, of which 8 warm up.
 
 On arrival tokens end a run: a steady round is then the time in which the tokens of H inner steps of
-every island are counted, by its publications; anyone who is faster makes more of them, and not all
+every island are counted, by its publications; a faster one makes more of them, and not all
 are counted.
 
 Of a syncer: cores are its seconds of merging a round over those of H inner steps (of the fastest

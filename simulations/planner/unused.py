@@ -1,4 +1,4 @@
-"""What anyone who plans says and would change nothing: refused by name, before any work."""
+"""Options of `diloco plan` that would change nothing: refused by name, before any work."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _fleet_time(learners: int, chips: int) -> tuple[float, float]:
 def heterogeneity() -> Iterator[Comparison]:
     """A7: eight learners, the slowest 18 % behind, steps that vary by 10 %.
 
-    Published are goodput and quality: K=1 counts too few, which the grace mends.
+    Published are goodput and quality: K=1 counts too few, which the grace corrects.
     """
     unequal = {"slow_learners": 1, "slow_by": 0.18, "noise": 0.1}
     for name, published, counted, how in (

@@ -45,7 +45,7 @@ from diloco.versions.publication import MOST_TOGETHER
 class FragmentSize:
     """What a fragment weighs: values, lanes, and bytes of a contribution and of a version.
 
-    Bytes are what crosses the island's line to anyone who serves it: of the own peer none.
+    Bytes are what crosses the island's line to its syncer; to its own peer there are none.
     """
 
     numel: int

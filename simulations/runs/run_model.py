@@ -230,7 +230,7 @@ def simulate_run(
 
 @dataclass(frozen=True, slots=True)
 class _RunParts:
-    """What a simulation is made of, anyone who merges."""
+    """The parts of a simulation, with syncers or without."""
 
     config: Config
     plan: Plan

@@ -39,25 +39,20 @@ def predict(
     """
     config = run_config(setting, point, Path("unused"))
     link = _link(point, is_emulated=setting.is_emulated)
-    run = simulate_run(
-        config,
-        step_s=step_s,
-        links=LinkProfile("validated", link, link, ""),
-        costs=costs,
-        is_shaped=not setting.is_emulated,
+    run, alone = (
+        simulate_run(
+            config,
+            step_s=step_s,
+            links=LinkProfile(name, each, each, ""),
+            costs=costs,
+            is_shaped=not setting.is_emulated,
+        )
+        for name, each in (("validated", link), ("free", Link(_UNLIMITED_BPS, 0.0)))
     )
     islands = run.steady.values()
     plan = run_plan(config)
     sizes = fragment_sizes(config, plan)
     num_bytes = sum(size.bytes_up + size.bytes_down for size in sizes)
-    on_free_link = Link(_UNLIMITED_BPS, 0.0)
-    alone = simulate_run(
-        config,
-        step_s=step_s,
-        links=LinkProfile("free", on_free_link, on_free_link, ""),
-        costs=costs,
-        is_shaped=not setting.is_emulated,
-    )
     return {
         "blocked_s": statistics.mean(each.blocked_s_per_round for each in islands),
         "round_s": statistics.mean(each.seconds_per_round for each in islands),

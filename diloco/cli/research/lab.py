@@ -269,8 +269,7 @@ def suite(
     from diloco.report.rows import usable_cpus
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments
-    from diloco.simulations.lab.results import write_results
-    from diloco.simulations.lab.suite import run_suite
+    from diloco.simulations.lab.results import run_suite, write_results
 
     began, size = time.monotonic(), QUICK if quick else FULL
     experiments = load_experiments(names or [], size, is_quick=quick)
