@@ -62,7 +62,7 @@ class Merging:
         self.dropped_tokens = 0.0
 
     def moved(self, step: StepBound) -> None:
-        """Take note of one more inner step."""
+        """Record one more inner step."""
         self.state.reaches = [reach.after(step) for reach in self.state.reaches]
 
     def take_published(self, ledger: FragmentLedger) -> int:

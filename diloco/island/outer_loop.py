@@ -239,7 +239,7 @@ class OuterLoop:
 
     def _take(self, state: OuterState) -> None:
         self.state = self._merging.state = state
-        # Whoever starts after the end of the run makes no step: nobody would ever count it.
+        # Anyone who starts after the end of the run makes no step: nobody would ever count it.
         self._is_over = all(ledger.is_flushed for ledger in self.state.ledgers)
 
     # -- run checkpoints -------------------------------------------------------------------------

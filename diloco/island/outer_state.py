@@ -269,7 +269,7 @@ def capturing_state(parts: LoopParts, state: OuterState, cut: int) -> Waits[dict
     """
     lanes: dict[int, LaneCheckpoint] = {}
     yield parts.exchange.capture(lanes)
-    # Only ranks whose lanes are broken know of it; whoever carries these lanes next must too.
+    # Only ranks whose lanes are broken know of it; anyone who carries these lanes next must too.
     known = [lanes[p] for p in range(len(state.ledgers))]
     broken = parts.largest([of.broken_in_a_row for of in known])
     declined = parts.largest([int(of.is_declined) for of in known])

@@ -556,7 +556,7 @@ class _Fetches:
         self._missing = {}
 
     def sent(self, island: str, lane_ids: Iterable[int], now: float) -> float | None:
-        """Take note of lanes that were sent to the last byte.
+        """Record lanes that were sent to the last byte.
 
         Returns:
             When the last of those waited for was sent all lanes; None: it is not over, or was.

@@ -387,19 +387,18 @@ def syncer_metrics(
         yield _counter(f"syncer_{name}", what, both, sized)
 
 
-def _gauge(
-    name: str, what: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    family = GaugeMetricFamily(f"diloco_{name}", what, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+_Samples = Iterable[tuple[Sequence[str], float]]
 
 
-def _counter(
-    name: str, what: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    family = CounterMetricFamily(f"diloco_{name}", what, labels=labels)
+def _gauge(name: str, what: str, labels: Sequence[str], samples: _Samples) -> Metric:
+    return _filled(GaugeMetricFamily(f"diloco_{name}", what, labels=labels), samples)
+
+
+def _counter(name: str, what: str, labels: Sequence[str], samples: _Samples) -> Metric:
+    return _filled(CounterMetricFamily(f"diloco_{name}", what, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
     for values, value in samples:
         family.add_metric(values, value)
     return family

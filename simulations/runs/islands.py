@@ -4,7 +4,7 @@ What it owes and is owed is `diloco.protocol.island.ledger`, when it sends and m
 `diloco.protocol.island.pace`, what it knows of a fragment
 `diloco.island.exchange.fragment_state`; the order of things at a step boundary is that of
 `diloco.island.outer_loop`. Training, and what training waits for, is one process; polls, encoding,
-transfers and staging go on beside it, one thing at a time where one thread does them.
+transfers and staging go on besides it, one thing at a time where one thread does them.
 
 It is not the driver itself (`diloco.launch.loopback_run` runs that in virtual time), because that
 moves real bytes through real codecs: 100 inner steps of the demo on 5 Mbit/s take 2.0 s of CPU

@@ -16,9 +16,10 @@ from diloco.transport.grpc.server import GrpcServer
 from diloco.transport.libp2p.address import parse_peer_address, tcp_port
 from diloco.transport.libp2p.client import HivemindTransport
 from diloco.transport.libp2p.server import HivemindServer
-from diloco.transport.shaping.faulty import Faults, FaultScript, FaultyTransport, faulty_handlers
+from diloco.transport.shaping.faulty import Faults, FaultScript, FaultyTransport
 from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
+from tests.faulty_handlers import faulty_handlers
 from tests.transport.pki import COORDINATOR, EAST, Pki
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from diloco.config.model import ExpertsConfig, LatentAttentionConfig
-from diloco.telemetry.compute import ComputeWork
+from diloco.telemetry.meter import ComputeWork
 from diloco.trainer.flops import flops_per_token, peak_flops
 from diloco.trainer.models.model import LlamaShape, build_model, initialise_
 

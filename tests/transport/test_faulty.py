@@ -23,9 +23,9 @@ from diloco.transport.shaping.faulty import (
     FaultScript,
     FaultyTransport,
     Gate,
-    faulty_handlers,
 )
 from tests.contract.kinds import KINDS, Kind
+from tests.faulty_handlers import faulty_handlers
 
 DEADLINE_S = 30.0
 SHORT_S = 0.3

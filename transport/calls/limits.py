@@ -8,12 +8,15 @@ Source: token bucket (J. Turner, "New directions in communications", 1986).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from diloco.transport.channels import MOST_CHANNELS
-from diloco.transport.errors import Overloaded
+from diloco.transport.errors import Overloaded, TransportError
+
+_log = logging.getLogger(__name__)
 
 _FORGET_AT = 4096
 _PAUSE_S = 10.0
@@ -200,7 +203,14 @@ class Refusals:
         """Assign only."""
         self._most = limits.refused
         self._num_heard = 0
-        self.line = Lines(limits.refusals_logged_per_s).line
+        self._lines = Lines(limits.refusals_logged_per_s)
+
+    def log(self, method: str, peer: str, error: TransportError, now: float) -> None:
+        """Log why a call is refused, unless too many were logged lately."""
+        if (unsaid := self._lines.line(now)) is None:
+            return
+        more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
+        _log.warning("call refused method=%.100s peer=%s: %s%s", method, peer, error, more)
 
     def enter(self) -> bool:
         """Whether a refused call can be heard out; then `leave` must follow."""

@@ -31,6 +31,7 @@ from diloco.transport.framing import (
     frame_position,
     frame_whole,
 )
+from diloco.transport.identity import Identity
 from diloco.transport.shaping.pacing import Pacer
 from diloco.transport.transfer import NAME_BYTES, NO_NAME, Kept, TransferTable
 
@@ -170,6 +171,29 @@ class Attempt:
             takes_small=asked.takes_small,
         )
         return Answer(reply, named)
+
+
+class ArrivingCall:
+    """A call whose payload still sits in the stream; a server adds `is_local`."""
+
+    #: Whether the stream tells its end, which is then waited for.
+    has_end = True
+
+    def __init__(self, method: str, attempt: Attempt, peer: str, caller: Identity | None) -> None:
+        """Take what the first message says."""
+        self.method = method
+        self.header = attempt.frames.header
+        self.payload_bytes = attempt.frames.payload_bytes
+        self.has_asked = attempt.frames.resumption.is_resuming
+        self.peer = peer
+        self.caller = caller
+        self._attempt: Attempt | None = attempt
+
+    async def read_payload(self) -> Buffer:
+        """Receive the payload; see `contracts.IncomingCall`."""
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None, "read_payload called twice"
+        return await attempt.read_payload(has_end=self.has_end)
 
 
 @dataclass(frozen=True, slots=True)

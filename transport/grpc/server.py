@@ -14,8 +14,8 @@ import grpc.aio
 
 from diloco.transport.addresses import is_loopback, is_own, split_address
 from diloco.transport.calls.limits import Limits, Lines, Refusals, Turnstile
-from diloco.transport.calls.serving import Answer, Attempt
-from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply
+from diloco.transport.calls.serving import Answer, ArrivingCall, Attempt
+from diloco.transport.contracts import Handlers, IncomingCall, Reply
 from diloco.transport.deadlines import Movement
 from diloco.transport.errors import (
     DamagedFrame,
@@ -157,7 +157,7 @@ class GrpcServer:
             # A connection that broke had another port: without identities, names must do.
             attempt = Attempt(self._transfers, caller.uri if caller else "", frames, stream)
             try:
-                call = _GrpcCall(method, attempt, stream, caller)
+                call = _GrpcCall(method, attempt, stream.peer, caller)
                 answer = await attempt.answer(self._handlers, call, self._failures)
                 await answer.send(stream.write, self._chunk_bytes, self._pacer)
                 if attempt.may_read_more:
@@ -170,11 +170,7 @@ class GrpcServer:
 
     async def _refuse(self, error: TransportError, method: str, stream: _Stream) -> None:
         """Tell a caller why it is not served, unless too many are being told."""
-        unsaid = self._refusals.line(asyncio.get_running_loop().time())
-        if unsaid is not None:
-            more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
-            peer = stream.peer
-            _log.warning("call refused method=%.100s peer=%s: %s%s", method, peer, error, more)
+        self._refusals.log(method, stream.peer, error, asyncio.get_running_loop().time())
         if not self._refusals.enter():
             await stream.abort("too many calls are being refused")
         try:
@@ -273,27 +269,11 @@ class _Stream:
                 pass
 
 
-class _GrpcCall:
-    """A call whose payload still sits in the stream."""
-
-    def __init__(
-        self, method: str, attempt: Attempt, stream: _Stream, caller: Identity | None
-    ) -> None:
-        self.method = method
-        self.header = attempt.frames.header
-        self.payload_bytes = attempt.frames.payload_bytes
-        self.has_asked = attempt.frames.resumption.is_resuming
-        self.peer = stream.peer
-        self.caller = caller
-        self._attempt: Attempt | None = attempt
+class _GrpcCall(ArrivingCall):
+    """A call over gRPC."""
 
     @property
     def is_local(self) -> bool:
         # gRPC writes ipv4:127.0.0.1:4711, and ipv6:%5B::1%5D:4711
         host, _, _ = unquote(self.peer).partition(":")[2].rpartition(":")
         return is_own(host)
-
-    async def read_payload(self) -> Buffer:
-        attempt, self._attempt = self._attempt, None
-        assert attempt is not None, "read_payload called twice"
-        return await attempt.read_payload(has_end=True)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from diloco.transport.addresses import is_own, split_address
 from diloco.transport.calls.limits import Limits, Lines, Refusals, Turnstile
-from diloco.transport.calls.serving import Answer, Attempt
+from diloco.transport.calls.serving import Answer, ArrivingCall, Attempt
 from diloco.transport.contracts import Buffer, Handlers
 from diloco.transport.deadlines import Movement
 from diloco.transport.errors import (
@@ -278,10 +278,7 @@ class HivemindServer:
     async def _refuse(
         self, method: str, stream: _Stream, caller: str, error: TransportError
     ) -> None:
-        unsaid = self._refusals.line(asyncio.get_running_loop().time())
-        if unsaid is not None:
-            more = f" ({unsaid} more were refused before, unsaid)" if unsaid else ""
-            _log.warning("call refused method=%.100s peer=%s: %s%s", method, caller, error, more)
+        self._refusals.log(method, caller, error, asyncio.get_running_loop().time())
         if not self._refusals.enter():
             return  # the stream is cut off
         try:
@@ -388,19 +385,15 @@ class _Stream:
             await write_message(self.writer, message)
 
 
-class _HivemindCall:
-    """A call whose payload still sits in the stream."""
+class _HivemindCall(ArrivingCall):
+    """A call over libp2p."""
+
+    has_end = False
 
     def __init__(
         self, method: str, attempt: Attempt, stream: _Stream, caller: Identity | None
     ) -> None:
-        self.method = method
-        self.header = attempt.frames.header
-        self.payload_bytes = attempt.frames.payload_bytes
-        self.has_asked = attempt.frames.resumption.is_resuming
-        self.peer = stream.peer
-        self.caller = caller
-        self._attempt: Attempt | None = attempt
+        super().__init__(method, attempt, stream.peer, caller)
         self._stream = stream
         self._has_all = asyncio.Event()
         if not self.payload_bytes:
@@ -411,9 +404,7 @@ class _HivemindCall:
         return any(map(is_own, self._stream.hosts))
 
     async def read_payload(self) -> Buffer:
-        attempt, self._attempt = self._attempt, None
-        assert attempt is not None, "read_payload called twice"
-        payload = await attempt.read_payload(has_end=False)
+        payload = await super().read_payload()
         self._has_all.set()
         return payload
 

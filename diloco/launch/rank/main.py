@@ -61,8 +61,8 @@ from diloco.protocol.island.soundness import Mend
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protocol.run.loss_history import LossWatch
 from diloco.protos.control_pb2 import JoinReply
-from diloco.telemetry.compute import ComputeWork
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
+from diloco.telemetry.meter import ComputeWork
 from diloco.trainer.flops import flops_per_token, peak_flops
 from diloco.trainer.models.families import (
     Model,

@@ -16,9 +16,8 @@ from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
 from diloco.island.registration import IslandState, Progress
 from diloco.island.session import DiLoCo
-from diloco.telemetry.compute import ComputeWork
 from diloco.telemetry.events import BytesMoved, Evaluated, Event, InnerStepDone, IslandEnded
-from diloco.telemetry.meter import StepMeter
+from diloco.telemetry.meter import ComputeWork, StepMeter
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from diloco.telemetry.tensorboard import TensorBoardSink
 from diloco.telemetry.wandb import WandbRun, WandbSink
