@@ -1,6 +1,6 @@
-"""A thread for work on a device besides the training thread.
+"""A thread for work on a device next to the training thread.
 
-On CUDA work runs on a stream of its own, so that training goes on besides it, and begins when what
+On CUDA work runs on a stream of its own, so that training goes on meanwhile, and begins when what
 was submitted to the device before it is there. It is done when the device has done it: anyone who
 waits for it may use what it wrote on any stream.
 """

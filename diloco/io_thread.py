@@ -1,4 +1,4 @@
-"""The IO thread of a rank: one event loop besides the training thread.
+"""The IO thread of a rank: one event loop next to the training thread.
 
 It moves bytes and runs codecs; it never issues a collective and never touches a parameter.
 

@@ -1,7 +1,7 @@
 """Why coordinator and syncer refuse what a peer says: the causes by which it is counted.
 
 A cause names the field or the property that is wrong, so that metrics and the status have few rows
-whatever peers send; the words besides it, which carry the values, go to the caller and the log.
+whatever peers send; the words next to it, which carry the values, go to the caller and the log.
 """
 
 from __future__ import annotations

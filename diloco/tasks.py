@@ -1,4 +1,4 @@
-"""Pieces of work that run besides each other in one loop: their first failure, and their news.
+"""Pieces of work that run side by side in one loop: their first failure, and their news.
 
 Belongs to the loop that it is used in; nothing here knows what the work is.
 """
@@ -35,7 +35,7 @@ class Tasks:
         return self._news
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` besides the rest; its error is a failure, its cancellation is none."""
+        """Run `work` next to the rest; its error is a failure, its cancellation is none."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)

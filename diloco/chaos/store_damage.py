@@ -69,7 +69,7 @@ class Truncate(_Damage):
     """
 
     def may(self, directory: Path) -> bool:
-        """Whether there is an old record besides the newest, which is the only copy."""
+        """Whether there is an old record next to the newest, which is the only copy."""
         return len(versions_in(directory)) > 1
 
     def damage(self, directory: Path) -> None:

@@ -57,7 +57,7 @@ class Mirror:
         except ImportError as error:
             raise ConfigError(
                 f"checkpoint.mirror = {url!r} needs a package that is not here: {error} (pip "
-                f"install it besides diloco), or leave the key out"
+                f"install it next to diloco), or leave the key out"
             ) from error
         except Exception as error:  # of as many types as there are file systems
             raise ConfigError(f"checkpoint.mirror = {url!r} cannot be opened: {error}") from error

@@ -71,7 +71,7 @@ def assigned_parts(
 
 
 def parts_of(state: StateDir, plan: Plan) -> tuple[StorePart, ...]:
-    """Do that as the coordinator's journal has it, which is besides the stores of several syncers.
+    """Do that as the coordinator's journal has it, which is next to the stores of several syncers.
 
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.

@@ -1,4 +1,4 @@
-"""`diloco`: the command line. Commands live besides this module, one file a subject."""
+"""`diloco`: the command line. Commands live next to this module, one file a subject."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def compute_problems(
             ("mesh.pp above 1", mesh.pp > 1),
         ):
             if is_set:
-                yield "compile", True, f"besides {other} comes later; set it to false"
+                yield "compile", True, f"together with {other} comes later; set it to false"
     if mesh.async_tp:
         for key, is_there in (
             ("mesh.tp above 1", mesh.tp > 1),
@@ -130,7 +130,7 @@ def compute_problems(
                 yield (
                     "precision",
                     compute.precision,
-                    f'besides mesh.{axis} above 1 comes later; set it to "bfloat16"',
+                    f'together with mesh.{axis} above 1 comes later; set it to "bfloat16"',
                 )
 
 

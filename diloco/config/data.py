@@ -131,7 +131,7 @@ class DataConfig(Section):
         if source == "streams" and not value:
             raise ValueError('data.source = "streams" needs a table [data.sources.NAME]')
         if source == "stdlib" and value:
-            raise ValueError('data.source = "stdlib" is given besides it; remove one of the two')
+            raise ValueError('data.source = "stdlib" is given as well; remove one of the two')
         return value
 
     @field_validator("separator")

@@ -186,7 +186,7 @@ def announced_bytes(num_fragments: int, num_lanes: int, islands: Collection[str]
 
     Either every fragment closes (a poll's reply), or one commit record is asked for (JSON). In both
     each island is a contributor, with a digest of 34 or 68 bytes a lane, or refused, with a reason;
-    a reply has an outcome for each fragment and an address for each island besides it.
+    a reply has an outcome for each fragment and an address for each island.
     """
     names, num_islands = sum(map(len, islands)), len(islands)
     contributor, refused = 80 + 34 * num_lanes, 10 + MOST_REASON

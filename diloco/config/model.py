@@ -170,7 +170,9 @@ class ExpertsConfig(Section):
         default=0, ge=0, description="Hidden width of one expert's SwiGLU"
     )
     num_shared: Annotated[Identity[int], Needs("num_experts")] = Field(
-        default=0, ge=0, description="Experts that every token goes through, besides the routed"
+        default=0,
+        ge=0,
+        description="Experts that every token goes through, in addition to the routed",
     )
     first_dense_layers: Annotated[Identity[int], Needs("num_experts")] = Field(
         default=0, ge=0, description="Layers before the first one with experts"

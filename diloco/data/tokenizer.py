@@ -199,5 +199,5 @@ def _eos_token(config_path: Path | None) -> str:
     try:
         eos: Any = json.loads(config_path.read_text()).get("eos_token")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {config_path} besides the tokenizer: {error}") from error
+        raise ConfigError(f"cannot read {config_path} next to the tokenizer: {error}") from error
     return str(eos["content"] if isinstance(eos, dict) else eos or "")

@@ -7,10 +7,10 @@
     DIR/training.json   what happens to what islands train (`diloco.faults.training`)
     DIR/fired.WHO.PID.json    what has taken effect here so far, by fault; there from the first
                               reading of the files above on
-    DILOCO_CHAOS_STEP_S=S    set besides it where times are judged, and by `diloco sim validate`: an
+    DILOCO_CHAOS_STEP_S=S    also set where times are judged, and by `diloco sim validate`: an
                         inner step takes S seconds at least, asleep, so that training leaves cores
                         to who comes back
-    DILOCO_CHAOS_LINES=ISLAND,...    set besides it: islands whose connections go through a proxy
+    DILOCO_CHAOS_LINES=ISLAND,...    also set: islands whose connections go through a proxy
                         within each rank, which can be a bad line (`diloco.transport.shaping.line`)
 
 Refused where a peer is beyond this machine's loopback: a run that others take part in is nothing to

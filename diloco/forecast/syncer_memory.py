@@ -83,5 +83,5 @@ def check_syncer_memory(config: Config, plan: Plan) -> None:
         f"coordinator.spool_memory = {config.coordinator.spool_memory}",
         "the state, contributions and one merge of each syncer",
         sum(syncer_memory(config, part).least_bytes for part in parts),
-        "give it less, or start the coordinator, whose syncers are besides it, on a host with more",
+        "give it less, or start the coordinator, whose syncers share its host, where there is more",
     )

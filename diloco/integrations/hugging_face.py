@@ -1,4 +1,4 @@
-"""`DiLoCoCallback`: the outer loop besides `transformers.Trainer`.
+"""`DiLoCoCallback`: the outer loop in `transformers.Trainer`.
 
     with diloco.connect(config) as connection:
         callback = DiLoCoCallback(connection)
@@ -8,7 +8,7 @@
 
 An optimizer step of the Trainer, its gradient accumulation included, is an inner step. The Trainer
 evaluates the published parameters, and saves where the run's checkpoints are due
-(`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one besides it.
+(`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one next to it.
 The outer loop is given the loss that the model returns, and the bound of an Adam or AdamW step.
 
 See `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformers 5.
@@ -154,7 +154,7 @@ class DiLoCoCallback(TrainerCallback):
             raise ConfigError("TrainingArguments: " + "; ".join(problems))
 
     def _resume(self, args: TrainingArguments, global_step: int, resume_step: int) -> None:
-        """Load the outer state besides what the Trainer has loaded of the same checkpoint."""
+        """Load the outer state next to what the Trainer has loaded of the same checkpoint."""
         checkpoint = _checkpoint(args, resume_step)
         if global_step != resume_step:
             raise ConfigError(
@@ -238,7 +238,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save the outer state besides the Trainer's, and hear whether everybody stops here."""
+        """Save the outer state next to the Trainer's, and hear whether everybody stops here."""
         outer = self.outer
         checkpoint = _checkpoint(args, outer.inner_step)
         with self._saving:

@@ -1,4 +1,4 @@
-"""The ranks of an island besides those of its model: process groups, and what all ranks share.
+"""Process groups of an island besides those of its model, and what all ranks share.
 
     start       the join, the first published version, checkpoints: may be long in coming
     shards      collect and distribute, and sums for reports

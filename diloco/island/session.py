@@ -1,4 +1,4 @@
-"""`DiLoCo`, the outer loop besides a training loop that is not ours.
+"""`DiLoCo`, the outer loop for a training loop that is not ours.
 
     import diloco
 

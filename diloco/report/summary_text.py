@@ -46,7 +46,7 @@ def island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str
         )
     if i.is_shared:
         lines.append(
-            "    Utilisation is at most that: its steps besides exchanges were as fast as those "
+            "    Utilisation is at most that: its steps during exchanges were as fast as those "
             "without, so something else ran on its cores."
         )
     if i.num_returns:

@@ -37,7 +37,7 @@ class TextSummary:
         sources = "; ".join(
             f"{source}: {found.trained:,} trained, {found.repeated:,} of them again, "
             f"{found.skipped:,} skipped"
-            + (f", {found.abandoned:,} given up by resumes besides" if found.abandoned else "")
+            + (f", {found.abandoned:,} given up by resumes in addition" if found.abandoned else "")
             for source, found in self.accounts.items()
         )
         elsewhere = (

@@ -194,7 +194,7 @@ class RunCa:
             return Taken([serial for serial in mine if serial in revoked.union(taken)], has_token)
 
     def replace_authority(self, days: int) -> None:
-        """Make a new CA, believed besides the present one until `retire_authority`.
+        """Make a new CA, believed next to the present one until `retire_authority`.
 
         Raises:
             ConfigError: If the last replacement has not ended.

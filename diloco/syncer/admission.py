@@ -76,7 +76,7 @@ class Listeners:
         on_grant: A new start of an island, by name and incarnation.
         on_roster: Who may take part in the next openings.
         on_rules: Rules that count from the next openings on.
-        spawn: Runs a piece of work besides the handlers; its failure ends the process.
+        spawn: Runs a piece of work next to the handlers; its failure ends the process.
         on_full: Orders found no room on the disk.
     """
 

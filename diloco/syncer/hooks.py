@@ -23,7 +23,7 @@ class Hooks:
     Args:
         workers: Do the work on tensors and files.
         merging: Bounds how many fragments merge at once, or do other work of that size.
-        spawn: Runs a piece of work besides the handlers; its failure ends the process.
+        spawn: Runs a piece of work next to the handlers; its failure ends the process.
         on_record: Hears the header of every durable record, also of those found at the start.
         on_change: Hears of every change of state.
         on_lost: Hears that the run cannot go on.

@@ -45,7 +45,7 @@ class Pinning:
             services: Of the same, by fragment id.
             admission: Has the rules of now.
             worker: Writes.
-            spawn: Runs a piece of work besides the handlers; its failure ends the process.
+            spawn: Runs a piece of work next to the handlers; its failure ends the process.
             on_change: Hears when a cut is kept.
             on_full: Hears when one finds no room on the disk.
         """

@@ -256,7 +256,7 @@ class Syncer:
             await service.runner.start(self._admission)
 
     async def verify_stores(self) -> None:
-        """Verify once, besides rounds, what the start did not read of the stores.
+        """Verify once, while rounds go on, what the start did not read of the stores.
 
         Then look again at what rots, as long as it does: the alarm holds so long.
         """

@@ -84,7 +84,7 @@ class TransferStore:
             timeline: Of the run; what is of another is removed.
             worker: Reads and writes; rounds do not wait for it.
             spool: Bounds what arrives at once.
-            spawn: Runs a piece of work besides the handlers; its failure ends the process.
+            spawn: Runs a piece of work next to the handlers; its failure ends the process.
         """
         self._directory = directory
         self._plan = plan

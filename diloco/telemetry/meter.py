@@ -19,7 +19,7 @@ def utilisation(
 ) -> float:
     """Compute min(inner steps x undisturbed step time, time in inner steps) / wall time.
 
-    No step is faster besides an exchange than without one. Where the steps say otherwise, something
+    No step is faster during an exchange than without one. Where the steps say otherwise, something
     else shared the cores with the quiet ones, what an undisturbed step takes is not known, and the
     time that was spent in inner steps stands for it: utilisation is goodput then, a bound from
     above, and never more than 1.

@@ -29,7 +29,7 @@ class WandbRun:
         name: Of the island.
         run_id: wandb's own id; a later start with the same one goes on in the same run.
         directory: Where wandb keeps its files, in `wandb/`; must be there.
-        config: What the run is, shown besides its charts; JSON values.
+        config: What the run is, shown with its charts; JSON values.
     """
 
     mode: str

@@ -1,11 +1,12 @@
-"""Goodput under failures in closed form, besides the simulation. Pure.
+"""Goodput under failures in closed form, next to the simulation. Pure.
 
     g = 1 / (1 + lambda d),    d = stop + growth exp(-lambda w),    lambda = N / (M MTBI)
 
 where w is the mean time until a chip is back: returned chips wait until nobody else is away, so a
 growth is left of those failures only that find all others back: exp(-lambda w) of them, whatever
 the distribution of the absences (M/G/infinity: the share of arrivals that find it empty). Without
-merging every failure has its growth. Holds for exponential lives and absences short besides them.
+merging every failure has its growth. Holds for exponential lives, and absences that are short
+against them.
 
 Source: fitted to Decoupled DiLoCo (arXiv 2604.21428), Table 1, whose own times are not published.
 """

@@ -105,7 +105,7 @@ class LabLinkConfig(Section):
         if self.profile and (self.bandwidth or self.round_trip):
             raise ValueError("give profile, or bandwidth and round_trip, not both")
         if self.round_trip and not self.bandwidth:
-            raise ValueError("round_trip needs bandwidth besides it")
+            raise ValueError("round_trip needs bandwidth too")
         if self.bandwidth and parse_bandwidth(self.bandwidth) <= 0:
             raise ValueError(f"bandwidth = {self.bandwidth} must be above 0")
         return self

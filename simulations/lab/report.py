@@ -1,4 +1,4 @@
-"""What a laboratory shows: loss against tokens, time and bytes; points besides each other."""
+"""What a laboratory shows: loss against tokens, time and bytes; points side by side."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _run_diloco(
 
 
 class _Norms:
-    """How long a round's step is besides its contributions: |change of published| / mean |Delta_m|.
+    """How long a round's step is against its contributions: |change of published| / mean |Delta_m|.
 
     With outer SGD of lr 1 that is |merged| / mean |Delta_m|: 1 / sqrt(M) where contributions are
     orthogonal and their plain mean is taken. Known of one fragment that is merged as it is

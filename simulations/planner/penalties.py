@@ -7,7 +7,7 @@ within a study count; H0 is the smallest H of a study that varies it (below it n
 averaging more often does not help, arXiv 2503.09799). An effect that comes out below zero counts
 as none: a gain is not promised. What no study varies is not known, and is not made up.
 
-Studies are those of `penalties.toml` besides this file (other people's runs), and results of the
+Studies are those of `penalties.toml` next to this file (other people's runs), and results of the
 laboratory, whose effects go before others' where it has measured them.
 """
 

@@ -1,4 +1,4 @@
-"""A run before it starts, with its time: what is assumed, predicted, set besides it and suggested.
+"""A run before it starts, with its time: what is assumed, predicted, set next to it and suggested.
 
 The composition of this folder's parts for `diloco plan`; what needs no time (fragments, bytes,
 schedule, memory, disk) is `diloco.forecast.forecast`.

@@ -1,4 +1,4 @@
-"""Rows of `diloco sim check`: a published claim, ours besides it, and whether they agree."""
+"""Rows of `diloco sim check`: a published claim, ours next to it, and whether they agree."""
 
 from __future__ import annotations
 

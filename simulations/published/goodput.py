@@ -28,7 +28,7 @@ _MOMENTS = 1_000
 
 
 def outer_memory() -> Iterator[Comparison]:
-    """A14: memory of outer parameters and momentum, float32, besides that of training."""
+    """A14: memory of outer parameters and momentum, float32, against that of training."""
     source = "Streaming DiLoCo (2501.18512)"
     nesterov = OuterOptimizer("nesterov", lr=0.7, momentum=0.9, momentum_ramp_rounds=0)
     state = _FLOAT32_BYTES * (2 + nesterov.has_second_moment)

@@ -1,4 +1,4 @@
-"""Figures of papers that the simulators are held against: the inputs, the cells, and ours besides.
+"""Figures of papers that the simulators are held against: inputs, cells, and ours next to them.
 
 Everything here is data and comparison; what computes is general (`utilization`, `bandwidth`), and
 goes by events: a defect of the schedule, of the plan or of the links moves these figures.

@@ -21,7 +21,7 @@ one core of an AMD EPYC that copies 24 GB/s (`diloco bench codec`), with a C++ c
 `overhead` with one fragment (lanes of 620,000 values) and eight (78,000); the command itself has
 four (155,000), whose encoding takes 2.6 and staging 2.6. `syncer` with 2 and 8 islands, whose
 difference is that of an island, and 16.8M parameters (lanes of 1M) and 2.0M (123,000); `publish`
-with 25M (1.6M) and 1.9M (119,000). float32 besides int4 tells bytes from values: 0.6 ns a byte at
+with 25M (1.6M) and 1.9M (119,000). float32 next to int4 tells bytes from values: 0.6 ns a byte at
 an island each way, 1.2 at a syncer. Lanes of several sizes tell what each takes whatever its size:
 0.38 ms at the syncer, 0.36 ms at its island, half of them on the way up. A commit of 200,000
 parameters takes 11 ms (`publish`: commit), next to all of them flushes of the disk.

@@ -453,7 +453,7 @@ class SimulatedIsland:
         self.sums.copied_s += self._engine.now - began
         self._span(p, kind, began)
 
-    # -- besides training -------------------------------------------------------------------------
+    # -- during training --------------------------------------------------------------------------
 
     def _submitting(self, p: int, sent: Outstanding) -> Steps:
         way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
@@ -595,7 +595,7 @@ class SimulatedIsland:
     def _work(
         self, p: int, kind: SpanKind, rate_s: float, spread_s: float = 0.0, num_parts: int = 1
     ) -> Steps:
-        """Have the threads besides training do something with a fragment; see `left_over`."""
+        """Have the threads next to training do something with a fragment; see `left_over`."""
         with self._io.request() as turn:
             yield turn
             began = self._engine.now

@@ -1,7 +1,7 @@
 """Compute utilisation of a scenario, by the run model: who waits how long for which fragment.
 
 A scenario becomes what `diloco.simulations.runs` simulates: the product's schedule, fragments,
-rounds and islands on hosts that take no time. What a run file has not is given besides it:
+rounds and islands on hosts that take no time. What a run file has not is given in addition:
 
     pieces      a payload leaves piece by piece while the backward pass of the sending step reaches
                 its layers; an island's pieces leave its line one after the other

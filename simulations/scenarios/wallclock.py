@@ -1,4 +1,4 @@
-"""How long training takes, in closed form: the formulas of the papers, besides the simulation.
+"""How long training takes, in closed form: the formulas of the papers, next to the simulation.
 
     T_comp = 6 N D / (R Q)
     compute utilisation = compute / (compute + stalls)

@@ -41,7 +41,7 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
         (["compile_backend=aot_eager"], "compile_backend: .*needs compile, and it is false"),
         (
             ["ranks=2", "mesh={cp=2}", "compile=true"],
-            "compile.*besides mesh.cp above 1 comes later",
+            "compile.*together with mesh.cp above 1 comes later",
         ),
         (
             ["ranks=2", "mesh={tp=2}", "compile=true", "activation_checkpointing=full"],

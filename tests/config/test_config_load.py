@@ -482,7 +482,7 @@ REFUSALS = [
     ),
     (
         "islands.a={ranks=4, mesh={pp=2, cp=2}, tokens_per_inner_step=64}",
-        ["pp = 2 besides cp comes later; set either to 1"],
+        ["pp = 2 together with cp comes later; set either to 1"],
     ),
     (
         "islands.a={ranks=8, mesh={dp_shard=3, tp=2}, tokens_per_inner_step=96}",

@@ -472,7 +472,7 @@ def test_a_slot_in_no_part_goes_back_to_where_it_was_known_when_the_cut_was_name
     assert all(back[str(slot)] == told[str(slot)] for slot in drawn_by_b)
     run.finish()
     text = TextSummary(run.accounts(), "samples", 0, 0, BOUND).as_text()
-    assert "x: 13 trained, 0 of them again, 0 skipped, 26 given up by resumes besides" in text
+    assert "x: 13 trained, 0 of them again, 0 skipped, 26 given up by resumes in addition" in text
 
 
 def test_a_slot_in_two_parts_goes_on_from_the_earlier():

@@ -70,7 +70,7 @@ class Limits:
 
         They connect when a server's certificate changes, those of one caller from one address: with
         one or two connections each, and once calls are let in with up to `MOST_CHANNELS`. Each has
-        a poll under way, and moves payloads besides it.
+        a poll under way, and moves payloads meanwhile.
 
         Args:
             num_of_caller: Processes of one caller, at most; 0: not known.

@@ -1,4 +1,4 @@
-"""Tokens: 256 random bits by which a caller is known, besides its certificate or instead of one.
+"""Tokens: 256 random bits by which a caller is known, with or without a certificate.
 
     tokens.json      sha256 of each token by identity; where a server runs
     IDENTITY.token   the token itself, 0600; where that identity runs

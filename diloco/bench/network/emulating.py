@@ -187,7 +187,7 @@ def run_watched(
 
 
 def main(module: str, orders_file: Path, description: Path) -> None:
-    """Measure in this process's network, and write found.json besides the orders."""
+    """Measure in this process's network, and write found.json next to the orders."""
     emulated = Emulated(json.loads(description.read_text()))
     orders, place = json.loads(orders_file.read_text()), orders_file.parent
     found = importlib.import_module(module).inside(orders, emulated, place)

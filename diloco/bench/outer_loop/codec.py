@@ -1,4 +1,4 @@
-"""What codecs cost: speed besides a copy of the same values, error, bytes on the wire.
+"""What codecs cost: speed against a copy of the same values, error, bytes on the wire.
 
 Encode and decode run on one thread, on normal values whose size differs from block to block, and
 are timed in CPU seconds, so that other load on the machine does less harm; the best of several
@@ -16,7 +16,7 @@ bfloat16 (1.27) and int2 (1.42) gain more; E2M1 (1.06), int8 (at most 1.06) and 
 next to nothing. It is not built in: int4, the default, would send 8 to 15 % less of what training
 hides anyway; an attempt that goes on counts the bytes of its payload, which every version of zstd
 makes otherwise; and a receiver checks a payload's size, which the plan knows, before it takes a
-byte. A syncer would unpack what all islands send, 0.4 ns a parameter and island besides some 5
+byte. A syncer would unpack what all islands send, 0.4 ns a parameter and island, next to some 5
 (`bench syncer`).
 """
 

@@ -2,7 +2,7 @@
 
 An island's outer state (anchor, residual, what is outstanding and staged) lies in host memory. Of a
 fragment that is sent, the device has no copy; what is merged is copied there as soon as all ranks
-have it staged, besides the steps before the merge. Streaming DiLoCo keeps two fragments of
+have it staged, during the steps before the merge. Streaming DiLoCo keeps two fragments of
 36 there, for 2 % of a model of 100B with its optimizer, where whole outer state would be 66 %:
 
     8 bytes of outer parameters and momentum / 12 of parameters and Adam's moments      = 66 %

@@ -1,4 +1,4 @@
-"""How many islands one core serves: a real syncer's CPU time and memory besides simulated islands.
+"""How many islands one core serves: a real syncer's CPU time and memory with simulated islands.
 
 The syncer is `python -m diloco.launch.syncer` on one CPU, with a state directory on disk; its
 islands, all in this process, send contributions that were encoded beforehand, some islands at a
@@ -240,7 +240,7 @@ def _measure(
 class _Took:
     """What all measured rounds of a row took, and the bytes that the syncer had in memory.
 
-    `idle_bytes` are with the state of version 0; `longest_call_s` is that of a call besides a
+    `idle_bytes` are with the state of version 0; `longest_call_s` is that of a call during a
     merge.
     """
 

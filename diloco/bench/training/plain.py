@@ -1,4 +1,4 @@
-"""What the native trainer costs besides plain PyTorch: one rank, one thread, the same training.
+"""What the native trainer costs against plain PyTorch: one rank, one thread, the same training.
 
 One process trains a Llama in two ways in turns, block by block: with `diloco.trainer`, and with
 `diloco.bench.training.plain_loop`, written straight. Both start from the same values and take the

@@ -117,7 +117,7 @@ def utilisation(rows: Rows = None) -> None:
 
 @measured_by("outer_loop.codec")
 def codec(rows: Rows = None) -> None:
-    """Time every codec's encode and decode, eager and compiled, besides a copy of the same values.
+    """Time every codec's encode and decode, eager and compiled, against a copy of the same values.
 
     One thread; as many float32 values at once as a lane of a fragment of 25 million parameters has,
     and 4 million; about two minutes, most of them for compiling. With a GPU, 268 million on that.
@@ -229,7 +229,7 @@ def wan(rows: Rows = None) -> None:
 
 @measured_by("network.allreduce")
 def allreduce(rows: Rows = None, emulate: Emulate = False) -> None:
-    """Time a flat ring and a hierarchical all-reduce of 64 MiB besides their ideal.
+    """Time a flat ring and a hierarchical all-reduce of 64 MiB against their ideal.
 
     Two islands of two ranks on links of 100 Mbit/s 60 ms, 1 Gbit/s 20 ms and 1 Gbit/s 1 ms, shaped
     in the process, or emulated with the kernel's TCP (see diloco emulate). Some minutes, on a
@@ -243,7 +243,7 @@ def allreduce(rows: Rows = None, emulate: Emulate = False) -> None:
 
 @measured_by("training.plain")
 def plain(rows: Rows = None) -> None:
-    """Time the native trainer besides plain PyTorch written straight.
+    """Time the native trainer against plain PyTorch written straight.
 
     One rank, one thread, float32 on the CPU: a Llama of 0.9M and one of 26M parameters, fused
     AdamW, clipping, the same values to begin with and the same sequences, which lie ready in memory
@@ -301,7 +301,7 @@ def scaling(
     the same 2,048 tokens an inner step: fsdp, replicate, tp, pp (1F1B, two micro-batches a stage)
     and cp (ring) each take all ranks. A minute or two. They meet through the loopback; --emulate
     joins each to a switch by 1 Gbit/s, 0.4 ms round trip between two, measured before: as slow
-    besides these ranks as a cluster's network besides its GPUs. What carries the packets takes CPU
+    besides these ranks as a cluster's network next to its GPUs. What carries the packets takes CPU
     time, too.
 
     Read "x N": one rank's tokens/s times the ranks; "ideal": the same, times the CPUs where ranks

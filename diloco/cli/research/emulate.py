@@ -61,7 +61,7 @@ def emulate(
 
     wan = load_wan(wan_file)
     words = _words(wan, command, shell, with_check=check)
-    # The command's output is its own: what is told besides it goes to standard error.
+    # The command's output is its own: what is said in addition goes to standard error.
     console = Console(stderr=bool(words), quiet=json_target == "-", markup=False, highlight=False)
     record: dict[str, Any] = {}
     with note_signals() as request:

@@ -51,7 +51,7 @@ def goodput(
     scenario_file: ScenarioFile = None,
     table: Annotated[
         str,
-        typer.Option(metavar="NAME", help=f"{DECOUPLED_TABLE}: its 30 cells besides ours instead."),
+        typer.Option(metavar="NAME", help=f"{DECOUPLED_TABLE}: its 30 cells next to ours instead."),
     ] = "",
     plot: Annotated[str, plot_option("goodput against chips")] = "",
     json_target: JsonTarget = "",
@@ -63,7 +63,7 @@ def goodput(
     with the project's own rounds: quorum, grace, openings. Flags are the keys of
     SCENARIO.toml, by its tables. Seconds, also for millions of chips.
 
-    Read "goodput": chips x learners. "chips": what reconfigurations leave, its closed form besides
+    Read "goodput": chips x learners. "chips": what reconfigurations leave, its closed form next to
     it; "learners": what waiting leaves; "counted": contributions that a round did not close
     without. The times of reconfigurations are fitted to Decoupled DiLoCo's Table 1 (all 30 cells
     by the same ones): put your own in.
@@ -170,7 +170,7 @@ def _draw(
 
 
 def _show_cells(cells: Sequence[GoodputCell], console: Console) -> None:
-    """Print ours besides the published ones, a row of the paper's table a row."""
+    """Print ours next to the published ones, a row of the paper's table a row."""
     rows: dict[str, list[GoodputCell]] = {}
     for cell in cells:
         rows.setdefault(cell.row, []).append(cell)

@@ -67,7 +67,7 @@ def utilization(
     scenario_file: ScenarioFile = None,
     table: Annotated[
         str,
-        typer.Option("--table", metavar="NAME", help=f"A paper's, besides ours: {_TABLES[0]}."),
+        typer.Option("--table", metavar="NAME", help=f"A paper's, next to ours: {_TABLES[0]}."),
     ] = "",
     plot: Annotated[str, plot_option("utilisation against bandwidth")] = "",
     rounds: Rounds = 0,
@@ -256,7 +256,7 @@ def _described(scenario: Scenario) -> dict[str, Any]:
 
 
 def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -> None:
-    """Compute a paper's table, show it besides ours, and judge."""
+    """Compute a paper's table, show it next to ours, and judge."""
     from rich.console import Console
 
     from diloco.errors import ConfigError

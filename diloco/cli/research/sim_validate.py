@@ -1,4 +1,4 @@
-"""`diloco sim trace` and `diloco sim validate`: timelines, and predictions besides real runs."""
+"""`diloco sim trace` and `diloco sim validate`: timelines, and predictions against real runs."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def plan(
 
     Fragments, lanes, schedule, traffic, memory and disk follow from the file alone. Its time does
     from inner steps and links, which are told, measured, or estimated as the plan says: the run is
-    simulated, the real schedule, rounds and codecs under a virtual clock. Besides it stand
+    simulated, the real schedule, rounds and codecs under a virtual clock. Next to it stand
     all-reduces of gradients on the same links, as diloco baseline makes them.
 
     Read "utilised": share of the time in inner steps; "mean" and "peak": bandwidth of payloads over

@@ -42,7 +42,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     print_rows(console, _direction_rows(planned))
     console.print("\nA rank of each island takes, estimated from shapes, on its device:\n")
     print_rows(console, _rank_rows(planned))
-    console.print("\nand besides it:\n")
+    console.print("\nand next to it:\n")
     print_rows(console, _host_rows(planned))
     disk = planned.disk
     console.print(
@@ -58,7 +58,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
         console.print(
             f"In the memory of a syncer's host, at "
             f"most: {format_bytes(most.memory_bytes)}, and {format_bytes(most.merge_bytes)} for "
-            f"each fragment that it merges besides another, if there are cores and room."
+            f"each fragment that it merges next to another one, if there are cores and room."
         )
     _print_memory_besides(console, planned)
     if len(planned.syncers) > 1:

@@ -1,4 +1,4 @@
-"""Rows of a report on a terminal: no word is torn, and what does not fit besides stands below."""
+"""Rows of a report on a terminal: no word is torn, and what does not fit in a row stands below."""
 
 from __future__ import annotations
 

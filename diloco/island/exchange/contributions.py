@@ -111,7 +111,7 @@ class Contributions:
     def tried(self, carried: IslandFragment) -> dict[int, Tensor]:
         """Give the lanes that hold something back, with half of it taken off their anchor.
 
-        Of what was decoded: what the syncer would merge, besides another contribution.
+        Of what was decoded: what the syncer would merge, next to another contribution.
         """
         fragment, moved = self._plan.fragments[carried.fragment_id], dict[int, Tensor]()
         for lane_id, lane in carried.sending.items() if carried.held_back else ():

@@ -222,7 +222,7 @@ class PeerCalls:
         if len(reply.payload) != num_bytes:
             return b"", f"{len(reply.payload)} bytes came, {num_bytes} were expected"
         if blake3.blake3(reply.payload).digest() != answer.digest:
-            return b"", "what came does not match the digest besides it"
+            return b"", "what came does not match the digest sent with it"
         return reply.payload, ""
 
     def _open(self, address: str) -> Transport:

@@ -1,6 +1,6 @@
 """One fragment at the peer of an island: theta, published and momentum, durable; bytes and tensors.
 
-A version is staged in a store besides the one it will be promoted to: staging, like a syncer's
+A version is staged in a store next to the one it will be promoted to: staging, like a syncer's
 commit, is a whole record, fsynced, and promotion is a rename. Theta and momentum are moved where
 they are, as a syncer's are; a lane whose step was aborted is read back from the committed
 record before the next one. Nothing here decides a round and nothing calls anybody.
@@ -268,7 +268,7 @@ class Replica:
         return Reduced(publication, None, contributions)
 
     def stage(self, assignment: Assignment, lanes: Sequence[Reduced]) -> Prepared:
-        """Write the next version durably besides the committed ones; runs in the worker."""
+        """Write the next version durably next to the committed ones; runs in the worker."""
         islands = [c.island for c in assignment.contributors]
         is_whole = all(len(lane.contributions) == len(islands) for lane in lanes)
         record = VersionRecord(
