@@ -1,8 +1,8 @@
-"""What a codec is, and what all codecs refuse alike.
+"""Defines what a codec is, and the checks that all codecs make.
 
-A codec turns a flat float32 vector into bytes of a size that only the number of values decides,
-and back. It keeps no state between calls and no reference to what it is given. All numbers on the
-wire are little-endian, which every supported host is.
+A codec turns a flat float32 vector into bytes, and back. The number of bytes depends on the number
+of values only. A codec keeps no state between calls and no reference to its arguments. All numbers
+on the wire are little-endian, as on every supported host.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FLAT = torch.contiguous_format
 
 
 class Codec(Protocol):
-    """Encode and decode flat float32 vectors; the same bytes on every device.
+    """Encodes and decodes flat float32 vectors; gives the same bytes on every device.
 
     Attributes:
-        name: What the configuration and message headers call it.
+        name: Its name in the configuration and in message headers.
         publishes_values: Whether a syncer publishes parameters themselves with it (float32 only)
             or the difference to what was published before.
-        has_zero: Whether a zero comes back as zero, whatever its neighbours are: not of int2
+        has_zero: Whether a zero comes back as zero, whatever its neighbours are; false for int2
             and top-k.
     """
 
@@ -43,8 +43,8 @@ class Codec(Protocol):
 
         Args:
             values: Shape [numel], float32, any device; unchanged, and never aliased.
-            key: 64 bits from which stochastic rounding draws (`rounding_key`); all others ignore
-                it. Equal values under one key give equal bytes.
+            key: 64 bits from which stochastic rounding draws (`rounding_key`); other codecs ignore
+                it. Equal values and equal keys give equal bytes.
 
         Returns:
             Tensor of shape [wire_bytes(numel)], uint8, same device, freshly allocated.
@@ -55,7 +55,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """Decode what `encode` gave, or refuse what it cannot have given.
+        """Decode a payload; refuse one that `encode` never gives.
 
         Args:
             payload: Shape [wire_bytes(numel)], uint8, any device; unchanged, and never aliased.
@@ -116,7 +116,7 @@ def check_payload(name: str, payload: Tensor, wire_bytes: int, numel: int) -> No
 
 
 def is_finite(values: Tensor) -> bool:
-    """Say whether no value is NaN or infinite, in one pass that allocates nothing.
+    """Return whether no value is NaN or infinite, in one pass without allocations.
 
     NaN passes through both ends; `values.isfinite().all()` takes twenty times as long.
     """
@@ -124,7 +124,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def values_of(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read flat bytes as values of `dtype`: in place, or from a copy if they start oddly."""
+    """View flat bytes as values of `dtype`; copy them first if they are not aligned."""
     size = dtype.itemsize
     is_aligned = payload.storage_offset() % size == 0 and payload.data_ptr() % size == 0
     is_readable = is_aligned and payload.is_contiguous()

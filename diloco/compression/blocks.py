@@ -1,28 +1,33 @@
-"""Block codecs: blocks of 128 values, a 16-bit scale each, codes of 2, 4 or 8 bits.
+"""Block codecs: each block of 128 values is sent as one 16-bit scale and codes of 2, 4 or 8 bits.
 
-Of a block with largest magnitude a (the last block is filled up with zeros), and the levels of a
-format (`levels`), the largest of which is L:
+A format (`levels`) has a few levels, the largest of which is L. Let a be the largest magnitude in a
+block; the last block is filled up with zeros. Then
 
-    scale = a / L, to 8 significant bits (bf16), int8: to 9   1 where a < 2^-100, and all codes are
-                                          those of zero there; 0 where zero is no level. At most
-                                          2^126, of which the reciprocal is no denormal
-    code_i = the level nearest to x_i / scale; a always has the largest
-    x_i   ~= scale * level_i              exact in float32 (9-bit times at most 7-bit), so that
-                                          adding it to an anchor fused or unfused gives the same
+    scale   = a / L            rounded to 8 significant bits (bf16), for int8 to 9
+    code_i  = the level that is nearest to x_i / scale; a always gets the largest level
+    x_i    ~= scale * level_i
 
-so int4, say, has |x_i - scale * level_i| <= scale / 2, up to rounding of the product. The payload
-is all scales, then 128 * bits / 8 bytes a block (`packing`): for 4 bits byte j holds value j in its
-low half and value j + 64 in its high half. A scale is the upper half of its float32; one of 9 bits
-the 16 bits after the sign.
+For int4, for example, |x_i - scale * level_i| <= scale / 2, up to rounding of the product. The
+product is exact in float32 (9 bits times at most 7 bits), so adding it to an anchor gives the same
+result fused or unfused.
+
+Very small and very large blocks: if a < 2^-100, the scale is 1 and all codes are that of zero
+(where zero is no level, the scale is 0). A scale is at most 2^126, so that its reciprocal is not
+denormal.
+
+The payload is all scales, then 128 * bits / 8 bytes for each block (`packing`): with 4 bits, byte j
+holds value j in its low half and value j + 64 in its high half. On the wire a scale is the upper
+half of its float32; one of 9 bits is the 16 bits after the sign.
 
 Stochastic rounding takes the level above or below at random, so that scale * level_i is x_i on
-average. For that the scale is rounded up: no value lies beyond the largest level.
+average. It needs a scale that is rounded up, so that no value lies beyond the largest level.
 
-One pure formula per direction gives the same bytes eager, compiled, on CPU and on GPU. For that it
-divides once a block, in float64 (compiled float32 division on a GPU is approximate; of a short
-scale the float64 quotient rounds to the correctly rounded float32 one), and rounds scales with
-integers (compilers drop a cast to bf16 and back). It needs no denormal float32 number, so flushing
-these to zero changes nothing.
+One pure formula for each direction gives the same bytes eager and compiled, on CPU and GPU:
+
+- it divides once for each block, in float64: compiled float32 division on a GPU is approximate,
+  while the float64 quotient of a short scale rounds to the correctly rounded float32 quotient;
+- it rounds scales with integer operations, because compilers drop a cast to bf16 and back;
+- it needs no denormal float32 number, so a device that flushes these to zero changes nothing.
 """
 
 from __future__ import annotations
@@ -56,12 +61,12 @@ def _tiles(num_blocks: int, *, is_eager: bool) -> list[slice]:
 
 
 class BlockCodec:
-    """Send codes with a scale a block; publishes differences."""
+    """Sends a scale for each block and a code for each value; publishes differences."""
 
     publishes_values = False
 
     def __init__(self, name: str, levels: Levels, *, is_stochastic: bool = False) -> None:
-        """Name a format; `is_stochastic` rounds by the key that `encode` is given."""
+        """Name a format; with `is_stochastic`, rounding draws from the key given to `encode`."""
         self.name = name
         self.has_zero = levels.has_zero
         self._levels = levels
@@ -77,7 +82,7 @@ class BlockCodec:
         self._min_scale, self._max_scale = borders.tolist()
 
     def wire_bytes(self, numel: int) -> int:
-        """Return the bytes of each block of 128 values begun: int4 has 66."""
+        """Return the bytes of all blocks, the last one filled up: a block of int4 has 66."""
         return -(-numel // BLOCK_NUMEL) * self._block_bytes
 
     @torch.no_grad()
@@ -151,7 +156,7 @@ class BlockCodec:
         return prepare(self.dequantise, scales, packed) and is_fast
 
     def is_warm(self, device: str = "cpu") -> bool:
-        """Tell whether `warm_up` was called; another call returns at once."""
+        """Return whether `warm_up` was called; another call returns at once."""
         return all(is_prepared(f, device) for f in (self.quantise, self.dequantise))
 
     def quantise(self, blocks: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,11 +1,16 @@
-"""An island's outer loop: `OuterLoop.stepping` after every inner step sends and merges what is due.
+"""Runs the outer loop of an island: sends and merges fragments between inner steps.
 
-When that is due, a `Pace` says: at inner steps known beforehand, or as rounds open and versions
-come; what it does to the parameters, `Merging`. Belongs to the training thread, as they do. What
-needs the network is posted to the `Exchange`; what needs all ranks goes through `Agreement`.
+`OuterLoop.stepping` is called after every inner step. It consists of parts:
 
-What takes time is written as a generator that yields whatever has to be waited for, so that one
-body serves a training thread (which blocks) and a virtual clock (which awaits).
+    Pace         decides what is due: by the schedule, or as rounds open and versions arrive
+    Merging      reads and writes the parameters
+    SelfCheck    keeps a contribution that cannot be right from the others
+    Exchange     talks to the syncers, in another thread
+    Agreement    makes all ranks of the island do the same
+
+Everything here but the exchange belongs to the training thread. A method that takes time is a
+generator that yields what it waits for. So one body serves a training thread, which blocks, and a
+virtual clock, which awaits.
 
 Source: PROTOCOL.md, "When islands send and merge" and "Contributions".
 """
@@ -133,14 +138,14 @@ class OuterLoop:
 
     @property
     def is_over(self) -> bool:
-        """Whether training ends here: by the run's inner steps, its tokens, or an early leave."""
+        """Whether training ends here: the run's steps or tokens are done, or the island leaves."""
         if self._total_tokens is None:
             return self.inner_step >= self._schedule.inner_steps
         return self._is_over or self.is_leaving
 
     @property
     def schedule_step(self) -> float:
-        """Where the run stands, in inner steps of all islands: what a learning rate follows.
+        """Progress of the run in inner steps, which a learning rate follows.
 
         Completed inner steps; on arrival, where islands make different numbers, the share of the
         run's tokens that this island has merged, of the fragment that has merged fewest, and its
@@ -239,7 +244,7 @@ class OuterLoop:
 
     def _take(self, state: OuterState) -> None:
         self.state = self._merging.state = state
-        # Anyone who starts after the end of the run makes no step: nobody would ever count it.
+        # An island that starts after the end of the run makes no step: it would never be counted.
         self._is_over = all(ledger.is_flushed for ledger in self.state.ledgers)
 
     # -- run checkpoints -------------------------------------------------------------------------
@@ -318,7 +323,7 @@ class OuterLoop:
         self._stepped_at = self._clock()
 
     def _measure_step(self) -> None:
-        """Tell the syncer how long this island's inner steps take."""
+        """Measure how long inner steps take, for the syncer."""
         if self._total_tokens is None:
             return
         if self._stepped_at is not None:
@@ -402,9 +407,9 @@ class OuterLoop:
             self._apply(ledger, vote, verdict, 0.0)
 
     def finishing(self) -> Waits[None]:
-        """Merge what is outstanding, then flush: nobody's last steps are lost; then look at it.
+        """Merge what is outstanding, flush the last steps, then check what the parameters hold.
 
-        An island that leaves early only learns what became of its contributions.
+        An island that leaves early only waits for the outcomes of its contributions.
 
         Raises:
             IslandFailed: On all ranks, if what the parameters hold is not what was published.
@@ -469,9 +474,9 @@ class OuterLoop:
         return self._merging.global_parameters()
 
     def _prefetch(self, agreed: IslandVote | None) -> None:
-        """Have what is merged next on its way to the parameters' device, once all ranks have it.
+        """Start to copy what is merged next to the parameters' device, once all ranks have it.
 
-        Nothing on arrival: it is merged as soon as they have it.
+        On arrival there is no need: versions are merged as soon as all ranks have them.
         """
         in_flight = [(x.outstanding, x.fragment_id) for x in self.state.ledgers if x.outstanding]
         if agreed is None or self._total_tokens is not None or not in_flight:

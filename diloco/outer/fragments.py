@@ -1,9 +1,14 @@
-"""Fragments: which parameters are synchronised together, and where they lie in one flat vector.
+"""Cuts a model into fragments, and lays each fragment out as one flat vector.
 
-Owns the canonical layout of a run: names -> fragments -> lanes, the same for every island however
-it distributes its parameters. A fragment's vector holds its parameters, or ranges of them, in
-sorted-name order, unsharded and row-major; each starts at a block border, zeros fill the rest. It
-is cut at block borders into lanes. Knows nothing of ranks, meshes or values, and imports no torch.
+    model       all trained parameters, and buffers that islands average
+    fragment    parameters (or ranges of them) that are synchronised together, as one flat vector
+    lane        a range of that vector, sent as one stream
+    block       128 values, which share one quantisation scale
+
+A fragment's vector holds its parameters in sorted order of their names, unsharded and row-major.
+Each parameter starts at a block border, and zeros fill the gaps. The vector is cut at block borders
+into lanes. This layout, the plan, is the same for every island, however an island distributes its
+parameters over ranks.
 """
 
 from __future__ import annotations
@@ -127,7 +132,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a manifest and check it whole: nothing of it is believed.
+        """Read a manifest from an untrusted peer and check all of it.
 
         Raises:
             PlanMismatch: If it is malformed, if an element is missing or covered twice, or if
@@ -160,7 +165,7 @@ class Plan:
 
 
 def tensor_difference(here: Plan, there: Plan) -> str:
-    """Name the first tensor, by sorted name, that two plans do not have alike; empty: all are."""
+    """Describe the first tensor, by sorted name, in which two plans differ; empty if none does."""
     ours = {spec.name: list(spec.shape) for spec in here.tensors}
     theirs = {spec.name: list(spec.shape) for spec in there.tensors}
     for name in sorted({*ours, *theirs}):
@@ -170,7 +175,7 @@ def tensor_difference(here: Plan, there: Plan) -> str:
 
 
 def plan_difference(ours: str, theirs: str) -> list[str]:
-    """Name the first ten places where two plan manifests differ, with both values.
+    """Describe the first ten places where two plan manifests differ, with both values.
 
     Args:
         ours: Result of `Plan.to_json`; its values are written first, as those "here".

@@ -1,7 +1,12 @@
-"""What an island owes and is owed for one fragment: counters, outstanding contribution, outcome.
+"""Counts the tokens and inner steps of one fragment at an island, and applies outcomes to them.
 
-Pure bookkeeping in integers, equal on every rank of the island. The table of PROTOCOL.md, "A
-contribution" is `OUTCOMES`; tensors (anchor, residual, payload) follow its verdict elsewhere.
+A contribution weighs the tokens that it was trained on. Every token must be counted exactly once:
+in a contribution that was INCLUDED, or as dropped. `FragmentLedger` holds the counters since they
+last restarted and the contribution that is outstanding; `OUTCOMES`, the table of PROTOCOL.md, "A
+contribution", says what each outcome does to them. What happens to the tensors (anchor, residual,
+payload) follows from the same outcome, elsewhere.
+
+The ledger has integers only and is equal on every rank of the island.
 """
 
 from __future__ import annotations
@@ -12,8 +17,8 @@ from typing import NamedTuple
 
 from diloco.protocol.rounds.terms import RoundKey
 
-#: Expired attempts of one version in a run that goes on, at most: three in a row end it. Larger
-#: numbers come from a syncer whose record of expiries was damaged, and count nothing.
+#: Largest number of expired attempts of one version in a run that goes on: three in a row end it.
+#: Larger numbers come from a syncer whose record of expiries was damaged, and are ignored.
 MAX_EXPIRED = 2
 
 
@@ -27,17 +32,17 @@ class Verdict(StrEnum):
     EXPIRED = "expired"
     #: It was refused, and then its attempt expired.
     REFUSED_EXPIRED = "refused_expired"
-    #: Nothing was outstanding: a version came that this island was not asked for, or too late.
+    #: Nothing was outstanding: a version was published without this island.
     ABSENT = "absent"
 
     @property
     def has_expired(self) -> bool:
-        """Whether no version comes of the attempt."""
+        """Whether the attempt ended without a version."""
         return self in (Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 
 
 class Counters(StrEnum):
-    """Where tokens and steps are counted from after an outcome."""
+    """From where tokens and steps are counted after an outcome."""
 
     SEND = "restart from the send"
     MERGE = "restart from the merge"
@@ -50,8 +55,9 @@ class Settlement(NamedTuple):
     Args:
         verdict: The outcome.
         merges: Whether a version is merged.
-        counters: Where alpha is 0: the merge overwrites what was done since the send.
-        mixed: Where alpha is greater.
+        counters: What the counters do if alpha is 0: the merge overwrites what was done since the
+            send.
+        mixed: What they do if alpha is greater.
     """
 
     verdict: Verdict
@@ -70,7 +76,7 @@ OUTCOMES = (
     Settlement(Verdict.EXPIRED, False, _KEEP, _KEEP),
     Settlement(Verdict.REFUSED_EXPIRED, False, _KEEP, _KEEP),
 )
-#: After these, what was sent is in the next contribution, too.
+#: After these, the next contribution contains what was sent, too.
 _KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 _SETTLEMENTS = {each.verdict: each for each in OUTCOMES}
 
@@ -90,8 +96,11 @@ class Outstanding:
 class Target:
     """A published version that an island is to merge.
 
-    `merged_tokens` are those of all contributions to all versions up to it. `asks_trial`: what is
-    sent after it is tried first.
+    Attributes:
+        version: Its number.
+        merged_tokens: Tokens of all contributions to all versions up to it.
+        is_flush: Whether it is made of flush contributions.
+        asks_trial: Whether what is sent after it is tried on held-out text first.
     """
 
     version: int
@@ -104,9 +113,10 @@ class Target:
 class Settled:
     """What an outcome cost.
 
-    `overwritten_steps`: inner steps whose local effect an alpha = 0 merge replaced and theta does
-    not have: those since the send when INCLUDED, else all since the last merge. `dropped_tokens`:
-    tokens that no later contribution will count.
+    Attributes:
+        overwritten_steps: Inner steps whose local effect was replaced by a merge with alpha = 0 and
+            is not in theta: those since the send if INCLUDED, else all since the last merge.
+        dropped_tokens: Tokens that no later contribution will count.
     """
 
     overwritten_steps: int = 0
@@ -152,7 +162,7 @@ class FragmentLedger:
     asks_trial: bool = False
 
     def is_sending(self, due_step: int) -> bool:
-        """Whether the island still owes what is due after an inner step."""
+        """Whether the island has not yet sent what is due after an inner step."""
         return due_step > self.sent_until and not self.is_flushed
 
     def count(self, num_tokens: int) -> None:
@@ -162,12 +172,12 @@ class FragmentLedger:
         self.local_steps += 1
 
     def begin_again(self) -> None:
-        """Let the counters begin as an island's that returned: all of them count already."""
+        """Start the counters again, as after a return: earlier work is already in a version."""
         self.tokens = self.steps = self.local_steps = 0
         self.outstanding = None
 
     def drop_work(self) -> Settled:
-        """Forget what was done since the last merge, but for what is on its way."""
+        """Forget the work since the last merge, except what is outstanding."""
         tokens, steps = (0, 0) if self.outstanding is None else _weight(self.outstanding)
         dropped = Settled(self.steps - steps, self.tokens - tokens)
         self.is_void = self.outstanding is not None
@@ -175,10 +185,10 @@ class FragmentLedger:
         return dropped
 
     def send(self, inner_step: int, *, is_flush: bool, most_steps: int = 0) -> Outstanding:
-        """Make a contribution outstanding; at most one a fragment.
+        """Make a contribution outstanding; each fragment has at most one.
 
-        It weighs `most_steps` inner steps at most (0: any number), with their share of the tokens,
-        for no syncer counts more (`Weights`); what is left weighs in the next ones.
+        It weighs at most `most_steps` inner steps (0: any number) and their share of the tokens,
+        because no syncer counts more (`Weights`). The rest is counted in the next contributions.
         """
         assert self.outstanding is None, f"fragment {self.fragment_id} has one outstanding"
         key = RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)

@@ -1,14 +1,17 @@
-"""When an island sends and merges. Pure: integers in, decisions out; equal on all its ranks.
+"""Decides when an island sends a fragment, and when it merges what was published.
 
-    scheduled    sends at due steps known beforehand, merges exactly tau steps after a send, and
-                 waits for the outcome there
+    scheduled    sends at the due steps of the schedule, merges exactly tau steps after a send, and
+                 waits there for the outcome
     on arrival   sends at the first step boundary after it learns that an attempt has opened with
-                 it as a member; merges a version at the first one after all its ranks have it
-                 staged; never waits
+                 this island as a member; merges a version at the first step boundary after all
+                 ranks of the island have staged it; never waits
 
-On arrival, the leader names the version that all ranks stage. It is never lowered, and raised only
-when one of them finds that the syncer has it no more: whatever is published meanwhile, what was
-begun is brought to its end, and the next target leaps to the newest version.
+On arrival, the leader names the version that all ranks stage, the target. Ranks finish a target
+that they have begun, even if a newer version is published meanwhile. The target changes only if a
+rank finds that the syncer no longer has it. The next target is then the newest version; versions
+between are left out.
+
+All ranks of an island make the same decisions, because they decide from the same votes.
 
 Source: PROTOCOL.md, "Scheduled runs" and "Runs on arrival".
 """
@@ -30,20 +33,19 @@ from diloco.protocol.island.votes import (
 
 
 class Pace(Protocol):
-    """What an outer loop asks at a step boundary.
+    """Answers what the outer loop asks at a step boundary.
 
     Attributes:
-        waits: Whether it waits for outcomes at all, at the merge or right after the send.
+        waits_at_send: Whether the outcome is waited for right after the send.
     """
 
-    waits: bool
     waits_at_send: bool
 
     def is_merge_due(self, ledger: FragmentLedger, inner_step: int) -> bool:
-        """Whether what is outstanding must be settled now, however long that takes."""
+        """Whether the outcome of what is outstanding must be waited for now."""
 
     def arrived(self, ledger: FragmentLedger, vote: FragmentVote) -> Verdict | None:
-        """Say how to settle a fragment now, without waiting; None: there is nothing to settle."""
+        """Return the outcome to settle a fragment with now, without waiting; None: there is none."""
 
     def due(
         self,
@@ -53,23 +55,21 @@ class Pace(Protocol):
         *,
         is_over: bool,
     ) -> list[int]:
-        """Name the fragments to send now, ascending, after all merges.
+        """Return the fragments to send now, ascending; asked after all merges.
 
         Args:
             ledgers: Of all fragments, in plan order.
             inner_step: Completed inner steps.
-            agreed: The island's common word; None: there is none at this step.
+            agreed: The island's common vote; None: there is none at this step.
             is_over: Whether training has ended, and flushes are made.
         """
 
     def is_agreeing(self, num_in_flight: int) -> bool:
-        """Whether the ranks share their word until the next step boundary."""
+        """Whether the ranks vote before the next step boundary."""
 
 
 class ScheduledPace:
-    """Due steps and merge steps of a schedule."""
-
-    waits = True
+    """Sends and merges at the steps of a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         """Assign only."""
@@ -102,9 +102,8 @@ class ScheduledPace:
 
 
 class ArrivalPace:
-    """Openings and publications, as the island's leader hears of them."""
+    """Sends as rounds open and merges as versions come, as the island's leader knows of them."""
 
-    waits = False
     waits_at_send = False
 
     def is_merge_due(self, ledger: FragmentLedger, inner_step: int) -> bool:
@@ -129,9 +128,9 @@ class ArrivalPace:
         *,
         is_over: bool,
     ) -> list[int]:
-        """See `Pace`; an attempt whose end was heard of before its successor is not served again.
+        """See `Pace`; an attempt whose end is known is not sent to again.
 
-        A flush is sent only once every fragment takes one: until then its island trains on.
+        A flush is sent only once every fragment takes one; until then the island trains on.
         """
         if agreed is None:
             return []
@@ -146,12 +145,12 @@ class ArrivalPace:
         ]
 
     def is_agreeing(self, num_in_flight: int) -> bool:
-        """See `Pace`: an opening may be heard of at any step."""
+        """See `Pace`: a round may open at any step."""
         return True
 
 
 def aim(ledger: FragmentLedger, vote: FragmentVote) -> bool:
-    """Take the target that the leader names; whether it is another than before."""
+    """Set the target that the leader names; return whether it has changed."""
     named, held = vote.target, ledger.target
     if named is None or named.version <= max(ledger.version, held.version if held else -1):
         ledger.is_target_gone = held is not None and vote.staged_version == GONE
@@ -161,10 +160,10 @@ def aim(ledger: FragmentLedger, vote: FragmentVote) -> bool:
 
 
 def arrival_vote(ledger: FragmentLedger, view: FragmentView) -> FragmentVote:
-    """Give a rank's word on a fragment, from what it holds and what its exchange shows.
+    """Return a rank's vote on a fragment, from its ledger and what its exchange shows.
 
-    Posted commands may not have been carried out yet: what the exchange shows of versions that are
-    merged, or of another contribution, counts nothing.
+    Commands that were posted to the exchange may not have been carried out yet. So what it shows of
+    versions that are already merged, or of another contribution, is ignored.
     """
     sent, held = ledger.outstanding, ledger.target
     is_current = sent is not None and view.key == sent.key
