@@ -125,7 +125,7 @@ class AllReduceRun:
             calls=calls,
             grant=held,
             worker=self.worker,
-            besides=self.worker,
+            verifier=self.worker,
         )
         await peer.start()
         address = f"peer {name} {joined.incarnation}"

@@ -1,7 +1,7 @@
 """Formulas compiled for large vectors, where this host has a compiler.
 
 Eager and compiled formulas give the same bytes, so each host chooses for itself. Compiling takes
-seconds, so that no call compiles: `prepare` does, before an island takes part in a run and next to
+seconds, so that no call compiles: `prepare` does, before an island takes part in a run and during
 the first rounds of a syncer, and what was not prepared stays eager.
 """
 

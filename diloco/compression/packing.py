@@ -1,4 +1,4 @@
-"""Codes of 2, 4 or 8 bits in bytes, part next to part.
+"""Codes of 2, 4 or 8 bits in bytes, each part in one place.
 
 Of `width` codes of b bits, byte j holds the codes j, j + width * b / 8, j + 2 * width * b / 8, ...
 from its low bits on. Unlike neighbours in one byte, whole parts are read and written in order,

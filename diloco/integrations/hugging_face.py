@@ -1,4 +1,4 @@
-"""`DiLoCoCallback`: the outer loop in `transformers.Trainer`.
+"""`DiLoCoCallback` runs the outer loop in `transformers.Trainer`.
 
     with diloco.connect(config) as connection:
         callback = DiLoCoCallback(connection)
@@ -238,7 +238,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save the outer state next to the Trainer's, and hear whether everybody stops here."""
+        """Save the outer state next to the Trainer's, and end training if the run stops here."""
         outer = self.outer
         checkpoint = _checkpoint(args, outer.inner_step)
         with self._saving:

@@ -1,4 +1,4 @@
-"""What the integrations share: how another trainer's loop is fitted to the run."""
+"""Fits the loop of another trainer to the run; shared by the integrations."""
 
 from __future__ import annotations
 

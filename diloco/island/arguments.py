@@ -1,4 +1,4 @@
-"""What a caller passed to `DiLoCo`: refused by name where it cannot be meant."""
+"""Checks the arguments of `DiLoCo`, and names what was passed by mistake."""
 
 from __future__ import annotations
 

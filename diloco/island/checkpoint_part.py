@@ -13,7 +13,7 @@ from diloco.island.connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class CutTaken:
-    """What the coordinator hears of a part of a cut, as of the moment it was taken.
+    """A part of a cut, as it is reported to the coordinator; of the moment it was taken.
 
     Args:
         number: Of the cut.
@@ -43,7 +43,7 @@ class CheckpointPart:
         return step if self._cut is None else f"cut {self._cut.number}"
 
     def end(self, *, is_whole: bool) -> None:
-        """Let the coordinator hear that the island has its part, or that it has none.
+        """Report to the coordinator that the island has its part, or that it has none.
 
         Any thread may call it, once, on every rank with the same word.
 

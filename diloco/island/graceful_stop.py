@@ -40,10 +40,9 @@ _WAIT = -1
 class GracefulStop:
     """One island's promise, and the run's stop step.
 
-    The IO thread calls `promise` and `hear`, and its loop runs `wait_for_word`; everything else is
-    called by the training thread.
-
-    `num_words` counts what was heard of the coordinator: while it grows, the coordinator lives.
+    The IO thread calls `promise` and `set_answer`, and its loop runs `wait_for_word`; everything
+    else is called by the training thread. `num_words` counts the coordinator's answers: while it
+    grows, the coordinator is there.
     """
 
     def __init__(self, schedule: Schedule, *, on_arrival: bool = False) -> None:
@@ -77,7 +76,7 @@ class GracefulStop:
                 self._promised = self._next_due(max(self._passed, self._first_stop_step - 1))
             return self._promised
 
-    def hear(
+    def set_answer(
         self,
         stop_step: int | None,
         *,
@@ -86,7 +85,7 @@ class GracefulStop:
         is_drained: bool = False,
         cut: AgreedCut = NO_CUT,
     ) -> None:
-        """Hear what the coordinator says.
+        """Take the coordinator's answer to a report.
 
         Args:
             stop_step: After which inner step everybody stops; None: not decided yet, or not again:
@@ -147,12 +146,12 @@ class GracefulStop:
 
     @property
     def stop_step(self) -> int | None:
-        """Inner step after which everybody stops; None while nobody has said."""
+        """Inner step after which everybody stops; None while it is not known."""
         with self._lock:
             return self._stop_step
 
     def after_holding(self) -> int | None:
-        """Stop step for an island that holds; 0 once nobody asks for a stop, None to wait."""
+        """Stop step for an island that holds; 0 once no stop is asked for, None to wait."""
         with self._lock:
             return 0 if self._promised is None else self._stop_step
 
@@ -160,8 +159,8 @@ class GracefulStop:
         """Stop step for an island with its checkpoint of that step.
 
         Returns:
-            `inner_step` once every island has it, a later one to go on to, 0 once nobody asks for
-            a stop, None to wait.
+            `inner_step` once every island has it, a later one to go on to, 0 once no stop is asked
+            for, None to wait.
         """
         with self._lock:
             if self._stop_step is None:

@@ -1,4 +1,4 @@
-"""Process groups of an island besides those of its model, and what all ranks share.
+"""Makes the process groups that the outer loop needs besides those of the model.
 
     start       the join, the first published version, checkpoints: may be long in coming
     shards      collect and distribute, and sums for reports

@@ -1,4 +1,4 @@
-"""What islands agree on before they train, from `[outer]` of the run file: plan and schedule."""
+"""Builds the plan and the schedule of a run from `[outer]` of its run file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does to the parameters: sends their local values, merges published ones into them.
+"""Reads and writes the parameters of one rank: sends local values, merges published ones.
 
 Belongs to the training thread, like the outer loop, which says when. What needs the network is
 posted to the `Exchange`.
@@ -105,13 +105,13 @@ class Merging:
         reason: str = "",
         is_tried: bool = False,
     ) -> None:
-        """Post a fragment's local values, or that there is nothing to tell of them.
+        """Post a fragment's local values, or decline.
 
         Args:
             ledger: Of the fragment.
             inner_step: Completed inner steps.
             is_flush: Whether it goes into the flush.
-            reason: Why they are not to be told, on this rank; the others collect all the same.
+            reason: Why they are not sent, on this rank; the others collect all the same.
             is_tried: Whether they are held back for `trying`.
         """
         p = ledger.fragment_id

@@ -168,7 +168,7 @@ class OuterLoop:
 
     @property
     def mend(self) -> Mend:
-        """What the last step asks of the inner optimizer."""
+        """Return what is to be done to the inner optimizer after the last step."""
         return self._check.mend
 
     @property
@@ -500,7 +500,7 @@ class OuterLoop:
                 yield self.exchange.wait_for_end(ledger.fragment_id, LOOK_S)
                 agreed = self._agree()
                 self._raise_failure(agreed)
-                self._check.hear(agreed)
+                self._check.take_vote(agreed)
         blocked_s = self._clock() - began
         self.blocked_s += blocked_s
         self._parts.on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))

@@ -1,4 +1,4 @@
-"""An island's outer state: how it begins, is kept for a run checkpoint, and is resumed.
+"""Enters the run, takes the outer state for a run checkpoint, and resumes from it.
 
 Belongs to the training thread, as the outer loop does, and like it every rank makes the same calls:
 what one rank finds wrong ends the call on all of them.
@@ -75,7 +75,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """What the outer loop of one rank consists of, and what its parts share.
+    """The things that all parts of one rank's outer loop share.
 
     Args:
         plan: Of the run.
@@ -224,7 +224,7 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
         )
     parts.runner.post(parts.exchange.restore, fragments, moment.incarnation)
     yield from _entering(parts)
-    # Ranks hear of versions at different times; all must say the same of one contribution.
+    # Ranks learn of versions at different times; all must say the same of one contribution.
     views = parts.views()
     heard = [view.version for view in views]
     counted = parts.largest([_as_word(view.counted) for view in views])
@@ -269,7 +269,7 @@ def capturing_state(parts: LoopParts, state: OuterState, cut: int) -> Waits[dict
     """
     lanes: dict[int, LaneCheckpoint] = {}
     yield parts.exchange.capture(lanes)
-    # Only ranks whose lanes are broken know of it; anyone who carries these lanes next must too.
+    # Only ranks whose lanes are broken know it; the next carrier of these lanes must know it too.
     known = [lanes[p] for p in range(len(state.ledgers))]
     broken = parts.largest([of.broken_in_a_row for of in known])
     declined = parts.largest([int(of.is_declined) for of in known])

@@ -1,4 +1,4 @@
-"""What an island's parameters hold, read back from the model and hashed: no word of the syncer.
+"""Hashes the parameters of an island as they are, to compare them with what was published.
 
     digest of a version = blake3(digest of lane 0 | digest of lane 1 | ...)
 
@@ -62,7 +62,7 @@ def published_digests(
         digest is None or (view.version == version and view.digest != digest)
         for digest, view, version in zip(held, views, versions, strict=True)
     ]
-    # Ranks hear the syncer at different times: one that found a difference speaks for all.
+    # Ranks get news of the syncer at different times: a difference that one found counts for all.
     wrong = [p for p, word in enumerate(agreement.smallest([-w for w in is_wrong])) if word]
     if wrong:
         p = wrong[0]

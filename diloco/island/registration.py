@@ -68,7 +68,7 @@ _ASK_AGAIN_S = 0.2
 
 
 class IslandState(StrEnum):
-    """What an island is doing, for people."""
+    """The state of an island, as `diloco status` shows it."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -80,7 +80,7 @@ class IslandState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where an island stands, as one report tells it; sums since its start.
+    """The progress of an island in one report; sums since its start.
 
     Loss in nats a token; tokens and bytes of the whole island; `blocked_s` and `utilisation` of
     its leader; `step_s`: duration of recent inner steps, 0: not known.
@@ -101,7 +101,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """What an island says of itself when it joins.
+    """The facts about an island that its join request has.
 
     `start_id` is random, one a start: a repeated join of one start gets one incarnation.
     `start_step` is where a new run begins: 0, or a warm start's position. `needs_syncer` is false
@@ -371,24 +371,24 @@ class Registration:
         on_stop: Callable[[DilocoError], None],
         graceful_stop: GracefulStop,
     ) -> None:
-        is_heard = True
+        is_reached = True
         while True:
             self._is_due.clear()
             try:
                 reply = await self.report(progress())
             except TransportError as error:
-                if is_heard:
-                    logger.warning("the coordinator does not hear reports: %s", error)
-                is_heard = False
+                if is_reached:
+                    logger.warning("reports do not reach the coordinator: %s", error)
+                is_reached = False
             else:
-                is_heard = True
+                is_reached = True
                 if reply.stop:  # first: who holds must not take it for a stop that is taken back
                     on_stop(_stop_error(reply, self._island.island_id))
                     return
                 self._is_held = reply.hold
                 self.reports.complete_checkpoints = tuple(reply.checkpoint_steps)
                 stop_step = reply.stop_step if reply.has_stop_step else None
-                graceful_stop.hear(
+                graceful_stop.set_answer(
                     stop_step,
                     is_asked=reply.hold,
                     is_complete=stop_step in reply.checkpoint_steps,

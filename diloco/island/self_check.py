@@ -1,4 +1,4 @@
-"""An island's part in keeping what is not sound from the others: decline, return, tell.
+"""Keeps what an island trained wrongly from the other islands: declines, returns, raises alarms.
 
 Belongs to the training thread, as the outer loop does, and decides by `soundness`. Every rank of
 the island makes the same calls; that one of them found something travels with the agreement that
@@ -30,7 +30,7 @@ _AMONG_OTHERS = -1
 
 
 class SelfCheck:
-    """What one rank knows of the soundness of its island's training.
+    """Checks on one rank whether its island trains soundly.
 
     Attributes:
         mend: What the last return asks of the inner optimizer; the outer loop's owner looks at it
@@ -90,7 +90,7 @@ class SelfCheck:
             text = "with the published values, too: nothing is sent until it comes back"
             logger.error("%s %s", self._watch.reason, text)
 
-    def hear(self, agreed: IslandVote) -> None:
+    def take_vote(self, agreed: IslandVote) -> None:
         """Take the ranks' common word while a step waits: a return is made before the next."""
         self._is_agreed = self._is_agreed or agreed.is_unsound
 
@@ -139,7 +139,7 @@ class SelfCheck:
             self._for_loss.discard(fragment_id)
 
     def _accept(self, inner_step: int) -> None:
-        """Go on from a loss that nobody can better: declining would only end the run."""
+        """Go on from this loss: no island has a better one; declining would only end the run."""
         reason, loss = self._watch.reason, self._watch.last
         self._watch.accept()
         logger.error("%s, and no island contributes: it is taken for granted from here on", reason)

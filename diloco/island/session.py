@@ -1,4 +1,4 @@
-"""`DiLoCo`, the outer loop for a training loop that is not ours.
+"""`DiLoCo`, runs the outer loop in a training loop of your own.
 
     import diloco
 
@@ -169,7 +169,7 @@ class DiLoCo:
         )
         self.plan = build_plan(outer, specs)
         shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
-        warm_up(self.plan, (outer.uplink, outer.downlink))  # nobody waits for this island yet
+        warm_up(self.plan, (outer.uplink, outer.downlink))  # no other island waits for this one yet
         reply = self._join(start_step, data_digest, tokenizer_digest)
         self.island_slot = reply.island_slot
         self.timeline = reply.grant.timeline
@@ -215,7 +215,7 @@ class DiLoCo:
         self._schedule = build_schedule(config.outer, self.inner_steps)
         self._graceful_stop = GracefulStop(self._schedule, on_arrival=self._on_arrival)
         self._exchange = connection.exchange(
-            reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._hear
+            reply, plan, shards, island_rank=self._groups.island_rank, on_event=self._record_event
         )
         agreement = Agreement(self._groups.agreement)
         self._stopping = CommonStop(
@@ -236,7 +236,7 @@ class DiLoCo:
                 timeline=reply.grant.timeline,
                 local_mix=config.outer.local_mix,
                 clock=time.monotonic,
-                on_event=self._hear,
+                on_event=self._record_event,
                 start_step=start_step,
             ),
             # The coordinator's word: its file may name islands that this one does not.
@@ -344,7 +344,7 @@ class DiLoCo:
 
     @property
     def mend(self) -> Mend:
-        """What the last step asks of the inner optimizer: mostly nothing.
+        """What is to be done to the inner optimizer after the last step: mostly nothing.
 
         Where the island has just taken the published values, because its own were not sound, its
         optimizer's state may not be either: `diloco.mend_moments_(optimizer)` for MOMENTS, a new
@@ -396,10 +396,10 @@ class DiLoCo:
         if due:  # no collective in a step that has none anyway
             word = self._sum(self._stopping.word(self.inner_step))
             self._connection.io.drive(self._stopping.passing(self.inner_step, word))
-        return self._heard()
+        return self._take_events()
 
     def finish(self) -> list[Event]:
-        """Merge what is outstanding and flush: nobody's last steps are lost; collective.
+        """Merge what is outstanding and flush: no last steps are lost; collective.
 
         Then the published values are read back from the model and hashed (`digests`).
         After a graceful stop nothing is flushed: what is in flight is in the checkpoint.
@@ -430,7 +430,7 @@ class DiLoCo:
         # All ranks have stopped their exchange when the leader leaves and the run may end.
         self._sum()
         self._state = IslandState.STOPPED if is_stopping else IslandState.FINISHED
-        return self._heard()
+        return self._take_events()
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -498,13 +498,13 @@ class DiLoCo:
         """Make what is saved inside the island's part of the run checkpoint of this inner step.
 
         The syncer keeps the present versions before; after it, if the block raised on no rank, the
-        coordinator hears that the island has the checkpoint. Save the model, the inner optimizer,
+        coordinator is told that the island has it. Save the model, the inner optimizer,
         the data position and `state_dict()`, in any form and place but `checkpoint.dir`/ISLAND,
         which is the built-in loop's. Collective at both ends. A graceful stop waits here until
         every island has the checkpoint, so that none leaves before, or until it is taken back.
 
         On arrival an island has its part for itself: the syncer keeps versions when all have
-        theirs, and nobody waits.
+        theirs, and no island waits.
 
         Args:
             text_json: What of the text the coordinator is to share out again when this checkpoint
@@ -702,7 +702,7 @@ class DiLoCo:
         return word
 
     def _progress(self) -> Progress:
-        """What a report says; asked in the IO thread."""
+        """Return what a report says; called in the IO thread."""
         trained_s = time.monotonic() - self._began_s if self._tokens else 1.0
         moved = self.island_bytes if self._tokens else (self.bytes_up, self.bytes_down)
         return Progress(
@@ -717,11 +717,11 @@ class DiLoCo:
             step_s=self._exchange.step_s,
         )
 
-    def _hear(self, event: Event) -> None:
+    def _record_event(self, event: Event) -> None:
         self._events.append(event)
         self._connection.on_event(event)
         if self._on_event is not None:
             self._on_event(event)
 
-    def _heard(self) -> list[Event]:
+    def _take_events(self) -> list[Event]:
         return [self._events.popleft() for _ in range(len(self._events))]

@@ -89,7 +89,7 @@ def _whole(shapes: Shapes) -> list[Range]:
 
 
 def _divided(shapes: Shapes, num_fragments: int) -> tuple[list[Range], list[_Divisible]]:
-    """Return what is dealt piece by piece, and the tensors that are divided at will besides.
+    """Return what is dealt piece by piece, and the tensors that are divided between any rows.
 
     A tensor is cut if it is larger than a fragment's equal share, total / P: into its rows where
     these are over a third of the share, at will where they are not.

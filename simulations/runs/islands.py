@@ -278,7 +278,7 @@ class SimulatedIsland:
                 yield way.syncer.changed.next
             for state in way.syncer.states:
                 carried = way.carried[state.fragment_id]
-                carried.hear(state)
+                carried.on_announcement(state)
                 carried.anchor_version = state.version
             num_bytes = sum(self._common.sizes[p].float32_bytes for p in way.carried)
             yield self._engine.timeout(way.answer_s + way.ask_s)
@@ -532,7 +532,7 @@ class SimulatedIsland:
     def _hear(self, way: _Connection, reply: wire.PollReply) -> None:
         way.epoch = reply.syncer_epoch
         for state in reply.fragments:
-            way.carried[state.fragment_id].hear(state)
+            way.carried[state.fragment_id].on_announcement(state)
         for outcome in map(outcome_of, reply.outcomes):
             carried = way.carried[outcome.key.fragment_id]
             sent = carried.outstanding

@@ -85,7 +85,7 @@ def test_who_has_its_checkpoint_waits_for_the_others_or_goes_on_to_a_later_step(
     line.promise()
     said = []
     for stop_step, is_complete in [(6, False), (None, False), (8, False), (8, True)]:
-        line.hear(stop_step, is_asked=True, is_complete=is_complete)
+        line.set_answer(stop_step, is_asked=True, is_complete=is_complete)
         said.append([line.after_checkpoint(step) for step in (6, 8)])
 
     assert said == [[None, None], [None, None], [8, None], [8, 8]]
@@ -98,14 +98,14 @@ def test_a_stop_that_is_taken_back_binds_nobody_and_the_next_one_begins_again() 
     assert line.promise() == 2
     assert line.passing(2)
     assert line.after_holding() is None
-    line.hear(None, is_asked=False, is_complete=False)
+    line.set_answer(None, is_asked=False, is_complete=False)
 
     assert line.after_holding() == 0, "who holds goes on"
     assert not line.passing(4)
     assert line.promise() == 6
     hear(line, 8)
     assert (line.after_holding(), line.after_checkpoint(8)) == (8, None)
-    line.hear(None, is_asked=False, is_complete=False)
+    line.set_answer(None, is_asked=False, is_complete=False)
 
     assert line.stop_step is None
     assert line.after_checkpoint(8) == 0, "who has its checkpoint goes on"
@@ -125,7 +125,7 @@ def test_who_waits_hears_a_word_from_the_io_thread() -> None:
 
 
 def hear(line: GracefulStop, stop_step: int) -> None:
-    line.hear(stop_step, is_asked=True, is_complete=False)
+    line.set_answer(stop_step, is_asked=True, is_complete=False)
 
 
 @settings(max_examples=40, deadline=None)

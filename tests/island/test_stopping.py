@@ -142,7 +142,7 @@ class Start:
             if promise is not None:
                 membership.apply(membership.promise(self.name, promise))
             stop_step, complete = membership.stop_step, membership.is_stop_complete
-            self.line.hear(stop_step, is_asked=membership.is_stopping, is_complete=complete)
+            self.line.set_answer(stop_step, is_asked=membership.is_stopping, is_complete=complete)
             await asyncio.sleep(REPORT_S)
 
 
@@ -327,7 +327,9 @@ def held(
         line.begin(0)
         line.promise()
         for number, word in enumerate(words):
-            hear = functools.partial(line.hear, word or None, is_asked=word != 0, is_complete=False)
+            hear = functools.partial(
+                line.set_answer, word or None, is_asked=word != 0, is_complete=False
+            )
             loop.call_later(100.0 * (number + 1), hear)
         if failure is not None:
             loop.call_later(50.5, island.exchange.fail, failure)
@@ -392,7 +394,7 @@ def hold_in_turns(island_rank: int) -> dict[str, Any]:
         clock=time.monotonic,
     )
     if island_rank == 0:
-        later = threading.Timer(5.0, line.hear, [2], {"is_asked": True, "is_complete": False})
+        later = threading.Timer(5.0, line.set_answer, [2], {"is_asked": True, "is_complete": False})
     else:
         missing = QuorumLost("b is missing")
         later = threading.Timer(6.0, lambda: setattr(exchange, "failure", missing))

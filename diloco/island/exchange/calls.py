@@ -1,4 +1,4 @@
-"""What a carrier says to the syncer: the headers of its calls.
+"""Makes the calls of a carrier to one syncer: builds headers, reads replies.
 
 Nothing is decided here: `exchange` knows what to say and what an answer means, `retried_calls` how
 long it is said again.
@@ -90,7 +90,7 @@ class SyncerCalls:
     ) -> None:
         """Assign only; the deadline, the policy and the reach are those of `RetriedCalls`.
 
-        `on_event` hears what came to harm on the way.
+        `on_event` is called for each message that was damaged on the way.
         """
         self._grant = grant
         self.epoch = 0
@@ -282,7 +282,7 @@ class SyncerCalls:
 
 @dataclass(frozen=True, slots=True)
 class LinkParts:
-    """What everything that a rank does with one syncer shares.
+    """The things that all parts of a rank's link to one syncer share.
 
     Args:
         plan: Of the run.

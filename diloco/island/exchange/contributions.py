@@ -44,7 +44,7 @@ _DECLINE_AGAIN_S = 1.0
 
 
 class Contributions:
-    """What one rank's lanes contribute.
+    """Makes and submits the contributions of one rank's lanes.
 
     Attributes:
         unsound_at: Inner step of the last send whose values cannot be right; -1: there was none.
@@ -111,7 +111,7 @@ class Contributions:
     def tried(self, carried: IslandFragment) -> dict[int, Tensor]:
         """Give the lanes that hold something back, with half of it taken off their anchor.
 
-        Of what was decoded: what the syncer would merge, next to another contribution.
+        Of what was decoded: what the syncer would merge with another contribution.
         """
         fragment, moved = self._plan.fragments[carried.fragment_id], dict[int, Tensor]()
         for lane_id, lane in carried.sending.items() if carried.held_back else ():
@@ -206,7 +206,7 @@ class Contributions:
             )
 
     def forget_flipped(self, carried: IslandFragment, lane_id: int) -> None:
-        """Forget what a lane has left over if a bit of it has flipped, and tell that."""
+        """Forget what a lane has left over if a bit of it has flipped, and raise an alarm."""
         if not carried.forget_flipped(lane_id):
             return
         p = carried.fragment_id

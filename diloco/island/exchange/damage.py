@@ -1,4 +1,4 @@
-"""What comes to harm on the way between a rank and one syncer: counted, and told.
+"""Counts the messages between a rank and one syncer that were damaged on the way.
 
 TCP's own checksum lets about one damaged packet in 65,536 through, and few lines damage any;
 several within minutes are a defect of a machine or of a network device. What came to harm was found

@@ -2,7 +2,7 @@
 
 An island of a scheduled run enters when no version can be published without it: every round is
 open, or the fragment is flushed. On arrival rounds go on without it: it enters with the newest
-version that it hears of, and follows from there. Decides no round, touches no parameter.
+version that it knows of, and follows from there. Decides no round, touches no parameter.
 
 Source: PROTOCOL.md, "Version 0" and "Return of an island".
 """

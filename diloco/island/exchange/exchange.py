@@ -61,7 +61,7 @@ class SyncerConnection:
 
 @dataclass(frozen=True, slots=True)
 class _OfAll:
-    """What the calls to all syncers have moved."""
+    """The bytes that the calls to all syncers have moved."""
 
     calls: Sequence[Moved]
 
@@ -298,7 +298,7 @@ class Exchange:
 
     @property
     def news(self) -> asyncio.Event:
-        """What the next change of what is shown sets; to be asked for before looking."""
+        """The event that the next change of a view sets; take it before looking at views."""
         return self._tasks.news
 
     async def wait_for_news(self, news: asyncio.Event, at_most_s: float) -> None:
@@ -357,7 +357,7 @@ class Exchange:
         self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool
     ) -> None:
         entries = [link.entry for link in self._links]
-        # What a syncer has lost keeps the other fragments from nobody.
+        # A version that one syncer has lost does not hold up the other fragments.
         await asyncio.gather(*(e.until_steady(own, but_damaged=True) for e in entries))
         if not (overwrite_initial or any(e.is_return for e in entries)):
             await self._until_steady(own)

@@ -27,9 +27,8 @@ from diloco.transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
 
-#: AnnouncedVersion versions that are remembered, so that their digests are known when they are
-#: staged.
-_MOST_HEARD = 4
+#: Announced versions that are remembered, so that their digests are known when they are staged.
+_MOST_ANNOUNCED = 4
 
 #: What the syncer has only in memory: it ends nothing before the round does, and a restart of the
 #: syncer forgets it.
@@ -65,7 +64,7 @@ class IslandFragment:
     `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
     says why; it waits for a trial as long as `held_back` is set, the event that will tell of it.
     `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is what the
-    syncer last announced, and `heard` what it announced of versions after the anchor.
+    syncer last announced, and `announced` what it announced of versions after the anchor.
     `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
     agreed on; `anchor_digests` are those of all lanes of the anchor's version, empty where none are
     known.
@@ -91,10 +90,10 @@ class IslandFragment:
     staged_version: int = -1
     aimed_version: int = -1
     gone_version: int = -1
-    heard: dict[int, wire.FragmentState] = field(default_factory=dict)
+    announced: dict[int, wire.FragmentState] = field(default_factory=dict)
     anchor_digests: tuple[bytes, ...] = ()
 
-    def hear(self, state: wire.FragmentState) -> None:
+    def on_announcement(self, state: wire.FragmentState) -> None:
         """Take what the syncer announces; of a damaged fragment nothing but that it is so.
 
         Unless this rank has not entered yet: then also which older version there is of it.
@@ -113,9 +112,9 @@ class IslandFragment:
             self.state.wanted_version = state.wanted_version
             return
         self.state = state
-        self.heard[state.version] = state
-        for version in sorted(self.heard)[:-_MOST_HEARD]:
-            del self.heard[version]
+        self.announced[state.version] = state
+        for version in sorted(self.announced)[:-_MOST_ANNOUNCED]:
+            del self.announced[version]
 
     @property
     def is_steady(self) -> bool:
@@ -145,8 +144,8 @@ class IslandFragment:
                     self.residual_sums[lane_id] = lane.residual_sum
         if is_merged:
             self.anchor, self.anchor_version = self.staged, self.staged_version
-            heard = self.heard.get(self.anchor_version)
-            self.anchor_digests = () if heard is None else tuple(heard.lane_digests)
+            announced = self.announced.get(self.anchor_version)
+            self.anchor_digests = () if announced is None else tuple(announced.lane_digests)
             self.staged, self.staged_version = {}, -1
         self.outstanding, self.outcome = None, None
         self.sending, self.decline_reason = {}, ""
@@ -205,7 +204,7 @@ class IslandFragment:
         version = self.staging_version
         if version <= self.anchor_version:
             return None
-        state = self.heard.get(version)
+        state = self.announced.get(version)
         if state is None:
             return AnnouncedVersion(Target(version))
         is_tried = _asks_trial(state, island)
@@ -257,7 +256,7 @@ class IslandFragment:
     def known(self) -> wire.FragmentState:
         """Return what a poll compares with the syncer's state.
 
-        With the digest, by which a syncer hears that its version of that number is another one.
+        With the digest, by which a syncer finds out that its version of that number is another one.
         """
         state = self.state
         return wire.FragmentState(
@@ -277,6 +276,6 @@ class IslandFragment:
 def _asks_trial(state: wire.FragmentState, island: str) -> bool:
     """Whether what an island sends after a version is tried first.
 
-    Not of one that made it alone: while the other sends nothing, there is nobody to choose from.
+    Not of one that made it alone: while the other sends nothing, there is no other to choose from.
     """
     return state.asks_trial and list(state.contributors) != [island]

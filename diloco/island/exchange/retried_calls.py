@@ -232,7 +232,7 @@ class RetriedCalls:
             ) from error
 
     async def _repeat(self, call: _Call) -> Reply:
-        """Make a call until it is answered, or nobody answers any more."""
+        """Make a call until it is answered, or no syncer answers any more."""
         progress, left_s = self._progress[call.transport], self._policy.budget_s
         while True:
             policy = replace(self._policy, budget_s=left_s)

@@ -308,7 +308,7 @@ class Stager:
         )
 
     def aim(self, carried: IslandFragment, version: int) -> None:
-        """Stage this version, whatever was begun; a rank that has not heard of it waits for it."""
+        """Stage this version, whatever was begun; a rank that does not know it yet waits for it."""
         carried.aimed_version = version
         if carried.staging_version == version:
             return
@@ -324,7 +324,7 @@ class Stager:
         return carried.aimed_version if is_aimed else carried.state.version
 
     async def _stage(self, carried: IslandFragment, version: int) -> None:
-        heard = carried.heard.get(version)
+        announced = carried.announced.get(version)
         try:
             staged = await stage_lanes(
                 self._parts.calls,
@@ -332,8 +332,8 @@ class Stager:
                 fragment=self._parts.plan.fragments[carried.fragment_id],
                 base=carried.anchor_version,
                 version=version,
-                digests=() if heard is None else tuple(heard.lane_digests),
-                codec="" if heard is None else heard.payload_codec,
+                digests=() if announced is None else tuple(announced.lane_digests),
+                codec="" if announced is None else announced.payload_codec,
                 on_event=self._parts.on_event,
             )
         except VersionGone as gone:

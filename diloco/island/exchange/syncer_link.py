@@ -23,7 +23,7 @@ from diloco.telemetry.events import SyncerRestarted
 
 
 class SyncerLink:
-    """What one rank exchanges with one syncer; it polls from `start` until its tasks are stopped.
+    """One rank's link to one syncer; it polls from `start` until its tasks are stopped.
 
     `pinned_step` is the inner step of the last `pin`, once the syncer has done it; -1 before.
     """
@@ -109,7 +109,7 @@ class SyncerLink:
         if reply.syncer_epoch > self.calls.epoch:
             self._take_epoch(reply.syncer_epoch)
         for state in reply.fragments:
-            self.carried[state.fragment_id].hear(state)
+            self.carried[state.fragment_id].on_announcement(state)
         for outcome in map(outcome_of, reply.outcomes):
             self.contributions.take(self.carried[outcome.key.fragment_id], outcome)
         for carried in self.carried.values():

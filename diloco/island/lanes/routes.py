@@ -64,7 +64,7 @@ class Slab:
 
 
 class Route:
-    """What this rank exchanges with every peer, as holder of boxes and as carrier of lanes.
+    """The copies that this rank exchanges with every peer, as holder of boxes and as carrier.
 
     Both ends of a pair list the same copies in the same order, so they may cut them alike.
     """

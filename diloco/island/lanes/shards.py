@@ -12,7 +12,7 @@ full rows, part of the last row), never one a row or an element. Routes are exec
 on a CPU group, slab by slab (`routes`).
 
 What is merged next may be copied to the parameters' device before its step (`prefetch`): a second
-thread does that during the training, and the merge is left with what never leaves the device.
+thread does that during training, and the merge is left with what never leaves the device.
 
 It computes nothing: pseudo-gradients, codecs and anchors belong to callers, keyed by lane.
 """
@@ -138,7 +138,7 @@ class LaneShards:
         return lanes
 
     def reuse(self, lanes: Mapping[int, Tensor]) -> None:
-        """Have a later `collect` write into what one returned; nobody may read it any more.
+        """Have a later `collect` write into what one returned; they may not be read any more.
 
         For fresh memory costs the training thread as much as the copy. Any thread may call it.
         """

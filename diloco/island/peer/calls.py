@@ -222,7 +222,7 @@ class PeerCalls:
         if len(reply.payload) != num_bytes:
             return b"", f"{len(reply.payload)} bytes came, {num_bytes} were expected"
         if blake3.blake3(reply.payload).digest() != answer.digest:
-            return b"", "what came does not match the digest sent with it"
+            return b"", "what came does not match the digest that came with it"
         return reply.payload, ""
 
     def _open(self, address: str) -> Transport:
@@ -237,7 +237,7 @@ class PeerCalls:
             raise ConnectError(f"the address cannot be used: {error}") from error
 
     def _is_silent(self, peer: wire.Peer, began: float, error: TransportError) -> None:
-        """Note that a call that began then has failed; tell it once there has been none other."""
+        """Note that a call that began then has failed; warn once if calls have failed for long."""
         island, now = peer.island, loop_now()
         silent_s = now - self._silent_since.setdefault(island, began)
         if silent_s >= _SILENT_S and island not in self._unreached:

@@ -107,7 +107,7 @@ class FragmentPeer:
         """Of the run's plan."""
         return self.replica.fragment
 
-    def hear(self, decider_id: str, announcement: wire.Announcement) -> None:
+    def on_announcement(self, decider_id: str, announcement: wire.Announcement) -> None:
         """Take in what the decider says of this fragment."""
         self._decider_id = decider_id
         self.announcement, self.announced = announcement, announced_of(announcement)

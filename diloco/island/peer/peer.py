@@ -93,7 +93,7 @@ class Peer:
         calls: PeerCalls,
         grant: Grant,
         worker: Worker,
-        besides: Worker,
+        verifier: Worker,
         complete_checkpoints: Callable[[], Sequence[int] | None] = lambda: None,
     ) -> None:
         """Assign only; `start` reads the stores, `serve` begins.
@@ -105,14 +105,14 @@ class Peer:
             calls: The ways out; closed by `stop`.
             grant: Of this start.
             worker: Does the work on tensors and files.
-            besides: Verifies what arrives, and reads what is fetched, while versions are written.
+            verifier: Verifies what arrives, and reads what is fetched, while versions are written.
             complete_checkpoints: Inner steps of the run checkpoints that every island has.
         """
         self._directory = directory
         self._rules = rules
         self._calls = calls
         self._grant = grant
-        self._worker, self._besides = worker, besides
+        self._worker, self._verifier = worker, verifier
         self._complete_checkpoints = complete_checkpoints
         self._tasks = Tasks(lambda: None)
         self._address = ""
@@ -191,7 +191,7 @@ class Peer:
             await self._calls.name_peers(reply.peers)
             self._calls.peer_grant = reply.peer_grant
             for announcement in reply.fragments:
-                self._fragments[announcement.fragment_id].hear(decider_id, announcement)
+                self._fragments[announcement.fragment_id].on_announcement(decider_id, announcement)
             for outcome in reply.outcomes:
                 self._fragments[outcome.key.fragment_id].take_outcome(outcome_of(outcome))
             self._tasks.notify()
@@ -268,7 +268,7 @@ class Peer:
         check_codec(header.codec, self._rules.publication.uplink_codec)
         check_size(call.payload_bytes, codec.wire_bytes(numel))
         payload = await call.read_payload()
-        await self._besides.run(lambda: verify_payload(payload, header.digest, codec, numel))
+        await self._verifier.run(lambda: verify_payload(payload, header.digest, codec, numel))
         return payload
 
     async def _decline(self, call: IncomingCall) -> Reply:
@@ -342,7 +342,9 @@ class Peer:
             reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
         else:
             replica = fragment.replica
-            reply, payload = await fetch_lanes(header, replica.record, replica.store, self._besides)
+            reply, payload = await fetch_lanes(
+                header, replica.record, replica.store, self._verifier
+            )
         reply.syncer_epoch = self._grant.incarnation
         return Reply(reply.SerializeToString(), payload, digest=reply.digest)
 

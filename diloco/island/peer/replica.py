@@ -268,7 +268,7 @@ class Replica:
         return Reduced(publication, None, contributions)
 
     def stage(self, assignment: Assignment, lanes: Sequence[Reduced]) -> Prepared:
-        """Write the next version durably next to the committed ones; runs in the worker."""
+        """Write the next version durably, next to the committed ones; runs in the worker."""
         islands = [c.island for c in assignment.contributors]
         is_whole = all(len(lane.contributions) == len(islands) for lane in lanes)
         record = VersionRecord(

@@ -45,7 +45,7 @@ class Pace(Protocol):
         """Whether the outcome of what is outstanding must be waited for now."""
 
     def arrived(self, ledger: FragmentLedger, vote: FragmentVote) -> Verdict | None:
-        """Return the outcome to settle a fragment with now, without waiting; None: there is none."""
+        """Return the outcome to settle a fragment with now, without waiting; or None."""
 
     def due(
         self,

@@ -8,7 +8,7 @@ more due step of everybody. So the island goes on at
 
 and sends fragment p again from the first due step after d_p. Integers only.
 
-On arrival nobody's steps are tied to another's: the island goes on where its last report stood.
+On arrival the steps of islands are independent: the island goes on where its last report stood.
 
 Source: PROTOCOL.md, "Return of an island".
 """
@@ -92,7 +92,7 @@ def resume_point_of(entered: Sequence[Entered], schedule: Schedule, start_step: 
 
 
 def resume_point_after(inner_step: int, num_fragments: int) -> ResumePoint:
-    """Go on after so many inner steps, in a run where nobody's steps are tied to another's."""
+    """Go on after so many inner steps, in a run where the steps of islands are independent."""
     return ResumePoint(inner_step, (0,) * num_fragments, inner_step)
 
 

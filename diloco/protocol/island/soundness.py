@@ -1,22 +1,24 @@
-"""Whether what an island trained can be right: decisions from losses and from bounds of its steps.
+"""Decides whether what an island trained can be right, from losses and from bounds of its steps.
 
 A flipped bit, a broken optimizer state or damaged text must not reach the other islands. An island
-sees four things by itself, of which the first three cost neither a collective nor a wait:
+checks four things by itself; the first three cost neither a collective nor a wait:
 
-    loss     far beyond the median of its own last losses, three steps in a row, or not finite
+    loss     it is far beyond the median of the island's last losses, three steps in a row, or it is
+             not finite
     reach    a value of a fragment lies further from its anchor than the inner steps since the last
              merge can have moved it (`Reach`)
-    outcome  the syncer refused its last contributions
-    trial    where another island goes against it: the loss of unseen text rises as what it is
-             about to send is merged (`Trials`); this one costs two evaluations
+    outcome  the syncer refused the island's last contributions
+    trial    the loss of unseen text rises as what the island is about to send is merged (`Trials`);
+             asked only where another island goes against it, because it costs two evaluations
 
-It then sends nothing, takes the published values of all fragments (`Returns`), and has its inner
-optimizer mended or made new. The first loss after that is one of the published values alone: no
-step was made from them. Where that one is far off, too, neither the parameters nor the optimizer of
-this island are to blame but its text or the published version; it goes on declining, until a round
-of this island's decline expires: then nobody else contributes either, and what is published is what
-everybody has. It takes the new loss for granted and says so; going back to a good version is not an
-island's to decide.
+If one of them fails, the island sends nothing, takes the published values of all fragments
+(`Returns`), and has the state of its inner optimizer repaired or made new.
+
+The first loss after that is one of the published values, because no step was made from them yet. If
+it is far off, too, the parameters and the optimizer of this island are not to blame, but its text
+or the published version. Then the island goes on declining until one of its rounds expires: this
+means that no other island contributes either, and all have the same published values. It accepts
+the new loss and raises an alarm; an island cannot decide to go back to an earlier version.
 
 Pure: floats and integers, no tensors, no clock.
 """
@@ -54,7 +56,7 @@ _FORGET_STEPS = 64
 
 
 class Mend(Enum):
-    """What the training loop is to do to its inner optimizer after a step."""
+    """The repair of its inner optimizer that the training loop makes after a step."""
 
     NOTHING = 0
     #: Zero what the optimizer cannot have made.
@@ -156,7 +158,7 @@ class OwnLosses:
         self.reason, self.wants_return, self.is_astray = "", False, False
 
     def accept(self) -> None:
-        """Take the present losses for granted: nobody has better ones."""
+        """Take the present losses for granted: no island has better ones."""
         self.__init__()  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""What one rank knows of its fragments, and what the ranks of an island vote on.
+"""Votes of the ranks of an island, and what a rank knows of its fragments.
 
 Source: PROTOCOL.md, "Agreement of ranks".
 """
@@ -77,7 +77,7 @@ class AnnouncedVersion:
 
 @dataclass(frozen=True, slots=True)
 class FragmentView:
-    """What a rank knows of a fragment, for the training thread.
+    """A rank's knowledge of a fragment, for the training thread.
 
     `anchor_version` is what the lanes hold (-1 before the island has entered the run; then
     `is_overwritten` says whether own values differed); `staged_version` is the newest version of
