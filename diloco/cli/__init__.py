@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: commands by group, and what they share on a terminal."""

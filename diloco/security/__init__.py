@@ -1,1 +1,1 @@
-"""Certificates, tokens and access of a run, and the addresses that they protect."""
+"""Security of one run: its certificate authority, tokens, who may call what, addresses."""

@@ -1,1 +1,1 @@
-"""The native trainer: one inner step of an island."""
+"""The built-in trainer: one inner step of an island; models, parallelism, optimizers."""

@@ -1,1 +1,1 @@
-"""Goodput of very many chips that fail: vectorised, for a seed always the same."""
+"""Goodput of many chips that fail: vectorised, and the same for the same seed."""

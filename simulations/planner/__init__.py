@@ -1,1 +1,1 @@
-"""What a run will take on its links and machines, and which settings take least."""
+"""The body of `diloco plan`: time of a run on its links and machines, and better settings."""

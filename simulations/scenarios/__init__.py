@@ -1,1 +1,1 @@
-"""Scenarios in figures: utilisation, bandwidth and wall-clock time."""
+"""A method in a few figures: its utilisation, bandwidth and wall-clock time."""
