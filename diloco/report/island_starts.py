@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from diloco.errors import ConfigError
@@ -102,16 +102,13 @@ class IslandStarts:
         returns = [event for event in leader if event["kind"] == "island_rejoined"]
         return cls(
             inner_steps=ended["inner_step"],
-            num_steps=sum(part.num_steps for part in parts),
-            tokens=sum(part.tokens for part in parts),
-            wall_s=sum(part.wall_s for part in parts),
-            inner_s=sum(part.inner_s for part in parts),
-            blocked_s=sum(part.blocked_s for part in parts),
+            **{
+                each.name: sum(getattr(part, each.name) for part in parts)
+                for each in fields(_StartSums)
+            },
             undisturbed_step_s=ended["undisturbed_step_s"]
             or statistics.median(e["duration_s"] for e in events if e["kind"] == "inner_step"),
             overwritten_steps=ended["overwritten_steps"],
-            bytes_up=sum(part.bytes_up for part in parts),
-            bytes_down=sum(part.bytes_down for part in parts),
             nats_per_byte={
                 e["parameters"]: e["nats_per_byte"] for e in events if e["kind"] == "evaluated"
             },

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,11 @@ from diloco.forecast.traffic import Traffic, data_parallel_traffic, diloco_traff
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
 from diloco.report.island_starts import IslandStarts, effective, has_ended
-from diloco.report.summary_parts import (
+from diloco.report.summary_text import (
     ArrivalSummary,
     FragmentSummary,
     IslandSummary,
     TrafficAlternative,
-)
-from diloco.report.summary_text import (
     alternative_text,
     arrival_text,
     island_lines,
@@ -182,17 +180,18 @@ def summarise(
         if config.outer.is_on_arrival
         else []
     )
-    starts = {
+    starts_by_island = {
         island: IslandStarts.of(island, config.islands[island].ranks, events[island])
         for island in sorted(events)
         if island not in away
     }
-    resumed = {step for life in starts.values() for step in life.resumed_after}
+    resumed = {step for starts in starts_by_island.values() for step in starts.resumed_after}
     return Summary(
         run=config.run.name,
         link=link_text(link),
         islands=tuple(
-            _island_summary(island, config.islands[island], life) for island, life in starts.items()
+            _island_summary(island, config.islands[island], starts)
+            for island, starts in starts_by_island.items()
         ),
         fragments=tuple(
             _fragment_summary(store, plan, rules, config.outer.retained_versions)
@@ -204,7 +203,9 @@ def summarise(
             plan,
             schedule,
             link,
-            start_step=min(life.inner_steps - life.num_steps for life in starts.values()),
+            start_step=min(
+                starts.inner_steps - starts.num_steps for starts in starts_by_island.values()
+            ),
         ),
         resumed_after=tuple(sorted(resumed)),
         max_nats_per_byte=config.evaluation.max_nats_per_byte,
@@ -268,37 +269,21 @@ def event_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _island_summary(island: str, config: IslandConfig, life: IslandStarts) -> IslandSummary:
+def _island_summary(island: str, config: IslandConfig, starts: IslandStarts) -> IslandSummary:
+    same = {each.name for each in fields(IslandSummary)} & {each.name for each in fields(starts)}
     return IslandSummary(
         island=island,
         shape=shape_text(config),
-        inner_steps=life.inner_steps,
-        num_steps=life.num_steps,
-        tokens=life.tokens,
-        local_nats_per_byte=life.nats_per_byte["local"],
-        published_nats_per_byte=life.nats_per_byte["published"] if life.digests else None,
+        local_nats_per_byte=starts.nats_per_byte["local"],
+        published_nats_per_byte=starts.nats_per_byte["published"] if starts.digests else None,
         utilisation=utilisation(
-            num_steps=life.num_steps,
-            undisturbed_step_s=life.undisturbed_step_s,
-            inner_s=life.inner_s,
-            wall_s=life.wall_s,
+            num_steps=starts.num_steps,
+            undisturbed_step_s=starts.undisturbed_step_s,
+            inner_s=starts.inner_s,
+            wall_s=starts.wall_s,
         ),
-        goodput=life.inner_s / life.wall_s,
-        overwritten_steps=life.overwritten_steps,
-        blocked_s=life.blocked_s,
-        wall_s=life.wall_s,
-        undisturbed_step_s=life.undisturbed_step_s,
-        bytes_up=life.bytes_up,
-        bytes_down=life.bytes_down,
-        digests=life.digests,
-        num_starts=life.num_starts,
-        num_returns=life.num_returns,
-        lost_steps=life.lost_steps,
-        dropped_tokens=life.dropped_tokens,
-        left_tokens=life.left_tokens,
-        tflops_per_s=life.tflops_per_s,
-        mfu=life.mfu,
-        memory_bytes=life.memory_bytes,
+        goodput=starts.inner_s / starts.wall_s,
+        **{name: getattr(starts, name) for name in same},
     )
 
 

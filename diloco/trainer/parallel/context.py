@@ -81,9 +81,9 @@ class ContextAttention:
         q_BNLE, k_BKLE, v_BKLE = (x.transpose(1, 2) for x in (q_BLNE, k_BLKE, v_BLKE))
         out_BNLE: Tensor
         if self.method == "ulysses":
-            q, k, v = (_apply(_DealHeads, x, self.group) for x in (q_BNLE, k_BKLE, v_BKLE))
+            q, k, v = (_apply(_Deal, x, self.group, True) for x in (q_BNLE, k_BKLE, v_BKLE))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            out_BNLE = _apply(_DealPositions, out, self.group)
+            out_BNLE = _apply(_Deal, out, self.group, False)
         else:
             kv_2BKLE = torch.stack((k_BKLE, v_BKLE))
             out_BNLE = _apply(_BlockAttention, q_BNLE, kv_2BKLE, self.group, self.method == "ring")
@@ -283,30 +283,18 @@ class _Passing:
 # -- by heads ------------------------------------------------------------------------------------
 
 
-class _DealHeads(torch.autograd.Function):
-    """From all heads of this rank's positions to all positions, in order, of its share of heads."""
+class _Deal(torch.autograd.Function):
+    """Deals heads or positions among the ranks; each is the other's inverse and adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _deal_heads(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, is_by_heads: bool) -> Tensor:
+        ctx.group, ctx.is_by_heads = group, is_by_heads
+        return (_deal_heads if is_by_heads else _deal_positions)(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _deal_positions(grads[0], ctx.group), None
-
-
-class _DealPositions(torch.autograd.Function):
-    """The inverse of `_DealHeads`, which is its adjoint, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _deal_positions(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _deal_heads(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        back = _deal_positions if ctx.is_by_heads else _deal_heads
+        return back(grads[0], ctx.group), None, None
 
 
 def _deal_heads(x_BHLE: Tensor, group: dist.ProcessGroup) -> Tensor:

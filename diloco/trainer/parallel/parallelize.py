@@ -203,30 +203,23 @@ def _apply_data_parallel(model: Model, mesh: IslandMesh, policy: MixedPrecisionP
     data_mesh = mesh.submesh("dp_replicate", "fsdp")
     if data_mesh is None:
         return
-    apart = _apply_data_parallel_to_experts(model, mesh, policy)
-    for layer in _unit_blocks(model, mesh.config):
-        if mesh.size("fsdp") > 1:
-            gives_back = mesh.config.reshard != "never" and mesh.size("pp") == 1
-            fully_shard(
-                layer,
-                mesh=data_mesh,
-                reshard_after_forward=gives_back,
-                mp_policy=policy,
-                ignored_params=apart,
-            )
-        else:
-            replicate(layer, mesh=data_mesh, mp_policy=policy)
-    if mesh.size("fsdp") > 1:
-        gives_back = mesh.config.reshard == "always"
+    apart, reshard = _apply_data_parallel_to_experts(model, mesh, policy), mesh.config.reshard
+
+    def make_unit(module: nn.Module, *, gives_back: bool) -> None:
+        if mesh.size("fsdp") == 1:
+            replicate(module, mesh=data_mesh, mp_policy=policy)
+            return
         fully_shard(
-            model,
+            module,
             mesh=data_mesh,
             reshard_after_forward=gives_back,
             mp_policy=policy,
             ignored_params=apart,
         )
-    else:
-        replicate(model, mesh=data_mesh, mp_policy=policy)
+
+    for layer in _unit_blocks(model, mesh.config):
+        make_unit(layer, gives_back=reshard != "never" and mesh.size("pp") == 1)
+    make_unit(model, gives_back=reshard == "always")
 
 
 def _apply_data_parallel_to_experts(
