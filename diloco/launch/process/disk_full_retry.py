@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from diloco.durable import DiskFull
 
@@ -20,25 +20,30 @@ _T = TypeVar("_T")
 _AGAIN_S = 1.0
 
 
-def _tries(
-    what: str, work: Callable[[], _T], is_given_up: Callable[[], bool]
-) -> Generator[float, None, _T]:
-    """Do `work` until there is room; yields the seconds to wait before it is done again."""
-    is_told = False
-    while True:
+class _Work(Generic[_T]):
+    """Work that is tried until the disk has room for it."""
+
+    done: _T
+
+    def __init__(self, what: str, work: Callable[[], _T]) -> None:
+        self._what, self._work, self._is_reported = what, work, False
+
+    def is_tried(self, *, is_last: bool = False) -> bool:
+        """Try once; false if the disk is full, which the last try raises."""
         try:
-            done = work()
+            self.done = self._work()
         except DiskFull as error:
-            if is_given_up():
+            if is_last:
                 raise
-            if not is_told:
-                is_told = True
-                logger.error("the disk is full, %s waits for room: make some: %s", what, error)
-            yield _AGAIN_S
-        else:
-            if is_told:
-                logger.info("there is room on the disk again for %s", what)
-            return done
+            if not self._is_reported:
+                self._is_reported = True
+                logger.error(
+                    "the disk is full, %s waits for room: make some: %s", self._what, error
+                )
+            return False
+        if self._is_reported:
+            logger.info("there is room on the disk again for %s", self._what)
+        return True
 
 
 def retry_disk_full(what: str, work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
@@ -49,14 +54,10 @@ def retry_disk_full(what: str, work: Callable[[], _T], sleep: Callable[[float], 
         work: As for `retry_disk_full_async`.
         sleep: Waits so many seconds; what it raises ends the wait.
     """
-    tries = _tries(what, work, lambda: False)
-    while True:
-        try:
-            wait_s = next(tries)
-        except StopIteration as end:
-            done: _T = end.value
-            return done
-        sleep(wait_s)
+    tried = _Work(what, work)
+    while not tried.is_tried():
+        sleep(_AGAIN_S)
+    return tried.done
 
 
 async def retry_disk_full_async(
@@ -72,11 +73,7 @@ async def retry_disk_full_async(
     Raises:
         DiskFull: If there is no room and `given_up` is set.
     """
-    tries = _tries(what, work, lambda: given_up is not None and given_up.is_set())
-    while True:
-        try:
-            wait_s = next(tries)
-        except StopIteration as end:
-            done: _T = end.value
-            return done
-        await asyncio.sleep(wait_s)
+    tried = _Work(what, work)
+    while not tried.is_tried(is_last=given_up is not None and given_up.is_set()):
+        await asyncio.sleep(_AGAIN_S)
+    return tried.done
