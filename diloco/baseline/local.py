@@ -220,7 +220,7 @@ def run_baseline(
                     "chunks_bytes": [options.chunk_bytes],
                     "streams": options.streams,
                     "bind": f"{host}:0",
-                    "patience_s": config.transport.rpc_timeout_s,
+                    "patience_s": config.transport.rpc_timeout.seconds,
                     "most_bytes": most_bytes,
                 }
                 order = {

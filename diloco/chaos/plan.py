@@ -29,10 +29,9 @@ import xxhash
 from pydantic import BeforeValidator, Field
 
 from diloco.config.classes import Section
-from diloco.config.fields import tuples
+from diloco.config.fields import Bandwidth, Duration, Rate, Time, tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
-from diloco.transport.units import parse_bandwidth, parse_duration
 
 COORDINATOR, SYNCER = "coordinator", "syncer"
 _SYNCER_NAME = re.compile(rf"{SYNCER}(-\d+)?")
@@ -103,33 +102,23 @@ KindName: TypeAlias = Literal[
 ]  # fmt: skip
 
 
-def _duration(value: object) -> object:
-    parse_duration(value)
-    return value
-
-
-def _bandwidth(value: object) -> object:
-    parse_bandwidth(value)
-    return value
-
-
-Duration: TypeAlias = Annotated[str, BeforeValidator(_duration)]
-Bandwidth: TypeAlias = Annotated[str, BeforeValidator(_bandwidth)]
-Durations: TypeAlias = Annotated[tuple[Duration, Duration], BeforeValidator(tuples)]
+Durations: TypeAlias = Annotated[tuple[Time, Time], BeforeValidator(tuples)]
 Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
 
 class Strength(Section):
     """Strength of faults that have a degree."""
 
-    delay: Duration = Field(default="300ms", description="By which calls are late; reorder: most")
-    bandwidth: Bandwidth = Field(
-        default="5Mbit/s", description="Of a throttled call, or a thin line"
+    delay: Time = Field(
+        default=Duration("300ms"), description="By which calls are late; reorder: most"
+    )
+    bandwidth: Rate = Field(
+        default=Bandwidth("5Mbit/s"), description="Of a throttled call, or a thin line"
     )
     share: float = Field(
         default=0.2, gt=0, le=1, description="Of the calls that corrupt, duplicate, reorder meet"
     )
-    clock: Duration = Field(default="1h", description="By which a wall clock jumps ahead")
+    clock: Time = Field(default=Duration("1h"), description="By which a wall clock jumps ahead")
     what: Literal["model", "exp_avg", "exp_avg_sq"] = Field(
         default="model", description="Where a bit flips: in a parameter, or in a moment of it"
     )
@@ -149,12 +138,12 @@ class FaultConfig(Strength):
         min_length=1,
         description="To whom: coordinator, syncer (of several: syncer-0 ...), NAME, NAME/R",
     )
-    at: Duration = Field(
+    at: Time = Field(
         description="Time since every island has begun to train; sooner where the run is so fast "
         "that it would end before `duration`"
     )
-    lasts: Duration = Field(
-        default="0s",
+    lasts: Time = Field(
+        default=Duration("0s"),
         description="For how long; of a kill: until a coordinator or island is started again",
     )
 
@@ -168,11 +157,13 @@ class MixConfig(Strength):
     targets: Texts = Field(
         default=(), description="Who may be met; empty: coordinator, syncers and every island"
     )
-    mean_gap: Duration = Field(
-        default="20s", description="Mean of the time to the next fault, exponentially distributed"
+    mean_gap: Time = Field(
+        default=Duration("20s"),
+        description="Mean of the time to the next fault, exponentially distributed",
     )
     lasts: Durations = Field(
-        default=("1s", "5s"), description="Shortest and longest duration of what has one"
+        default=(Duration("1s"), Duration("5s")),
+        description="Shortest and longest duration of what has one",
     )
     count: int = Field(default=0, ge=0, description="Faults at most; 0: as many as there is time")
 
@@ -180,15 +171,17 @@ class MixConfig(Strength):
 class JudgeConfig(Section):
     """Bars of `--require` beyond the invariants; "0s" and 0: not judged."""
 
-    coordinator_back: Duration = Field(
-        default="0s", description="Longest time from a coordinator's kill to the next one serving"
+    coordinator_back: Time = Field(
+        default=Duration("0s"),
+        description="Longest time from a coordinator's kill to the next one serving",
     )
-    syncer_back: Duration = Field(
-        default="0s",
+    syncer_back: Time = Field(
+        default=Duration("0s"),
         description="The same of a syncer, beyond what importing its modules takes here",
     )
-    published_again: Duration = Field(
-        default="0s", description="Longest time from a fault's end to every fragment's next version"
+    published_again: Time = Field(
+        default=Duration("0s"),
+        description="Longest time from a fault's end to every fragment's next version",
     )
     others_slower: float = Field(
         default=0.0,
@@ -196,8 +189,9 @@ class JudgeConfig(Section):
         description="Largest rise of the time that a step of the other islands takes while one is "
         "killed or frozen, as a share; then nothing of theirs may wait or expire for it, either",
     )
-    others_merge: Duration = Field(
-        default="2s", description="With others_slower: longest time until all others' next merge"
+    others_merge: Time = Field(
+        default=Duration("2s"),
+        description="With others_slower: longest time until all others' next merge",
     )
     included_steps: int = Field(
         default=26,
@@ -219,10 +213,10 @@ class PlanConfig(Section):
     run: str = Field(min_length=1, description="Run file, counted from this file's directory")
     set: Texts = Field(default=(), description="Overrides of it, as of `diloco local --set`")
     seed: int = Field(default=1, ge=0, lt=2**32, description="Of everything that is drawn")
-    duration: Duration = Field(description="Time in which faults happen, from the first step on")
-    limit: Duration = Field(description="Time after which a run that goes on is given up")
-    inner_step: Duration = Field(
-        default="0s",
+    duration: Time = Field(description="Time in which faults happen, from the first step on")
+    limit: Time = Field(description="Time after which a run that goes on is given up")
+    inner_step: Time = Field(
+        default=Duration("0s"),
         description="Least time of an inner step, the rest of it asleep: for plans that judge how "
         "soon a process is back, besides training that leaves it the cores",
     )
@@ -317,7 +311,7 @@ def expand(
     for at_s, fault in faults:
         _check_target(fault, islands, syncers)
         kind = Kind(fault.kind)
-        lasts_s = 0.0 if kind in _AT_ONCE else parse_duration(fault.lasts)
+        lasts_s = 0.0 if kind in _AT_ONCE else fault.lasts.seconds
         if kind.is_of_a_link:
             at_s = max(at_s, free_from.get(fault.target, 0.0))
             free_from[fault.target] = at_s + lasts_s + _BETWEEN_LINK_FAULTS_S
@@ -330,10 +324,10 @@ def expand(
             target=fault.target,
             at_s=at_s,
             lasts_s=lasts_s,
-            delay_s=parse_duration(fault.delay),
-            bandwidth_bps=parse_bandwidth(fault.bandwidth),
+            delay_s=fault.delay.seconds,
+            bandwidth_bps=fault.bandwidth.bps,
             share=fault.share,
-            clock_s=parse_duration(fault.clock),
+            clock_s=fault.clock.seconds,
             seed=_hash(plan.seed, number, "seed") >> 32,
             what=fault.what,
             bit=fault.bit,
@@ -345,7 +339,7 @@ def expand(
 
 def _explicit(plan: PlanConfig) -> Iterator[tuple[float, FaultConfig]]:
     for fault in plan.fault:
-        yield parse_duration(fault.at), fault
+        yield fault.at.seconds, fault
 
 
 def _drawn(
@@ -364,10 +358,10 @@ def _drawn(
     # A kind's weight is shared by those that it can meet.
     shares = {kind: sum(1 for other, *_ in pairs if other == kind) for kind, *_ in pairs}
     weights = [weight / shares[kind] for kind, _, weight in pairs]
-    shortest_s, longest_s = map(parse_duration, mix.lasts)
-    duration_s, at_s, number = parse_duration(plan.duration), 0.0, 0
+    shortest_s, longest_s = (lasts.seconds for lasts in mix.lasts)
+    duration_s, at_s, number = plan.duration.seconds, 0.0, 0
     while pairs and (number < mix.count or not mix.count):
-        at_s -= parse_duration(mix.mean_gap) * math.log1p(-_draw(plan.seed, number, "gap"))
+        at_s -= mix.mean_gap.seconds * math.log1p(-_draw(plan.seed, number, "gap"))
         if at_s >= duration_s:
             return
         kind, target, _ = pairs[_chosen(weights, _draw(plan.seed, number, "what"))]
@@ -377,8 +371,8 @@ def _drawn(
             FaultConfig(
                 kind=kind,
                 target=target,
-                at=f"{at_s}s",
-                lasts=f"{lasts_s:.3f}s",
+                at=Duration(f"{at_s}s"),
+                lasts=Duration(f"{lasts_s:.3f}s"),
                 delay=mix.delay,
                 bandwidth=mix.bandwidth,
                 share=mix.share,

@@ -26,7 +26,6 @@ from diloco.chaos.plan import COORDINATOR, SYNCER, ChaosPlan, JudgeConfig, Kind
 from diloco.chaos.runner import configured, drive, faults_of
 from diloco.launch.process.ending import StopRequest
 from diloco.report.rows import Column, Requirement, machine
-from diloco.transport.units import parse_duration
 
 FAULT_COLUMNS = (
     Column("kind", "fault"),
@@ -151,8 +150,8 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
     num_unfired = sum(history.had_chance and not history.fired for history in faults)
     yield Requirement("faults that did not take effect", num_unfired, 0, "faults")
     limits = {
-        COORDINATOR: parse_duration(bars.coordinator_back),
-        SYNCER: parse_duration(bars.syncer_back),
+        COORDINATOR: bars.coordinator_back.seconds,
+        SYNCER: bars.syncer_back.seconds,
     }
     for role, limit_s in limits.items():
         if not limit_s:
@@ -172,7 +171,7 @@ def _requirements(evidence: Evidence, bars: JudgeConfig, import_s: float) -> Ite
         beyond = f", of which {import_s:.2f} s are its imports" if role == SYNCER else ""
         what = f"{role} back after {len(alone)} kills that met no other fault, of {len(kills)}"
         yield Requirement(f"{what}{beyond}", worst, allowed, "s")
-    if limit_s := parse_duration(bars.published_again):
+    if limit_s := bars.published_again.seconds:
         waits = [next_publication_s(history, evidence.history) for history in faults]
         worst = max((wait for wait in waits if wait is not None), default=float("nan"))
         yield Requirement("next version of every fragment after a fault", worst, limit_s, "s")
@@ -186,7 +185,7 @@ def _accident_requirements(
     for what, key, limit, unit in (
         ("others' longest step over 1.05 x the usual one + 20 ms", "longest_step", 1.0, "x"),
         ("others' time a step rises by", "slower", bars.others_slower, "x"),
-        ("others' next merge", "next_merge_s", parse_duration(bars.others_merge), "s"),
+        ("others' next merge", "next_merge_s", bars.others_merge.seconds, "s"),
         ("rounds of the others that expired", "num_expired", 0.0, "rounds"),
         ("own steps until it is included again", "own_steps", bars.included_steps, "steps"),
     ):

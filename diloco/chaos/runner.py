@@ -26,7 +26,6 @@ from diloco.launch.local import LocalRun
 from diloco.launch.process.ending import StopRequest
 from diloco.security.run_ca import RunCa
 from diloco.state_dir import StateDir
-from diloco.transport.units import parse_duration
 
 _LOOK_S = 0.05
 #: Seconds for which what is still under way is awaited once the run is over.
@@ -105,15 +104,15 @@ def drive(
     chaos_dir.mkdir()
     environment = {
         VARIABLE: str(chaos_dir),
-        STEP_VARIABLE: str(parse_duration(plan.config.inner_step)),
+        STEP_VARIABLE: str(plan.config.inner_step.seconds),
         LINES_VARIABLE: ",".join({f.target for f in faults if f.kind is Kind.THIN_LINE}),
     }
     run = LocalRun(config, request, environment=environment, look_s=_LOOK_S)
     problem = ""
     with FaultLog(directory / FAULT_LOG, time.monotonic, time.time) as log, run:
-        duration_s = parse_duration(plan.config.duration)
+        duration_s = plan.config.duration.seconds
         director = Director(ChaosEnvironment(run, chaos_dir), log, faults, on_progress, duration_s)
-        director.limit_s = parse_duration(plan.config.limit)
+        director.limit_s = plan.config.limit.seconds
         try:
             run.start()
             code = run.wait(director.look)

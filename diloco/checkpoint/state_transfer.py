@@ -299,8 +299,10 @@ def open_state_transfer(connection: Connection, grant: Grant, plan: Plan) -> Sta
     connection.reports.transfer = reports
     if not config.island.heal_optimizer:
         return None
-    wait_s = config.island.heal_wait_s
-    groups = make_groups(None, patience_s=wait_s, collective_s=config.island.collective_timeout_s)
+    wait_s = config.island.heal_wait.seconds
+    groups = make_groups(
+        None, patience_s=wait_s, collective_s=config.island.collective_timeout.seconds
+    )
     return StateReceiver(
         connection.io, connection.routes, grant, plan, reports, groups, at_most_s=wait_s
     )

@@ -10,8 +10,9 @@ Source: PROTOCOL.md, "Classes of configuration".
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
@@ -101,26 +102,29 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Mark of a text with a unit that `parse` reads as a quantity from `least` to `most`.
+    """Mark of a text with a unit, of a type with `parse`: a quantity from `least` to `most`.
 
-    The text itself is kept; `word` says without a quantity.
+    Attributes:
+        least: Smallest one; empty: 0. With one above 0 the text must be above 0, too.
+        most: Largest one; empty: no bound.
+        word: What may stand in place of a quantity, as it is; None: nothing.
     """
 
-    parse: Callable[[object], float]
-    least: str
-    most: str
-    word: str = ""
+    least: str = ""
+    most: str = ""
+    word: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         """Check before the type, so that a bare number is told of its unit."""
-        return no_info_before_validator_function(self._check, handler(source))
+        least = source.parse(self.least) if self.least else 0.0
+        most = source.parse(self.most) if self.most else math.inf
 
-    def _check(self, value: Any) -> Any:
-        if self.word and value == self.word:
+        def check(value: Any) -> Any:
+            if value != self.word and not least <= source.parse(value, least > 0) <= most:
+                raise ValueError("is out of range")
             return value
-        if not self.parse(self.least) <= self.parse(value) <= self.parse(self.most):
-            raise ValueError("is out of range")
-        return value
+
+        return no_info_before_validator_function(check, handler(source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +225,7 @@ def allowed_values(field: FieldInfo) -> str:
     }
     if spans := [mark for mark in field.metadata if isinstance(mark, Range)]:
         word = f'"{spans[0].word}" or ' if spans[0].word else ""
-        return f"{word}{spans[0].least} to {spans[0].most}"
+        return f"{word}{spans[0].least} to {spans[0].most}" if spans[0].most else ""
     bounds = [
         f"{signs[type(mark)][0]} {as_typed(getattr(mark, signs[type(mark)][1]))}"
         for mark in field.metadata

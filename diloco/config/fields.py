@@ -6,12 +6,12 @@ comes before validation is `Any`: a raw value of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from diloco.config.classes import Range
 from diloco.transport.framing import MAX_CHUNK_BYTES
@@ -62,33 +62,84 @@ def tuples(value: Any) -> Any:
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def text_read_by(parse: Callable[[Any], object]) -> BeforeValidator:
-    """Accept a text that `parse` reads, and keep it; empty passes where the default is empty."""
+class _Quantity(str):
+    """A text with a unit, kept as it was written; a field of this type has a `Range`."""
 
-    def check(value: Any) -> Any:
-        if value != "":
-            parse(value)
-        return value
+    __slots__ = ()
 
-    return BeforeValidator(check)
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Make the type of a text that the field's range has read."""
+        return no_info_after_validator_function(cls, str_schema(strict=True))
 
 
-_duration = partial(parse_duration, is_positive=True)
+class Duration(_Quantity):
+    """A time, such as "80ms"."""
+
+    __slots__ = ()
+
+    @property
+    def seconds(self) -> float:
+        """The time in seconds; 0 where the text is empty."""
+        return parse_duration(self) if self else 0.0
+
+    @staticmethod
+    def parse(text: object, is_positive: bool = False) -> float:
+        """Read seconds, above 0 if `is_positive`."""
+        return parse_duration(text, is_positive=is_positive)
+
+
+class Bandwidth(_Quantity):
+    """A rate, such as "200Mbit/s"."""
+
+    __slots__ = ()
+
+    @property
+    def bps(self) -> float:
+        """The rate in bits per second; 0 where the text is empty."""
+        return parse_bandwidth(self) if self else 0.0
+
+    @staticmethod
+    def parse(text: object, is_positive: bool = False) -> float:
+        """Read bits per second, which are above 0 in any case."""
+        return parse_bandwidth(text)
+
+
+class Size(_Quantity):
+    """A number of bytes, such as "1MiB"."""
+
+    __slots__ = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size in bytes; 0 where the text is empty."""
+        return parse_bytes(self) if self else 0
+
+    @staticmethod
+    def parse(text: object, is_positive: bool = False) -> int:
+        """Read bytes, above 0 if `is_positive`."""
+        return parse_bytes(text, is_positive=is_positive)
+
+
+#: Any time, rate or size; the optional ones may be empty.
+Time: TypeAlias = Annotated[Duration, Range()]
+OptionalTime: TypeAlias = Annotated[Duration, Range(word="")]
+Rate: TypeAlias = Annotated[Bandwidth, Range()]
+OptionalRate: TypeAlias = Annotated[Bandwidth, Range(word="")]
+OptionalSize: TypeAlias = Annotated[Size, Range(word="")]
 #: How long something may take that a network or a person has a part in.
-Deadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h")]
-AutoDeadline: TypeAlias = Annotated[str, Range(_duration, "100ms", "168h", word="auto")]
+Deadline: TypeAlias = Annotated[Duration, Range("100ms", "168h")]
+AutoDeadline: TypeAlias = Annotated[Duration, Range("100ms", "168h", "auto")]
 #: Of what is renewed under way; a server takes up to 6 s to show what is new.
-Lifetime: TypeAlias = Annotated[str, Range(_duration, "20s", "8760h")]
+Lifetime: TypeAlias = Annotated[Duration, Range("20s", "8760h")]
 #: A wait that may be none.
-AutoPause: TypeAlias = Annotated[str, Range(parse_duration, "0s", "1h", word="auto")]
+AutoPause: TypeAlias = Annotated[Duration, Range("0s", "1h", "auto")]
 #: Between one attempt and the next.
-Wait: TypeAlias = Annotated[str, Range(_duration, "1ms", "60s")]
-Chunk: TypeAlias = Annotated[
-    str, Range(partial(parse_bytes, is_positive=True), "1KiB", f"{MAX_CHUNK_BYTES >> 20}MiB")
-]
-Memory: TypeAlias = Annotated[str, Range(parse_bytes, "0B", "1024TiB")]
-#: Empty: no limit.
-Rate: TypeAlias = Annotated[str, text_read_by(parse_bandwidth)]
+Wait: TypeAlias = Annotated[Duration, Range("1ms", "60s")]
+#: Of an inner step in virtual time.
+Step: TypeAlias = Annotated[Duration, Range("1us", "24h")]
+Chunk: TypeAlias = Annotated[Size, Range("1KiB", f"{MAX_CHUNK_BYTES >> 20}MiB")]
+Memory: TypeAlias = Annotated[Size, Range("0B", "1024TiB")]
 #: Decay of a moving average.
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 #: Used in file names and addresses, so without blanks, slashes and dots at the start.

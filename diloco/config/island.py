@@ -19,7 +19,7 @@ from diloco.config.compute import (
     model_dim,
     model_experts,
 )
-from diloco.config.fields import MOST_STEPS, Deadline, Problem, Wait
+from diloco.config.fields import MOST_STEPS, Deadline, Duration, Problem, Wait
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
 from diloco.config.network import (
@@ -32,7 +32,6 @@ from diloco.config.network import (
 from diloco.config.outer import OuterConfig
 from diloco.config.pipeline import pipeline_problems
 from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
-from diloco.transport.units import parse_duration
 
 #: Islands of one all-reduce: every one talks with every other.
 MAX_PEERS = 16
@@ -87,13 +86,15 @@ class IslandConfig(Section):
         "syncer (exit code 30) are not counted: they are started again for 72 h, unless this is 0",
     )
     restart_wait: Local[Wait] = Field(
-        default="1s", description="Wait before the first restart; it doubles with each, up to 60s"
+        default=Duration("1s"),
+        description="Wait before the first restart; it doubles with each, up to 60s",
     )
     restart_reset: Local[Deadline] = Field(
-        default="10min", description="Time without a failure after which all restarts are back"
+        default=Duration("10min"),
+        description="Time without a failure after which all restarts are back",
     )
     collective_timeout: Local[Deadline] = Field(
-        default="5min",
+        default=Duration("5min"),
         description="Time after which a rank that does not come to a collective is given up: the "
         "others name it and end, and a supervisor starts all of them again",
     )
@@ -118,7 +119,7 @@ class IslandConfig(Section):
         "arrival of the next cut",
     )
     heal_wait: Annotated[Local[Deadline], Needs("heal_optimizer")] = Field(
-        default="45s",
+        default=Duration("45s"),
         description="Time for which such a start waits for that before it begins with a new one; "
         "shorter than outer.round_deadline with merge scheduled, where the others wait for it",
     )
@@ -141,26 +142,6 @@ class IslandConfig(Section):
             self.compile_backend if self.compile else "",
             self.precision,
         )
-
-    @property
-    def restart_wait_s(self) -> float:
-        """Seconds before the first restart."""
-        return parse_duration(self.restart_wait)
-
-    @property
-    def restart_reset_s(self) -> float:
-        """Seconds without a failure after which all restarts are back."""
-        return parse_duration(self.restart_reset)
-
-    @property
-    def collective_timeout_s(self) -> float:
-        """Seconds after which a rank that does not come to a collective is given up."""
-        return parse_duration(self.collective_timeout)
-
-    @property
-    def heal_wait_s(self) -> float:
-        """Seconds for which a start waits for another island's inner optimizer."""
-        return parse_duration(self.heal_wait)
 
     @field_validator("peer_listen", "peer_address")
     @classmethod
@@ -216,7 +197,7 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
         yield from _peer_problems(island, data["outer"], data["transport"])
     if "outer" in data and island.heal_optimizer and not data["outer"].is_on_arrival:
         outer = data["outer"]
-        if island.heal_wait_s >= outer.round_deadline_s:
+        if island.heal_wait.seconds >= outer.round_deadline.seconds:
             yield (
                 "heal_wait",
                 island.heal_wait,

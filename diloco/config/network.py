@@ -10,18 +10,20 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from diloco.config.classes import Local, Needs, Policy, Section
 from diloco.config.fields import (
     AutoDeadline,
+    Bandwidth,
     Chunk,
     Deadline,
+    Duration,
     Lifetime,
     Memory,
+    OptionalRate,
     Problem,
-    Rate,
+    Size,
     Wait,
     tuples,
 )
 from diloco.transport.addresses import is_loopback, split_address
 from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
-from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 NOT_LOOPBACK = (
     "is not on this machine's loopback, and there are no certificates: make them (diloco certs "
@@ -39,26 +41,20 @@ NO_TOKEN = "is not on this machine's loopback: set metrics_token to a file with 
 class RetryConfig(Section):
     """Waiting between attempts of one call; the budget is `transport.unreachable`."""
 
-    first_wait: Local[Wait] = Field(default="100ms", description="Wait after the first failure")
-    max_wait: Local[Wait] = Field(default="1s", description="Longest wait between two attempts")
+    first_wait: Local[Wait] = Field(
+        default=Duration("100ms"), description="Wait after the first failure"
+    )
+    max_wait: Local[Wait] = Field(
+        default=Duration("1s"), description="Longest wait between two attempts"
+    )
 
     @field_validator("max_wait")
     @classmethod
-    def _check_max_wait(cls, value: str, info: ValidationInfo) -> str:
+    def _check_max_wait(cls, value: Duration, info: ValidationInfo) -> Duration:
         first = info.data.get("first_wait")
-        if first is not None and parse_duration(value) < parse_duration(first):
+        if first is not None and value.seconds < first.seconds:
             raise ValueError(f"must not be shorter than first_wait = {first}")
         return value
-
-    @property
-    def first_wait_s(self) -> float:
-        """Wait after the first failure, in seconds."""
-        return parse_duration(self.first_wait)
-
-    @property
-    def max_wait_s(self) -> float:
-        """Longest wait between two attempts, in seconds."""
-        return parse_duration(self.max_wait)
 
 
 class HivemindConfig(Section):
@@ -110,7 +106,7 @@ class TransportConfig(Section):
         "for or sent",
     )
     certificate_lifetime: Local[Lifetime] = Field(
-        default="24h",
+        default=Duration("24h"),
         description="How long certificates are valid that coordinator, syncers and islands show to "
         "each other; longer than clocks differ. The coordinator issues them, and none to whom was "
         "revoked",
@@ -125,16 +121,16 @@ class TransportConfig(Section):
         description="Profile of configs/links that shapes the traffic; empty: the real link",
     )
     chunk: Local[Chunk] = Field(
-        default="1MiB", description="Piece of a payload in one message, at most"
+        default=Size("1MiB"), description="Piece of a payload in one message, at most"
     )
-    rate: Local[Rate] = Field(
-        default="",
+    rate: Local[OptionalRate] = Field(
+        default=Bandwidth(""),
         description="Bandwidth that payloads may take together, headers of all kinds included: an "
         "island's, divided evenly among its carriers, or the syncer's; some per cent below the "
         "link's, it keeps queues short and heartbeats quick; empty: what TCP takes",
     )
-    snapshot_rate: Local[Rate] = Field(
-        default="",
+    snapshot_rate: Local[OptionalRate] = Field(
+        default=Bandwidth(""),
         description="The same for whole models, which at all times let payloads of rounds go "
         "first; empty: what those leave",
     )
@@ -144,12 +140,12 @@ class TransportConfig(Section):
         "the kernel counts on them",
     )
     rpc_timeout: Local[Deadline] = Field(
-        default="60s",
+        default=Duration("60s"),
         description="Deadline of one call, besides its payload's time at 1 Mbit/s; a call that "
         "breaks is made again, and one of over 256 KiB goes on where it was",
     )
     unreachable: Local[Deadline] = Field(
-        default="600s",
+        default=Duration("600s"),
         description="Time without coordinator and syncer after which an island stops, and without "
         "coordinator and islands a syncer; at the coordinator, that for which a stop or a cut "
         "waits for an island",
@@ -178,36 +174,6 @@ class TransportConfig(Section):
     def num_channels(self) -> int:
         """Connections for payloads; 0: chosen by the loss."""
         return 0 if self.channels == "auto" else self.channels
-
-    @property
-    def rate_bps(self) -> float:
-        """Bits per second that payloads may take; 0: no limit."""
-        return parse_bandwidth(self.rate) if self.rate else 0.0
-
-    @property
-    def snapshot_rate_bps(self) -> float:
-        """Bits per second that whole models may take; 0: no limit of their own."""
-        return parse_bandwidth(self.snapshot_rate) if self.snapshot_rate else 0.0
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of a chunk in bytes."""
-        return parse_bytes(self.chunk)
-
-    @property
-    def rpc_timeout_s(self) -> float:
-        """Deadline of one call, in seconds."""
-        return parse_duration(self.rpc_timeout)
-
-    @property
-    def certificate_lifetime_s(self) -> float:
-        """Seconds for which a certificate is valid that the coordinator issues."""
-        return parse_duration(self.certificate_lifetime)
-
-    @property
-    def unreachable_s(self) -> float:
-        """Seconds without coordinator and syncer after which an island stops."""
-        return parse_duration(self.unreachable)
 
 
 _MOST_PORT = 65535
@@ -248,22 +214,17 @@ class CoordinatorConfig(Section):
         min_length=1, description="Directory of journal, records and logs; survives restarts"
     )
     lease: Policy[AutoDeadline] = Field(
-        default="auto",
+        default=Duration("auto"),
         description="Time without a word after which an island counts as lost; auto: 10s with "
         "outer.merge on_arrival, where nobody waits for it, else 5min",
     )
     spool_memory: Annotated[Local[Memory], Needs("outer.exchange", "syncer")] = Field(
-        default="1GiB",
+        default=Size("1GiB"),
         description="Contributions that a syncer keeps in memory until their rounds close, beyond "
         "it on disk; as much again, at least 64 MiB, may be arriving. While more than that may "
         "come at once, of all members of the open rounds, each lane costs a round trip more: it is "
         "sent when it is its turn",
     )
-
-    @property
-    def spool_bytes(self) -> int:
-        """Contributions in a syncer's memory, in bytes."""
-        return parse_bytes(self.spool_memory)
 
     @field_validator("listen", "syncer_listen", "address", "syncer_address")
     @classmethod

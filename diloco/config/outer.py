@@ -13,12 +13,12 @@ from diloco.config.fields import (
     AutoPause,
     Beta,
     Deadline,
+    Duration,
     Problem,
     several_problems,
     tuples,
     with_preset,
 )
-from diloco.transport.units import parse_duration
 
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
 
@@ -273,7 +273,7 @@ class OuterConfig(Section):
         "on_arrival only",
     )
     grace: Annotated[Policy[AutoPause], Needs("merge", "on_arrival")] = Field(
-        default="0s",
+        default=Duration("0s"),
         description="Time from a quorum that is not everybody to the close; auto: grace_share of "
         "what tau inner steps of the slowest member leave, at most grace_cap; decoupled: auto",
     )
@@ -281,16 +281,16 @@ class OuterConfig(Section):
         default=0.5, ge=0, le=1, description="gamma: share of the slack that a grace of auto spends"
     )
     grace_cap: Annotated[Policy[Deadline], Needs("grace", "auto")] = Field(
-        default="10s", description="Longest grace of auto"
+        default=Duration("10s"), description="Longest grace of auto"
     )
     round_deadline: Policy[Deadline] = Field(
-        default="60s",
+        default=Duration("60s"),
         description="Time after the first complete contribution at which a round without quorum "
         "ends, the longest with merge on_arrival, which measures; in an all-reduce also the time "
         "from the close to the commit",
     )
     round_deadline_floor: Annotated[Policy[Deadline], Needs("merge", "on_arrival")] = Field(
-        default="5s", description="Shortest deadline that merge on_arrival measures"
+        default=Duration("5s"), description="Shortest deadline that merge on_arrival measures"
     )
     on_member_lost: Annotated[
         Policy[Literal["stop", "wait", "shrink"]], Needs("merge", "scheduled")
@@ -416,21 +416,6 @@ class OuterConfig(Section):
     def quorum(self) -> int | None:
         """Contributions that close a round; None: those of all members."""
         return self.min_contributions if isinstance(self.min_contributions, int) else None
-
-    @property
-    def round_deadline_s(self) -> float:
-        """Seconds after which a round without quorum expires."""
-        return parse_duration(self.round_deadline)
-
-    @property
-    def round_deadline_floor_s(self) -> float:
-        """Shortest measured deadline, in seconds."""
-        return parse_duration(self.round_deadline_floor)
-
-    @property
-    def grace_cap_s(self) -> float:
-        """Longest measured grace, in seconds."""
-        return parse_duration(self.grace_cap)
 
     @property
     def uplink(self) -> str:

@@ -41,7 +41,6 @@ from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
 from diloco.config.records import CheckpointConfig, EvaluationConfig, TelemetryConfig
 from diloco.errors import ConfigError
 from diloco.transport.framing import MAX_HEADER_BYTES
-from diloco.transport.units import parse_duration
 
 
 class RunConfig(Section):
@@ -128,7 +127,7 @@ class Config(Section):
         lease = self.coordinator.lease
         if lease == "auto":
             return 10.0 if self.outer.is_on_arrival else 300.0
-        return parse_duration(lease)
+        return lease.seconds
 
     @property
     def num_unsure_checkpoints(self) -> int:

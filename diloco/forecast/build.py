@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from diloco.config.links import find_profile
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
@@ -12,8 +13,7 @@ from diloco.outer.optimizer import OuterOptimizer
 from diloco.protocol.rounds.timing import TimingRules
 from diloco.protocol.run.peer_bounds import weights_of
 from diloco.syncer.rules import SyncerRules
-from diloco.transport.shaping.link import LinkProfile, find_profile
-from diloco.transport.units import parse_duration
+from diloco.transport.shaping.link import LinkProfile
 from diloco.versions.publication import PublicationRules
 
 
@@ -55,18 +55,18 @@ def build_syncer_rules(
         inner_steps_per_round=outer.inner_steps_per_round,
         overlap_steps=outer.overlap_steps,
         grace_share=outer.grace_share,
-        grace_cap_s=outer.grace_cap_s,
-        deadline_floor_s=outer.round_deadline_floor_s,
-        deadline_cap_s=outer.round_deadline_s,
-        grace_s=None if outer.grace == "auto" else parse_duration(outer.grace),
+        grace_cap_s=outer.grace_cap.seconds,
+        deadline_floor_s=outer.round_deadline_floor.seconds,
+        deadline_cap_s=outer.round_deadline.seconds,
+        grace_s=None if outer.grace == "auto" else outer.grace.seconds,
     )
     return SyncerRules(
         timeline=timeline,
         islands=tuple(sorted(config.islands)),
         publication=build_publication_rules(config),
-        round_deadline_s=outer.round_deadline_s,
+        round_deadline_s=outer.round_deadline.seconds,
         num_unsure_pins=config.num_unsure_checkpoints,
-        spool_bytes=config.coordinator.spool_bytes,
+        spool_bytes=config.coordinator.spool_memory.num_bytes,
         merges_at_once=merges_at_once,
         on_member_lost=outer.on_member_lost,
         min_members=config.run.min_islands if is_on_arrival else None,
@@ -89,7 +89,7 @@ def link_profile(config: Config) -> LinkProfile | None:
     name = config.transport.link
     try:
         return find_profile(name) if name else None
-    except (OSError, ValueError) as error:
+    except ConfigError as error:
         raise ConfigError(f"transport.link = {name!r}: {error}") from error
 
 

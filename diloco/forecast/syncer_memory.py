@@ -62,7 +62,7 @@ def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory
     num_values = sum(fragment.padded_numel for fragment in fragments)
     largest = max(fragment.padded_numel for fragment in fragments)
     coded = round(config.max_islands * uplink * num_values)
-    spool_bytes = config.coordinator.spool_bytes
+    spool_bytes = config.coordinator.spool_memory.num_bytes
     spooled = min(coded, spool_bytes) + min(coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
     state = 16 if outer.optimizer.name == "adam" else 12
     return SyncerMemory(

@@ -223,11 +223,11 @@ class Connection:
                 needs_syncer=config.outer.exchange == "syncer",
                 tokens_per_inner_step=config.island.tokens_per_inner_step,
             ),
-            rpc_deadline_s=config.transport.rpc_timeout_s,
+            rpc_deadline_s=config.transport.rpc_timeout.seconds,
             policy=RetryPolicy(
-                first_wait_s=config.transport.retry.first_wait_s,
-                max_wait_s=config.transport.retry.max_wait_s,
-                budget_s=config.transport.unreachable_s,
+                first_wait_s=config.transport.retry.first_wait.seconds,
+                max_wait_s=config.transport.retry.max_wait.seconds,
+                budget_s=config.transport.unreachable.seconds,
             ),
             rng=self._rng,
             reports=self.reports,
@@ -285,11 +285,11 @@ class Connection:
                 uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
                 error_feedback_decay=config.outer.error_feedback_decay,
-                rpc_deadline_s=config.transport.rpc_timeout_s,
-                unreachable_s=config.transport.unreachable_s,
+                rpc_deadline_s=config.transport.rpc_timeout.seconds,
+                unreachable_s=config.transport.unreachable.seconds,
                 seed=config.run.seed,
-                first_wait_s=config.transport.retry.first_wait_s,
-                max_wait_s=config.transport.retry.max_wait_s,
+                first_wait_s=config.transport.retry.first_wait.seconds,
+                max_wait_s=config.transport.retry.max_wait.seconds,
                 on_arrival=config.outer.is_on_arrival,
             ),
             rng=self._rng,
@@ -381,7 +381,7 @@ class Connection:
         """Leave the run, and release everything; returns why the coordinator says to end."""
         told: DilocoError | None = None
         if self._registration is not None:
-            code, reason, at_most_s = 0, self._farewell, self.config.transport.unreachable_s
+            code, reason, at_most_s = 0, self._farewell, self.config.transport.unreachable.seconds
             last = self.progress()
             if error is not None:
                 is_ours = isinstance(error, DilocoError)

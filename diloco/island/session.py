@@ -158,11 +158,11 @@ class DiLoCo:
         self.island_bytes = (0, 0)
         settings = transport.config.transport
         # The leader may wait that long for the coordinator, and again for a syncer.
-        patience_s = 2 * (settings.unreachable_s + settings.rpc_timeout_s)
+        patience_s = 2 * (settings.unreachable.seconds + settings.rpc_timeout.seconds)
         self._groups = make_groups(
             group,
             patience_s=patience_s,
-            collective_s=transport.config.island.collective_timeout_s,
+            collective_s=transport.config.island.collective_timeout.seconds,
         )
         specs = tensor_specs(
             self._trained.named, frozen=self._trained.frozen, group=self._groups.shards
@@ -222,7 +222,7 @@ class DiLoCo:
             self._graceful_stop,
             self._exchange,
             agreement,
-            unreachable_s=config.transport.unreachable_s,
+            unreachable_s=config.transport.unreachable.seconds,
             clock=time.monotonic,
         )
         self._loop = OuterLoop(

@@ -389,7 +389,7 @@ async def _serving(
         earlier.address if earlier else "",
         repeated_when_full({**coordinator.handlers, **(decider.handlers if decider else {})}),
         security=security,
-        chunk_bytes=config.transport.chunk_bytes,
+        chunk_bytes=config.transport.chunk.num_bytes,
         limits=limits_of(config),
         on_refused=coordinator.refused,
     )
@@ -453,7 +453,10 @@ def _build_decider(
         journal=journal,
         secret=load_or_create_secret(state.secret),
         rules=DeciderRules(
-            outer.round_deadline_s, outer.downlink, outer.retained_versions, weights_of(config)
+            outer.round_deadline.seconds,
+            outer.downlink,
+            outer.retained_versions,
+            weights_of(config),
         ),
         decider_id=secrets.token_hex(16),
         is_granted=coordinator.is_island,

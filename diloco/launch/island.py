@@ -146,10 +146,12 @@ class _Supervisor:
     ) -> RanksEnd:
         """Start the island until it ends for good."""
         island, name = self.config.island, self.config.island_id
-        budget = RestartBudget(island.max_restarts, island.restart_wait_s, island.restart_reset_s)
-        outage = OutageBudget(island.restart_wait_s, island.restart_reset_s)
+        budget = RestartBudget(
+            island.max_restarts, island.restart_wait.seconds, island.restart_reset.seconds
+        )
+        outage = OutageBudget(island.restart_wait.seconds, island.restart_reset.seconds)
         while True:
-            patience_s = self.config.transport.unreachable_s
+            patience_s = self.config.transport.unreachable.seconds
             lived_s = 0.0
             end = others.gather(request.check, patience_s)
             if end is None:
@@ -219,7 +221,7 @@ class _Supervisor:
 
     def _follow(self, command: RankCommand, request: StopRequest) -> int:
         """Do what the first host says, and reach for it again when its connection breaks."""
-        patience_s = self.config.transport.unreachable_s
+        patience_s = self.config.transport.unreachable.seconds
         until = time.monotonic() + patience_s
         while True:
             with OtherHost(self.position, self._hello()) as first:

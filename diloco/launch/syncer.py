@@ -159,7 +159,9 @@ async def _run_syncer(state: StateDir) -> int:
         await first_of(
             _keep_what_is_asked(state, reporter, stopping),
             stopping.wait(),
-            end_when_unreachable(lambda: reporter.num_answers, config.transport.unreachable_s),
+            end_when_unreachable(
+                lambda: reporter.num_answers, config.transport.unreachable.seconds
+            ),
         )
         if stopping.is_set():
             return 0
@@ -226,7 +228,9 @@ async def _serve(
             config, state, plan, secret, epoch, timeline, reporter, workers, events, clock
         )
         # It waits for room on its disk, and for the coordinator where there is something to found.
-        await first_of(_start(syncer, reporter, config.transport.unreachable_s), stopping.wait())
+        await first_of(
+            _start(syncer, reporter, config.transport.unreachable.seconds), stopping.wait()
+        )
         if stopping.is_set():
             await syncer.stop()
             events.close()
@@ -238,7 +242,7 @@ async def _serve(
             bound,
             syncer.handlers,
             security=security.knowing(coordinator.address if coordinator else ""),
-            chunk_bytes=config.transport.chunk_bytes,
+            chunk_bytes=config.transport.chunk.num_bytes,
             limits=limits_of(config),
             on_refused=syncer.meter.refusal,
         )
@@ -268,7 +272,7 @@ async def _serve(
                 asyncio.shield(reporting),
                 end_when_unreachable(
                     lambda: reporter.num_answers + syncer.num_calls,
-                    config.transport.unreachable_s,
+                    config.transport.unreachable.seconds,
                 ),
             )
             return await _end(syncer, reporter, stopping)

@@ -76,9 +76,9 @@ class Security:
             tokens=transport.tokens,
             insecure=transport.insecure,
             is_peer=role is Role.ISLAND and config.outer.exchange == "allreduce",
-            lifetime_s=transport.certificate_lifetime_s,
+            lifetime_s=transport.certificate_lifetime.seconds,
         )
-        pacer = Pacer(transport.rate_bps, transport.snapshot_rate_bps)
+        pacer = Pacer(transport.rate.bps, transport.snapshot_rate.bps)
         security = replace(security, pacer=pacer)
         if transport.kind != "hivemind":
             return security

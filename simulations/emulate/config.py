@@ -10,55 +10,32 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from diloco.config.classes import Section
-from diloco.config.fields import IslandName, Name, Problem, several_problems, text_read_by, tuples
+from diloco.config.fields import (
+    Bandwidth,
+    Duration,
+    IslandName,
+    Name,
+    OptionalRate,
+    OptionalSize,
+    OptionalTime,
+    Problem,
+    Size,
+    Time,
+    several_problems,
+    tuples,
+)
+from diloco.config.links import LinkConfig, find_profile
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
-from diloco.transport.shaping.link import Link, LinkProfile, find_profile
-from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
+from diloco.transport.shaping.link import Link, LinkProfile
 
 #: The node in the middle of a star and of two tiers; it has the coordinator unless told otherwise.
 CORE = "core"
-
-
-Bandwidth: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(parse_bandwidth)]
-Delay: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(parse_duration)]
-OptionalBandwidth: TypeAlias = Annotated[str, text_read_by(parse_bandwidth)]
-OptionalDelay: TypeAlias = Annotated[str, text_read_by(parse_duration)]
-OptionalSize: TypeAlias = Annotated[str, text_read_by(parse_bytes)]
-
-
-class DirectionConfig(Section):
-    """One direction of a link."""
-
-    bandwidth: Bandwidth = Field(description='Rate of IP packets, such as "100Mbit/s"')
-    delay: Delay = Field(description='One way, half of the round trip, such as "30ms"')
-    jitter: Delay = Field(
-        default="0s", description="A packet takes up to this much longer, order kept"
-    )
-    loss: float = Field(default=0.0, ge=0, lt=1, description="Share of the packets that are lost")
-
-    @property
-    def link(self) -> Link:
-        """The direction in base units."""
-        return Link(
-            bandwidth_bps=parse_bandwidth(self.bandwidth),
-            delay_s=parse_duration(self.delay),
-            jitter_s=parse_duration(self.jitter),
-            loss=self.loss,
-        )
-
-
-class WanLinkConfig(Section):
-    """A link of this file."""
-
-    source: str = Field(min_length=1, description="Where the figures come from")
-    up: DirectionConfig = Field(description="Away from the island")
-    down: DirectionConfig = Field(description="Towards the island")
 
 
 class SiteConfig(Section):
@@ -94,7 +71,8 @@ class TcpConfig(Section):
         default="", description='Algorithm of every route, such as "cubic" or "bbr"'
     )
     max_buffer: OptionalSize = Field(
-        default="", description='Largest send and receive buffer of a connection, such as "64MiB"'
+        default=Size(""),
+        description='Largest send and receive buffer of a connection, such as "64MiB"',
     )
     slow_start_after_idle: bool = Field(
         default=True, description="Whether a connection begins slowly again after a pause"
@@ -104,36 +82,33 @@ class TcpConfig(Section):
 class ChangeConfig(Section):
     """What happens to a link while the command runs; what is left out stays as it is."""
 
-    at: Delay = Field(description="Time since the command was started")
-    lasts: OptionalDelay = Field(default="", description="For how long; empty: until the end")
+    at: Time = Field(description="Time since the command was started")
+    lasts: OptionalTime = Field(
+        default=Duration(""), description="For how long; empty: until the end"
+    )
     link: str = Field(
         min_length=1, description="The island or region whose link it is; in a mesh A/B"
     )
     direction: Literal["both", "up", "down"] = Field(default="both", description="Which way")
     outage: bool = Field(default=False, description="Whether every packet is lost")
-    bandwidth: OptionalBandwidth = Field(default="", description="Another rate")
-    delay: OptionalDelay = Field(default="", description="Another delay one way")
-    jitter: OptionalDelay = Field(default="", description="Another jitter")
+    bandwidth: OptionalRate = Field(default=Bandwidth(""), description="Another rate")
+    delay: OptionalTime = Field(default=Duration(""), description="Another delay one way")
+    jitter: OptionalTime = Field(default=Duration(""), description="Another jitter")
     loss: float = Field(default=-1.0, ge=-1, lt=1, description="Another loss; -1: as it is")
-
-    @property
-    def at_s(self) -> float:
-        """Seconds from the start of the command to the change."""
-        return parse_duration(self.at)
 
     @property
     def until_s(self) -> float:
         """Seconds from the start of the command to the end of the change; infinite: none."""
-        return self.at_s + parse_duration(self.lasts) if self.lasts else float("inf")
+        return self.at.seconds + self.lasts.seconds if self.lasts else float("inf")
 
     def applied_to(self, link: Link) -> Link:
         """Give the link as it is while the change lasts."""
         if self.bandwidth:
-            link = replace(link, bandwidth_bps=parse_bandwidth(self.bandwidth))
+            link = replace(link, bandwidth_bps=self.bandwidth.bps)
         if self.delay:
-            link = replace(link, delay_s=parse_duration(self.delay))
+            link = replace(link, delay_s=self.delay.seconds)
         if self.jitter:
-            link = replace(link, jitter_s=parse_duration(self.jitter))
+            link = replace(link, jitter_s=self.jitter.seconds)
         return replace(link, loss=self.loss) if self.loss >= 0 else link
 
 
@@ -155,14 +130,14 @@ class WanConfig(Section):
         description="What holds packets back: the kernel's netem, our relay, or netem if this "
         "kernel has it",
     )
-    queue: OptionalDelay = Field(
-        default="",
+    queue: OptionalTime = Field(
+        default=Duration(""),
         description="Longest wait in front of a full link; empty: the longest round trip, at "
         "least 10ms",
     )
     link: str = Field(default="", description="Mesh: name of the link of every pair not in paths")
     tcp: TcpConfig = Field(default=TcpConfig(), description="TCP of every island")
-    links: dict[Name, WanLinkConfig] = Field(default={}, description="Links of this file")
+    links: dict[Name, LinkConfig] = Field(default={}, description="Links of this file")
     islands: dict[IslandName, SiteConfig] = Field(min_length=1, description="Islands by name")
     regions: dict[IslandName, RegionConfig] = Field(
         default={}, description="Regions by name; two-tier only"
@@ -270,15 +245,12 @@ def load_wan(path: Path) -> Wan:
         ConfigError: If it cannot be used: every problem on a line of its own.
     """
     config = load_section(path, WanConfig)
-    profiles = {
-        name: LinkProfile(name, link.up.link, link.down.link, link.source)
-        for name, link in config.links.items()
-    }
+    profiles = {name: link.profile(name) for name, link in config.links.items()}
     problems = []
     for key, name in _named_links(config):
         try:
             profiles.setdefault(name, profiles.get(name) or find_profile(name))
-        except ValueError as error:
+        except ConfigError as error:
             own = ", ".join(config.links) or "none"
             problems.append(f"{key}: {error}; links of this file: {own}")
     if problems:

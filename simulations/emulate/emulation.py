@@ -25,7 +25,7 @@ from diloco.simulations.emulate.namespaces import (
     run_tool,
 )
 from diloco.simulations.emulate.network import EmulatedNetwork, Wire, WireState, build_network
-from diloco.transport.units import format_bytes, format_duration, parse_bytes
+from diloco.transport.units import format_bytes, format_duration
 
 WAYS = ("up", "down")
 _ANSWER_S = 30.0
@@ -298,7 +298,7 @@ class Emulation:
         values = {"ip_forward": "1", "conf/all/rp_filter": "0", "tcp_no_metrics_save": "1"}
         values["tcp_slow_start_after_idle"] = str(int(tcp.slow_start_after_idle))
         if tcp.max_buffer:
-            largest = parse_bytes(tcp.max_buffer)
+            largest = tcp.max_buffer.num_bytes
             values["tcp_wmem"] = f"4096 65536 {largest}"
             values["tcp_rmem"] = f"4096 131072 {largest}"
         for name, value in values.items():

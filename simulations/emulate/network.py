@@ -17,7 +17,6 @@ from functools import cached_property
 
 from diloco.simulations.emulate.config import CORE, ChangeConfig, Wan
 from diloco.transport.shaping.link import Link, LinkProfile
-from diloco.transport.units import parse_duration
 
 _MIN_QUEUE_S = 0.010
 
@@ -136,7 +135,7 @@ def build_network(wan: Wan) -> EmulatedNetwork:
         ),
         default=0.0,
     )
-    queue_s = parse_duration(config.queue) if config.queue else max(longest_s, _MIN_QUEUE_S)
+    queue_s = config.queue.seconds if config.queue else max(longest_s, _MIN_QUEUE_S)
     return replace(network, queue_s=queue_s)
 
 
@@ -157,12 +156,12 @@ def link_state(wire: Wire, way: str, changes: Iterable[ChangeConfig], now_s: flo
     state = WireState(wire.direction(way)[2])
     for change in changes:
         is_meant = change.link == wire.name and change.direction in ("both", way)
-        if is_meant and change.at_s <= now_s < change.until_s:
+        if is_meant and change.at.seconds <= now_s < change.until_s:
             state = WireState(change.applied_to(state.link), state.is_up and not change.outage)
     return state
 
 
 def change_times(changes: Iterable[ChangeConfig]) -> list[float]:
     """Seconds at which something changes, in order, each once."""
-    times = {time for change in changes for time in (change.at_s, change.until_s)}
+    times = {time for change in changes for time in (change.at.seconds, change.until_s)}
     return sorted(time for time in times if time < float("inf"))

@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from diloco.config.classes import Range, Section
-from diloco.config.fields import MOST_STEPS, AutoPause, Deadline, Problem, several_problems
+from diloco.config.fields import (
+    MOST_STEPS,
+    AutoPause,
+    Deadline,
+    Duration,
+    Problem,
+    Step,
+    several_problems,
+)
 from diloco.config.load import section_with, values_of
 from diloco.errors import ConfigError
 from diloco.protocol.rounds.timing import TimingRules
@@ -21,25 +29,18 @@ from diloco.simulations.goodput.failures import MOST_FAILURES, Fleet
 from diloco.simulations.goodput.learners import Learner
 from diloco.simulations.goodput.lifetimes import Lifetimes
 from diloco.simulations.goodput.rounds import LearnerRounds
-from diloco.transport.units import parse_duration
-
-
-def _positive(text: object) -> float:
-    return parse_duration(text, is_positive=True)
-
 
 #: As long as a run or a chip lives.
-Era: TypeAlias = Annotated[str, Range(_positive, "1min", "10000000h")]
+Era: TypeAlias = Annotated[Duration, Range("1min", "10000000h")]
 #: What a reconfiguration or an exchange takes.
-Pause: TypeAlias = Annotated[str, Range(parse_duration, "0s", "168h")]
-Step: TypeAlias = Annotated[str, Range(_positive, "1us", "24h")]
+Pause: TypeAlias = Annotated[Duration, Range("0s", "168h")]
 Shape: TypeAlias = Annotated[float, Field(gt=0.05, le=100)]
 
 
 class ChipFailuresConfig(Section):
     """How chips fail, and what a learner does then."""
 
-    mtbi: Era = Field(default="8760h", description="Mean time until a chip fails")
+    mtbi: Era = Field(default=Duration("8760h"), description="Mean time until a chip fails")
     shape: Shape = Field(
         default=1.0, description="Of that time, Weibull: below 1 the young fail more, above the old"
     )
@@ -50,10 +51,12 @@ class ChipFailuresConfig(Section):
         default=True, description="Whether a learner trains on with fewer chips; else a spare"
     )
     shrink: Pause = Field(
-        default="20s", description="Elastic: time from a failure until the learner trains again"
+        default=Duration("20s"),
+        description="Elastic: time from a failure until the learner trains again",
     )
     restart: Pause = Field(
-        default="73s", description="Not elastic: time from a failure until the learner trains again"
+        default=Duration("73s"),
+        description="Not elastic: time from a failure until the learner trains again",
     )
     chips_lost: int = Field(
         default=1, ge=1, description="Chips that leave with a failed one: its host or slice"
@@ -63,7 +66,9 @@ class ChipFailuresConfig(Section):
 class ReturnsConfig(Section):
     """When failed chips come back, and how they are taken in."""
 
-    mean: Era = Field(default="2min", description="Mean time from a failure until a chip is back")
+    mean: Era = Field(
+        default=Duration("2min"), description="Mean time from a failure until a chip is back"
+    )
     shape: Shape = Field(
         default=2.0, description="Of that time, Weibull (1: exponential): below 1 a few long times"
     )
@@ -71,7 +76,7 @@ class ReturnsConfig(Section):
         default=3.0, description="Of that time, exponentiated Weibull: above 1 few short times"
     )
     growth: Pause = Field(
-        default="15s", description="Time for which taking chips in stops their learner"
+        default=Duration("15s"), description="Time for which taking chips in stops their learner"
     )
     merge_growth: bool = Field(
         default=True,
@@ -95,12 +100,12 @@ class RoundsConfig(Section):
     num_fragments: int = Field(default=24, ge=1, le=1024, description="P")
     overlap_steps: int = Field(default=2, ge=0, description="tau, inner steps; less than H")
     grace: AutoPause = Field(
-        default="auto",
+        default=Duration("auto"),
         description="Time from a quorum to the close; auto: grace_share of what tau steps leave",
     )
     grace_share: float = Field(default=0.5, ge=0, le=1, description="gamma of grace = auto")
-    grace_cap: Deadline = Field(default="10s", description="Longest grace of auto")
-    step_time: Step = Field(default="1s", description="Mean inner step of a learner")
+    grace_cap: Deadline = Field(default=Duration("10s"), description="Longest grace of auto")
+    step_time: Step = Field(default=Duration("1s"), description="Mean inner step of a learner")
     slow_learners: int = Field(default=0, ge=0, description="Learners that are slower")
     slow_by: float = Field(
         default=0.0, ge=0, le=0.95, description="Share of the speed that these lack"
@@ -108,8 +113,10 @@ class RoundsConfig(Section):
     noise: float = Field(
         default=0.0, ge=0, lt=1, description="A step takes up to this share more or less"
     )
-    up_time: Pause = Field(default="100ms", description="Time a contribution travels")
-    down_time: Pause = Field(default="100ms", description="Time a published version travels")
+    up_time: Pause = Field(default=Duration("100ms"), description="Time a contribution travels")
+    down_time: Pause = Field(
+        default=Duration("100ms"), description="Time a published version travels"
+    )
     simulated_steps: int = Field(
         default=480, ge=1, le=100_000, description="Inner steps of a full-speed learner simulated"
     )
@@ -146,7 +153,7 @@ class RoundsConfig(Section):
     @property
     def step_s(self) -> float:
         """Mean seconds of an inner step of a full-speed learner."""
-        return parse_duration(self.step_time)
+        return self.step_time.seconds
 
     def rounds(self, learners: int) -> LearnerRounds:
         """Give how so many learners synchronise."""
@@ -154,17 +161,17 @@ class RoundsConfig(Section):
             inner_steps_per_round=self.inner_steps_per_round,
             overlap_steps=self.overlap_steps,
             grace_share=self.grace_share,
-            grace_cap_s=parse_duration(self.grace_cap),
+            grace_cap_s=self.grace_cap.seconds,
             deadline_floor_s=5.0,
             deadline_cap_s=60.0,
-            grace_s=None if self.grace == "auto" else parse_duration(self.grace),
+            grace_s=None if self.grace == "auto" else self.grace.seconds,
         )
         return LearnerRounds(
             self.num_fragments,
             None if self.merge == "scheduled" else self.quorum or learners,
             timing,
-            up_s=parse_duration(self.up_time),
-            down_s=parse_duration(self.down_time),
+            up_s=self.up_time.seconds,
+            down_s=self.down_time.seconds,
         )
 
     def learners(self, learners: int) -> list[Learner]:
@@ -179,7 +186,9 @@ class GoodputConfig(Section):
 
     chips: int = Field(default=1_200_000, ge=1, le=100_000_000, description="N, of all learners")
     learners: int = Field(default=8, ge=1, le=4096, description="M; 1: one elastic job")
-    duration: Era = Field(default="720h", description="Time that failures are simulated for")
+    duration: Era = Field(
+        default=Duration("720h"), description="Time that failures are simulated for"
+    )
     seed: int = Field(default=1, ge=0, lt=2**32, description="Of everything that is drawn")
     failures: ChipFailuresConfig = Field(default=ChipFailuresConfig(), description="How chips fail")
     returns: ReturnsConfig = Field(default=ReturnsConfig(), description="How they come back")
@@ -202,7 +211,7 @@ class GoodputConfig(Section):
         if rounds.slow_learners > learners:
             message = f"is more than learners = {learners}"
             problems.append(("rounds.slow_learners", rounds.slow_learners, message))
-        expected = self.chips * self.duration_s / parse_duration(self.failures.mtbi)
+        expected = self.chips * self.duration_s / self.failures.mtbi.seconds
         if expected > MOST_FAILURES:
             hours = self.duration_s / 3600 * MOST_FAILURES / expected
             message = (
@@ -216,7 +225,7 @@ class GoodputConfig(Section):
     @property
     def duration_s(self) -> float:
         """Seconds that failures are simulated for."""
-        return parse_duration(self.duration)
+        return self.duration.seconds
 
     @property
     def fleet(self) -> Fleet:
@@ -225,12 +234,12 @@ class GoodputConfig(Section):
         return Fleet(
             self.chips,
             self.learners,
-            Lifetimes(parse_duration(failures.mtbi), failures.shape, failures.exponent),
-            Lifetimes(parse_duration(returns.mean), returns.shape, returns.exponent),
+            Lifetimes(failures.mtbi.seconds, failures.shape, failures.exponent),
+            Lifetimes(returns.mean.seconds, returns.shape, returns.exponent),
             is_elastic=failures.elastic,
-            shrink_s=parse_duration(failures.shrink),
-            restart_s=parse_duration(failures.restart),
-            growth_s=parse_duration(returns.growth),
+            shrink_s=failures.shrink.seconds,
+            restart_s=failures.restart.seconds,
+            growth_s=returns.growth.seconds,
             merges_growth=returns.merge_growth,
             chips_lost=failures.chips_lost,
         )

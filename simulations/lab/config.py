@@ -16,23 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from diloco.config.classes import Needs, Range, Section
-from diloco.config.fields import IslandName, Problem, several_problems, text_read_by, tuples
+from diloco.config.fields import (
+    Bandwidth,
+    Duration,
+    IslandName,
+    OptionalRate,
+    OptionalTime,
+    Problem,
+    Step,
+    several_problems,
+    tuples,
+)
+from diloco.config.links import ProfileName, find_profile
 from diloco.config.load import load_section, section_with
-from diloco.transport.shaping.link import Link, LinkProfile, find_profile
-from diloco.transport.units import parse_bandwidth, parse_duration
+from diloco.transport.shaping.link import Link, LinkProfile
 
 #: Prefix of the keys of this file in a sweep; all others are of the run's file.
 LAB = "lab."
-
-_duration = partial(parse_duration, is_positive=True)
-
 
 Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 Seeds: TypeAlias = Annotated[
@@ -40,16 +46,14 @@ Seeds: TypeAlias = Annotated[
 ]
 #: Whatever a key may be set to, hence `Any`.
 Values: TypeAlias = Annotated[tuple[Any, ...], BeforeValidator(tuples)]
-Step: TypeAlias = Annotated[str, Range(_duration, "1us", "24h")]
-OptionalStep: TypeAlias = Annotated[str, text_read_by(_duration)]
-OptionalBandwidth: TypeAlias = Annotated[str, text_read_by(parse_bandwidth)]
-OptionalDelay: TypeAlias = Annotated[str, text_read_by(parse_duration)]
+#: Above 0, or empty.
+OptionalStep: TypeAlias = Annotated[Duration, Range("1us", word="")]
 
 
 class StepConfig(Section):
     """What an inner step costs in virtual time, whatever it takes to compute."""
 
-    mean: Step = Field(default="1s", description="Inner step of the fastest island")
+    mean: Step = Field(default=Duration("1s"), description="Inner step of the fastest island")
     skew: float = Field(
         default=0.0,
         ge=0,
@@ -68,12 +72,13 @@ class StepConfig(Section):
 class LabLinkConfig(Section):
     """The link of every island to the syncer; empty: that of the run's transport.link, or none."""
 
-    profile: str = Field(default="", description="Profile of configs/links")
-    bandwidth: OptionalBandwidth = Field(
-        default="", description='Each way, instead of a profile, such as "100Mbit/s"; above 0'
+    profile: ProfileName = Field(default="", description="Profile of configs/links")
+    bandwidth: OptionalRate = Field(
+        default=Bandwidth(""),
+        description='Each way, instead of a profile, such as "100Mbit/s"; above 0',
     )
-    round_trip: OptionalDelay = Field(
-        default="", description='There and back, besides bandwidth, such as "60ms"'
+    round_trip: OptionalTime = Field(
+        default=Duration(""), description='There and back, besides bandwidth, such as "60ms"'
     )
 
     @property
@@ -89,16 +94,8 @@ class LabLinkConfig(Section):
         """
         if self.profile:
             return find_profile(self.profile)
-        delay_s = parse_duration(self.round_trip) / 2 if self.round_trip else 0.0
-        one_way = Link(parse_bandwidth(self.bandwidth), delay_s)
+        one_way = Link(self.bandwidth.bps, self.round_trip.seconds / 2)
         return LinkProfile(f"{self.bandwidth} {self.round_trip}", one_way, one_way, "this file")
-
-    @field_validator("profile")
-    @classmethod
-    def _check_profile(cls, value: str) -> str:
-        if value:
-            find_profile(value)
-        return value
 
     @model_validator(mode="after")
     def _check_one(self) -> LabLinkConfig:
@@ -106,8 +103,6 @@ class LabLinkConfig(Section):
             raise ValueError("give profile, or bandwidth and round_trip, not both")
         if self.round_trip and not self.bandwidth:
             raise ValueError("round_trip needs bandwidth too")
-        if self.bandwidth and parse_bandwidth(self.bandwidth) <= 0:
-            raise ValueError(f"bandwidth = {self.bandwidth} must be above 0")
         return self
 
 
@@ -115,10 +110,11 @@ class FailuresConfig(Section):
     """Who fails when, and what the network loses."""
 
     mean_time_between: OptionalStep = Field(
-        default="", description="Of an island: mean life between two failures; empty: none"
+        default=Duration(""),
+        description="Of an island: mean life between two failures; empty: none",
     )
     mean_repair: Annotated[Step, Needs("mean_time_between")] = Field(
-        default="30s", description="Mean time until it is started again"
+        default=Duration("30s"), description="Mean time until it is started again"
     )
     shape: Annotated[float, Needs("mean_time_between")] = Field(
         default=1.0,
@@ -132,10 +128,12 @@ class FailuresConfig(Section):
         "of its last contribution: from a copy in another host's memory",
     )
     syncer_mean_time_between: OptionalStep = Field(
-        default="", description="Of the syncer: mean life between two failures; empty: none"
+        default=Duration(""),
+        description="Of the syncer: mean life between two failures; empty: none",
     )
     syncer_mean_repair: Annotated[Step, Needs("syncer_mean_time_between")] = Field(
-        default="5s", description="Mean time until the syncer serves again, from its records"
+        default=Duration("5s"),
+        description="Mean time until the syncer serves again, from its records",
     )
     dropped: float = Field(
         default=0.0,
@@ -145,7 +143,7 @@ class FailuresConfig(Section):
         "With outer.merge on_arrival and a grace below the outage their rounds close without them",
     )
     outage: Annotated[Step, Needs("dropped")] = Field(
-        default="10s", description="How long such a contribution is held up"
+        default=Duration("10s"), description="How long such a contribution is held up"
     )
 
 
@@ -181,7 +179,8 @@ class LabIslandConfig(Section):
     """What one island has of its own."""
 
     step: OptionalStep = Field(
-        default="", description="Mean of its inner step; empty: by step.mean and step.skew"
+        default=Duration(""),
+        description="Mean of its inner step; empty: by step.mean and step.skew",
     )
     link: LabLinkConfig = Field(
         default=LabLinkConfig(), description="Its link; empty: the common one"

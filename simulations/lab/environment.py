@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 
 from diloco.baseline.time_model import ReductionTime
+from diloco.config.fields import Duration
 from diloco.protos import fragment_pb2 as wire
 from diloco.simulations.lab.config import FailuresConfig
 from diloco.simulations.lab.point import LabPoint
@@ -20,7 +21,6 @@ from diloco.transport.errors import PeerReset
 from diloco.transport.shaping.link import LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 from diloco.transport.transfer import Transfer
-from diloco.transport.units import parse_duration
 
 _SUBMIT = "fragment.submit"
 
@@ -53,7 +53,7 @@ class LabEnvironment:
             transport = ShapedTransport(transport, *self._links[island])
         failures = self._point.lab.failures
         if failures.dropped:
-            outage_s = parse_duration(failures.outage)
+            outage_s = failures.outage.seconds
             rng_name = f"{self._point.seed}/dropped/{island}"
             transport = LosingTransport(transport, rng_name, failures.dropped, outage_s)
         return transport
@@ -165,19 +165,19 @@ class LosingTransport:
 def _mean_step_s(point: LabPoint, island: str, slot: int) -> float:
     own = point.lab.islands.get(island)
     if own is not None and own.step:
-        return parse_duration(own.step)
+        return own.step.seconds
     step, last = point.lab.step, max(1, len(point.config.islands) - 1)
-    return parse_duration(step.mean) * (1.0 + step.skew * slot / last)
+    return step.mean.seconds * (1.0 + step.skew * slot / last)
 
 
 def _lives(
-    rng: random.Random, failures: FailuresConfig, between: str, repair: str
+    rng: random.Random, failures: FailuresConfig, between: Duration, repair: Duration
 ) -> Iterator[tuple[float, float]]:
     """Draw lives by Weibull's distribution and repairs by the exponential one, both by mean."""
     if not between:
         return
-    scale_s = parse_duration(between) / math.gamma(1 + 1 / failures.shape)
-    mean_repair_s = parse_duration(repair)
+    scale_s = between.seconds / math.gamma(1 + 1 / failures.shape)
+    mean_repair_s = repair.seconds
     while True:
         lives_s = rng.weibullvariate(scale_s, failures.shape)
         yield lives_s, rng.expovariate(1 / mean_repair_s)

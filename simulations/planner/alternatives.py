@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from diloco.baseline.local import FLAT, HIERARCHICAL, BaselineOptions
+from diloco.config.fields import Bandwidth, Duration, Size
 from diloco.config.schema import Config
 from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.scenarios.scenario import Method, Scenario
@@ -72,19 +73,21 @@ def _alternative(
     rtt_s = max(p.up.delay_s + p.down.delay_s for p in profiles)
     chunks = math.ceil(_FLOAT_BYTES * num_parameters / options.chunk_bytes)
     step_s, tcp = max(assumed.step_s.values()), assumed.tcp
+    window = f"{tcp.window_bytes:.0f}B" if tcp and tcp.window_bytes < math.inf else ""
+    inside = f"{assumed.inside_bps!r}bit/s" if assumed.inside_bps < math.inf else ""
     scenario = Scenario(
         method=_METHODS[name],
         params=float(num_parameters),
-        step_time=f"{step_s!r}s",
+        step_time=Duration(f"{step_s!r}s"),
         islands=len(config.islands),
         bits_up=bits,
-        bandwidth=f"{rate_bps!r}bit/s",
-        rtt=f"{rtt_s!r}s",
+        bandwidth=Bandwidth(f"{rate_bps!r}bit/s"),
+        rtt=Duration(f"{rtt_s!r}s"),
         tcp_loss=tcp.loss if tcp else 0.0,
-        tcp_window=f"{tcp.window_bytes:.0f}B" if tcp and tcp.window_bytes < math.inf else "",
+        tcp_window=Size(window),
         streams=options.streams if tcp else 1,
         ranks=max(island.ranks for island in config.islands.values()),
-        inside_bandwidth=f"{assumed.inside_bps!r}bit/s" if assumed.inside_bps < math.inf else "",
+        inside_bandwidth=Bandwidth(inside),
         buckets=min(chunks, _MOST_BUCKETS),
     )
     members = scenario.islands * (scenario.ranks if name == FLAT else 1)

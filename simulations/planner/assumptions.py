@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from diloco.config.links import find_profile
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import link_profile
@@ -23,7 +24,7 @@ from diloco.forecast.rank_memory import RankForecast
 from diloco.simulations.engine.network import Tcp
 from diloco.simulations.runs.costs import MEASURED, HostCosts
 from diloco.trainer.flops import PEAK_FLOPS
-from diloco.transport.shaping.link import Link, LinkProfile, find_profile
+from diloco.transport.shaping.link import Link, LinkProfile
 from diloco.transport.units import (
     format_bandwidth,
     format_duration,
@@ -263,7 +264,7 @@ def _link_name(link: Link) -> str:
 def _profile(option: str, name: str) -> LinkProfile:
     try:
         return find_profile(name)
-    except (OSError, ValueError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{option} {name}: {error}") from error
 
 

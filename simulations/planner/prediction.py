@@ -331,5 +331,5 @@ def syncer_memory(config: Config, plan: Plan, own: Sequence[int]) -> int:
     largest = max(own, key=lambda p: sizes[p].numel)
     under_way = 1 + outer.overlap_steps * outer.num_fragments // outer.inner_steps_per_round
     at_once = min(len(own), under_way) * len(config.islands) * sizes[largest].bytes_up
-    held = 2 * min(config.coordinator.spool_bytes, at_once)
+    held = 2 * min(config.coordinator.spool_memory.num_bytes, at_once)
     return state + round(_EXTRA * _STATE_BYTES * sizes[largest].numel + held)

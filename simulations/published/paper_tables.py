@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from diloco.compression.registry import get_codec
 from diloco.compression.sparse import CHUNK_NUMEL
+from diloco.config.fields import Duration
 from diloco.simulations.published.check_row import CheckRow, Comparison, Miss
 from diloco.simulations.scenarios import wallclock
 from diloco.simulations.scenarios.bandwidth import (
@@ -228,7 +229,7 @@ def _alternating(compute_s: float, sync_s: float) -> float:
 
     H = 100; the rate of the lines follows from the bytes that DiLoCo moves.
     """
-    scenario = Scenario(method="diloco", step_time=f"{compute_s / 100}s", release="step")
+    scenario = Scenario(method="diloco", step_time=Duration(f"{compute_s / 100}s"), release="step")
     unhindered = simulate(scenario, link=_line(_FAT_BPS))
     return simulate(scenario, link=_line(unhindered.bits_up / sync_s)).utilisation
 

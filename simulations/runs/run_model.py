@@ -332,8 +332,8 @@ def _among_themselves(world: _RunParts, mesh: Mesh) -> SimulatedRun:
         decider,
         world.rules.publication,
         world.costs,
-        retry.first_wait_s,
-        retry.max_wait_s,
+        retry.first_wait.seconds,
+        retry.max_wait.seconds,
         record,
     )
     within = Link(_WITHIN_BPS, 0.0)

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Section
-from diloco.config.fields import Problem, several_problems, text_read_by
+from diloco.config.classes import Range, Section
+from diloco.config.fields import Bandwidth, Duration, Problem, Size, several_problems
+from diloco.config.links import ProfileName, find_profile
 from diloco.config.load import section_with, values_of
-from diloco.transport.shaping.link import Link, LinkProfile, find_profile
-from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
+from diloco.transport.shaping.link import Link, LinkProfile
 
 Method: TypeAlias = Literal[
     "data-parallel", "hierarchical", "diloco", "streaming", "overlap", "4-bit", "decoupled"
@@ -54,33 +54,12 @@ _OF_LINK = ("bandwidth", "bandwidth_down", "rtt", "jitter", "loss")
 _OF_RINGS = ("ranks", "inside_bandwidth")
 _OF_RELEASE = ("buckets", "release")
 _OF_TCP = ("tcp_loss", "tcp_window")
-#: Longest step or delay, where a sum of many still has its digits: 1000 h.
-_LONGEST_S = 3.6e6
-
-
-def _check_step(value: object) -> None:
-    if not 1e-6 <= parse_duration(value, is_positive=True) <= _LONGEST_S:
-        raise ValueError("must be in 1 us to 1000 h")
-
-
-def _check_delay(value: object) -> None:
-    if parse_duration(value) > _LONGEST_S:
-        raise ValueError("must be at most 1000 h")
-
-
-def _check_rate(value: object) -> None:
-    if not 1 <= parse_bandwidth(value) <= 1e17:
-        raise ValueError("must be in 1 bit/s to 1e5 Tbit/s")
-
-
-def _check_size(value: object) -> None:
-    parse_bytes(value, is_positive=True)
-
-
-StepTime: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(_check_step)]
-Delay: TypeAlias = Annotated[str, Field(min_length=1), text_read_by(_check_delay)]
-Bandwidth: TypeAlias = Annotated[str, text_read_by(_check_rate)]
-Size: TypeAlias = Annotated[str, text_read_by(_check_size)]
+#: Up to 1000 h, where a sum of many still has its digits.
+StepTime: TypeAlias = Annotated[Duration, Range("1us", "1000h")]
+Delay: TypeAlias = Annotated[Duration, Range("0s", "1000h")]
+Line: TypeAlias = Annotated[Bandwidth, Range("1bit/s", "100000Tbit/s")]
+OptionalLine: TypeAlias = Annotated[Bandwidth, Range("1bit/s", "100000Tbit/s", "")]
+Window: TypeAlias = Annotated[Size, Range("1B", word="")]
 
 
 class Scenario(Section):
@@ -94,7 +73,7 @@ class Scenario(Section):
     )
     params: float = Field(default=1e9, ge=1, le=1e15, description="N, parameters of the model")
     layers: int = Field(default=24, ge=1, le=10_000, description="L, of equal size")
-    step_time: StepTime = Field(default="1s", description="Of an inner step, undisturbed")
+    step_time: StepTime = Field(default=Duration("1s"), description="Of an inner step, undisturbed")
     step_skew: float = Field(
         default=0.0, ge=0, le=100, description="How much longer the slowest island's steps take"
     )
@@ -130,31 +109,40 @@ class Scenario(Section):
     quorum: int = Field(
         default=0, ge=0, description="K, contributions that close a round, of decoupled; 0: all"
     )
-    link: str = Field(default="", description="Profile of configs/links; empty: as said below")
-    bandwidth: Bandwidth = Field(
-        default="1Gbit/s", description="Of every island's line, both ways at once"
+    link: ProfileName = Field(
+        default="", description="Profile of configs/links; empty: as said below"
     )
-    bandwidth_down: Bandwidth = Field(
-        default="", description="Towards the island; empty: as bandwidth"
+    bandwidth: Line = Field(
+        default=Bandwidth("1Gbit/s"), description="Of every island's line, both ways at once"
     )
-    rtt: Delay = Field(default="0s", description="Round trip of the line, to its other end")
-    jitter: Delay = Field(default="0s", description="A transfer arrives up to this much later")
+    bandwidth_down: OptionalLine = Field(
+        default=Bandwidth(""), description="Towards the island; empty: as bandwidth"
+    )
+    rtt: Delay = Field(
+        default=Duration("0s"), description="Round trip of the line, to its other end"
+    )
+    jitter: Delay = Field(
+        default=Duration("0s"), description="A transfer arrives up to this much later"
+    )
     loss: float = Field(default=0.0, ge=0, lt=1, description="Share of what is sent twice")
-    syncer_bandwidth: Bandwidth = Field(
-        default="", description="Of the line at the middle of a star, each way; empty: unlimited"
+    syncer_bandwidth: OptionalLine = Field(
+        default=Bandwidth(""),
+        description="Of the line at the middle of a star, each way; empty: unlimited",
     )
     tcp_loss: float = Field(
         default=0.0, ge=0, lt=1, description="Packets that TCP loses (Mathis); 0: no such ceiling"
     )
-    tcp_window: Size = Field(
-        default="", description="Most that a connection has on its way; empty: no such ceiling"
+    tcp_window: Window = Field(
+        default=Size(""),
+        description="Most that a connection has on its way; empty: no such ceiling",
     )
     streams: int = Field(default=1, ge=1, le=1024, description="Connections of a transfer")
     ranks: int = Field(
         default=1, ge=1, le=1_000_000, description="g of an island, in rings of gradients"
     )
-    inside_bandwidth: Bandwidth = Field(
-        default="", description="Of a rank inside its island; empty: nothing is waited for inside"
+    inside_bandwidth: OptionalLine = Field(
+        default=Bandwidth(""),
+        description="Of a rank inside its island; empty: nothing is waited for inside",
     )
     buckets: int = Field(
         default=0,
@@ -224,20 +212,6 @@ class Scenario(Section):
             raise ValueError("only decoupled has it: leave it out, all are waited for")
         return value
 
-    @field_validator("link")
-    @classmethod
-    def _check_link(cls, value: str) -> str:
-        if value:
-            find_profile(value)
-        return value
-
-    @field_validator("bandwidth")
-    @classmethod
-    def _check_bandwidth(cls, value: str) -> str:
-        if not value:
-            raise ValueError("must be over 0: give a rate such as 1Gbit/s")
-        return value
-
     @model_validator(mode="after")
     def _check_used(self) -> Scenario:
         """Refuse what cannot be with the rest, and what was said and would change nothing."""
@@ -285,7 +259,7 @@ class Scenario(Section):
     @property
     def step_s(self) -> float:
         """T, seconds."""
-        return parse_duration(self.step_time)
+        return self.step_time.seconds
 
     @property
     def fragments(self) -> int:
@@ -304,9 +278,9 @@ class Scenario(Section):
         """The line of an island."""
         if self.link:
             return find_profile(self.link)
-        delay_s, jitter_s = parse_duration(self.rtt) / 2, parse_duration(self.jitter)
+        delay_s, jitter_s = self.rtt.seconds / 2, self.jitter.seconds
         up, down = (
-            Link(parse_bandwidth(rate), delay_s, jitter_s, self.loss)
+            Link(rate.bps, delay_s, jitter_s, self.loss)
             for rate in (self.bandwidth, self.bandwidth_down or self.bandwidth)
         )
         return LinkProfile("scenario", up, down, "the scenario")
@@ -314,12 +288,12 @@ class Scenario(Section):
     @property
     def inside_bps(self) -> float:
         """Of a rank inside its island."""
-        return parse_bandwidth(self.inside_bandwidth) if self.inside_bandwidth else float("inf")
+        return self.inside_bandwidth.bps if self.inside_bandwidth else float("inf")
 
     @property
     def syncer_bps(self) -> float:
         """Of the line at the middle of a star."""
-        return parse_bandwidth(self.syncer_bandwidth) if self.syncer_bandwidth else float("inf")
+        return self.syncer_bandwidth.bps if self.syncer_bandwidth else float("inf")
 
     @property
     def has_tcp(self) -> bool:
@@ -329,7 +303,7 @@ class Scenario(Section):
     @property
     def window_bytes(self) -> float:
         """Most that a connection has on its way."""
-        return parse_bytes(self.tcp_window) if self.tcp_window else float("inf")
+        return self.tcp_window.num_bytes if self.tcp_window else float("inf")
 
 
 class ScenarioFile(Section):

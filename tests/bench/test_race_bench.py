@@ -15,10 +15,10 @@ from diloco.bench.training import race as bench
 from diloco.bench.training.race import METHODS, QUICK, SETTING, chosen_links, figures_of, run_order
 from diloco.bench.training.race_plot import write_plot
 from diloco.cli.main import app
+from diloco.config.links import find_profile
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.simulations.emulate.config import load_wan
-from diloco.transport.shaping.link import find_profile
 from diloco.transport.units import parse_bandwidth
 
 FOUND = {

@@ -167,7 +167,7 @@ def test_policy_of_the_coordinator_wins_and_nothing_else_changes() -> None:
 
     assert policy_json(config) == policy_json(theirs)
     assert identity_json(config) == identity_json(CONFIG)
-    assert (config.run.inner_steps, config.outer.round_deadline_s) == (99, 5.0)
+    assert (config.run.inner_steps, config.outer.round_deadline.seconds) == (99, 5.0)
     assert (config.coordinator, config.islands) == (CONFIG.coordinator, CONFIG.islands)
     assert config.island_id == "eu-west"
 

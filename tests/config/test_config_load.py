@@ -71,9 +71,12 @@ def test_demo_has_the_values_of_the_main_job() -> None:
     assert (config.outer.inner_steps_per_round, config.outer.num_fragments) == (24, 4)
     assert (config.outer.overlap_steps, config.outer.local_mix) == (2, 0.0)
     assert (config.outer.uplink_codec, config.outer.downlink_codec) == ("int4", "int4")
-    assert config.outer.round_deadline_s == 60.0
-    assert (config.transport.unreachable_s, config.transport.chunk_bytes) == (600.0, 1 << 20)
-    assert (config.transport.num_channels, config.transport.rate_bps) == (0, 0.0)
+    assert config.outer.round_deadline.seconds == 60.0
+    assert (config.transport.unreachable.seconds, config.transport.chunk.num_bytes) == (
+        600.0,
+        1 << 20,
+    )
+    assert (config.transport.num_channels, config.transport.rate.bps) == (0, 0.0)
     assert (config.island.mesh.dp_shard, config.island.mesh.tp) == (1, 2)
     assert set(config.islands) == {"eu-west", "us-east"}
 
@@ -273,7 +276,7 @@ def test_later_override_wins_over_earlier_and_file(tmp_path: Path) -> None:
         ("run.name=other", lambda c: c.run.name, "other"),
         ('run.name="2024"', lambda c: c.run.name, "2024"),
         ("run.name=1979-05-27", lambda c: c.run.name, "1979-05-27"),
-        ("outer.round_deadline=5min", lambda c: c.outer.round_deadline_s, 300.0),
+        ("outer.round_deadline=5min", lambda c: c.outer.round_deadline.seconds, 300.0),
         ("outer.flush=false", lambda c: c.outer.flush, False),
         ("outer.optimizer.lr=1", lambda c: c.outer.optimizer.lr, 1.0),
         ("inner.optimizer.betas=[0.8, 0.9]", lambda c: c.inner.optimizer.betas, (0.8, 0.9)),

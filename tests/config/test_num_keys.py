@@ -6,8 +6,9 @@ import pytest
 
 from diloco.chaos.plan import PlanConfig
 from diloco.config.classes import Section, section_of
+from diloco.config.links import LinkConfig
 from diloco.config.schema import Config
-from diloco.simulations.emulate.config import WanConfig, WanLinkConfig
+from diloco.simulations.emulate.config import WanConfig
 from diloco.simulations.goodput.config import GoodputConfig
 from diloco.simulations.lab.config import LabConfig
 from diloco.simulations.lab.experiment import ExperimentConfig
@@ -30,7 +31,7 @@ def num_keys(section: type[Section]) -> int:
         (GoodputConfig, 31),
         (WanConfig, 32),
         (PlanConfig, 27),
-        (WanLinkConfig, 9),
+        (LinkConfig, 9),
     ],
 )
 def test_no_kind_of_file_gets_more_keys(root: type[Section], most: int) -> None:

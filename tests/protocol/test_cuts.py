@@ -298,7 +298,7 @@ def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
         message = coord.coordinator.status().message
         assert message.endswith("waits for west"), message
         at_work = [west] if is_stop else [east, west]
-        await hear(int(elastic.transport.unreachable_s) - 10, *at_work)
+        await hear(int(elastic.transport.unreachable.seconds) - 10, *at_work)
         assert coord.membership.cuts[1].owing == ("west",)
 
         await hear(20, *at_work)
@@ -326,7 +326,7 @@ def test_who_writes_its_part_is_waited_for_however_long_that_takes(
         coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
         watching = asyncio.create_task(coord.coordinator.watch())
         writing = control.CutPart(number=1, is_being_written=True)
-        for _ in range(2 * int(elastic.transport.unreachable_s) // 5):
+        for _ in range(2 * int(elastic.transport.unreachable.seconds) // 5):
             await asyncio.sleep(5.0)
             told = await coord.report(east, cut=writing)
             assert (told.cut, told.is_last_cut, told.drain) == (1, is_stop, False)
@@ -354,7 +354,7 @@ def test_a_part_that_is_said_to_be_written_for_ever_holds_up_neither_checkpoints
         coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
         watching = asyncio.create_task(coord.coordinator.watch())
         writing = control.CutPart(number=1, is_being_written=True)
-        for _ in range((MOST_WRITING + 2) * int(elastic.transport.unreachable_s) // 5):
+        for _ in range((MOST_WRITING + 2) * int(elastic.transport.unreachable.seconds) // 5):
             await asyncio.sleep(5.0)
             await coord.report(east, cut=part_of(1, 3, 5))
             await coord.report(west, cut=writing)
@@ -510,7 +510,7 @@ def test_a_stop_that_came_to_nothing_does_not_wait_for_an_island_that_hangs(
     async def story(coord: CoordinatorInMemory) -> None:
         _, west = await void_stop(coord)
         watching = asyncio.create_task(coord.coordinator.watch())
-        for _ in range(int(elastic.transport.unreachable_s) // 5 - 2):
+        for _ in range(int(elastic.transport.unreachable.seconds) // 5 - 2):
             await asyncio.sleep(5.0)
             await coord.report(west)
             message = coord.coordinator.status().message
@@ -532,7 +532,7 @@ def test_who_starts_again_after_a_stop_came_to_nothing_trains_on(
         assert east.status == control.JOIN_STATUS_ACCEPTED
         await coord.leave(west)
         watching = asyncio.create_task(coord.coordinator.watch())
-        for _ in range(int(elastic.transport.unreachable_s) // 5 + 4):
+        for _ in range(int(elastic.transport.unreachable.seconds) // 5 + 4):
             await asyncio.sleep(5.0)
             assert not (await coord.report(east.grant)).drain
         assert not coord.coordinator.ended.is_set()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco.config.links import find_profile
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -16,7 +17,6 @@ from diloco.simulations.engine.lives import Absence, Failures, Weibull
 from diloco.simulations.engine.network import Outage
 from diloco.simulations.runs.costs import FREE
 from diloco.simulations.runs.run_model import SimulatedRun, run_plan, simulate_run
-from diloco.transport.shaping.link import find_profile
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "runs"
 STEP_S = 0.1

@@ -2,31 +2,15 @@
 
 It shows neither slow start nor congestion: right for tests and demonstrations, too kind by up to
 four times to a cold burst on a long fat path. Published figures need the emulated network.
-
-Profiles are TOML files named ``<name>.toml``, the name stating the round trip:
-
-    source = "where the figures come from"
-    [up]
-    bandwidth = "5Mbit/s"
-    delay = "30ms"                # one way; jitter = "2ms" and loss = 0.001 may follow
-    [down]
-    ...
 """
 
 from __future__ import annotations
 
 import random
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-from diloco.transport.units import parse_bandwidth, parse_duration
 
 #: A sender that comes back at most this late has lost nothing of the link's time.
 CATCH_UP_S = 0.010
-
-_LINK_KEYS = {"bandwidth", "delay", "jitter", "loss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,65 +111,3 @@ class LinkProfile:
             LinkQueue(self.up, seed=rng.getrandbits(64)),
             LinkQueue(self.down, seed=rng.getrandbits(64)),
         )
-
-
-def load_profile(path: Path) -> LinkProfile:
-    """Read one profile; its name is the file's.
-
-    Raises:
-        ValueError: If the file is not a profile: says which key is wrong and why.
-        OSError: If it cannot be read.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        unknown = table.keys() - {"source", "up", "down"}
-        if unknown:
-            raise ValueError(f"unknown keys {sorted(unknown)}")
-        source = table.get("source")
-        if not isinstance(source, str) or not source:
-            raise ValueError("source must say where the figures come from")
-        up, down = _parse_link(table, "up"), _parse_link(table, "down")
-    except ValueError as error:
-        raise ValueError(f"link profile {path}: {error}") from error
-    return LinkProfile(name=path.stem, up=up, down=down, source=source)
-
-
-def find_profile(name: str, directory: Path | None = None) -> LinkProfile:
-    """Load the profile called `name`.
-
-    Args:
-        name: Such as ``thin-5M-60ms``.
-        directory: Where the profiles are; None looks in ``configs/links`` of the current
-            directory, then of the directory that holds this package, where they are installed.
-
-    Raises:
-        ValueError: If there is none of that name: lists those found and where.
-    """
-    roots = (Path.cwd(), Path(__file__).resolve().parents[2])
-    directories = [directory] if directory else [root / "configs" / "links" for root in roots]
-    paths = {path.stem: path for place in reversed(directories) for path in place.glob("*.toml")}
-    if name not in paths:
-        places = " or ".join(str(place) for place in dict.fromkeys(directories))
-        raise ValueError(f"no link profile {name!r} in {places}; there are {sorted(paths)}")
-    return load_profile(paths[name])
-
-
-def _parse_link(table: Mapping[str, object], side: str) -> Link:
-    values = table.get(side)
-    if not isinstance(values, dict):
-        raise ValueError(f"table [{side}] is missing")
-    unknown = values.keys() - _LINK_KEYS
-    if unknown:
-        raise ValueError(f"unknown keys {sorted(unknown)} in [{side}]; it has {sorted(_LINK_KEYS)}")
-    try:
-        loss = values.get("loss", 0.0)
-        if not isinstance(loss, int | float):
-            raise ValueError(f"loss = {loss!r}: must be a fraction in [0, 1)")
-        return Link(
-            bandwidth_bps=parse_bandwidth(values.get("bandwidth")),
-            delay_s=parse_duration(values.get("delay")),
-            jitter_s=parse_duration(values.get("jitter", "0s")),
-            loss=loss,
-        )
-    except ValueError as error:
-        raise ValueError(f"[{side}] {error}") from error

@@ -30,6 +30,7 @@ from diloco.bench.processes import run_jobs
 from diloco.bench.run_values import MODEL_10M, MODEL_50M, run_values
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.compression.registry import get_codec
+from diloco.config.links import find_profile
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.report.row_choice import matching
@@ -38,7 +39,6 @@ from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.models.families import initialise_
 from diloco.trainer.models.model import LlamaShape, build_model
 from diloco.trainer.parallel.pipeline import parts_of
-from diloco.transport.shaping.link import find_profile
 
 _UNDISTURBED_STEPS = 10
 _ISLANDS = ("east", "west")

@@ -233,7 +233,7 @@ def _measure(
             _rounds(islands, again, payloads, process, row, setting.num_rounds, on_round)
         )
     coded = sum(map(len, payloads))
-    return _figures(setting, row, took, plain, coded, config.coordinator.spool_bytes)
+    return _figures(setting, row, took, plain, coded, config.coordinator.spool_memory.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,15 +60,14 @@ def read_failures(mean_time_between: str, mean_repair: str, shape: float) -> Fai
     from diloco.config.load import section_with
     from diloco.simulations.engine.lives import Failures, Weibull
     from diloco.simulations.lab.config import FailuresConfig
-    from diloco.transport.units import parse_duration
 
     told = {"mean_time_between": mean_time_between, "shape": shape}
     told |= {"mean_repair": mean_repair} if mean_repair else {}
     read = section_with(told, FailuresConfig, "failures of islands")
     if not read.mean_time_between:
         return None
-    lives = Weibull(parse_duration(read.mean_time_between), read.shape)
-    return Failures(lives, Weibull(parse_duration(read.mean_repair)))
+    lives = Weibull(read.mean_time_between.seconds, read.shape)
+    return Failures(lives, Weibull(read.mean_repair.seconds))
 
 
 def read_absences(texts: Sequence[str]) -> dict[str, list[Absence]]:

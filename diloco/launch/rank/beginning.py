@@ -38,7 +38,7 @@ def find_beginning(
     """
     if not config.run.warm_start:
         return None, 0
-    patience_s = config.transport.unreachable_s
+    patience_s = config.transport.unreachable.seconds
 
     def start_step() -> int | None:
         security = Security.of(config, Role.ISLAND, config.island_id).knowing(coordinator_address)
@@ -54,7 +54,7 @@ def find_beginning(
         return run_state.start_step if run_state.timeline or run_state.has_published else None
 
     # The default group would give up while the leader still waits for the coordinator.
-    timeout_s = config.island.collective_timeout_s
+    timeout_s = config.island.collective_timeout.seconds
     groups = make_groups(None, patience_s=patience_s, collective_s=timeout_s)
     told = groups.leader_says("could not learn where the run began", start_step)
     if told is not None:

@@ -103,7 +103,7 @@ class _Wires:
         chosen, address = self._config.transport, self._faults.route(address)
         control = security.transport(address, Role.SYNCER)
         data = security.transport(
-            address, Role.SYNCER, chunk_bytes=chosen.chunk_bytes, channels=chosen.num_channels
+            address, Role.SYNCER, chunk_bytes=chosen.chunk.num_bytes, channels=chosen.num_channels
         )
         control = self._faults.around(control, carries_fragments=True)
         data = self._faults.around(data, carries_fragments=True)
@@ -113,7 +113,7 @@ class _Wires:
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:
         # Within the island: neither shaped nor paced.
-        security, chunk_bytes = self._security.within_site(), self._config.transport.chunk_bytes
+        security, chunk_bytes = self._security.within_site(), self._config.transport.chunk.num_bytes
         control = security.transport(address, Role.ISLAND)
         return control, security.transport(address, Role.ISLAND, chunk_bytes=chunk_bytes)
 
@@ -132,7 +132,7 @@ class _Wires:
             transport = self._security.transport(
                 address,
                 Role.ISLAND,
-                chunk_bytes=chosen.chunk_bytes,
+                chunk_bytes=chosen.chunk.num_bytes,
                 channels=chosen.num_channels,
             )
             # What others pull from here takes their links' time, not this one's as well.

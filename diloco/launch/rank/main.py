@@ -172,7 +172,7 @@ class _Rank:
         self._device = self._meet()
         island = self._config.island
         mesh = make_mesh(self._device, island.mesh, is_cast=island.compute.is_cast)
-        limit_collectives(island.collective_timeout_s)
+        limit_collectives(island.collective_timeout.seconds)
         data = open_data(self._config)
         # Too many held-out sequences are refused now, not after the training.
         data.evaluation(self._config.evaluation.num_sequences)
@@ -186,7 +186,7 @@ class _Rank:
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         self._outer.loss_of = self._trial_loss
-        limit_collectives(island.collective_timeout_s)  # optimizers make groups, too
+        limit_collectives(island.collective_timeout.seconds)  # optimizers make groups, too
         self._measure(model.shape)
         self._checkpoints = IslandCheckpoints(
             connection,
@@ -384,7 +384,7 @@ class _Rank:
             every=island.memory_checkpoint_steps,
             island=config.island_id,
             on_event=self.record.write,
-            collective_s=island.collective_timeout_s,
+            collective_s=island.collective_timeout.seconds,
         )
         memory.open()
         return memory

@@ -120,7 +120,7 @@ async def start_peer(
                 publication=build_publication_rules(config),
                 retained_versions=config.outer.retained_versions,
                 num_unsure_pins=config.num_unsure_checkpoints,
-                unreachable_s=config.transport.unreachable_s,
+                unreachable_s=config.transport.unreachable.seconds,
             ),
             calls=calls,
             grant=reply.grant,
@@ -135,7 +135,7 @@ async def start_peer(
             read_bound(state.bound),
             peer.handlers,
             security=security,
-            chunk_bytes=config.transport.chunk_bytes,
+            chunk_bytes=config.transport.chunk.num_bytes,
             limits=limits_of(config),
         )
         opened.push_async_callback(server.stop, _DRAIN_S)
@@ -161,11 +161,11 @@ def _build_calls(
         decider,
         reply.grant,
         connect,
-        rpc_deadline_s=transport.rpc_timeout_s,
+        rpc_deadline_s=transport.rpc_timeout.seconds,
         policy=RetryPolicy(
-            first_wait_s=transport.retry.first_wait_s,
-            max_wait_s=transport.retry.max_wait_s,
-            budget_s=transport.unreachable_s,
+            first_wait_s=transport.retry.first_wait.seconds,
+            max_wait_s=transport.retry.max_wait.seconds,
+            budget_s=transport.unreachable.seconds,
         ),
         rng=rng,
     )

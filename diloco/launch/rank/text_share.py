@@ -336,8 +336,8 @@ def open_text(
         batches,
         groups=make_groups(
             None,
-            patience_s=config.transport.unreachable_s,
-            collective_s=config.island.collective_timeout_s,
+            patience_s=config.transport.unreachable.seconds,
+            collective_s=config.island.collective_timeout.seconds,
         ),
         most_untold=config.data.handover_samples // (batch_size if is_by_batch else 1),
         draws_per_step=1 if is_by_batch else batch_size,

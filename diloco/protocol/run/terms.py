@@ -41,7 +41,7 @@ def terms_of(config: Config) -> Terms:
     total_tokens = config.total_tokens if outer.is_on_arrival else 0
     return Terms(
         policy_json=policy_json(config),
-        unreachable_s=config.transport.unreachable_s,
+        unreachable_s=config.transport.unreachable.seconds,
         lease_s=config.lease_s,
         total_tokens=total_tokens,
         cut_tokens=config.checkpoint.every_tokens,
