@@ -63,14 +63,14 @@ def run_points(
     starts = _missing_starts(missing.values(), cache)
     total = sum(map(_num_steps, missing.values())) + sum(p.lab.warm_steps for p in starts)
 
-    def tell(num_points: int, num_steps: int) -> None:
+    def show_done(num_points: int, num_steps: int) -> None:
         of_points = f"{num_points} of {len(missing)} points, " if len(missing) != 1 else ""
         show(f"{of_points}inner steps", num_steps, total)
 
     if num_processes > 1 and len(missing) + len(starts) > 1:
-        _train_besides(list(missing.values()), starts, cache, num_processes, tell)
+        _train_in_processes(list(missing.values()), starts, cache, num_processes, show_done)
     else:
-        _train_here(list(missing.values()), starts, cache, tell, timeline)
+        _train_here(list(missing.values()), starts, cache, show_done, timeline)
     results = []
     for point in points:
         result = cache.result(point)
@@ -131,7 +131,7 @@ def _train_here(
     points: Sequence[LabPoint],
     starts: Sequence[LabPoint],
     cache: Cache,
-    tell: Callable[[int, int], None],
+    show_done: Callable[[int, int], None],
     timeline: LabTimeline | None,
 ) -> None:
     num_points = num_steps = 0
@@ -139,14 +139,14 @@ def _train_here(
     def count(more: int) -> None:
         nonlocal num_steps
         num_steps += more
-        tell(num_points, num_steps)
+        show_done(num_points, num_steps)
 
     for point in starts:
         _write_start(cache, point, count)
     for point in points:
         _train(cache, point, count, timeline)
         num_points += 1
-    tell(num_points, num_steps)
+    show_done(num_points, num_steps)
 
 
 # -- several processes -----------------------------------------------------------------------------
@@ -185,12 +185,12 @@ def write_start_in_process(cache: Cache, point: LabPoint) -> None:
     _write_start(cache, point, _count)
 
 
-def _train_besides(
+def _train_in_processes(
     points: Sequence[LabPoint],
     starts: Sequence[LabPoint],
     cache: Cache,
     num_processes: int,
-    tell: Callable[[int, int], None],
+    show_done: Callable[[int, int], None],
 ) -> None:
     """Give every point to a process, the longest first; those that wait for a start come after.
 
@@ -218,7 +218,7 @@ def _train_besides(
                 wait([*founding, *training], _LOOK_S, FIRST_COMPLETED)
                 ended = [future for future in (*founding, *training) if future.done()]
                 num_points += sum(future in training for future in ended)
-                tell(num_points, done.value)
+                show_done(num_points, done.value)
                 whole = [future for future in ended if future.exception() is None]
                 errors += [e for e in (future.exception() for future in ended) if e is not None]
                 ready = [founding[future] for future in whole if future in founding]

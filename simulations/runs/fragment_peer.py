@@ -177,7 +177,7 @@ class SimulatedFragmentPeer:
 
     # -- what is heard and seen ------------------------------------------------------------------
 
-    def hear(self, announced: Announced, *, is_open: bool) -> None:
+    def on_announced(self, announced: Announced, *, is_open: bool) -> None:
         """Take in what the decider says of this fragment."""
         if (self._announced, self._is_open) != (announced, is_open):
             self._announced, self._is_open = announced, is_open

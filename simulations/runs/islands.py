@@ -214,7 +214,7 @@ class SimulatedIsland:
         training: IslandTraining,
         common: Exchanging,
         costs: HostCosts,
-        ways: Mapping[ServerT, tuple[Path, Path]],
+        paths: Mapping[ServerT, tuple[Path, Path]],
         *,
         record: Callable[[Span], None],
         before: SimulatedIsland | None = None,
@@ -230,7 +230,7 @@ class SimulatedIsland:
         num_fragments = len(common.sizes)
         self._ledgers = [FragmentLedger(0, p) for p in range(num_fragments)]
         self._carried = [IslandFragment(p, (0,), anchor_version=0) for p in range(num_fragments)]
-        self._ways = [
+        self._connections = [
             _Connection(
                 syncer,
                 up,
@@ -238,9 +238,11 @@ class SimulatedIsland:
                 {p: self._carried[p] for p in syncer.fragment_ids},
                 common.has_calls,
             )
-            for syncer, (up, down) in ways.items()
+            for syncer, (up, down) in paths.items()
         ]
-        self._way_of = {p: way for way in self._ways for p in way.carried}
+        self._connection_to = {
+            p: connection for connection in self._connections for p in connection.carried
+        }
         self._inside, self._line = simpy.Resource(engine, 1), simpy.Resource(engine, 1)
         self._leaving: dict[int, simpy.Process] = {}
         schedule = common.schedule
@@ -256,33 +258,33 @@ class SimulatedIsland:
 
     def start(self) -> None:
         """Begin to poll."""
-        for way in self._ways:
-            self._crew.spawn(self._polling(way))
+        for connection in self._connections:
+            self._crew.spawn(self._polling(connection))
 
     def stop(self) -> None:
         """End without a word, with all that is on its way."""
         self._crew.stop()
-        for way in self._ways:
-            self._network.drop(way.up)
-            self._network.drop(way.down)
+        for connection in self._connections:
+            self._network.drop(connection.up)
+            self._network.drop(connection.down)
 
     def enter(self) -> Steps:
         """Return to a run: take what is published of every fragment, and go on as others stand."""
         entered: list[Entered] = []
-        for way in self._ways:
-            way.syncer.granted(self.name, self.incarnation)
-            yield self._engine.timeout(way.ask_s + self._costs.call_s)
+        for connection in self._connections:
+            connection.syncer.granted(self.name, self.incarnation)
+            yield self._engine.timeout(connection.ask_s + self._costs.call_s)
             # On arrival rounds go on without it: as `diloco.island.exchange.entry`, it takes what
             # is newest.
-            while not (self._common.on_arrival or way.syncer.is_steady):
-                yield way.syncer.changed.next
-            for state in way.syncer.states:
-                carried = way.carried[state.fragment_id]
+            while not (self._common.on_arrival or connection.syncer.is_steady):
+                yield connection.syncer.changed.next
+            for state in connection.syncer.states:
+                carried = connection.carried[state.fragment_id]
                 carried.on_announcement(state)
                 carried.anchor_version = state.version
-            num_bytes = sum(self._common.sizes[p].float32_bytes for p in way.carried)
-            yield self._engine.timeout(way.answer_s + way.ask_s)
-            yield self._network.cross(way.down, num_bytes, self._common.sizes[0].lanes)
+            num_bytes = sum(self._common.sizes[p].float32_bytes for p in connection.carried)
+            yield self._engine.timeout(connection.answer_s + connection.ask_s)
+            yield self._network.cross(connection.down, num_bytes, self._common.sizes[0].lanes)
             self.sums.bytes_down += num_bytes
         for ledger, carried in zip(self._ledgers, self._carried, strict=True):
             state = carried.state
@@ -456,7 +458,7 @@ class SimulatedIsland:
     # -- during training --------------------------------------------------------------------------
 
     def _submitting(self, p: int, sent: Outstanding) -> Steps:
-        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
+        connection, size, costs = self._connection_to[p], self._common.sizes[p], self._costs_of(p)
         rate_s = costs.plain_s if self._common.plain_up else costs.encode_s
         yield from self._work(p, "encode", rate_s)
         while self._carried[p].outstanding is sent and self._carried[p].outcome is None:
@@ -465,15 +467,17 @@ class SimulatedIsland:
             yield self._engine.timeout(calls_s)
             if (leaving := self._leaving.pop(p, None)) is not None:
                 yield leaving
-                yield self._network.cross(way.up, 0)
+                yield self._network.cross(connection.up, 0)
             else:
-                yield self._network.cross(way.up, size.bytes_up, size.lanes)
+                yield self._network.cross(connection.up, size.bytes_up, size.lanes)
             self.sums.bytes_up += size.bytes_up
-            spread_s = self._spread_s(began + calls_s, way.up, size.bytes_up, size.lanes)
+            spread_s = self._spread_s(began + calls_s, connection.up, size.bytes_up, size.lanes)
             left_s = left_over(costs.byte_s * size.bytes_up, spread_s, size.lanes)
             yield self._engine.timeout(left_s)
-            admission = yield from way.syncer.receive(self.name, self.incarnation, sent, spread_s)
-            yield self._engine.timeout(way.answer_s)
+            admission = yield from connection.syncer.receive(
+                self.name, self.incarnation, sent, spread_s
+            )
+            yield self._engine.timeout(connection.answer_s)
             self._span(p, "send", began)  # until it is answered, as a real run tells it
             if admission is not Admission.NOT_OPEN:
                 return
@@ -489,7 +493,7 @@ class SimulatedIsland:
         yield self._engine.all_of(leaving)
 
     def _leave(self, p: int, piece: Piece) -> Steps:
-        way, size = self._way_of[p], self._common.sizes[p]
+        connection, size = self._connection_to[p], self._common.sizes[p]
         if piece.inside_s:
             with self._inside.request() as turn:
                 yield turn
@@ -497,50 +501,51 @@ class SimulatedIsland:
         if size.bytes_up:
             with self._line.request() as turn:
                 yield turn
-                yield self._network.send(way.up, piece.share * size.bytes_up, size.lanes)
+                yield self._network.send(connection.up, piece.share * size.bytes_up, size.lanes)
 
     def _declining(self, p: int, sent: Outstanding) -> Steps:
-        way = self._way_of[p]
-        yield self._engine.timeout(way.ask_s + self._costs.call_s)
-        way.syncer.refuse(self.name, self.incarnation, sent.key, "declined: nothing to tell")
+        connection = self._connection_to[p]
+        yield self._engine.timeout(connection.ask_s + self._costs.call_s)
+        connection.syncer.refuse(self.name, self.incarnation, sent.key, "declined: nothing to send")
 
-    def _polling(self, way: _Connection) -> Steps:
+    def _polling(self, connection: _Connection) -> Steps:
         """Ask what is new, again and again; a poll waits at its syncer until something is."""
         while True:
             request = wire.PollRequest(
-                known=[carried.known() for carried in way.carried.values()], known_epoch=way.epoch
+                known=[carried.known() for carried in connection.carried.values()],
+                known_epoch=connection.epoch,
             )
             keys = [
                 carried.outstanding.key
-                for carried in way.carried.values()
+                for carried in connection.carried.values()
                 if carried.outstanding is not None and carried.outcome is None
             ]
             step_s = self._step_s
-            yield self._engine.timeout(way.ask_s + self._costs.call_s)
-            way.syncer.stepped(self.name, step_s)
+            yield self._engine.timeout(connection.ask_s + self._costs.call_s)
+            connection.syncer.stepped(self.name, step_s)
             overdue = None if step_s else self._engine.timeout(UNTIMED_POLL_S)
             while True:
-                changed = way.syncer.changed.next
-                reply = way.syncer.answer(request, self.name, self.incarnation, keys)
+                changed = connection.syncer.changed.next
+                reply = connection.syncer.answer(request, self.name, self.incarnation, keys)
                 if reply is not None or (overdue is not None and overdue.processed):
                     break
                 yield changed if overdue is None else self._engine.any_of([changed, overdue])
-            yield self._engine.timeout(way.answer_s)
+            yield self._engine.timeout(connection.answer_s)
             if reply is not None:
-                self._hear(way, reply)
+                self._on_reply(connection, reply)
 
-    def _hear(self, way: _Connection, reply: wire.PollReply) -> None:
-        way.epoch = reply.syncer_epoch
+    def _on_reply(self, connection: _Connection, reply: wire.PollReply) -> None:
+        connection.epoch = reply.syncer_epoch
         for state in reply.fragments:
-            way.carried[state.fragment_id].on_announcement(state)
+            connection.carried[state.fragment_id].on_announcement(state)
         for outcome in map(outcome_of, reply.outcomes):
-            carried = way.carried[outcome.key.fragment_id]
+            carried = connection.carried[outcome.key.fragment_id]
             sent = carried.outstanding
             if sent is None or outcome.key != sent.key or carried.outcome is not None:
                 continue
             is_declined = outcome.reason.startswith("declined:")
             carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
-        for carried in way.carried.values():
+        for carried in connection.carried.values():
             self._look(carried)
         self._news.set()
 
@@ -562,19 +567,19 @@ class SimulatedIsland:
 
     def _staging(self, carried: IslandFragment, version: int) -> Steps:
         p = carried.fragment_id
-        way, size, costs = self._way_of[p], self._common.sizes[p], self._costs_of(p)
+        connection, size, costs = self._connection_to[p], self._common.sizes[p], self._costs_of(p)
         began = self._engine.now
-        yield self._engine.timeout(way.ask_s + costs.call_s)
+        yield self._engine.timeout(connection.ask_s + costs.call_s)
         is_plain = carried.state.is_flush
         # An island that leaps takes the payloads of all the versions between.
         num_versions = version - carried.anchor_version
         num_bytes = size.float32_bytes if is_plain else size.bytes_down * num_versions
         crossed_from = self._engine.now
-        yield self._network.cross(way.down, num_bytes, size.lanes)
+        yield self._network.cross(connection.down, num_bytes, size.lanes)
         calls = math.ceil(size.numel / MOST_TOGETHER)
         # The syncer answers one after another, so that they begin and end to cross like that, too.
-        spread_s = max(0.0, self._engine.now - crossed_from - way.down.link.delay_s)
-        way.syncer.fetched(self.name, p, version)
+        spread_s = max(0.0, self._engine.now - crossed_from - connection.down.link.delay_s)
+        connection.syncer.fetched(self.name, p, version)
         self.sums.bytes_down += num_bytes
         self._span(p, "fetch", began)
         is_cheap = is_plain or self._common.plain_down

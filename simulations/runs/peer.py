@@ -137,6 +137,6 @@ class SimulatedPeer:
             yield engine.timeout(down_s)
             sequence = news.sequence
             for p, peer in self._fragments.items():
-                peer.hear(news.announced[p], is_open=news.is_open[p])
+                peer.on_announced(news.announced[p], is_open=news.is_open[p])
             for outcome in news.outcomes:
                 self._fragments[outcome.key.fragment_id].take_outcome(outcome)

@@ -205,7 +205,7 @@ def simulate_run(
     if failures is not None:
         for name in config.islands.keys() - given.keys():
             away[name] = failures.draw(engine.stream("failures", name))
-    world = _RunParts(
+    parts = _RunParts(
         config,
         plan,
         rules,
@@ -223,9 +223,9 @@ def simulate_run(
         [],
     )
     if config.outer.exchange == "allreduce":
-        mesh = Mesh(world.network, world.profiles, outages, tcp, is_shaped=is_shaped)
-        return _among_themselves(world, mesh)
-    return _through_syncers(world, SharedLine(world.network, syncer_link, outages), tcp)
+        mesh = Mesh(parts.network, parts.profiles, outages, tcp, is_shaped=is_shaped)
+        return _run_allreduce(parts, mesh)
+    return _run_syncers(parts, SharedLine(parts.network, syncer_link, outages), tcp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class _RunParts:
         self,
         name: str,
         common: Exchanging,
-        ways: Mapping[ServerT, tuple[Path, Path]],
+        paths: Mapping[ServerT, tuple[Path, Path]],
         record: Callable[[Span], None],
     ) -> Callable[..., SimulatedIsland]:
         """Give what makes the starts of an island."""
@@ -273,7 +273,7 @@ class _RunParts:
             self.trainings[name],
             common,
             self.costs,
-            ways,
+            paths,
             record=record,
         )
 
@@ -292,52 +292,52 @@ class _RunParts:
         )
 
 
-def _through_syncers(world: _RunParts, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
-    config, engine, plan = world.config, world.engine, world.plan
-    record = Recorder(world.spans)
+def _run_syncers(parts: _RunParts, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
+    config, engine, plan = parts.config, parts.engine, parts.plan
+    record = Recorder(parts.spans)
     syncers = [
         SimulatedSyncer(
             engine,
             f"syncer-{i}" if config.coordinator.num_syncers > 1 else "syncer",
             [plan.fragments[p] for p in own],
-            world.rules,
-            world.costs,
+            parts.rules,
+            parts.costs,
             num_fragments=len(plan.fragments),
             record=record,
         )
         for i, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers))
     ]
-    common = world.exchanging(fragment_sizes(config, plan))
+    common = parts.exchanging(fragment_sizes(config, plan))
     sites = []
     for name in sorted(config.islands):
-        paths = line.paths(name, world.profiles[name], tcp)
-        build = world.building(name, common, dict.fromkeys(syncers, paths), record)
-        away = world.absences.get(name, ())
+        paths = line.paths(name, parts.profiles[name], tcp)
+        build = parts.building(name, common, dict.fromkeys(syncers, paths), record)
+        away = parts.absences.get(name, ())
         sites.append(Site(engine, name, build, syncers, away, config.lease_s))
     here = [site for site in sites if site.is_here]
     for syncer in syncers:
         syncer.found([site.name for site in here], [site.name for site in sites])
-    return world.run(sites, syncers)
+    return parts.run(sites, syncers)
 
 
-def _among_themselves(world: _RunParts, mesh: Mesh) -> SimulatedRun:
-    config, engine, plan = world.config, world.engine, world.plan
-    record, retry = Recorder(world.spans), config.transport.retry
-    decider = SimulatedDecider(engine, plan.fragments, world.rules, world.costs)
+def _run_allreduce(parts: _RunParts, mesh: Mesh) -> SimulatedRun:
+    config, engine, plan = parts.config, parts.engine, parts.plan
+    record, retry = Recorder(parts.spans), config.transport.retry
+    decider = SimulatedDecider(engine, plan.fragments, parts.rules, parts.costs)
     setting = PeerSetting(
         sorted(config.islands),
         engine,
-        world.network,
+        parts.network,
         mesh,
         decider,
-        world.rules.publication,
-        world.costs,
+        parts.rules.publication,
+        parts.costs,
         retry.first_wait.seconds,
         retry.max_wait.seconds,
         record,
     )
     within = Link(_WITHIN_BPS, 0.0)
-    common = world.exchanging(
+    common = parts.exchanging(
         [FragmentSize(f.padded_numel, len(f.lanes), 0, 0, 0) for f in plan.fragments]
     )
     sites = []
@@ -346,13 +346,13 @@ def _among_themselves(world: _RunParts, mesh: Mesh) -> SimulatedRun:
         up, down = (
             Path(f"{name}-{way}", (Pipe(name, _WITHIN_BPS),), within, 0.0) for way in ("up", "down")
         )
-        build = world.building(name, common, {peer: (up, down)}, record)
-        away = world.absences.get(name, ())
+        build = parts.building(name, common, {peer: (up, down)}, record)
+        away = parts.absences.get(name, ())
         site = Site(engine, name, build, (), away, config.lease_s, peer)
         site.island.sums = peer.sums  # which count what crosses its line
         sites.append(site)
         peer.granted(name, 1)
-    return world.run(sites, [decider])
+    return parts.run(sites, [decider])
 
 
 def run_plan(config: Config) -> Plan:
