@@ -168,10 +168,10 @@ class ReportRequest(_message.Message):
     step_s: float
     position_json: str
     cut: CutPart
-    transfer: TransferReport
+    transfer: TransferPart
     alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
     held_out: _containers.RepeatedCompositeFieldContainer[HeldOut]
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferPart, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
 
 class Alarm(_message.Message):
     __slots__ = ("kind", "island", "fragment_id", "text", "count")
@@ -209,7 +209,7 @@ class AlarmStatus(_message.Message):
     holds: bool
     def __init__(self, alarm: _Optional[_Union[Alarm, _Mapping]] = ..., reporter: _Optional[str] = ..., first_age_s: _Optional[float] = ..., last_age_s: _Optional[float] = ..., holds: _Optional[bool] = ...) -> None: ...
 
-class TransferReport(_message.Message):
+class TransferPart(_message.Message):
     __slots__ = ("is_requested", "declined", "reason")
     IS_REQUESTED_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]

@@ -16,7 +16,7 @@ from tests.protocol.test_cuts import part_of
 from tests.run_files import write_run
 
 NAMES = ("east", "west")
-REQUEST = control.TransferReport(is_requested=True)
+REQUEST = control.TransferPart(is_requested=True)
 
 
 @pytest.fixture
@@ -81,10 +81,10 @@ def test_a_source_that_declines_is_followed_by_another_and_then_by_none(
             await coord.report(grant, cut=part_of(1, 3, 3, at=9))
         await coord.report(guest, transfer=REQUEST)
 
-        word = control.TransferReport(declined=1, reason="its disk is broken")
+        word = control.TransferPart(declined=1, reason="its disk is broken")
         assert (await coord.report(west, transfer=word)).provide == 0
         assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "east"
-        await coord.report(east, transfer=control.TransferReport(declined=1, reason="so is mine"))
+        await coord.report(east, transfer=control.TransferPart(declined=1, reason="so is mine"))
         told = (await coord.report(guest, transfer=REQUEST)).transfer
         assert told.refusal == (
             "no island at work can give that of cut 1. east: so is mine; west: its disk is broken"

@@ -120,7 +120,7 @@ def _changed(**changes: Any) -> Callable[[bytes], bytes]:
         (_changed(plan="0" * 64), "of another model"),
         (_changed(versions=[1, 2]), "2 versions; the plan has 1"),
         (_changed(lanes={}), "0 lanes are listed, the plan has these 2"),
-        (_changed(source="b"), "another transfer than its header"),
+        (_changed(donor="b"), "another transfer than its header"),
         (_changed(timeline=1), "another transfer than its header"),
         (_changed(lanes={f"0/{n}": {"num_bytes": 9, "blake3": "0" * 64} for n in (0, 1)}), "asks"),
         (lambda text: text + b" " * 100_000, "are allowed"),

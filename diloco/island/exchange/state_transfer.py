@@ -30,7 +30,7 @@ from diloco.protocol.rounds.transfer_manifest import (
     read_manifest,
 )
 from diloco.protos import fragment_pb2 as wire
-from diloco.protos.control_pb2 import Grant, ReportReply, TransferAnswer, TransferReport
+from diloco.protos.control_pb2 import Grant, ReportReply, TransferAnswer, TransferPart
 from diloco.transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,9 @@ class TransferReports:
         """Ask from the next report on, or no longer."""
         self._is_requested, self.answer = is_requested, TransferAnswer()
 
-    def report(self) -> TransferReport:
+    def report(self) -> TransferPart:
         """Give ReportRequest.transfer."""
-        return TransferReport(
+        return TransferPart(
             is_requested=self._is_requested, declined=self._declined, reason=self._reason
         )
 

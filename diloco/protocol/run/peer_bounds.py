@@ -239,7 +239,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "checkpoint": _COUNT,
         "nats_per_byte": Real(-MOST_NUMBER, or_none=True),
     },
-    "diloco.control.v1.TransferReport": {"declined": _COUNT, "reason": _SAID},
+    "diloco.control.v1.TransferPart": {"declined": _COUNT, "reason": _SAID},
     "diloco.control.v1.CutPart": {
         "number": _COUNT,
         "versions": Many("num_fragments", _COUNT),

@@ -21,7 +21,7 @@ from diloco.bounded_text import bounded_text
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import Lease
 from diloco.protocol.run.membership import Membership
-from diloco.protos.control_pb2 import ReportReply, TransferAnswer, TransferReport
+from diloco.protos.control_pb2 import ReportReply, TransferAnswer, TransferPart
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class StateTransfers:
         self._keep = keep
         self._requests: dict[str, _Request] = {}
 
-    def reported(self, island: str, report: TransferReport, reply: ReportReply) -> None:
+    def reported(self, island: str, report: TransferPart, reply: ReportReply) -> None:
         """Take what an island reports of state transfers, and put the answer into `reply`."""
         incarnation = self._membership.members[island].incarnation
         if report.declined:
