@@ -184,13 +184,6 @@ class TelemetryConfig(Section):
         description="Inner steps between events of what each rank takes of memory; 0: only at the "
         "end",
     )
-    flight_recorder_entries: Local[int] = Field(
-        default=2000,
-        ge=0,
-        le=1_000_000,
-        description="Last collectives that a rank remembers and writes to telemetry.dir when it "
-        "loses another one; 0: none. TORCH_FR_BUFFER_SIZE, where it is set, is used instead",
-    )
     coordinator_metrics: Local[str] = Field(
         default="",
         description="HOST:PORT at which the coordinator serves /metrics to Prometheus; empty: "

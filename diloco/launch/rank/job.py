@@ -14,6 +14,9 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from diloco.errors import ConfigError
 from diloco.island.groups import COLLECTIVE_S, GROUPS_OF_THE_LOOP
 
+#: Last collectives that PyTorch's flight recorder keeps, where nothing else is said.
+_NUM_RECORDED = "2000"
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -69,19 +72,17 @@ class Job:
         return cls(island_rank, num_ranks, rendezvous, num_hosts, memory, local_rank, here)
 
 
-def meet(job: Job, backend: str = "gloo", *, is_cast: bool = False, num_recorded: int = 0) -> None:
+def meet(job: Job, backend: str = "gloo", *, is_cast: bool = False) -> None:
     """Make the default process group, for the model; an island of one rank mostly has none.
 
     Args:
         job: Of this rank.
         backend: Backends by device, as `diloco.launch.rank.device.backend_of` names them.
         is_cast: Whether the model's parameters are cast, for which one rank, too, has a group.
-        num_recorded: Last collectives that PyTorch's flight recorder keeps, unless
-            TORCH_FR_BUFFER_SIZE is set.
     """
     if job.num_ranks == 1 and not is_cast:
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(num_recorded))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _NUM_RECORDED)
     dist.init_process_group(
         backend,
         store=_store(job),

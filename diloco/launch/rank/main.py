@@ -246,12 +246,7 @@ class _Rank:
         check_host_memory(
             config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
         )
-        meet(
-            job,
-            backend_of(device),
-            is_cast=config.island.compute.is_cast,
-            num_recorded=config.telemetry.flight_recorder_entries,
-        )
+        meet(job, backend_of(device), is_cast=config.island.compute.is_cast)
         return device
 
     def _build_model(
