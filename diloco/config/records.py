@@ -127,10 +127,8 @@ class WandbConfig(Section):
         "later `wandb sync`",
     )
     project: Local[str] = Field(
-        default="", description="Project; empty: WANDB_PROJECT, or wandb's own default"
-    )
-    entity: Local[str] = Field(
-        default="", description="User or team; empty: WANDB_ENTITY, or wandb's own default"
+        default="",
+        description="Project; empty: WANDB_PROJECT, or wandb's own default; WANDB_ENTITY: whose",
     )
 
 

@@ -24,7 +24,6 @@ class WandbRun:
     Args:
         mode: "offline" or "online".
         project: Empty: as wandb decides.
-        entity: Empty: as wandb decides.
         group: Name of the run of all islands.
         name: Of the island.
         run_id: wandb's own id; a later start with the same one goes on in the same run.
@@ -34,7 +33,6 @@ class WandbRun:
 
     mode: str
     project: str
-    entity: str
     group: str
     name: str
     run_id: str
@@ -65,7 +63,6 @@ class WandbSink:
             self._run = wandb.init(
                 mode=wanted.mode,
                 project=wanted.project or None,
-                entity=wanted.entity or None,
                 group=wanted.group,
                 name=wanted.name,
                 id=wanted.run_id,

@@ -18,7 +18,6 @@ def wandb_run(directory: Path, *, mode: str = "offline") -> WandbRun:
     return WandbRun(
         mode=mode,
         project="lab",
-        entity="",
         group="demo",
         name="eu-west",
         run_id="eu-west-1f",

@@ -193,7 +193,6 @@ def _wandb_run(config: Config, output_dir: Path) -> WandbRun:
     return WandbRun(
         mode=wandb.mode,
         project=wandb.project,
-        entity=wandb.entity,
         group=config.run.name,
         name=config.island_id,
         run_id=run_id,
