@@ -12,13 +12,12 @@ import datetime
 import resource
 import signal
 import time
-from abc import abstractmethod
 from collections import Counter
 from pathlib import Path
 
 from diloco.chaos.environment import ChaosEnvironment, is_frozen, send
 from diloco.chaos.injector import Injector
-from diloco.chaos.plan import COORDINATOR, Kind, TimedFault
+from diloco.chaos.plan import COORDINATOR, CORRUPTING, Kind, TimedFault
 from diloco.chaos.store_damage import Flip, TornNewest, Truncate
 from diloco.chaos.storm import Storm
 from diloco.durable import read_json, write_json
@@ -172,127 +171,69 @@ def _limit_files(pid: int, *, is_full: bool) -> bool:
     return False
 
 
-class _FromWithin(Injector):
-    """A fault that a process has from within, by a file that it reads once a second."""
+class EntryInjector(Injector):
+    """A fault that a process has from within, by its entry of a file that it reads once a second.
 
-    place: tuple[Path, str]
-    counted: str
-    #: What is noted as well; empty: nothing.
-    noted = ""
+    Args:
+        environment: The run.
+        fault: The fault.
+        place: The file, and the name of the entry.
+        value: The entry.
+        counted: What the process counts when it meets the fault.
+        noted: What it counts as well, for the note; empty: nothing.
+    """
 
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.place[0]
-
-    @property
-    def who(self) -> str:
-        """Whose entry of it."""
-        return self.place[1]
+    def __init__(
+        self,
+        environment: ChaosEnvironment,
+        fault: TimedFault,
+        place: tuple[Path, str],
+        value: object,
+        counted: str,
+        noted: str = "",
+    ) -> None:
+        """Do nothing yet."""
+        super().__init__(environment, fault)
+        self.place = place
+        self._path, self._who = place
+        self._value, self._counted, self._noted = value, counted, noted
 
     def begin(self) -> bool:
         """Write the file, once somebody reads it."""
         target, chaos_dir = self.fault.target, self.environment.chaos_dir
-        if self.environment.pid(target) is None or not is_read(chaos_dir, self.who):
+        if self.environment.pid(target) is None or not is_read(chaos_dir, self._who):
             return False
-        self._before = fired(self.environment.chaos_dir, self.who)
+        self._before = fired(self.environment.chaos_dir, self._who)
         self._told_s = 0.0
-        write_json(self.path, {**(read_json(self.path) or {}), self.who: self.value()})
+        write_json(self._path, {**(read_json(self._path) or {}), self._who: self._value})
         return True
-
-    @abstractmethod
-    def value(self) -> object:
-        """What the file says of the target."""
 
     @property
     def is_awaiting(self) -> bool:
         """Whether its target has been starting again, or silent, and is to come back."""
-        met = self._met[self.counted]
+        met = self._met[self._counted]
         return not (self._told_s or met or self.environment.is_gone(self.fault.target))
 
     @property
     def _met(self) -> Counter[str]:
         """How often it was met, as its target has told so far."""
-        return fired(self.environment.chaos_dir, self.who) - self._before
+        return fired(self.environment.chaos_dir, self._who) - self._before
 
     def end(self) -> bool:
         """Take it back, and wait until it is known what it did."""
         if not self._told_s:
             self._told_s = time.monotonic() + _TOLD_S
-            values = read_json(self.path) or {}
-            values.pop(self.who, None)
-            write_json(self.path, values)
+            values = read_json(self._path) or {}
+            values.pop(self._who, None)
+            write_json(self._path, values)
         if time.monotonic() < self._told_s:
             return False
         met = self._met
-        self.fired, self.note = met[self.counted] > 0, f"{met[self.counted]} times"
+        self.fired, self.note = met[self._counted] > 0, f"{met[self._counted]} times"
         self.had_chance = self.fired or not self.environment.is_gone(self.fault.target)
-        if self.noted:
-            self.note += f", {met[self.noted]} {self.noted}"
+        if self._noted:
+            self.note += f", {met[self._noted]} {self._noted}"
         return True
-
-
-class Clock(_FromWithin):
-    """The wall clock of coordinator or syncer jumps ahead, and back at the end."""
-
-    counted = "clock"
-
-    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
-        """Do nothing yet."""
-        super().__init__(environment, fault)
-        self.place = clock_path(environment.chaos_dir), fault.target
-
-    def value(self) -> object:
-        """Seconds by which it is wrong."""
-        return self.fault.clock_s
-
-
-class TrainingInjector(_FromWithin):
-    """A bit of what an island trains flips, or its work is poisoned."""
-
-    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
-        """Do nothing yet."""
-        super().__init__(environment, fault)
-        self.place = training_path(environment.chaos_dir), training_name(fault.target)
-        self.counted = fault.kind.value
-
-    def value(self) -> object:
-        """The island's entry of `training.json`."""
-        fault = self.fault
-        if fault.kind is Kind.POISON:
-            return {"how": fault.how, "seed": fault.seed}
-        return {"number": fault.number, "what": fault.what, "bit": fault.bit, "seed": fault.seed}
-
-
-class LinkInjector(_FromWithin):
-    """Something happens to all links of an island."""
-
-    def __init__(self, environment: ChaosEnvironment, fault: TimedFault) -> None:
-        """Do nothing yet."""
-        super().__init__(environment, fault)
-        self.place = links_path(environment.chaos_dir), fault.target
-        if fault.kind is Kind.THIN_LINE:
-            self.counted, self.noted = SLOWED, FLIPPED
-        else:
-            self.counted = "held" if fault.kind in _GATES else _RATES[fault.kind].value
-
-    def value(self) -> object:
-        """The island's entry of `links.json`."""
-        fault = self.fault
-        if fault.kind in _GATES:
-            return {"gate": _GATES[fault.kind]}
-        if fault.kind is Kind.THIN_LINE:
-            rate_bps = fault.bandwidth_bps / self.environment.run.config.islands[fault.target].ranks
-            return {"rate_bps": rate_bps, "damage_every_bytes": _DAMAGE_EVERY_BYTES}
-        is_partial = fault.kind in (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER)
-        return {
-            "rates": {_RATES[fault.kind]: fault.share if is_partial else 1.0},
-            "seed": fault.seed,
-            # What has a digest: initial parameters are taken once, before anything happens here.
-            "methods": _WITH_DIGESTS if fault.kind is Kind.CORRUPT else [],
-            "delay_s": fault.delay_s,
-            "slow_bps": fault.bandwidth_bps,
-        }
 
 
 #: On a thin line a bit flips about every so many bytes of one way.
@@ -318,13 +259,40 @@ _INJECTORS: dict[Kind, type[Injector]] = {
     Kind.FLIP: Flip,
     Kind.TORN_NEWEST: TornNewest,
     Kind.DISK_FULL: DiskFullInjector,
-    Kind.CLOCK: Clock,
     Kind.CONNECT_STORM: ConnectStorm,
-    Kind.FLIP_BIT: TrainingInjector,
-    Kind.POISON: TrainingInjector,
 }
 
 
 def injector_of(environment: ChaosEnvironment, fault: TimedFault) -> Injector:
     """Prepare to do a fault."""
-    return _INJECTORS.get(fault.kind, LinkInjector)(environment, fault)
+    if (injector := _INJECTORS.get(fault.kind)) is not None:
+        return injector(environment, fault)
+    directory, target, kind = environment.chaos_dir, fault.target, fault.kind
+    value: object = fault.clock_s
+    if kind is Kind.CLOCK:
+        return EntryInjector(environment, fault, (clock_path(directory), target), value, "clock")
+    if kind in CORRUPTING:
+        value = {"how": fault.how, "seed": fault.seed}
+        if kind is Kind.FLIP_BIT:
+            value = {
+                "number": fault.number, "what": fault.what, "bit": fault.bit, "seed": fault.seed
+            }  # fmt: skip
+        place = training_path(directory), training_name(target)
+        return EntryInjector(environment, fault, place, value, kind.value)
+    place = links_path(directory), target
+    if kind in _GATES:
+        return EntryInjector(environment, fault, place, {"gate": _GATES[kind]}, "held")
+    if kind is Kind.THIN_LINE:
+        rate_bps = fault.bandwidth_bps / environment.run.config.islands[target].ranks
+        value = {"rate_bps": rate_bps, "damage_every_bytes": _DAMAGE_EVERY_BYTES}
+        return EntryInjector(environment, fault, place, value, SLOWED, FLIPPED)
+    is_partial = kind in (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER)
+    value = {
+        "rates": {_RATES[kind]: fault.share if is_partial else 1.0},
+        "seed": fault.seed,
+        # What has a digest: initial parameters are taken once, before anything happens here.
+        "methods": _WITH_DIGESTS if kind is Kind.CORRUPT else [],
+        "delay_s": fault.delay_s,
+        "slow_bps": fault.bandwidth_bps,
+    }
+    return EntryInjector(environment, fault, place, value, _RATES[kind].value)
