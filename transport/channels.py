@@ -1,4 +1,4 @@
-"""How many connections carry a peer's payloads, and which of them takes the next call. Pure.
+"""Chooses how many connections carry a peer's payloads, and which takes the next call. Pure.
 
 A connection whose congestion control takes every loss for congestion carries at most
 

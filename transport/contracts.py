@@ -1,4 +1,4 @@
-"""What a transport is: one kind of call, from a client to a handler, over any wire.
+"""Defines a transport: one kind of call, from a client to a handler, over any wire.
 
 A call carries a small header (a serialised protobuf, opaque here) and a payload (raw bytes, may
 be empty and may be gigabytes); the reply carries the same two. Payloads travel in checksummed

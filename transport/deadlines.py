@@ -1,4 +1,4 @@
-"""How long is waited for: the deadlines of a transport's calls, and a server's for its callers."""
+"""Deadlines of a transport's calls, and of a server's waits for its callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call's header and payload become messages, and back.
+"""Turns a call's header and payload into messages, and back.
 
     first message  checksum (8) | magic (4) | version (2) | failure (2) | header bytes (4)
                    | chunk bytes (4) | payload bytes (8) | flags (1) | transfer (16) | reply (16)

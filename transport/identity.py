@@ -1,4 +1,4 @@
-"""Who a process is within a run, as text that certificates and tokens carry.
+"""Identities of the processes of a run, as text in certificates and tokens.
 
     diloco://RUN/coordinator   diloco://RUN/syncer   diloco://RUN/operator
     diloco://RUN/island/NAME   diloco://RUN/ca (the run's own authority)

@@ -1,4 +1,4 @@
-"""Trying again: exponential waits with full jitter, within a budget of seconds.
+"""Retries calls: exponential waits with full jitter, within a budget of seconds.
 
 Each wait is uniform in [0, cap], the cap doubling from one failure to the next, so that islands
 that lost the same peer do not come back together.

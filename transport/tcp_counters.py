@@ -1,4 +1,4 @@
-"""What the kernel has counted on this process's own TCP connections (Linux).
+"""Reads the kernel's counters of this process's own TCP connections (Linux).
 
 gRPC does not hand out its sockets; they are found among this process's descriptors, and only read.
 

@@ -1,4 +1,4 @@
-"""Calls that outlive their connection: what either end keeps, so that the next attempt goes on.
+"""Resumes calls whose connection broke: what either end keeps for the next attempt.
 
 A caller makes one `Transfer` a call and gives it to every attempt. The peer keeps, under its name,
 what of the payload has arrived and been verified, and later the reply; so an attempt begins at the

@@ -1,4 +1,4 @@
-"""The rounds of an all-reduce exchange: a machine a fragment, and what the journal has of it.
+"""Runs the rounds of an all-reduce: one state machine a fragment, durable in the journal.
 
 A version exists if and only if its entry is in the journal; that, and every expiry, is written
 before anybody hears of it.

@@ -1,4 +1,4 @@
-"""The decider of the all-reduce exchange: what its peers tell, and hear of every round.
+"""Serves the peers of an all-reduce: their polls, declarations, votes and records.
 
 Thin handlers over `DecidedRounds`. Carries no tensor: of a contribution it knows the digests, of a
 result the digest that all members report.

@@ -1,4 +1,4 @@
-"""What an island tells its coordinator, and hears: its joins, its reports, its leave.
+"""Serves the islands of a run: joins, reports and leaves.
 
 Nothing here decides: `membership` does, and what belongs to it.
 

@@ -1,4 +1,4 @@
-"""What an operator asks of a run under way: decided, noted with who asked, then done.
+"""Serves operators: each command is decided, recorded with its caller, then done.
 
 Source: PROTOCOL.md, "Operators and live policy".
 """

@@ -1,4 +1,4 @@
-"""The alarms that islands, syncers and the coordinator itself have raised, as operators see them.
+"""Collects the alarms of islands, syncers and the coordinator for operators.
 
 Memory, and for each time that one begins to hold an entry of the audit log. Entries are written
 together, with `write`: a thousand islands may report at once. Bounded, whatever is reported: alarms

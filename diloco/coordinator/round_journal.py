@@ -1,4 +1,4 @@
-"""How the fragments of an all-reduce stand, in the coordinator's journal.
+"""Keeps the state of an all-reduce's fragments in the coordinator's journal.
 
 A version exists if and only if its entry is here, and so does an expiry; either is written before
 anybody hears of it.

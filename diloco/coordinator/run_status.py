@@ -1,4 +1,4 @@
-"""How a run stands, as it was last told: what operators, islands and metrics are shown.
+"""Keeps the last reports of a run, for operators, islands and metrics.
 
 Memory only; nothing is decided by it.
 """

@@ -1,4 +1,4 @@
-"""How a run stands, and what an operator tells its coordinator to do. Imports no torch."""
+"""Asks a coordinator for the status of its run, and sends it commands. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a syncer tells its coordinator, and hears: an index of rounds, and who takes part.
+"""Serves the syncers of a run: takes reports of rounds, and answers who takes part.
 
 Nothing here decides a round.
 

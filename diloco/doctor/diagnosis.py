@@ -1,4 +1,4 @@
-"""What is wrong with a site before a run: findings from facts, each with the command that mends it.
+"""Finds what is wrong with a site before a run, each with the command that fixes it.
 
 Pure: `machine_facts` reads what is judged here.
 

@@ -1,4 +1,4 @@
-"""What a site is like: its kernel's TCP, the routes out, clock, ports, certificates, tokens.
+"""Measures a site: its kernel's TCP, the routes out, clock, ports, certificates, tokens.
 
 Reads and tries; judges nothing (`diagnosis` does). Every wait has an end.
 """

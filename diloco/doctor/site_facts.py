@@ -1,4 +1,4 @@
-"""What can be known of a site: `machine_facts` finds it out, `diagnosis` judges it. No IO."""
+"""Facts of a site: `machine_facts` measures them, `diagnosis` judges them. No IO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes TCP slow here, for those who are about to use it."""
+"""Names what makes TCP slow on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call what: one role a method, and an island only in its own name.
+"""Decides who may call a method: one role each, and an island only in its own name.
 
 Stands before every handler of coordinator, syncer and peers. Where callers are known (certificates
 or tokens) it compares them with the method's role and with the island that the header names; where

@@ -1,4 +1,4 @@
-"""What one process shows to others and asks of them: certificates, tokens, or declared plaintext.
+"""The credentials of one process, and those it asks of others: certificates, tokens or none.
 
 Between machines there is TLS with certificates at both ends, unless `transport.insecure` says that
 the network is trusted; on loopback nothing is needed. One place decides this for every server and

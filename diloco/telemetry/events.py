@@ -1,4 +1,4 @@
-"""What happens in a run, as plain data: one frozen dataclass an event.
+"""The events of a run: one frozen dataclass each.
 
 Reports, tests and the live table read events, never log lines. Units are in the names; `kind` is
 the word under which an event is stored.

@@ -1,4 +1,4 @@
-"""From events to the scalars that people watch: names and axes, the same in every sink.
+"""Turns events into scalars: names and axes, the same in every sink.
 
 Where torchtitan has a name it is taken, so that dashboards fit: `loss_metrics/global_avg_loss`,
 `grad_norm`, `lr`, `throughput(tps)`, `tflops`, `mfu(%)`, `memory/max_active(GiB)`,

@@ -1,4 +1,4 @@
-"""What a scrape of metrics must show, and what it is shown; needs nothing of what serves them."""
+"""The token and the certificate of a metrics server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to rounds, as their syncer sees it: its own file of events.
+"""The events of rounds, which their syncer writes into its own file.
 
 The records are the truth about versions; these say how long rounds waited, for whom, and what
 was aborted. An event that a killed syncer did not write is missing.

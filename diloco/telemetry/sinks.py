@@ -1,4 +1,4 @@
-"""Where events go: a file of JSON lines, which is the truth, and other sinks next to it.
+"""Writes events: to a file of JSON lines, which is the reference, and to other sinks.
 
 No sink stops a training: what cannot be written is counted, the first loss is a warning, and the
 sum is said when the sink is closed. What goes wrong in `open` is an error: an option that cannot be

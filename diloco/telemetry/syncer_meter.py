@@ -1,4 +1,4 @@
-"""What a syncer has done since it started, counted where it happens: for its metrics only.
+"""Counts what a syncer has done since it started, for its metrics only.
 
 Decides nothing and is not durable: the records are the truth about rounds.
 """

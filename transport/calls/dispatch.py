@@ -1,4 +1,4 @@
-"""From an incoming call to its handler, alike for every kind of server."""
+"""Runs the handler of an incoming call, for every kind of server."""
 
 from __future__ import annotations
 

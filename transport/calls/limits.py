@@ -1,4 +1,4 @@
-"""What one server bears from its callers: calls at once, calls a second, silence.
+"""Limits the callers of one server: calls at once, calls a second, silence.
 
 Pure: `now` is given. A caller is an identity where callers are known, else a connection. Anyone who
 asks too much is told `Overloaded` and may try again; nobody else is slowed.

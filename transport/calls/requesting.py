@@ -1,4 +1,4 @@
-"""What clients of every kind do alike with a call: its payload out, its reply in."""
+"""Sends a call and receives its reply, for every kind of client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers of every kind do alike with one call: its payload in, its reply out, both resumable.
+"""Receives a call and sends its reply, both resumable, for every kind of server.
 
 A stream is the caller's connection for one attempt; see `transfer` for what is kept between two.
 """

@@ -1,4 +1,4 @@
-"""What the gRPC client and server must agree on: service name, channel options, status codes."""
+"""Constants that gRPC client and server share: service name, channel options, status codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said to a libp2p daemon over its local socket: a few messages of its control protocol.
+"""Messages of the control protocol of a libp2p daemon, over its local socket.
 
 Each is a protobuf message with its length before it. Written out here, because hivemind's own
 module of them cannot be imported without all of hivemind, and that loads torch.

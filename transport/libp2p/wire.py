@@ -1,4 +1,4 @@
-"""What a call is on a libp2p stream, which is a pipe of bytes without half-closing.
+"""Frames of a call on a libp2p stream, which is a pipe of bytes without half-closing.
 
     caller   opening | message ...       peer   ACCEPTED | message ...
 

@@ -1,4 +1,4 @@
-"""Closes connections of strangers where there are too many: of one address, and in all.
+"""Closes excess connections of unknown callers: of one address, and in all.
 
 A stranger's connection is one over which no caller has been let in yet: still silent, within its
 TLS handshake, or refused. gRPC accepts connections by itself and asks nobody, so they are found

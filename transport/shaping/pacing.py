@@ -1,6 +1,6 @@
-"""When the next bytes of a payload may leave: a rate for a whole process, and who goes first.
+"""Paces payloads: one rate for a process, payloads of rounds before bulk transfers.
 
-    next departure = departure + 8 bytes WIRE_SHARE / rate        (`link.LinkState`, no delay)
+    next departure = departure + 8 bytes WIRE_SHARE / rate        (`link.LinkQueue`, no delay)
 
 Payloads of rounds go before those of bulk transfers (whole models). A bulk chunk leaves when no
 payload of a round is moving, or when it has waited `BULK_PATIENCE_S` and none has left for as

@@ -1,4 +1,4 @@
-"""A link's bandwidth and delay put around any transport, call by call.
+"""Puts a link's bandwidth and delay around any transport, call by call.
 
 The request crosses the up link, then the inner call is made, then its reply crosses the down
 link. Time is the running loop's, so it is exact under the virtual clock and close under the real

@@ -1,4 +1,4 @@
-"""How many payloads of a transport are under way at once, so that each of them moves.
+"""Limits the payloads of a transport under way at once, so that each of them moves.
 
 What has come of a message counts once the message is whole. Where as many streams as there are
 lanes share a thin line, all of their messages are whole at the same late time, and until then

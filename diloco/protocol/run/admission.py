@@ -1,4 +1,4 @@
-"""What all islands of a run must share, and the words with which one that does not is refused.
+"""Checks that a joining island shares what all must, and words the refusal.
 
 Source: PROTOCOL.md, "Join", "Version 0" and "Classes of configuration".
 """

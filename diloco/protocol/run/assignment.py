@@ -1,4 +1,4 @@
-"""Which syncer has which fragments: decided with the first join, and durable from then on.
+"""Assigns fragments to syncers, with the first join and for good.
 
 Source: PROTOCOL.md, "Fragments and lanes".
 """

@@ -1,4 +1,4 @@
-"""Which run checkpoints are good: a pure machine over the held-out losses that islands report.
+"""Judges run checkpoints by the held-out losses that islands report: a pure machine.
 
 Every run checkpoint is a candidate: one version of each fragment. Islands take the held-out loss of
 the published values that they hold at it, and report it. It is good, or bad, once most of those

@@ -1,4 +1,4 @@
-"""Who draws from which slots of the text, and how far each has been drawn: a pure machine.
+"""Shares the slots of the text out to islands, and counts how far each is drawn: pure.
 
 Every slot has at most one holder. It goes on to another where the holder has lost its lease or has
 left: at once, from the last position that was told, to the live island with the fewest slots. Where

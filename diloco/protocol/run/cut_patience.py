@@ -1,4 +1,4 @@
-"""How long a cut waits for islands that report, and bring nothing of it.
+"""Bounds how long a cut waits for islands that report but bring no part of it.
 
 Who is silent loses its lease, and the cut goes on without it (`Cuts.without`); who reports while
 its training thread hangs does not. Who says that it writes its part is waited for as long as that

@@ -1,4 +1,4 @@
-"""Who holds a lease, and for how long it was not heard of: pure, with the observer's own clock.
+"""Ends leases of islands that were silent for a term: pure, by the observer's own clock.
 
 Who holds one is durable; when it was last heard of is memory, by a monotonic clock, so that no
 jump of the wall clock changes who takes part. An observer that was away, or stood still, was not

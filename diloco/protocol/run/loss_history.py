@@ -1,4 +1,4 @@
-"""What losses of a run were good so far, and whether a loss is far above them. Pure.
+"""Decides whether a loss is far above the good losses of a run so far. Pure.
 
 The reference is the median of the lowest losses: one that was lucky does not move it, once there
 are three, nor does a run that becomes worse in small steps.

@@ -1,4 +1,4 @@
-"""What an operator may ask of a run under way, and what follows: pure decisions.
+"""Decides what the command of an operator does to a run: pure.
 
 Each command is checked whole, says what it does and what comes next, and asked again changes
 nothing. Its effect comes back as entries, so that it is durable before it is answered.

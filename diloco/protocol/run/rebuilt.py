@@ -1,4 +1,4 @@
-"""What a lost journal said, as far as it follows from what is left of a run: pure.
+"""Rebuilds the entries of a lost journal from the files of a run: pure.
 
 Records name the islands that contributed and how far each had come; the store names the starts that
 its syncer accepted, the timeline, and the last orders; pins name run checkpoints. Not known are the

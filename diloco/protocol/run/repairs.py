@@ -1,4 +1,4 @@
-"""Damaged fragments, what their syncers say of them, and from whom they are repaired: pure.
+"""Tracks damaged fragments, and the islands that they are repaired from: pure.
 
 A syncer is told the indexed header of what it has lost, and takes it from whichever island holds
 it. An operator may name the island that is asked first; that is repeated with every report until

@@ -1,4 +1,4 @@
-"""What operators have set in a run, and the list of what they did: a pure machine.
+"""Keeps the settings that operators have changed, and the list of their commands: pure.
 
     policy/N       {key, value}: what an operator set, in order
     operation/N    {number, ...}: what an operator did, the newest ones, for people

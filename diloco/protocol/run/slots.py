@@ -1,4 +1,4 @@
-"""Which slots of the text an island draws from and how far, and what all draws came to: pure.
+"""Counts what was drawn from the slots of the text, and adds all draws up: pure.
 
 The text is divided for ever into V slots (`run.max_islands`): of the documents of a source after
 the held-out ones, slot s has numbers s, s + V, s + 2 V, ... The sequences of a slot are one stream
