@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 #: Exit code of a process whose starter died.
-_ORPHANED = 40
+_STARTER_DIED = 40
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -133,7 +133,7 @@ def end_with_starter() -> None:
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
-        os._exit(_ORPHANED)
+        os._exit(_STARTER_DIED)
 
     threading.Thread(target=wait, daemon=True).start()
 
