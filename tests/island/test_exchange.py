@@ -410,11 +410,11 @@ def test_included_keeps_what_quantisation_lost_for_the_next_send(
         await asyncio.gather(a.train(5), b.train(5))
 
         delta = padded(4 * torch.linspace(0.1, 1.0, 5))
-        residual = a.exchange._carried[0].residual[0]
+        residual = a.exchange._fragments[0].residual[0]
         assert residual.abs().max() > 0
         # Four subtractions from 16 round delta by at most 4 * 2^-20; so does the decode of it.
         torch.testing.assert_close(residual, lost(delta), rtol=0, atol=1e-5)
-        anchor = a.exchange._carried[0].anchor[0].clone()
+        anchor = a.exchange._fragments[0].anchor[0].clone()
         await asyncio.gather(a.train(3), b.train(3))
         x = anchor - padded(torch.tensor(a.local[7]["w"])) + residual * decay
         payload = a.data.of("submit")[1][2]
@@ -434,7 +434,7 @@ def test_a_residual_in_which_a_bit_has_flipped_is_forgotten(
     async def scenario() -> None:
         _, a, b = await started(feedback(setting))
         await asyncio.gather(a.train(5), b.train(5))
-        carried = a.exchange._carried[0]
+        carried = a.exchange._fragments[0]
         carried.residual[0].view(torch.int32)[3] ^= 1 << bit
         if is_kept:
             lanes: dict[int, LaneCheckpoint] = {}
@@ -459,11 +459,11 @@ def test_expired_keeps_the_residual_from_before(setting: Setting) -> None:
     async def scenario() -> None:
         _, a, b = await started(feedback(setting, 0.9))
         await asyncio.gather(a.train(5), b.train(5))
-        before = a.exchange._carried[0].residual[0].clone()
+        before = a.exchange._fragments[0].residual[0].clone()
         await a.train(4)
 
         assert [event["attempt"] for event in a.kinds("round_expired")] == [0]
-        assert torch.equal(a.exchange._carried[0].residual[0], before)
+        assert torch.equal(a.exchange._fragments[0].residual[0], before)
 
     run_virtual(scenario())
 
@@ -478,7 +478,7 @@ def test_refused_and_declined_keep_the_residual_from_before(setting: Setting, ki
     async def scenario() -> None:
         _, a, b = await started(replace(feedback(setting, 0.9), inner_step=diverge))
         await asyncio.gather(a.train(5), b.train(5))
-        before = a.exchange._carried[0].residual[0].clone()
+        before = a.exchange._fragments[0].residual[0].clone()
         if kind == "refused":
             a.data.on_request = lambda method, header, payload: (
                 bytes(len(payload)) if method == "fragment.submit" else payload
@@ -486,7 +486,7 @@ def test_refused_and_declined_keep_the_residual_from_before(setting: Setting, ki
         await asyncio.gather(a.train(4), b.train(4))
 
         assert a.kinds("fragment_merged")[1]["outcome"] == kind
-        assert torch.equal(a.exchange._carried[0].residual[0], before)
+        assert torch.equal(a.exchange._fragments[0].residual[0], before)
 
     run_virtual(scenario())
 
@@ -496,7 +496,7 @@ def test_without_error_feedback_there_is_no_residual(setting: Setting) -> None:
         _, a, b = await started(replace(setting, uplink_codec="int4"))
         await asyncio.gather(a.train(5), b.train(5))
 
-        assert a.exchange._carried[0].residual == {}
+        assert a.exchange._fragments[0].residual == {}
 
     run_virtual(scenario())
 
@@ -510,7 +510,7 @@ def test_staging_changes_neither_anchor_nor_model(setting: Setting) -> None:
         await asyncio.gather(a.train(6), b.train(6))
 
         assert a.exchange.view(0).staged_version == 1
-        assert a.exchange._carried[0].anchor_version == 0
+        assert a.exchange._fragments[0].anchor_version == 0
         assert a.session.state.ledgers[0].version == 0
         assert a.published[-1] == {"w": [16.0] * 5}
 
@@ -518,7 +518,7 @@ def test_staging_changes_neither_anchor_nor_model(setting: Setting) -> None:
 
 
 def spoil_anchor(island: WiredIsland) -> None:
-    anchor = island.exchange._carried[0].anchor
+    anchor = island.exchange._fragments[0].anchor
     anchor[0] = anchor[0] + 1.0
 
 
@@ -880,8 +880,8 @@ def test_a_pseudo_gradient_that_overflows_with_its_residual_ends_the_island(
 ) -> None:
     async def scenario() -> None:
         _, a, _ = await started(feedback(setting))
-        a.exchange._carried[0].residual[0] = large = torch.full((128,), 3e38)
-        a.exchange._carried[0].residual_sums[0] = bit_sum(large)
+        a.exchange._fragments[0].residual[0] = large = torch.full((128,), 3e38)
+        a.exchange._fragments[0].residual_sums[0] = bit_sum(large)
 
         a.exchange.send(outstanding(), {0: torch.full((128,), -3e38)})
 
@@ -971,7 +971,7 @@ def test_what_is_stored_is_what_the_islands_hold(setting: Setting) -> None:
         await asyncio.gather(a.train(5), b.train(5))
 
         store = FragmentStore(setting.directory, run.setting.plan().fragments[0], 4)
-        held = a.exchange._carried[0].anchor[0]
+        held = a.exchange._fragments[0].anchor[0]
         assert torch.equal(held, store.load(1).lanes[0].published)
 
         await asyncio.gather(a.finish(), b.finish())

@@ -294,7 +294,7 @@ def test_an_island_that_did_not_hold_it_when_it_was_asked_gives_it_later(
         await run.start_syncer()
         run.syncer.indexed({0: lost + 1})
         header = header_of(run, 0, lost)
-        held = [island.exchange._carried[0] for island in islands]
+        held = [island.exchange._fragments[0] for island in islands]
         for carried in held:
             carried.anchor_version -= 1  # this version is staged, and merged later
         for name in names[:-1] or names:

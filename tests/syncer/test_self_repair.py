@@ -201,7 +201,7 @@ def test_a_version_that_is_only_staged_is_given_too(setting: Setting) -> None:
         run = Damaged(setting.on_arrival(total_tokens=90 * 8))
         await run.begin()
         await run.kill("b")
-        held = run.islands["a"].exchange._carried[0]
+        held = run.islands["a"].exchange._fragments[0]
         assert held.anchor_version == run.lost
         held.staged, held.staged_version = held.anchor, run.lost
         held.anchor_version -= 1  # as it is between the last lane and the merge
@@ -233,7 +233,7 @@ def test_another_island_is_asked_where_the_first_does_not_give_it(
             await run.kill(first)
             run.start(first, incarnation=2)
         elif what == "holds something else":
-            anchor = run.islands[first].exchange._carried[0].anchor
+            anchor = run.islands[first].exchange._fragments[0].anchor
             anchor[0] = anchor[0] + 1.0
             run.unmute(first)
         await run.until_repaired(NO_LANE_S + 15.0)

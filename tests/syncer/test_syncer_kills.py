@@ -456,7 +456,7 @@ def test_nothing_is_left_behind_at_the_end_of_a_run(tmp_path: Path) -> None:
         assert run.syncer._tasks == set()
         for island in islands:
             assert len(island.exchange._tasks._tasks) == 1, "the poll"
-            assert all(not c.sending and not c.staged for c in island.exchange._carried.values())
+            assert all(not c.sending and not c.staged for c in island.exchange._fragments.values())
 
     run_virtual(scenario())
 

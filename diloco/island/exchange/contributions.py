@@ -64,7 +64,7 @@ class Contributions:
 
     def send(
         self,
-        carried: IslandFragment,
+        fragment: IslandFragment,
         sent: Outstanding,
         local: Mapping[int, Tensor],
         limits: tuple[float, float],
@@ -74,106 +74,108 @@ class Contributions:
         """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right.
 
         Args:
-            carried: The fragment.
+            fragment: The fragment.
             sent: What is sent.
             local: Lane id -> local values at the send; overwritten.
             limits: How far from their anchor values may lie (`farthest`).
             is_tried: Whether it is held back until `release`.
         """
-        self._begin(carried, sent)
+        self._begin(fragment, sent)
         norms, beyond = [], ""
         try:
-            for lane_id in carried.lanes:  # all of one lane while it is in the CPU's caches
+            for lane_id in fragment.lanes:  # all of one lane while it is in the CPU's caches
                 began = loop_now()
-                delta = pseudo_gradient_(local[lane_id], carried.anchor[lane_id])
+                delta = pseudo_gradient_(local[lane_id], fragment.anchor[lane_id])
                 norms.append(l2_norm(delta))
                 if not math.isfinite(norms[-1]):
                     break
-                if beyond := farthest(delta, carried.anchor[lane_id], limits):
+                if beyond := farthest(delta, fragment.anchor[lane_id], limits):
                     beyond = f"fragment {sent.key.fragment_id}, lane {lane_id}: {beyond}"
                     break
-                carried.sending[lane_id] = self._encode(carried, sent.key, lane_id, delta)
+                fragment.sending[lane_id] = self._encode(fragment, sent.key, lane_id, delta)
                 self._emit_phase("encode", sent.key, lane_id, began)
         except CodecError as error:
             self._tasks.fail(error)
             return
         norm = math.hypot(*norms)
         if beyond:
-            self._decline_unsound(carried, sent, norm, beyond)
+            self._decline_unsound(fragment, sent, norm, beyond)
         elif math.isfinite(norm):
-            carried.broken_in_a_row = 0
-            carried.held_back = _sent_event(sent, norm)
+            fragment.broken_in_a_row = 0
+            fragment.held_back = _sent_event(sent, norm)
             if not is_tried:
-                self.release(carried, "")
+                self.release(fragment, "")
         else:
-            self._decline_broken(carried, sent, norm)
+            self._decline_broken(fragment, sent, norm)
 
-    def tried(self, carried: IslandFragment) -> dict[int, Tensor]:
+    def tried(self, fragment: IslandFragment) -> dict[int, Tensor]:
         """Give the lanes that hold something back, with half of it taken off their anchor.
 
         Of what was decoded: what the syncer would merge with another contribution.
         """
-        fragment, moved = self._plan.fragments[carried.fragment_id], dict[int, Tensor]()
-        for lane_id, lane in carried.sending.items() if carried.held_back else ():
-            codec = lane_codec(self._rules.uplink_codec, fragment, lane_id)
-            delta = codec.decode(from_bytes(lane.payload), fragment.lanes[lane_id].numel)
-            moved[lane_id] = carried.anchor[lane_id] - delta.mul_(0.5)
+        planned, moved = self._plan.fragments[fragment.fragment_id], dict[int, Tensor]()
+        for lane_id, lane in fragment.sending.items() if fragment.held_back else ():
+            codec = lane_codec(self._rules.uplink_codec, planned, lane_id)
+            delta = codec.decode(from_bytes(lane.payload), planned.lanes[lane_id].numel)
+            moved[lane_id] = fragment.anchor[lane_id] - delta.mul_(0.5)
         return moved
 
-    def release(self, carried: IslandFragment, reason: str) -> None:
+    def release(self, fragment: IslandFragment, reason: str) -> None:
         """Submit what `send` has held back; where there is a reason not to, decline it."""
-        (told, carried.held_back), sent = (carried.held_back, None), carried.outstanding
+        (told, fragment.held_back), sent = (fragment.held_back, None), fragment.outstanding
         if told is None or sent is None:
             return  # declined by the send itself
         if reason:
-            carried.sending = {}
-            self._start_decline(carried, sent, reason)
+            fragment.sending = {}
+            self._start_decline(fragment, sent, reason)
         else:
-            self._submit_all(carried, sent)
+            self._submit_all(fragment, sent)
         self._on_event(replace(told, declined=reason))
 
-    def decline(self, carried: IslandFragment, sent: Outstanding, reason: str) -> None:
+    def decline(self, fragment: IslandFragment, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that there is nothing valid to contribute to this attempt."""
-        self._begin(carried, sent)
-        self._start_decline(carried, sent, reason)
+        self._begin(fragment, sent)
+        self._start_decline(fragment, sent, reason)
         self._on_event(_sent_event(sent, 0.0, reason))
 
     def resume(
-        self, carried: IslandFragment, sent: Outstanding, lanes: LaneCheckpoint, *, is_asking: bool
+        self, fragment: IslandFragment, sent: Outstanding, lanes: LaneCheckpoint, *, is_asking: bool
     ) -> None:
         """Submit again what was outstanding when a checkpoint was taken.
 
         Args:
-            carried: The fragment.
+            fragment: The fragment.
             sent: What was sent.
             lanes: As captured.
             is_asking: Whether its round is over, and only its outcome is asked for.
         """
-        self._begin(carried, sent)
+        self._begin(fragment, sent)
         if lanes.is_declined and is_asking:
-            carried.outcome = Verdict.DECLINED
+            fragment.outcome = Verdict.DECLINED
             return
         if lanes.is_declined:
             reason = "declined before the checkpoint that is resumed"
-            self._start_decline(carried, sent, reason)
+            self._start_decline(fragment, sent, reason)
             return
         for lane_id, payload in lanes.payload.items():
-            carried.sending[lane_id] = SentLane.of(payload, lanes.residual_after.get(lane_id))
+            fragment.sending[lane_id] = SentLane.of(payload, lanes.residual_after.get(lane_id))
         if not is_asking:
-            self._submit_all(carried, sent)
+            self._submit_all(fragment, sent)
 
     def settle(self, fragment_id: int) -> None:
         """Submit nothing more of what was outstanding."""
         for stalled in self._submits.pop(fragment_id, []):
             stalled.cancel()  # a lane on its way would come late, and in the way of newer ones
 
-    def take(self, carried: IslandFragment, outcome: Outcome) -> None:
+    def take(self, fragment: IslandFragment, outcome: Outcome) -> None:
         """Take the syncer's word on what is outstanding; its word on something else is old."""
-        sent = carried.outstanding
-        if sent is None or outcome.key != sent.key or carried.outcome is not None:
+        sent = fragment.outstanding
+        if sent is None or outcome.key != sent.key or fragment.outcome is not None:
             return
         is_declined = outcome.reason.startswith(_DECLINED)
-        verdict = carried.outcome = Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
+        verdict = fragment.outcome = (
+            Verdict.DECLINED if is_declined else Verdict(outcome.kind.value)
+        )
         if verdict in (*NOT_DURABLE, Verdict.NOT_INCLUDED):
             key, word = sent.key, verdict.replace("_", " ")
             logger.warning("contribution %s, key=%s: %s", word, key, outcome.reason)
@@ -183,18 +185,18 @@ class Contributions:
                 )
             )
 
-    def _begin(self, carried: IslandFragment, sent: Outstanding) -> None:
-        assert carried.outstanding is None, f"{sent.key} while {carried.outstanding} is out"
-        carried.outstanding, carried.outcome = sent, None
+    def _begin(self, fragment: IslandFragment, sent: Outstanding) -> None:
+        assert fragment.outstanding is None, f"{sent.key} while {fragment.outstanding} is out"
+        fragment.outstanding, fragment.outcome = sent, None
         self._tasks.notify()
 
     def _encode(
-        self, carried: IslandFragment, key: RoundKey, lane_id: int, delta: Tensor
+        self, fragment: IslandFragment, key: RoundKey, lane_id: int, delta: Tensor
     ) -> SentLane:
         rules, residual = self._rules, None
-        self.forget_flipped(carried, lane_id)
+        self.forget_flipped(fragment, lane_id)
         if rules.error_feedback:
-            residual = carried.residual.get(lane_id)
+            residual = fragment.residual.get(lane_id)
             residual = torch.zeros_like(delta) if residual is None else residual
         codec = lane_codec(rules.uplink_codec, self._plan.fragments[key.fragment_id], lane_id)
         drawn_by = rounding_key(
@@ -205,11 +207,11 @@ class Contributions:
                 *encode_with_feedback(codec, delta, residual, drawn_by, rules.error_feedback_decay)
             )
 
-    def forget_flipped(self, carried: IslandFragment, lane_id: int) -> None:
+    def forget_flipped(self, fragment: IslandFragment, lane_id: int) -> None:
         """Forget what a lane has left over if a bit of it has flipped, and raise an alarm."""
-        if not carried.forget_flipped(lane_id):
+        if not fragment.forget_flipped(lane_id):
             return
-        p = carried.fragment_id
+        p = fragment.fragment_id
         text = (
             f"a bit has flipped in memory, in what lane {lane_id} of fragment {p} had "
             f"left over from its last contribution: it is forgotten, and not sent. See whether "
@@ -221,52 +223,52 @@ class Contributions:
     def _emit_phase(self, phase: str, key: RoundKey, lane_id: int, began: float) -> None:
         self._on_event(PhaseDone(phase, key.fragment_id, key.version, lane_id, loop_now() - began))
 
-    def _decline_broken(self, carried: IslandFragment, sent: Outstanding, norm: float) -> None:
+    def _decline_broken(self, fragment: IslandFragment, sent: Outstanding, norm: float) -> None:
         """Decline; end the island when its own numbers are broken three times in a row.
 
         Counted where it is seen, on the ranks whose lanes are broken, and whatever became of the
         rounds: when all islands diverge, each attempt expires and would hide the reason.
         """
-        p = carried.fragment_id
+        p = fragment.fragment_id
         reason = f"the pseudo-gradient of fragment {p} is not finite"
-        self._decline_unsound(carried, sent, norm, reason)
-        carried.broken_in_a_row += 1
-        if carried.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
+        self._decline_unsound(fragment, sent, norm, reason)
+        fragment.broken_in_a_row += 1
+        if fragment.broken_in_a_row >= _MAX_BROKEN_IN_A_ROW:
             self._tasks.fail(
                 AggregationError(
-                    f"fragment {p}: {carried.broken_in_a_row} pseudo-gradients in a row were not "
+                    f"fragment {p}: {fragment.broken_in_a_row} pseudo-gradients in a row were not "
                     f"finite, the last after inner step {sent.sent_at_inner_step}. The training "
                     f"diverged: lower inner.optimizer.lr, or start again from an earlier state"
                 )
             )
 
     def _decline_unsound(
-        self, carried: IslandFragment, sent: Outstanding, norm: float, reason: str
+        self, fragment: IslandFragment, sent: Outstanding, norm: float, reason: str
     ) -> None:
         """Decline, and let the training thread know that what it trained is not sound."""
-        carried.sending = {}
-        self._start_decline(carried, sent, reason)
+        fragment.sending = {}
+        self._start_decline(fragment, sent, reason)
         self._on_event(_sent_event(sent, norm, reason))
         self.unsound_at, self.unsound = sent.sent_at_inner_step, reason
 
-    def _start_decline(self, carried: IslandFragment, sent: Outstanding, reason: str) -> None:
+    def _start_decline(self, fragment: IslandFragment, sent: Outstanding, reason: str) -> None:
         logger.warning("declining, key=%s: %s", sent.key, reason)
-        carried.decline_reason = reason
-        self._tasks.spawn(self._decline(carried, sent))
+        fragment.decline_reason = reason
+        self._tasks.spawn(self._decline(fragment, sent))
 
-    def _submit_all(self, carried: IslandFragment, sent: Outstanding) -> None:
-        self._submits[carried.fragment_id] = [
-            self._tasks.spawn(self._submit(carried, sent, lane_id, lane))
-            for lane_id, lane in carried.sending.items()
+    def _submit_all(self, fragment: IslandFragment, sent: Outstanding) -> None:
+        self._submits[fragment.fragment_id] = [
+            self._tasks.spawn(self._submit(fragment, sent, lane_id, lane))
+            for lane_id, lane in fragment.sending.items()
         ]
 
     async def _submit(
-        self, carried: IslandFragment, sent: Outstanding, lane_id: int, lane: SentLane
+        self, fragment: IslandFragment, sent: Outstanding, lane_id: int, lane: SentLane
     ) -> None:
         """Have the lane received by whichever syncer runs, until the contribution is settled."""
-        while carried.outstanding is sent and self._tasks.failure is None:
+        while fragment.outstanding is sent and self._tasks.failure is None:
             news = self._tasks.news
-            if carried.outcome is not None or lane.received_epoch >= self._calls.epoch:
+            if fragment.outcome is not None or lane.received_epoch >= self._calls.epoch:
                 await news.wait()
                 continue
             began = loop_now()
@@ -278,15 +280,15 @@ class Contributions:
                 payload=lane.payload,
             )
             self._emit_phase("send", sent.key, lane_id, began)
-            if carried.outstanding is not sent or reply.syncer_epoch < self._calls.epoch:
+            if fragment.outstanding is not sent or reply.syncer_epoch < self._calls.epoch:
                 continue  # settled, or the word of a syncer that is gone
-            self._take_submit_reply(carried, sent, lane_id, lane, reply)
+            self._take_submit_reply(fragment, sent, lane_id, lane, reply)
             if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
                 await wait_for(news, NOT_OPEN_WAIT_S)
 
     def _take_submit_reply(
         self,
-        carried: IslandFragment,
+        fragment: IslandFragment,
         sent: Outstanding,
         lane_id: int,
         lane: SentLane,
@@ -306,15 +308,15 @@ class Contributions:
             case _:  # received, now or before, or over
                 lane.received_epoch = reply.syncer_epoch
                 if reply.HasField("outcome"):
-                    self.take(carried, outcome_of(reply.outcome))
+                    self.take(fragment, outcome_of(reply.outcome))
                 self._tasks.notify()
 
-    async def _decline(self, carried: IslandFragment, sent: Outstanding) -> None:
+    async def _decline(self, fragment: IslandFragment, sent: Outstanding) -> None:
         """Repeat it until the contribution is settled: a restarted syncer has forgotten it."""
-        while carried.outstanding is sent and self._tasks.failure is None:
+        while fragment.outstanding is sent and self._tasks.failure is None:
             news = self._tasks.news
-            if carried.outcome is None:
-                await self._calls.decline(sent.key, carried.decline_reason)
+            if fragment.outcome is None:
+                await self._calls.decline(sent.key, fragment.decline_reason)
             await wait_for(news, _DECLINE_AGAIN_S)
 
 

@@ -34,35 +34,35 @@ _TELL_WAITING_S = 30.0
 class FragmentEntry:
     """One rank's join, for the fragments that its exchange carries."""
 
-    def __init__(self, parts: LinkParts, carried: Mapping[int, IslandFragment]) -> None:
+    def __init__(self, parts: LinkParts, fragments: Mapping[int, IslandFragment]) -> None:
         """Assign only."""
         self._plan = parts.plan
         self._grant = parts.grant
         self._calls = parts.calls
-        self._carried = carried
+        self._fragments = fragments
         self._tasks = parts.tasks
         self._on_arrival = parts.rules.on_arrival
         # Fragment -> what the syncer asked for last and was given, or was not held here then.
         self._given: dict[int, tuple[int, int]] = {}
         self._lacked: dict[int, tuple[int, int]] = {}
 
-    def give(self, carried: IslandFragment) -> None:
+    def give(self, fragment: IslandFragment) -> None:
         """Upload what this rank holds of a version that the syncer has lost, where it asks for it.
 
         Once each time that it asks, which it does again after a restart; what it refuses is an
         operator's matter.
         """
-        state, p = carried.state, carried.fragment_id
+        state, p = fragment.state, fragment.fragment_id
         asked = self._calls.epoch, state.asked
         if not (state.is_damaged and state.asked) or self._given.get(p) == asked:
             return
-        lanes = carried.lanes_of(state.wanted_version)
-        if not lanes and carried.lanes:  # it may be staged yet
+        lanes = fragment.lanes_of(state.wanted_version)
+        if not lanes and fragment.lanes:  # it may be staged yet
             if self._lacked.get(p) != asked:
                 self._lacked[p] = asked
                 logger.error(
                     "fragment %d cannot be repaired from here: version %d is asked for, %d is held",
-                    p, state.wanted_version, max(carried.anchor_version, carried.staged_version),
+                    p, state.wanted_version, max(fragment.anchor_version, fragment.staged_version),
                 )  # fmt: skip
             return
         self._given[p] = asked
@@ -80,7 +80,7 @@ class FragmentEntry:
     @property
     def is_return(self) -> bool:
         """Whether the run has gone on from version 0, as far as this syncer's fragments tell."""
-        return any(carried.state.version > 0 for carried in self._carried.values())
+        return any(fragment.state.version > 0 for fragment in self._fragments.values())
 
     async def take(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
         """Take this rank's anchors: `own` lanes where they are as published, else the published.
@@ -96,15 +96,15 @@ class FragmentEntry:
             FingerprintMismatch: If initial values differ and must not be overwritten.
             DilocoError: If a version cannot be had.
         """
-        for p, carried in self._carried.items():
-            if carried.anchor_version >= 0 or not self._is_ready(carried):
+        for p, fragment in self._fragments.items():
+            if fragment.anchor_version >= 0 or not self._is_ready(fragment):
                 continue
             if not overwrite:
-                self._check_initial(carried, own[p])
-            await self._take_published(carried, own[p])
-            carried.is_overwritten = any(carried.anchor[i] is not own[p][i] for i in own[p])
+                self._check_initial(fragment, own[p])
+            await self._take_published(fragment, own[p])
+            fragment.is_overwritten = any(fragment.anchor[i] is not own[p][i] for i in own[p])
 
-    async def follow(self, carried: IslandFragment, version: int) -> None:
+    async def follow(self, fragment: IslandFragment, version: int) -> None:
         """Bring an entered fragment to a version that another rank of the island entered with.
 
         Or to a newer one, where that is gone: the ranks compare once more.
@@ -112,12 +112,12 @@ class FragmentEntry:
         Raises:
             DilocoError: If it cannot be had.
         """
-        while carried.state.version < version:
+        while fragment.state.version < version:
             await wait_for(self._tasks.news, _TELL_WAITING_S)
-        await self._take_published(carried, dict(carried.anchor))
-        carried.is_overwritten = True
+        await self._take_published(fragment, dict(fragment.anchor))
+        fragment.is_overwritten = True
 
-    async def verify(self, carried: IslandFragment) -> list[int]:
+    async def verify(self, fragment: IslandFragment) -> list[int]:
         """Hold the lanes of the anchor against their digests; returns those fetched again.
 
         One that the syncer has no more stays as it is: what is staged next comes as a whole.
@@ -126,12 +126,12 @@ class FragmentEntry:
             DilocoError: If this rank cannot go on.
         """
         mended = []
-        for lane_id, values in carried.anchor.items():
+        for lane_id, values in fragment.anchor.items():
             await asyncio.sleep(0)  # others of this loop have their turn between two lanes
-            digests = carried.anchor_digests
+            digests = fragment.anchor_digests
             if not digests or lane_digest(values) == digests[lane_id]:
                 continue
-            p, version = carried.fragment_id, carried.anchor_version
+            p, version = fragment.fragment_id, fragment.anchor_version
             try:
                 fetched = await fetch_lane(
                     self._calls,
@@ -144,7 +144,7 @@ class FragmentEntry:
             except VersionGone as gone:
                 logger.error("the anchor of fragment %d, lane %d, is damaged: %s", p, lane_id, gone)
                 continue
-            carried.anchor = {**carried.anchor, lane_id: fetched}
+            fragment.anchor = {**fragment.anchor, lane_id: fetched}
             mended.append(lane_id)
         return mended
 
@@ -160,8 +160,8 @@ class FragmentEntry:
         uploads: dict[tuple[int, int], int] = {}
         while self._awaited(but_damaged=but_damaged):
             news = self._tasks.news
-            for p in self._carried.keys() & initial.keys():
-                state = self._carried[p].state
+            for p in self._fragments.keys() & initial.keys():
+                state = self._fragments[p].state
                 for lane_id, values in initial[p].items():
                     wanted = state.wants_initial and not state.is_founded
                     if wanted and uploads.get((p, lane_id)) != self._calls.epoch:
@@ -173,17 +173,17 @@ class FragmentEntry:
 
     async def until_whole(self) -> None:
         """Wait as `until_steady`, and until no fragment is damaged."""
-        while any(c.state.is_damaged or not self._is_ready(c) for c in self._carried.values()):
+        while any(c.state.is_damaged or not self._is_ready(c) for c in self._fragments.values()):
             await wait_for(self._tasks.news, _TELL_WAITING_S)
 
     def _awaited(self, *, but_damaged: bool) -> list[IslandFragment]:
         """Fragments that are still to come; where damaged ones are left out, of those too."""
         return [
-            carried
-            for carried in self._carried.values()
-            if carried.anchor_version < 0
-            and not self._is_ready(carried)
-            and not (but_damaged and carried.state.is_damaged)
+            fragment
+            for fragment in self._fragments.values()
+            if fragment.anchor_version < 0
+            and not self._is_ready(fragment)
+            and not (but_damaged and fragment.state.is_damaged)
         ]
 
     @property
@@ -191,8 +191,8 @@ class FragmentEntry:
         """Whether a fragment cannot be entered before it is repaired."""
         return bool(self._awaited(but_damaged=False))
 
-    def _is_ready(self, carried: IslandFragment) -> bool:
-        return carried.state.is_founded if self._on_arrival else carried.is_steady
+    def _is_ready(self, fragment: IslandFragment) -> bool:
+        return fragment.state.is_founded if self._on_arrival else fragment.is_steady
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
         payload = to_bytes(values.view(torch.uint8))
@@ -202,9 +202,9 @@ class FragmentEntry:
         if not ack.is_accepted:
             raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
 
-    def _check_initial(self, carried: IslandFragment, own: Mapping[int, Tensor]) -> None:
-        p = carried.fragment_id
-        for lane_id in _differing(carried, own):
+    def _check_initial(self, fragment: IslandFragment, own: Mapping[int, Tensor]) -> None:
+        p = fragment.fragment_id
+        for lane_id in _differing(fragment, own):
             names = ", ".join(entry.name for entry in self._plan.fragments[p].entries[:3])
             raise FingerprintMismatch(
                 f"the initial parameters of island {self._grant.island!r} differ from the run's in "
@@ -212,34 +212,34 @@ class FragmentEntry:
                 f"torch must be used everywhere"
             )
 
-    async def _take_published(self, carried: IslandFragment, own: Mapping[int, Tensor]) -> None:
+    async def _take_published(self, fragment: IslandFragment, own: Mapping[int, Tensor]) -> None:
         """Make the newest version the anchor; where it is gone meanwhile, the one after it."""
         while True:
-            state = carried.state
+            state = fragment.state
             try:
-                anchor = await self._published(carried, state, own)
+                anchor = await self._published(fragment, state, own)
             except VersionGone:
                 if not self._on_arrival:
                     raise
-                while carried.state.version == state.version:
+                while fragment.state.version == state.version:
                     await wait_for(self._tasks.news, _TELL_WAITING_S)
             else:
-                carried.anchor, carried.anchor_version = anchor, state.version
-                carried.anchor_digests = tuple(state.lane_digests)
-                carried.anchor_tokens = state.merged_tokens
+                fragment.anchor, fragment.anchor_version = anchor, state.version
+                fragment.anchor_digests = tuple(state.lane_digests)
+                fragment.anchor_tokens = state.merged_tokens
                 return
 
     async def _published(
-        self, carried: IslandFragment, state: wire.FragmentState, own: Mapping[int, Tensor]
+        self, fragment: IslandFragment, state: wire.FragmentState, own: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         """Return a version's lanes: own ones where they are equal, the others fetched whole."""
         lanes = dict(own)
-        differing = _differing(carried, own, state)
+        differing = _differing(fragment, own, state)
         fetched = await asyncio.gather(
             *(
                 fetch_lane(
                     self._calls,
-                    carried.fragment_id,
+                    fragment.fragment_id,
                     state.version,
                     lane_id,
                     numel=own[lane_id].numel(),
@@ -252,27 +252,27 @@ class FragmentEntry:
         return lanes
 
 
-def check_restored(carried: IslandFragment, restored: FragmentCheckpoint) -> None:
+def check_restored(fragment: IslandFragment, restored: FragmentCheckpoint) -> None:
     """Hold a checkpoint's anchors against the version that the syncer restored.
 
     Raises:
         FingerprintMismatch: If they are not that version.
     """
-    p, version = carried.fragment_id, restored.ledger.version
-    if carried.state.version > version:
+    p, version = fragment.fragment_id, restored.ledger.version
+    if fragment.state.version > version:
         return  # the others went on: what was in flight gets its outcome, the anchor follows
-    differing = _differing(carried, restored.lanes.anchor)
-    if carried.state.version < version or differing:
+    differing = _differing(fragment, restored.lanes.anchor)
+    if fragment.state.version < version or differing:
         lanes = f", and lanes {differing} of it differ" if differing else ""
         raise FingerprintMismatch(
             f"this checkpoint has version {version} of fragment {p}, the syncer has version "
-            f"{carried.state.version}{lanes}: they are not of one run checkpoint. Resume one that "
+            f"{fragment.state.version}{lanes}: they are not of one run checkpoint. Resume one that "
             f"all sites have: `diloco coordinator RUN.toml --resume --at STEP`"
         )
 
 
 def _differing(
-    carried: IslandFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
+    fragment: IslandFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
 ) -> list[int]:
-    digests = (state or carried.state).lane_digests
-    return [lane_id for lane_id in carried.lanes if lane_digest(own[lane_id]) != digests[lane_id]]
+    digests = (state or fragment.state).lane_digests
+    return [lane_id for lane_id in fragment.lanes if lane_digest(own[lane_id]) != digests[lane_id]]

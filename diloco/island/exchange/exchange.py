@@ -104,12 +104,12 @@ class Exchange:
         self._plan = plan
         self._grant = grant
         self._on_event = on_event
-        self._carried = {p: IslandFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
-        self._views = {p: FragmentView() for p in self._carried}
+        self._fragments = {p: IslandFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
+        self._views = {p: FragmentView() for p in self._fragments}
         self._tasks = Tasks(self._show)
         self._reach = SyncerReach()
         self._links = [self._link(each, rng) for each in connections]
-        self._link_of = {p: link for link in self._links for p in link.carried}
+        self._link_of = {p: link for link in self._links for p in link.fragments}
         self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
         self.step_s = 0.0
         self.num_heard = 0
@@ -131,8 +131,8 @@ class Exchange:
             on_event=self._on_event,
         )
         parts = LinkParts(self._plan, grant, rules, calls, self._tasks, self._on_event)
-        carried = {p: self._carried[p] for p in sorted(connection.fragment_ids)}
-        return SyncerLink(parts, carried, lambda: self.step_s)
+        fragments = {p: self._fragments[p] for p in sorted(connection.fragment_ids)}
+        return SyncerLink(parts, fragments, lambda: self.step_s)
 
     # -- read by the training thread -----------------------------------------------------------
 
@@ -147,11 +147,11 @@ class Exchange:
 
     def anchor(self, fragment_id: int) -> Mapping[int, Tensor]:
         """Return the lanes of `view().anchor_version`."""
-        return dict(self._carried[fragment_id].anchor)
+        return dict(self._fragments[fragment_id].anchor)
 
     def staged(self, fragment_id: int) -> Mapping[int, Tensor]:
         """Return the verified lanes of `view().staged_version`."""
-        return self._carried[fragment_id].staged
+        return self._fragments[fragment_id].staged
 
     def calls_of(self, fragment_id: int) -> SyncerCalls:
         """Return the connection to the syncer of a fragment."""
@@ -213,14 +213,14 @@ class Exchange:
 
     def begin_again(self, fragment_id: int) -> None:
         """Forget the work of a checkpoint that counts already."""
-        self._carried[fragment_id].begin_again()
+        self._fragments[fragment_id].begin_again()
 
     def resume(self, sent: Outstanding, lanes: LaneCheckpoint) -> None:
         """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
         is_asking = sent.key.timeline != self._grant.timeline
         p = sent.key.fragment_id
         contributions = self._link_of[p].contributions
-        contributions.resume(self._carried[p], sent, lanes, is_asking=is_asking)
+        contributions.resume(self._fragments[p], sent, lanes, is_asking=is_asking)
         self._tasks.notify()
 
     def follow(self, fragment_id: int, version: int) -> None:
@@ -228,11 +228,11 @@ class Exchange:
 
         Done when the view has an anchor version again.
         """
-        carried = self._carried[fragment_id]
-        if carried.anchor_version >= version:
+        fragment = self._fragments[fragment_id]
+        if fragment.anchor_version >= version:
             return
-        carried.anchor_version = -1
-        self._tasks.spawn(self._follow(carried, version))
+        fragment.anchor_version = -1
+        self._tasks.spawn(self._follow(fragment, version))
 
     async def stop(self) -> None:
         """Cancel all tasks and close all transports."""
@@ -267,33 +267,33 @@ class Exchange:
         """
         p = sent.key.fragment_id
         contributions = self._link_of[p].contributions
-        contributions.send(self._carried[p], sent, local, limits, is_tried=is_tried)
+        contributions.send(self._fragments[p], sent, local, limits, is_tried=is_tried)
 
     async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         """Put the lanes with half of what is held back into `into`, after what was posted."""
         link = self._link_of[fragment_id]
-        into.update(link.contributions.tried(self._carried[fragment_id]))
+        into.update(link.contributions.tried(self._fragments[fragment_id]))
 
     def release(self, fragment_id: int, reason: str) -> None:
         """Submit what `send` has held back; where there is a reason not to, decline it."""
-        self._link_of[fragment_id].contributions.release(self._carried[fragment_id], reason)
+        self._link_of[fragment_id].contributions.release(self._fragments[fragment_id], reason)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
         p = sent.key.fragment_id
-        self._link_of[p].contributions.decline(self._carried[p], sent, reason)
+        self._link_of[p].contributions.decline(self._fragments[p], sent, reason)
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
-        carried, link = self._carried[fragment_id], self._link_of[fragment_id]
+        fragment, link = self._fragments[fragment_id], self._link_of[fragment_id]
         link.contributions.settle(fragment_id)
-        carried.settle(is_merged=is_merged, is_included=is_included)
-        link.stager.look(carried)
+        fragment.settle(is_merged=is_merged, is_included=is_included)
+        link.stager.look(fragment)
         self._tasks.notify()
 
     def aim(self, fragment_id: int, version: int) -> None:
         """Stage the version that the ranks agreed on, whatever this one has begun."""
-        self._link_of[fragment_id].stager.aim(self._carried[fragment_id], version)
+        self._link_of[fragment_id].stager.aim(self._fragments[fragment_id], version)
         self._tasks.notify()
 
     @property
@@ -311,10 +311,10 @@ class Exchange:
 
     async def capture(self, into: dict[int, LaneCheckpoint]) -> None:
         """Put the state of every fragment's lanes into `into`, after what was posted before."""
-        for p, carried in self._carried.items():
-            for lane_id in carried.lanes:  # a start that goes on from this could not tell
-                self._link_of[p].contributions.forget_flipped(carried, lane_id)
-            into[p] = carried.captured(
+        for p, fragment in self._fragments.items():
+            for lane_id in fragment.lanes:  # a start that goes on from this could not tell
+                self._link_of[p].contributions.forget_flipped(fragment, lane_id)
+            into[p] = fragment.captured(
                 self._plan.fragments[p],
                 self.rules.uplink_codec,
                 error_feedback=self.rules.error_feedback,
@@ -323,9 +323,9 @@ class Exchange:
     async def verify_anchors(self) -> None:
         """Hold all anchors against their digests; what memory has changed is fetched again."""
         try:
-            for p, carried in self._carried.items():
-                for lane_id in await self._link_of[p].entry.verify(carried):
-                    self._on_event(AnchorMended(p, carried.anchor_version, lane_id))
+            for p, fragment in self._fragments.items():
+                for lane_id in await self._link_of[p].entry.verify(fragment):
+                    self._on_event(AnchorMended(p, fragment.anchor_version, lane_id))
         except DilocoError as error:
             self._tasks.fail(error)
 
@@ -371,15 +371,15 @@ class Exchange:
             await self._until_steady(own)
         self._entered()
 
-    async def _follow(self, carried: IslandFragment, version: int) -> None:
-        await self._link_of[carried.fragment_id].entry.follow(carried, version)
+    async def _follow(self, fragment: IslandFragment, version: int) -> None:
+        await self._link_of[fragment.fragment_id].entry.follow(fragment, version)
         self._entered()
 
     async def _restore(self, fragments: Sequence[FragmentCheckpoint]) -> None:
         await asyncio.gather(*(link.entry.until_whole() for link in self._links))
-        for carried, restored in zip(self._carried.values(), fragments, strict=True):
-            check_restored(carried, restored)
-            carried.restore(restored.ledger.version, restored.lanes)
+        for fragment, restored in zip(self._fragments.values(), fragments, strict=True):
+            check_restored(fragment, restored)
+            fragment.restore(restored.ledger.version, restored.lanes)
         self._entered()
 
     def _start(self, sent_by: int = 0) -> None:
@@ -399,5 +399,5 @@ class Exchange:
 
     def _show(self) -> None:
         """Show the training thread how things stand."""
-        for p, carried in self._carried.items():
-            self._views[p] = carried.view(self._grant.island)
+        for p, fragment in self._fragments.items():
+            self._views[p] = fragment.view(self._grant.island)

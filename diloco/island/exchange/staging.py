@@ -294,43 +294,43 @@ class Stager:
         self._may_leap = parts.rules.on_arrival
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
-    def look(self, carried: IslandFragment) -> None:
+    def look(self, fragment: IslandFragment) -> None:
         """Begin with what is to be staged next, if it is published and nothing is staged."""
-        anchored = carried.anchor_version
-        if anchored < 0 or carried.staging_version > anchored:
+        anchored = fragment.anchor_version
+        if anchored < 0 or fragment.staging_version > anchored:
             return
-        version = self._next(carried)
-        if version <= max(anchored, carried.gone_version) or version > carried.state.version:
+        version = self._next(fragment)
+        if version <= max(anchored, fragment.gone_version) or version > fragment.state.version:
             return
-        carried.staging_version = version
-        self._under_way[carried.fragment_id] = self._parts.tasks.spawn(
-            self._stage(carried, version)
+        fragment.staging_version = version
+        self._under_way[fragment.fragment_id] = self._parts.tasks.spawn(
+            self._stage(fragment, version)
         )
 
-    def aim(self, carried: IslandFragment, version: int) -> None:
+    def aim(self, fragment: IslandFragment, version: int) -> None:
         """Stage this version, whatever was begun; a rank that does not know it yet waits for it."""
-        carried.aimed_version = version
-        if carried.staging_version == version:
+        fragment.aimed_version = version
+        if fragment.staging_version == version:
             return
-        if (other := self._under_way.pop(carried.fragment_id, None)) is not None:
+        if (other := self._under_way.pop(fragment.fragment_id, None)) is not None:
             other.cancel()
-        carried.staged, carried.staged_version, carried.staging_version = {}, -1, -1
-        self.look(carried)
+        fragment.staged, fragment.staged_version, fragment.staging_version = {}, -1, -1
+        self.look(fragment)
 
-    def _next(self, carried: IslandFragment) -> int:
+    def _next(self, fragment: IslandFragment) -> int:
         if not self._may_leap:
-            return carried.anchor_version + 1
-        is_aimed = carried.aimed_version > carried.anchor_version
-        return carried.aimed_version if is_aimed else carried.state.version
+            return fragment.anchor_version + 1
+        is_aimed = fragment.aimed_version > fragment.anchor_version
+        return fragment.aimed_version if is_aimed else fragment.state.version
 
-    async def _stage(self, carried: IslandFragment, version: int) -> None:
-        announced = carried.announced.get(version)
+    async def _stage(self, fragment: IslandFragment, version: int) -> None:
+        announced = fragment.announced.get(version)
         try:
             staged = await stage_lanes(
                 self._parts.calls,
-                carried.anchor,
-                fragment=self._parts.plan.fragments[carried.fragment_id],
-                base=carried.anchor_version,
+                fragment.anchor,
+                fragment=self._parts.plan.fragments[fragment.fragment_id],
+                base=fragment.anchor_version,
                 version=version,
                 digests=() if announced is None else tuple(announced.lane_digests),
                 codec="" if announced is None else announced.payload_codec,
@@ -340,8 +340,8 @@ class Stager:
             if not self._may_leap:
                 raise
             logger.info("a newer version is staged instead: %s", gone)
-            carried.gone_version, carried.staging_version = version, -1
-            self.look(carried)
+            fragment.gone_version, fragment.staging_version = version, -1
+            self.look(fragment)
         else:
-            carried.staged, carried.staged_version = staged, version
+            fragment.staged, fragment.staged_version = staged, version
         self._parts.tasks.notify()

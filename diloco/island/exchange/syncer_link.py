@@ -31,17 +31,17 @@ class SyncerLink:
     def __init__(
         self,
         parts: LinkParts,
-        carried: Mapping[int, IslandFragment],
+        fragments: Mapping[int, IslandFragment],
         step_s: Callable[[], float],
     ) -> None:
         """Assign only.
 
         Args:
             parts: Shared by all that this rank does with the syncer.
-            carried: The syncer's fragments.
+            fragments: The syncer's.
             step_s: Gives the duration of recent inner steps, in seconds; 0: not known yet.
         """
-        self.carried = carried
+        self.fragments = fragments
         self.calls = parts.calls
         self.pinned_step = -1
         self._grant = parts.grant
@@ -51,7 +51,7 @@ class SyncerLink:
         self._sent_by = 0
         self.contributions = Contributions(parts)
         self.stager = Stager(parts)
-        self.entry = FragmentEntry(parts, carried)
+        self.entry = FragmentEntry(parts, fragments)
 
     def start(self, sent_by: int) -> None:
         """Begin to poll; `sent_by` is the incarnation that sent what a checkpoint has in flight."""
@@ -60,8 +60,8 @@ class SyncerLink:
 
     def look(self) -> None:
         """Begin to stage whatever can be."""
-        for carried in self.carried.values():
-            self.stager.look(carried)
+        for fragment in self.fragments.values():
+            self.stager.look(fragment)
 
     async def pin(self, inner_step: int, versions: Sequence[int]) -> None:
         """Have the syncer keep a version of each of its fragments; `versions` are those of all.
@@ -70,7 +70,7 @@ class SyncerLink:
             IslandFailed: If it has no such version, or keeps another.
             Fenced: If this start of the island is not the newest.
         """
-        own = {p: versions[p] for p in self.carried}
+        own = {p: versions[p] for p in self.fragments}
         ack = await self.calls.pin(inner_step, own)
         if ack.is_fenced:
             raise self.calls.fenced(ack.message)
@@ -88,11 +88,11 @@ class SyncerLink:
     async def _poll_forever(self) -> None:
         while self._tasks.failure is None:
             undecided = [
-                carried.outstanding.key
-                for carried in self.carried.values()
-                if carried.outstanding is not None and carried.outcome is None
+                fragment.outstanding.key
+                for fragment in self.fragments.values()
+                if fragment.outstanding is not None and fragment.outcome is None
             ]
-            known = [carried.known() for carried in self.carried.values()]
+            known = [fragment.known() for fragment in self.fragments.values()]
             reply = await self.calls.poll(
                 known, undecided, step_s=self._step_s(), sent_by=self._sent_by
             )
@@ -109,11 +109,11 @@ class SyncerLink:
         if reply.syncer_epoch > self.calls.epoch:
             self._take_epoch(reply.syncer_epoch)
         for state in reply.fragments:
-            self.carried[state.fragment_id].on_announcement(state)
+            self.fragments[state.fragment_id].on_announcement(state)
         for outcome in map(outcome_of, reply.outcomes):
-            self.contributions.take(self.carried[outcome.key.fragment_id], outcome)
-        for carried in self.carried.values():
-            self.entry.give(carried)
+            self.contributions.take(self.fragments[outcome.key.fragment_id], outcome)
+        for fragment in self.fragments.values():
+            self.entry.give(fragment)
         self.look()
         self._tasks.notify()
 
@@ -121,11 +121,11 @@ class SyncerLink:
         """Forget what the syncer before had only in memory: lanes received, refusals."""
         previous, self.calls.epoch = self.calls.epoch, epoch
         num_resent = 0
-        for carried in self.carried.values():
-            if carried.outcome in NOT_DURABLE:
-                carried.outcome = None
-            if carried.outcome is None:
-                received = [lane.received_epoch for lane in carried.sending.values()]
+        for fragment in self.fragments.values():
+            if fragment.outcome in NOT_DURABLE:
+                fragment.outcome = None
+            if fragment.outcome is None:
+                received = [lane.received_epoch for lane in fragment.sending.values()]
                 num_resent += sum(0 <= by < epoch for by in received)
         if previous:
             self._on_event(SyncerRestarted(epoch, num_resent))
