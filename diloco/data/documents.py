@@ -168,7 +168,7 @@ class DocumentReader:
         if not self._source.files:
             return f"choose another {setting}.revision, or leave the source out"
         look = f"; this shows where: {check_command(path)}" if path is not None else ""
-        return f"mend the file or take it out of {setting}.files{look}"
+        return f"fix the file or take it out of {setting}.files{look}"
 
 
 def open_source(name: str, config: SourceConfig) -> Source:
@@ -233,7 +233,7 @@ def _check_column(path: Path, field: str, setting: str) -> None:
         names = pyarrow.parquet.read_schema(path).names
     except _unreadable() as error:
         raise ConfigError(
-            f"{setting}: {path} cannot be decoded: {_told(error)}; mend the file or take it out "
+            f"{setting}: {path} cannot be decoded: {_told(error)}; fix the file or take it out "
             f"of {setting}.files; this shows what is wrong: {check_command(path)}"
         ) from error
     if field not in names:

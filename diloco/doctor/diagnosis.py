@@ -47,17 +47,17 @@ class SiteFinding:
         what: In a word or two.
         state: How it is to be taken.
         found: What was found, values included.
-        mend: The command to type; empty where there is nothing to do.
+        fix: The command to type; empty where there is nothing to do.
     """
 
     what: str
     state: State
     found: str
-    mend: str = ""
+    fix: str = ""
 
     def as_text(self) -> str:
         """Say it in a line."""
-        return f"{self.what}: {self.found}" + (f"; mend it: {self.mend}" if self.mend else "")
+        return f"{self.what}: {self.found}" + (f"; fix it: {self.fix}" if self.fix else "")
 
     def as_dict(self) -> dict[str, str]:
         """Give it as JSON values."""
@@ -127,10 +127,10 @@ def _buffer_findings(tcp: TcpFacts, rtt_s: float) -> Iterator[SiteFinding]:
             f" a connection over {format_duration(rtt_s)}{named}"
         )
         needed = max(_BUFFER_BYTES, int(2 * _RATE_BPS * rtt_s / 8))
-        mend = f'sudo sysctl -w net.ipv4.{parameter}="{lowest} {needed}"'
+        fix = f'sudo sysctl -w net.ipv4.{parameter}="{lowest} {needed}"'
         is_enough = rate_bps >= _RATE_BPS
         yield SiteFinding(
-            what, State.OK if is_enough else State.SLOW, found, "" if is_enough else mend
+            what, State.OK if is_enough else State.SLOW, found, "" if is_enough else fix
         )
 
 
@@ -208,11 +208,11 @@ def _mend_path(path: PathFacts, key: str, *, is_libp2p: bool) -> str:
     if "resolve" in path.error.lower() or "name" in path.error.lower():
         given = f"{key} (--coordinator)" if key == "coordinator.address" else key
         return f"getent hosts {host}; correct {given}"
-    mend = (
+    fix = (
         f"open TCP port {port} towards {host} in the firewalls between (nc -vz {host} {port} tries "
         f"it)"
     )
-    return mend if is_libp2p else f"{mend}, or set grpc_proxy"
+    return fix if is_libp2p else f"{fix}, or set grpc_proxy"
 
 
 def _mtu_findings(facts: Facts) -> Iterator[SiteFinding]:
@@ -295,8 +295,8 @@ def _certificate_findings(facts: Facts) -> Iterator[SiteFinding]:
 def _token_findings(facts: Facts) -> Iterator[SiteFinding]:
     for held in facts.tokens:
         if held.error:
-            mend = f"diloco certs token {held.short}, where the CA is; bring it to {held.directory}"
-            yield SiteFinding("token", State.BROKEN, held.error, mend)
+            fix = f"diloco certs token {held.short}, where the CA is; bring it to {held.directory}"
+            yield SiteFinding("token", State.BROKEN, held.error, fix)
         else:
             yield SiteFinding("token", State.OK, f"that of {held.short} can be read")
 
@@ -308,21 +308,21 @@ def _stranger_findings(facts: Facts) -> Iterator[SiteFinding]:
     is_found_only = bool(facts.coordinator) and not facts.paths  # by its identity, or a relay
     hosts = [split_address(port.address)[0] for port in facts.ports]
     hosts += [split_address(path.address)[0] for path in facts.all_paths]
-    mend = "diloco certs init RUN.toml"
+    fix = "diloco certs init RUN.toml"
     if facts.insecure:
         found = "transport.insecure = true: "
         if facts.is_libp2p:
             found += "anyone who reaches the ports can call"
         else:
             found += "anyone who reaches the ports can read and change the traffic"
-        yield SiteFinding("certificate", State.SLOW, found, mend)
+        yield SiteFinding("certificate", State.SLOW, found, fix)
     elif not is_found_only and all(is_loopback(host) for host in hosts):
         yield SiteFinding("certificate", State.OK, "none; everything is on this machine's loopback")
     elif facts.is_libp2p and facts.tokens:
         yield SiteFinding("certificate", State.OK, "none: libp2p encrypts, tokens say who calls")
     elif facts.is_libp2p:
         found = "no tokens, and not all is loopback: libp2p encrypts, but knows no callers"
-        mend = "diloco certs token IDENTITY, for each of the run; then set transport.tokens"
-        yield SiteFinding("token", State.BROKEN, found, mend)
+        fix = "diloco certs token IDENTITY, for each of the run; then set transport.tokens"
+        yield SiteFinding("token", State.BROKEN, found, fix)
     else:
-        yield SiteFinding("certificate", State.BROKEN, "none, and not all is loopback", mend)
+        yield SiteFinding("certificate", State.BROKEN, "none, and not all is loopback", fix)

@@ -8,7 +8,7 @@ from diloco.doctor.site_facts import Facts
 
 
 def slow_tcp(peers: str) -> list[str]:
-    """Say what is slow and how to mend it; empty where all peers are on this machine.
+    """Say what is slow and how to fix it; empty where all peers are on this machine.
 
     Args:
         peers: HOST:PORT of them, or several, or a multiaddr.

@@ -226,7 +226,7 @@ def test_what_cannot_be_decoded_comes_with_a_command_that_shows_it(tmp_path, mon
     ):
         (tmp_path / name).write_bytes(content)
 
-        with pytest.raises(ConfigError, match="mend the file or take it out of data") as caught:
+        with pytest.raises(ConfigError, match="fix the file or take it out of data") as caught:
             read_all(open_files(monkeypatch, tmp_path, {"files": name}).read())
 
         command = str(caught.value).split(": ")[-1]

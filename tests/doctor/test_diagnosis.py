@@ -1,4 +1,4 @@
-"""Findings from facts: what is broken, what is slow, and the command that mends it."""
+"""Findings from facts: what is broken, what is slow, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ GOOD = Facts(
 LIBP2P = replace(GOOD, certificates=(), is_libp2p=True)
 
 
-def test_a_good_site_has_nothing_to_mend() -> None:
+def test_a_good_site_has_nothing_to_fix() -> None:
     findings = diagnose(GOOD)
 
     assert {finding.state for finding in findings} == {State.OK}
-    assert not any(finding.mend for finding in findings)
+    assert not any(finding.fix for finding in findings)
     assert [finding.what for finding in findings] == [
         "congestion control", "slow start after idle", "send buffer", "receive buffer",
         "coordinator", "call to the coordinator", "syncer", "MTU", "clock", "certificate",
@@ -94,7 +94,7 @@ def port(**changes: object) -> Facts:
 
 
 @pytest.mark.parametrize(
-    ("facts", "what", "state", "found", "mend"),
+    ("facts", "what", "state", "found", "fix"),
     [
         pytest.param(
             tcp(congestion_control="cubic"), "congestion control", State.SLOW, "cubic",
@@ -287,12 +287,12 @@ def port(**changes: object) -> Facts:
     ],
 )  # fmt: skip
 def test_every_finding_says_what_was_found_and_what_to_type(
-    facts: Facts, what: str, state: State, found: str, mend: str
+    facts: Facts, what: str, state: State, found: str, fix: str
 ) -> None:
     finding = next(finding for finding in diagnose(facts) if finding.what == what)
 
     assert finding.state is state
     assert found in finding.found
-    assert mend in finding.mend if mend else not finding.mend
+    assert fix in finding.fix if fix else not finding.fix
     # What works and what cannot be known need no hand; what is broken always has a command.
-    assert finding.mend or state is not State.BROKEN
+    assert finding.fix or state is not State.BROKEN

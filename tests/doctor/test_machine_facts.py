@@ -136,7 +136,7 @@ def test_an_island_with_good_certificates_is_answered(run_file: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("spoil", "what", "found", "mend"),
+    ("spoil", "what", "found", "fix"),
     [
         pytest.param(
             lambda pki: pki.issue(EAST, age_days=100, days=90), "certificate", "expired at",
@@ -158,7 +158,7 @@ def test_a_bad_certificate_is_broken(
     spoil: Callable[[Pki], object],
     what: str,
     found: str,
-    mend: str,
+    fix: str,
 ) -> None:
     pki = Pki(tmp_path / "certs")
     pki.issue(EAST)
@@ -173,7 +173,7 @@ def test_a_bad_certificate_is_broken(
 
     assert code == 1
     broken = next(f for f in findings[what] if f["state"] == "broken")
-    assert found in broken["found"] and mend in broken["mend"]
+    assert found in broken["found"] and fix in broken["fix"]
 
 
 def test_a_clock_that_is_an_hour_off_is_broken(run_file: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_coordinator_that_is_not_there_is_broken(run_file: Path) -> None:
 
     assert code == 1
     assert "refused" in found["coordinator"][0]["found"]
-    assert "diloco coordinator RUN.toml" in found["coordinator"][0]["mend"]
+    assert "diloco coordinator RUN.toml" in found["coordinator"][0]["fix"]
 
 
 def test_a_port_that_another_process_has_is_broken_and_our_own_is_not(
@@ -215,7 +215,7 @@ def test_a_port_that_another_process_has_is_broken_and_our_own_is_not(
 
     assert code == 1
     assert [f["state"] for f in found["port"]] == ["broken", "ok"]
-    assert "ss -ltnp" in found["port"][0]["mend"]
+    assert "ss -ltnp" in found["port"][0]["fix"]
     assert own.is_ours
 
 
@@ -311,7 +311,7 @@ def test_over_libp2p_tokens_stand_for_certificates(
     assert code == (1 if missing else 0), found
     broken = [f for f in found["token"] if f["state"] == "broken"]
     assert bool(broken) == bool(missing)
-    assert all(missing in f["found"] and "diloco certs token" in f["mend"] for f in broken)
+    assert all(missing in f["found"] and "diloco certs token" in f["fix"] for f in broken)
     assert [f["state"] for f in found["certificate"]] == ["ok"]
 
 

@@ -1,4 +1,4 @@
-"""`diloco doctor`: what is wrong with this site, each finding with the command that mends it."""
+"""`diloco doctor`: what is wrong with this site, each finding with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def doctor(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Look for what would break a run at this site or slow it down, and say how to mend it.
+    """Look for what would break a run at this site or slow it down, and say how to fix it.
 
     TCP (congestion control, slow start after idle, buffers); for a run also its certificates,
     tokens and ports; with --island the ways to coordinator and syncer (MTU, round trip, a call with
@@ -93,6 +93,6 @@ def _show(findings: list[SiteFinding]) -> None:
     console.print(table)
     # Commands stand alone on their lines, unbroken, so that they can be copied.
     for finding in findings:
-        if finding.mend:
-            mend = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in finding.mend)
-            console.print(f"\n{finding.what}:\n  {mend}", soft_wrap=True, markup=False)
+        if finding.fix:
+            fix = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in finding.fix)
+            console.print(f"\n{finding.what}:\n  {fix}", soft_wrap=True, markup=False)
