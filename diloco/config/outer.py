@@ -289,9 +289,6 @@ class OuterConfig(Section):
         "ends, the longest with merge on_arrival, which measures; in an all-reduce also the time "
         "from the close to the commit",
     )
-    round_deadline_floor: Annotated[Policy[Deadline], Needs("merge", "on_arrival")] = Field(
-        default=Duration("5s"), description="Shortest deadline that merge on_arrival measures"
-    )
     on_member_lost: Annotated[
         Policy[Literal["stop", "wait", "shrink"]], Needs("merge", "scheduled")
     ] = Field(

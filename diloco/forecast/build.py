@@ -56,7 +56,6 @@ def build_syncer_rules(
         overlap_steps=outer.overlap_steps,
         grace_share=outer.grace_share,
         grace_cap_s=outer.grace_cap.seconds,
-        deadline_floor_s=outer.round_deadline_floor.seconds,
         deadline_cap_s=outer.round_deadline.seconds,
         grace_s=None if outer.grace == "auto" else outer.grace.seconds,
     )

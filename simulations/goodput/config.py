@@ -162,7 +162,6 @@ class RoundsConfig(Section):
             overlap_steps=self.overlap_steps,
             grace_share=self.grace_share,
             grace_cap_s=self.grace_cap.seconds,
-            deadline_floor_s=5.0,
             deadline_cap_s=60.0,
             grace_s=None if self.grace == "auto" else self.grace.seconds,
         )

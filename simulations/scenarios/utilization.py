@@ -48,7 +48,6 @@ from diloco.simulations.scenarios.scenario import Scenario, at_bandwidth
 from diloco.simulations.scenarios.wallclock import FORWARD_SHARE, ring_latency_s
 from diloco.syncer.rules import SyncerRules
 from diloco.transport.shaping.link import Link, LinkProfile
-from diloco.transport.units import parse_duration
 from diloco.versions.publication import PublicationRules
 
 #: Rounds, and how many of them warm up, where one fragment at a time is under way; and where
@@ -252,9 +251,8 @@ def syncer_rules(scenario: Scenario, names: tuple[str, ...]) -> SyncerRules:
     )
     if scenario.method != "decoupled":
         return rules
-    cap_s, floor_s, deadline_s = (
-        parse_duration(_DEFAULTS[name].default)
-        for name in ("grace_cap", "round_deadline_floor", "round_deadline")
+    cap_s, deadline_s = (
+        _DEFAULTS[name].default.seconds for name in ("grace_cap", "round_deadline")
     )
     period = scenario.inner_steps_per_round
     timing = TimingRules(
@@ -262,7 +260,6 @@ def syncer_rules(scenario: Scenario, names: tuple[str, ...]) -> SyncerRules:
         overlap_steps=scenario.overlap_steps,
         grace_share=_DEFAULTS["grace_share"].default,
         grace_cap_s=cap_s,
-        deadline_floor_s=floor_s,
         deadline_cap_s=max(deadline_s, period * scenario.step_s),
     )
     return replace(

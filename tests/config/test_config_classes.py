@@ -45,7 +45,7 @@ IDENTITY = {
 POLICY = {
     "run.inner_steps outer.flush outer.weighting outer.min_contributions outer.round_deadline",
     "checkpoint.every_tokens",
-    "outer.round_deadline_floor outer.grace outer.grace_share outer.grace_cap",
+    "outer.grace outer.grace_share outer.grace_cap",
     "run.min_islands run.max_islands run.open coordinator.lease",
     "data.handover_samples inner.expert_bias_speed",
     "outer.on_member_lost outer.optimizer.name outer.optimizer.lr outer.optimizer.momentum",

@@ -172,7 +172,7 @@ def serving(
                 60.0,
                 1,
                 min_members=1 if total_tokens else None,
-                timing=TimingRules(6, 2, 0.5, 10.0, 5.0, 60.0) if total_tokens else None,
+                timing=TimingRules(6, 2, 0.5, 10.0, 60.0) if total_tokens else None,
                 total_tokens=total_tokens,
             ),
             [FragmentStore(Path(directory), fragment, 4) for fragment in plan.fragments],

@@ -234,8 +234,8 @@ class TimingRules:
         overlap_steps: tau.
         grace_share: gamma, the share of the slack that is spent on stragglers.
         grace_cap_s: Longest grace.
-        deadline_floor_s: Shortest deadline.
         deadline_cap_s: Longest deadline, and that of members who are not known yet.
+        deadline_floor_s: Shortest deadline.
         phase: Share of the first interval after which a fragment opens first, so that fragments
             take turns: (p + 1) / P.
         grace_s: The grace where it is not measured; None: it is.
@@ -245,8 +245,8 @@ class TimingRules:
     overlap_steps: int
     grace_share: float
     grace_cap_s: float
-    deadline_floor_s: float
     deadline_cap_s: float
+    deadline_floor_s: float = 5.0
     phase: float = 1.0
     grace_s: float | None = None
 

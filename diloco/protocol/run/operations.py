@@ -39,7 +39,6 @@ LIVE_KEYS: Mapping[str, str] = {
     "outer.grace_share": _AT_SYNCER,
     "outer.grace_cap": _AT_SYNCER,
     "outer.round_deadline": _AT_SYNCER,
-    "outer.round_deadline_floor": _AT_SYNCER,
     "outer.on_member_lost": _HERE,
     "run.min_islands": _HERE,
     "run.open": _HERE,
