@@ -193,7 +193,7 @@ class DecidedRounds:
                     self._write(fragment, SavedRound(record, prepared.state_digest))
                     follow = rounds.committed(assignment.key, loop_now())
                     oldest = rounds.rounds.version - self._rules.retained_versions
-                    rounds.rounds.forget_before(oldest)
+                    rounds.rounds.past.forget_before(oldest)
                     self.perform(fragment, follow)
                 case RecordExpiry(key, reason, missing, broken_in_a_row):
                     logger.warning("round expired, key=%s: %s", key, reason)

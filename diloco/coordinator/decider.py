@@ -340,7 +340,7 @@ class Decider:
     def _found_nothing(self, fragment: DecidedFragment, grant: Grant) -> None:
         """Note that an island has nothing to go on from; when none has, the run is lost."""
         fragment.empty_handed[grant.island] = grant.incarnation
-        starts = fragment.rounds.rounds.incarnations
+        starts = fragment.rounds.rounds.participants.incarnations
         have_all_come = len(starts) == len(self._membership.members.configured)
         if fragment.saved is None and have_all_come and fragment.empty_handed == starts:
             p, step = fragment.rounds.rounds.fragment_id, self._membership.resume_step

@@ -150,14 +150,14 @@ class Polls:
         return [
             p
             for p, service in self._services.items()
-            if service.runner.rounds.has_whole(grant.island, grant.incarnation)
+            if service.runner.rounds.current.has_whole(grant.island, grant.incarnation)
         ]
 
     def _add_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
         """Tell a start that resumes what of the start before it counts."""
         for state in reply.fragments:
             rounds = self._services[state.fragment_id].runner.rounds
-            if (counted := rounds.newest_counted(island, incarnation)) is not None:
+            if (counted := rounds.past.newest_counted(island, incarnation)) is not None:
                 state.counted_version = counted.version + 1
                 state.counted_attempt = counted.attempt
 

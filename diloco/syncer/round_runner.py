@@ -491,14 +491,14 @@ class RoundRunner:
             return
         self._hold(record)
         self._check_tokens()
-        quorum = self.rules.rounds.min_contributions or len(rounds.members)
+        quorum = self.rules.rounds.min_contributions or len(rounds.current.members)
         self.telemetry.closed(close, record, rounds, quorum, loop_now())
         self.telemetry.compared(record, History.from_bytes(record.guard, len(self._units)))
-        if quorum < len(rounds.members) and self._timing is not None:
-            self.telemetry.lacking_grace(self._timing.lacks_grace(rounds.members))
+        if quorum < len(rounds.current.members) and self._timing is not None:
+            self.telemetry.lacking_grace(self._timing.lacks_grace(rounds.current.members))
         self._fetches.begun([c.island for c in record.contributors], len(self._fragment.lanes))
         instructions = self.rounds.committed(close.key, loop_now(), record.rejected)
-        self.rounds.forget_before(record.version - self._store.retained_versions)
+        self.rounds.past.forget_before(record.version - self._store.retained_versions)
         self._perform(instructions)
         await self._worker.run(base.clear)
 
@@ -514,7 +514,7 @@ class RoundRunner:
             self._check(rounds)
             self._store.record_expiry(expiry, at_unix_s)
 
-        members = rounds.members
+        members = rounds.current.members
         try:
             await self._hooks.disk_full.run(key.fragment_id, self._worker, expire)
             self._check(rounds)

@@ -129,7 +129,7 @@ class FragmentService:
                 lane_codec(codec, self._fragment, lane.lane_id).wire_bytes(lane.numel)
                 for lane in self._fragment.lanes
             )
-        return len(self.runner.rounds.members) * self._coded_bytes[codec]
+        return len(self.runner.rounds.current.members) * self._coded_bytes[codec]
 
     # -- initial parameters ------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class FragmentService:
             self.check_whole()
             if self.runner.record is not None:
                 return ""
-            if self.runner.rounds.is_fenced(island, grant.incarnation):
+            if self.runner.rounds.participants.is_fenced(island, grant.incarnation):
                 return f"a newer start of island {island!r} has joined"
             self._initial.take((island, grant.incarnation), header.lane_id, payload)
             if self._initial.is_whole:
@@ -227,8 +227,8 @@ class FragmentService:
             is_damaged=bool(self.runner.damage.text),
         )
         if self.runner.rounds.is_open:
-            state.takes_flush = self.runner.rounds.takes_flush
-            state.members.extend(self.runner.rounds.members if has_lists else ())
+            state.takes_flush = self.runner.rounds.current.takes_flush
+            state.members.extend(self.runner.rounds.current.members if has_lists else ())
         if self.runner.record is not None and self._is_readable(self.runner.record.version):
             state.version, state.is_founded = self.runner.record.version, True
             state.digest = self.runner.record.digest

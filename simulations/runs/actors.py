@@ -177,7 +177,7 @@ class SimulatedSyncer:
             if outcome:
                 reply.outcomes.append(outcome_message(outcome))
         contributed = [
-            p for p, s in self._served.items() if s.rounds.has_whole(island, incarnation)
+            p for p, s in self._served.items() if s.rounds.current.has_whole(island, incarnation)
         ]
         return reply if is_news(request, reply, contributed) else None
 
@@ -234,8 +234,8 @@ class SimulatedSyncer:
             attempt=rounds.attempt,
             is_open=rounds.is_open,
             is_founded=True,
-            members=rounds.members if rounds.is_open else (),
-            takes_flush=rounds.is_open and rounds.takes_flush,
+            members=rounds.current.members if rounds.is_open else (),
+            takes_flush=rounds.is_open and rounds.current.takes_flush,
             contributors=served.contributors,
             sent_at_inner_step=served.sent_at_inner_step,
             is_flush=served.is_flush,
@@ -261,7 +261,13 @@ class SimulatedSyncer:
             rounds.next_wake,
             lambda now: self._perform(served, rounds.tick(now)),
         )
-        shown = rounds.version, rounds.attempt, rounds.phase, len(rounds.left), rounds.is_over
+        shown = (
+            rounds.version,
+            rounds.attempt,
+            rounds.phase,
+            len(rounds.current.left),
+            rounds.is_over,
+        )
         if shown != served.shown:  # most lanes that arrive change nothing that islands see
             served.shown, served.state = shown, self._state(served)
             self.changed.set()

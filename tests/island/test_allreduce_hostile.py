@@ -63,7 +63,7 @@ def test_a_reason_of_a_megabyte_ends_nobody_elses_run(run: AllReduceRun) -> None
             run, islands, "allreduce.decline",
             fragment_pb2.DeclineRequest(key=key_message(rounds.key), reason="x" * MUCH),
         )  # fmt: skip
-        assert len(rounds.left["c"]) == MOST_REASON
+        assert len(rounds.current.left["c"]) == MOST_REASON
         await islands.end()
 
     run_virtual(scenario())

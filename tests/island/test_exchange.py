@@ -235,7 +235,7 @@ def test_a_decline_that_a_restart_forgot_is_repeated(setting: Setting) -> None:
         run, a, b = await started(replace(setting, inner_step=diverge))
         training = asyncio.create_task(b.train(5))
         await asyncio.sleep(5.5)
-        assert run.syncer._services[0].runner.rounds.left
+        assert run.syncer._services[0].runner.rounds.current.left
 
         await restart(run)
         await asyncio.sleep(2.0)
@@ -258,7 +258,7 @@ def test_a_refusal_that_a_restart_forgot_is_judged_again(setting: Setting) -> No
         )
         training = asyncio.create_task(a.train(5))
         await asyncio.sleep(4.5)
-        assert "a" in run.syncer._services[0].runner.rounds.left
+        assert "a" in run.syncer._services[0].runner.rounds.current.left
 
         await restart(run)
         await b.train(5)
@@ -279,7 +279,9 @@ def test_a_word_of_the_syncer_before_does_not_count(setting: Setting) -> None:
         a.data.let_through = asyncio.Event()
         training = asyncio.create_task(a.train(5))
         await asyncio.sleep(4.5)
-        assert "a" in run.syncer._services[0].runner.rounds.left, "but a has not heard of it yet"
+        assert "a" in run.syncer._services[0].runner.rounds.current.left, (
+            "but a has not heard of it yet"
+        )
 
         await restart(run)
         await asyncio.sleep(2.0)

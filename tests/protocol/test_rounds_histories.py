@@ -225,7 +225,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.arrive_unverified(
                 LaneArrival(
                     rounds.key, island, self.incarnations[island], n, digest, 1, 1, 1,
-                    rounds.takes_flush,
+                    rounds.current.takes_flush,
                 )
             )  # fmt: skip
 
@@ -242,10 +242,10 @@ class AnyHistory(RuleBasedStateMachine):
     def held_up(self) -> set[str]:
         """Who came whole, in time, and is not verified."""
         rounds, held = self.rounds, set()
-        for island in set(rounds.members) - set(rounds.left):
+        for island in set(rounds.current.members) - set(rounds.current.left):
             start = self.incarnations[island]
             lanes = {v.lane_id for v in self.verifying if is_of(v, rounds.key, island, start)}
-            came = rounds.contributions.get(island)
+            came = rounds.current.contributions.get(island)
             verified = came.lanes.keys() if came else set()
             if lanes - verified and len(lanes | verified) == 2:
                 held.add(island)
@@ -260,11 +260,15 @@ class AnyHistory(RuleBasedStateMachine):
     def guard_refuses_while_a_lane_is_verified(self, is_verified_first: bool) -> None:
         """All that came is refused, and the attempt goes on: hardly ever by chance."""
         rounds = self.rounds
-        is_fresh = rounds.phase is Phase.OPEN and not rounds.contributions and not rounds.left
-        if not is_fresh or len(rounds.members) < 3 or self.rules.min_contributions != 1:
+        is_fresh = (
+            rounds.phase is Phase.OPEN
+            and not rounds.current.contributions
+            and not rounds.current.left
+        )
+        if not is_fresh or len(rounds.current.members) < 3 or self.rules.min_contributions != 1:
             return
-        first, *_, last = rounds.members
-        key, flush = rounds.key, rounds.takes_flush
+        first, *_, last = rounds.current.members
+        key, flush = rounds.key, rounds.current.takes_flush
         sent = [
             LaneArrival(key, last, self.incarnations[last], n, b"%d" % n, 1, 1, 1, flush)
             for n in (0, 1)
@@ -283,10 +287,10 @@ class AnyHistory(RuleBasedStateMachine):
     def send_whole(self, islands: set[str]) -> None:
         """Contributions arrive undisturbed: without these hardly a round would close."""
         for island in sorted(islands):
-            if island in self.rounds.contributions or not self.rounds.is_open:
+            if island in self.rounds.current.contributions or not self.rounds.is_open:
                 continue
             key, incarnation = self.rounds.key, self.incarnations[island]
-            is_flush = self.rounds.takes_flush
+            is_flush = self.rounds.current.takes_flush
             for lane_id in (0, 1):
                 digest = f"{island}{lane_id}".encode()
                 self.deliver(
@@ -331,7 +335,7 @@ class AnyHistory(RuleBasedStateMachine):
         match instruction:
             case Close(key, contributors) if is_broken and is_malformed:
                 island = contributors[0].island
-                if self.rounds.incarnations.get(island) == contributors[0].incarnation:
+                if self.rounds.participants.incarnations.get(island) == contributors[0].incarnation:
                     self.perform(self.rounds.malformed(key, {island: "no payload"}, self.now))
                 else:  # it has started again since, or was kicked: an all-reduce gives the round up
                     self.perform(self.rounds.abandoned(key, (island,), "lost", self.now))
@@ -369,7 +373,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.restart()
         else:
             self.perform(tell(key, self.now))
-            self.rounds.forget_before(self.durable_version - self.retained)
+            self.rounds.past.forget_before(self.durable_version - self.retained)
 
     def check_close(self, close: Close) -> None:
         names = [c.island for c in close.contributors]
@@ -423,7 +427,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def is_forgotten(self, identity: Identity) -> bool:
         version = identity[0].version
-        return version < self.rounds.version and version not in self.rounds.past
+        return version < self.rounds.version and version not in self.rounds.past.by_base
 
     def newest_sent(self) -> set[Identity]:
         """Give what is asked about: by the newest start of each island, of its newest round."""
@@ -542,7 +546,9 @@ class MembersComeAndGo(AnyHistory):
     def perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Close):  # who is kicked later was counted
-                assert {c.island for c in instruction.contributors} <= set(self.rounds.members)
+                assert {c.island for c in instruction.contributors} <= set(
+                    self.rounds.current.members
+                )
                 for contributor in instruction.contributors:
                     assert contributor.incarnation >= self.fenced.get(contributor.island, 0)
             if isinstance(instruction, Opened):
@@ -559,10 +565,10 @@ class MembersComeAndGo(AnyHistory):
         """What is open with a contribution has an end; what waits knows for what."""
         rounds = self.rounds
         is_waiting = rounds.is_open and not self.held_up()
-        if is_waiting and any(len(c.lanes) == 2 for c in rounds.contributions.values()):
+        if is_waiting and any(len(c.lanes) == 2 for c in rounds.current.contributions.values()):
             assert rounds.next_wake < self.now + 11.0
         assert rounds.phase is not Phase.LOST or rounds._broken_in_a_row >= 3
-        if is_waiting and not set(rounds.members) & set(self.live):
+        if is_waiting and not set(rounds.current.members) & set(self.live):
             assert rounds.next_wake < self.now + 11.0, "nobody is left who could answer"
 
 

@@ -249,8 +249,8 @@ def test_judging_a_header_changes_nothing() -> None:
     for change in ({}, {"digest": b"other"}, {"lane_id": 1}, {"incarnation": 0}):
         rounds.admit(lane(rounds, "a", **change))
 
-    assert [*rounds.contributions] == ["a"]
-    assert rounds.left == {}
+    assert [*rounds.current.contributions] == ["a"]
+    assert rounds.current.left == {}
 
 
 # -- refused, declined, malformed ----------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_a_refusal_of_something_else_changes_nothing(
     rounds = machine()
 
     assert rounds.refused(key, island, incarnation, "reason", 1.0) == []
-    assert rounds.left == {}
+    assert rounds.current.left == {}
 
 
 def test_a_refused_member_counts_again_in_the_next_round() -> None:
@@ -369,9 +369,9 @@ def test_a_base_older_than_what_is_remembered_is_not_included() -> None:
     key = rounds.key
     for _ in range(3):
         publish(rounds)
-    rounds.forget_before(2)
+    rounds.past.forget_before(2)
 
-    assert [*rounds.past] == [2]
+    assert [*rounds.past.by_base] == [2]
     assert kind_of(rounds, key, "a") is OutcomeKind.NOT_INCLUDED
 
 
@@ -684,7 +684,7 @@ def test_a_newer_start_drops_the_lanes_of_the_older_and_fences_it() -> None:
 
     assert rounds.granted("b", 2, 2.0) == [DropLanes(rounds.key, "b", 1)]
 
-    assert rounds.is_fenced("b", 1)
+    assert rounds.participants.is_fenced("b", 1)
     assert rounds.admit(old) is Admission.FENCED
     assert rounds.lane_received(old, 3.0) == (Admission.FENCED, [])
     assert contribute(rounds, "a") == []
@@ -701,7 +701,7 @@ def test_a_lane_that_was_admitted_and_then_fenced_is_not_counted() -> None:
     rounds.granted("b", 2, 1.0)
 
     assert rounds.lane_received(arrival, 2.0) == (Admission.FENCED, [])
-    assert rounds.contributions == {}
+    assert rounds.current.contributions == {}
 
 
 def test_the_same_grant_again_and_an_older_one_change_nothing() -> None:
@@ -855,7 +855,7 @@ def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> 
     contribute(rounds, "b", 4.0)
     rounds.committed(rounds.key, 5.0)
 
-    assert rounds.members == ("a", "b")
+    assert rounds.current.members == ("a", "b")
 
 
 def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:

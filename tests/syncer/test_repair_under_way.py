@@ -178,9 +178,9 @@ def test_who_comes_and_what_is_ordered_during_a_repair_counts_after_it(setting: 
             await asyncio.sleep(1.0)
         rounds = service_of(run).runner.rounds
         assert rounds.is_open
-        assert rounds.members == ("a", "b", "c")
+        assert rounds.current.members == ("a", "b", "c")
         assert rounds.rules.min_contributions == 2
-        assert "c" in rounds.incarnations
+        assert "c" in rounds.participants.incarnations
 
     run_virtual(scenario())
 

@@ -413,7 +413,7 @@ def test_an_incarnation_is_durable_before_anything_of_it_is_accepted(setting: Se
         submission = asyncio.create_task(newer.submit())
         await run.worker.died.wait()
 
-        assert run.syncer._services[0].runner.rounds.contributions == {}
+        assert run.syncer._services[0].runner.rounds.current.contributions == {}
         submission.cancel()
         assert (await a.poll()).syncer_epoch == 2
 
@@ -469,7 +469,7 @@ def test_a_lane_on_its_way_when_its_start_is_fenced_is_not_counted(
         assert reply.status == wire.SUBMIT_STATUS_FENCED
         assert "a newer start has joined" in reply.message
         service = run.syncer._services[0]
-        assert (service.runner.rounds.contributions, service.runner._spool) == ({}, {})
+        assert (service.runner.rounds.current.contributions, service.runner._spool) == ({}, {})
 
     run_virtual(scenario())
 
@@ -802,7 +802,9 @@ def test_retained_versions_are_served_and_older_ones_are_gone(setting: Setting) 
         assert await status(7, wire.FETCH_KIND_DENSE) == wire.FETCH_STATUS_UNKNOWN
         assert await status(6, wire.FETCH_KIND_DENSE, 2) == wire.FETCH_STATUS_UNKNOWN
         service = run.syncer._services[0]
-        assert sorted(service.runner.rounds.past) == [2, 3, 4, 5], "forgotten with their records"
+        assert sorted(service.runner.rounds.past.by_base) == [2, 3, 4, 5], (
+            "forgotten with their records"
+        )
         assert service.runner.record is not None
         assert service.runner.record.contributions == {}, "kept on the disk only"
 

@@ -647,7 +647,7 @@ def test_who_was_counted_hears_so_however_long_ago_it_was(setting: Setting) -> N
         await next_opening(run, a, c)
         for _ in range(7):
             await publish(run, a, c)
-        assert len(run.syncer._services[0].runner.rounds.past) < 7
+        assert len(run.syncer._services[0].runner.rounds.past.by_base) < 7
 
         assert await b.end(late) is OutcomeKind.INCLUDED
         assert await b.end(KEY) is OutcomeKind.NOT_INCLUDED

@@ -452,7 +452,8 @@ def test_nothing_is_left_behind_at_the_end_of_a_run(tmp_path: Path) -> None:
 
         for service in run.syncer._services.values():
             runner = service.runner
-            assert runner._spool == service._initial.lanes == runner.rounds.contributions == {}
+            assert runner._spool == service._initial.lanes == {}
+            assert runner.rounds.current.contributions == {}
         assert run.syncer._tasks == set()
         for island in islands:
             assert len(island.exchange._tasks._tasks) == 1, "the poll"

@@ -187,8 +187,8 @@ class AllReduceRounds:
         return f"closing, {len(self.prepared_by)} of {len(self.assignment.members)} prepared"
 
     def granted(self, island: str, incarnation: int, now: float) -> list[DeciderInstruction]:
-        """Record a start of an island; one whose contribution is being reduced is lost."""
-        if incarnation <= self.rounds.incarnations.get(island, 0):
+        """Record of a start of an island; one whose contribution is being reduced is lost."""
+        if incarnation <= self.rounds.participants.incarnations.get(island, 0):
             return []
         instructions = self._performed(self.rounds.granted(island, incarnation, now), now)
         if self._is_open_to_abort and island in self._members:
@@ -296,7 +296,7 @@ class AllReduceRounds:
             and not self._is_committing
             and assignment_id == self.assignment.id
             and island in self.assignment.members
-            and incarnation == self.rounds.incarnations.get(island)
+            and incarnation == self.rounds.participants.incarnations.get(island)
         )
 
     def _performed(
@@ -307,14 +307,14 @@ class AllReduceRounds:
 
     def _assign(self, close: Close, now: float) -> Assigned:
         assert self.rounds.phase is Phase.CLOSING
-        members = self.rounds.members
+        members = self.rounds.current.members
         self.assignment = Assignment(
             close.key,
             members,
             close.contributors,
             close.is_flush,
             close.refused,
-            sum(self.rounds.incarnations[member] for member in members),
+            sum(self.rounds.participants.incarnations[member] for member in members),
         )
         self.prepared_by, self._is_committing = {}, False
         self._deadline = now + self.rounds.rules.deadline_s

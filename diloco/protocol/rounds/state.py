@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from diloco.bounded_text import MOST_REASON, bounded_text
-from diloco.protocol.rounds.standing import Standing
+from diloco.protocol.rounds.members import Attempt, Participants
+from diloco.protocol.rounds.past_rounds import PastRounds
 from diloco.protocol.rounds.terms import (
     Admission,
     Close,
@@ -28,7 +29,10 @@ from diloco.protocol.rounds.terms import (
     Instruction,
     LaneArrival,
     Lost,
+    Objection,
     Opened,
+    Outcome,
+    OutcomeKind,
     PastRound,
     Phase,
     Published,
@@ -39,16 +43,18 @@ from diloco.protocol.rounds.terms import (
 )
 from diloco.protocol.rounds.timing import FixedTiming, Timing, TimingRules
 from diloco.protocol.rounds.transitions import RoundEvent, after
+from diloco.refusals import Cause
 
 #: Results in a row that cannot be used and end the run, also where expiries do not.
 _MOST_BROKEN = 3
 
 
-class FragmentRounds(Standing):
+class FragmentRounds:
     """All rounds of one fragment on one timeline.
 
     Methods named after events return the instructions that follow; the caller performs them in
-    order. `next_wake` says when `tick` is due.
+    order. `next_wake` says when `tick` is due. `current` is the attempt under way, `participants`
+    are the islands that may take part in the next one, `past` the rounds that were published.
     """
 
     def __init__(
@@ -57,13 +63,20 @@ class FragmentRounds(Standing):
         """Start unfounded: nothing opens before `founded`; no `timing`: what the rules say."""
         if not rules.members or list(rules.members) != sorted(set(rules.members)):
             raise ValueError(f"members must be sorted and distinct, got {rules.members}")
-        super().__init__(fragment_id, timeline, rules)
+        self.fragment_id, self.timeline, self.rules = fragment_id, timeline, rules
+        self.version = self.attempt = 0
+        self.phase = Phase.UNFOUNDED
+        self.participants = Participants(rules.members)
+        self.current = Attempt(rules.num_lanes)
+        self.past = PastRounds()
+        #: Island -> the last expired attempt at the next version that it had left, and why.
+        self.refused_at: dict[str, tuple[int, str]] = {}
+        self.is_finishing = self.is_over = self._is_held = False
         self.opened_at = self.closed_at = self._quorum_at = -math.inf
         self.history: deque[str] = deque(maxlen=40)
         self._timing = timing or FixedTiming(rules.deadline_s, rules.grace_s, rules.opening_floor_s)
         self._deadline = math.inf
         self._deadline_s = rules.deadline_s
-        self._configured = rules.members
         self._next: tuple[RoundRules, TimingRules | None] | None = None
         self._grace_end = math.inf
         self._had_quorum = False
@@ -79,12 +92,134 @@ class FragmentRounds(Standing):
     def next_wake(self) -> float:
         """Time at which `tick` must be called, infinity when nothing is awaited."""
         match self.phase:
-            case Phase.WAITING if self._can_open():
+            case Phase.WAITING if self._can_open:
                 return self._opens_at
-            case Phase.OPEN | Phase.GRACE if not self._is_held_up():
+            case Phase.OPEN | Phase.GRACE if not self.current.is_held_up:
                 return self._ends_at
             case _:
                 return math.inf
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> RoundKey:
+        """Key of the current attempt."""
+        return RoundKey(self.timeline, self.fragment_id, self.version, self.attempt)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether contributions to `key` are accepted."""
+        return self.phase in (Phase.OPEN, Phase.GRACE)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether there is no attempt: none is open or on its way to an end."""
+        return self.phase in (Phase.UNFOUNDED, Phase.WAITING)
+
+    def admit(self, lane: LaneArrival) -> Admission:
+        """Judge a lane by its header, before its payload is read; changes nothing."""
+        key = lane.key
+        if (objection := self.objection(lane)) is not None:
+            return objection.admission
+        if self.phase is Phase.UNFOUNDED:
+            return Admission.NOT_OPEN
+        if key.version > self.version:
+            # The store lost a version: polls say so.
+            return Admission.NOT_OPEN
+        if self.outcome(key, lane.island, lane.incarnation) is not None:
+            return Admission.OVER
+        if self.phase is Phase.WAITING:
+            return Admission.NOT_OPEN
+        if lane.island not in self.current.members:
+            return Admission.NOT_OPEN
+        held = self.current.contributions.get(lane.island)
+        if held is not None:
+            if not _is_same_contribution(held, lane):
+                return Admission.CONFLICT
+            if lane.lane_id in held.lanes:
+                return Admission.REPEAT
+        return Admission.ACCEPTED if self.is_open else Admission.NOT_OPEN
+
+    def objection(self, lane: LaneArrival) -> Objection | None:
+        """Say why a lane is fenced or malformed; None if it is neither."""
+        key, p, num_lanes = lane.key, self.fragment_id, self.rules.num_lanes
+        if key.timeline != self.timeline:
+            words = f"the run is in timeline {self.timeline}, not {key.timeline}"
+            return Objection(Admission.FENCED, Cause.TIMELINE, words)
+        if self.participants.is_fenced(lane.island, lane.incarnation):
+            newest = self.participants.newest(lane.island)
+            words = (
+                f"a newer start has joined: incarnation {newest} of island {lane.island!r}, this "
+                f"is {lane.incarnation}"
+            )
+            return Objection(Admission.FENCED, Cause.INCARNATION, words)
+        cause, words = Cause.KEY, ""
+        if key.fragment_id != p:
+            words = f"this is fragment {p}, not {key.fragment_id}"
+        elif not 0 <= lane.lane_id < num_lanes:
+            cause, words = Cause.LANE, f"fragment {p} has {num_lanes} lanes, none is {lane.lane_id}"
+        elif lane.weight_tokens < 0 or (lane.weight_tokens == 0 and not lane.is_flush):
+            cause, words = Cause.WEIGHT, f"a weight of {lane.weight_tokens} tokens counts nothing"
+        elif (
+            self.rules.min_members is not None
+            and self.is_open
+            and key == self.key
+            and lane.is_flush != self.current.takes_flush
+        ):
+            taken = "flushes only" if self.current.takes_flush else "no flushes yet"
+            words = f"{key} takes {taken}"
+        elif (
+            self.phase is not Phase.UNFOUNDED
+            and key.version == self.version
+            and key.attempt > self.attempt
+        ):
+            words = (
+                f"attempt {self.attempt} at version {self.version} of fragment {p} is open, not "
+                f"{key.attempt}"
+            )
+        return Objection(Admission.INVALID, cause, words) if words else None
+
+    def weight_problem(self, lane: LaneArrival) -> str:
+        """Say why a contribution cannot count what its lane says; empty if it can."""
+        return self.rules.weights.problem(
+            tokens=lane.weight_tokens,
+            steps=lane.weight_steps,
+            sent_at=lane.sent_at_inner_step,
+            step_tokens=lane.step_tokens,
+        )
+
+    def history_of(self, lane: LaneArrival) -> str:
+        """Say in words where a lane that was judged stands."""
+        key = lane.key
+        if (objection := self.objection(lane)) is not None:
+            return objection.words
+        if self.phase is not Phase.UNFOUNDED and key.version > self.version:
+            return (
+                f"version {self.version} of fragment {self.fragment_id} is open, not {key.version}"
+            )
+        return f"{key} is {self.phase}"
+
+    def outcome(self, key: RoundKey, island: str, incarnation: int) -> Outcome | None:
+        """Say how a contribution ended; None while its attempt is undecided.
+
+        One of an earlier timeline counts if what the run was resumed from has it, and else not.
+        """
+        if key.timeline < self.timeline and key.version >= self.version:
+            return Outcome(key, OutcomeKind.EXPIRED, "the run was resumed before it ended")
+        if key.version > self.version:
+            return None
+        if key.version < self.version:
+            return self.past.outcome(key, island, incarnation)
+        if key.attempt < self.attempt:
+            left_at, reason = self.refused_at.get(island, (-1, ""))
+            if left_at == key.attempt:
+                return Outcome(key, OutcomeKind.REFUSED, reason)
+            return Outcome(key, OutcomeKind.EXPIRED, "the attempt is over")
+        if island in self.current.left:
+            return Outcome(key, OutcomeKind.REFUSED, self.current.left[island])
+        return None
+
+    # -- events ----------------------------------------------------------------------------------
 
     @property
     def grace_spent_s(self) -> float:
@@ -128,8 +263,7 @@ class FragmentRounds(Standing):
         """
         self._require(Phase.UNFOUNDED, "founded")
         self.version, self.attempt = version, attempt
-        self.past = {base: _bounded(remembered) for base, remembered in past.items()}
-        self.last_included = dict(last_included or {})
+        self.past = PastRounds(past, last_included)
         self._move(RoundEvent.FOUNDED)
         self._expired_in_a_row, self._missing = expired_in_a_row, missing
         self._broken_in_a_row, self._rejected_in_a_row = broken_in_a_row, rejected_in_a_row
@@ -155,17 +289,19 @@ class FragmentRounds(Standing):
 
     def granted(self, island: str, incarnation: int, now: float) -> list[Instruction]:
         """Record that `island` presented a valid grant; fences its earlier starts."""
-        if incarnation <= self.incarnations.get(island, 0) or self.is_fenced(island, incarnation):
+        participants = self.participants
+        known = participants.incarnations.get(island, 0)
+        if incarnation <= known or participants.is_fenced(island, incarnation):
             return []
-        self.incarnations[island] = incarnation
+        participants.incarnations[island] = incarnation
         self._record(now, f"{island} holds grant {incarnation}")
         if not self.is_open:
             return self._open_if_due(now)
         # Who declined or was refused has left the attempt, whatever start it is now.
-        was_arriving = self._forget_arrived(island)
-        earlier = self.contributions.pop(island, None)
-        is_begun = self.left or any(map(self._is_complete, self.contributions.values()))
-        if not is_begun and set(self.members) <= set(self.live):
+        was_arriving = self.current.forget_arrived(island)
+        earlier = self.current.contributions.pop(island, None)
+        is_begun = self.current.left or self.current.complete
+        if not is_begun and set(self.current.members) <= set(participants.live):
             # Nobody is left who waits: when all islands start again, none of them is late yet.
             self._deadline = math.inf
         if earlier is None:
@@ -180,16 +316,16 @@ class FragmentRounds(Standing):
         `lane_received` or `lane_given_up` follows with the same object, or `refused`.
         """
         if self.admit(lane) is Admission.ACCEPTED and now <= self._ends_at:
-            self._arrived[id(lane)] = lane
+            self.current.arrived(lane)
 
     def lane_given_up(self, lane: LaneArrival, now: float) -> list[Instruction]:
         """Record that a lane is verified no more: its call was cut, or there is no room."""
-        was_arriving = self._arrived.pop(id(lane), None) is not None
+        was_arriving = self.current.verified(lane)
         return self.tick(now) if was_arriving and self.is_open else []
 
     def lane_received(self, lane: LaneArrival, now: float) -> tuple[Admission, list[Instruction]]:
         """Count a lane whose payload was received and verified."""
-        self._arrived.pop(id(lane), None)
+        self.current.verified(lane)
         admission = self.admit(lane)
         if admission is Admission.CONFLICT and self.is_open:
             return admission, self.refused(
@@ -197,7 +333,7 @@ class FragmentRounds(Standing):
             )
         if admission is not Admission.ACCEPTED:
             return admission, []
-        held = self.contributions.setdefault(
+        held = self.current.contributions.setdefault(
             lane.island,
             Contribution(
                 lane.island,
@@ -209,7 +345,7 @@ class FragmentRounds(Standing):
             ),
         )
         held.lanes[lane.lane_id] = lane.digest
-        if len(held.lanes) < self.rules.num_lanes:
+        if not self.current.is_complete(held):
             return admission, []
         self._record(now, f"{lane.island} complete, {held.weight_tokens} tokens")
         self._timing.arrived(lane.island, now)
@@ -223,7 +359,7 @@ class FragmentRounds(Standing):
 
         The reason, which may be a peer's own words, is kept and announced up to `MOST_REASON`.
         """
-        if key != self.key or self.is_fenced(island, incarnation):
+        if key != self.key or self.participants.is_fenced(island, incarnation):
             return []
         return self._take_out({island: reason}, now)
 
@@ -233,17 +369,17 @@ class FragmentRounds(Standing):
         All of them before anything follows: else what one leaves behind could close the attempt
         with the contribution of the next.
         """
-        staying = set(self.members) - set(self.left)
+        staying = set(self.current.members) - set(self.current.left)
         leaving = {i: reasons[i] for i in sorted(reasons) if i in staying}
         if not self.is_open or not leaving:
             return []
         instructions: list[Instruction] = []
         for island, reason in leaving.items():
-            self._forget_arrived(island)
-            held = self.contributions.pop(island, None)
+            self.current.forget_arrived(island)
+            held = self.current.contributions.pop(island, None)
             if held is not None:
                 instructions.append(DropLanes(self.key, island, held.incarnation))
-            reason = self.left[island] = bounded_text(reason, MOST_REASON)
+            reason = self.current.left[island] = bounded_text(reason, MOST_REASON)
             self._record(now, f"{island} left the attempt: {reason}")
         # It waits for the round's end too: those that are still to come may be dead.
         self._begin_deadline(now)
@@ -258,8 +394,8 @@ class FragmentRounds(Standing):
         room; the deadline passes only once it does so no more. (To count it as late instead would
         let a full disk choose whose work is merged.) A grace window ends without it, as ever.
         """
-        is_member = island in self.members and island not in self.left
-        if key != self.key or not is_member or self.is_fenced(island, incarnation):
+        is_member = island in self.current.members and island not in self.current.left
+        if key != self.key or not is_member or self.participants.is_fenced(island, incarnation):
             return []
         if math.isfinite(self._deadline):
             self._deadline = now + self._deadline_s
@@ -271,24 +407,19 @@ class FragmentRounds(Standing):
         Where members are fixed, all of the roster are waited for, be they here or not; one that
         it leaves out is no member any more, of the open attempt either.
         """
-        self._roster = roster
-        leaving: dict[str, str] = {}
-        for island, least in roster.fenced.items():
-            self._least[island] = max(least, self._least.get(island, 0))
-            if self.is_fenced(island, self.incarnations.get(island, 0)):
-                leaving[island] = "fenced by the coordinator"
-        if self.rules.min_members is not None:
-            self.live = tuple(sorted(set(roster.live)))
-        else:
-            self.live = tuple(name for name in self._configured if name in roster.live)
-            self.rules = replace(self.rules, members=self.live)
-            for island in set(self.members) - set(self.live):
+        has_fixed_members = self.rules.min_members is None
+        fenced = self.participants.set_roster(roster, has_fixed_members=has_fixed_members)
+        leaving = dict.fromkeys(fenced, "fenced by the coordinator")
+        live = self.participants.live
+        if has_fixed_members:
+            self.rules = replace(self.rules, members=live)
+            for island in set(self.current.members) - set(live):
                 leaving[island] = "the run goes on without this island"
         instructions = self._take_out(leaving, now)
-        if self.is_open and not set(self.members) - set(self.left) <= set(self.live):
+        if self.is_open and not set(self.current.members) - set(self.current.left) <= set(live):
             # Who is left has begun to wait for islands that may never come.
             self._begin_deadline(now)
-            if self._awaited():
+            if self.current.awaited(live):
                 instructions += self._advance(now)
             else:
                 instructions += self._expire("none of its members lives", now)
@@ -324,14 +455,14 @@ class FragmentRounds(Standing):
         """Let time pass: open what is due, end the grace window, expire what is overdue."""
         if self.phase is Phase.WAITING:
             return self._open_if_due(now)
-        if now < self._ends_at or self._is_held_up():
+        if now < self._ends_at or self.current.is_held_up:
             return []
         if self.phase is Phase.GRACE:
             return self._close(now)
         if self.phase is Phase.OPEN:
-            if self.takes_flush and any(map(self._is_complete, self.contributions.values())):
+            if self.current.takes_flush and self.current.complete:
                 return self._close(now)
-            names = ", ".join(self._absent()) or "nobody (flush and ordinary ones are mixed)"
+            names = ", ".join(self.current.absent()) or "nobody (flush and ordinary ones are mixed)"
             return self._expire(f"deadline of {self._deadline_s:g} s; missing: {names}", now)
         return []
 
@@ -347,16 +478,10 @@ class FragmentRounds(Standing):
         """
         self._require(Phase.CLOSING, "committed", key)
         rejected = rejected or {}
-        counted = [c for c in self.contributions.values() if c.island not in rejected]
-        self.past[key.version] = PastRound(
-            key.attempt,
-            frozenset((c.island, c.incarnation) for c in counted),
-            dict(self.left),
-            dict(rejected),
-        )
-        for c in counted:
-            counts = Inclusion(c.incarnation, key.version, key.attempt)
-            self.last_included[c.island] = counts
+        counted = [c for c in self.current.contributions.values() if c.island not in rejected]
+        contributors = frozenset((c.island, c.incarnation) for c in counted)
+        past = PastRound(key.attempt, contributors, dict(self.current.left), dict(rejected))
+        self.past.published(key, past)
         self.version, self.attempt = key.version + 1, 0
         self._expired_in_a_row = self._broken_in_a_row = self._rejected_in_a_row = 0
         self.refused_at = {}
@@ -424,11 +549,6 @@ class FragmentRounds(Standing):
             )
         return self._open_if_due(now)
 
-    def forget_before(self, version: int) -> None:
-        """Drop the memory of rounds whose base is older than `version`."""
-        for old in [v for v in self.past if v < version]:
-            del self.past[old]
-
     def _is_beyond(self, count: int, *, or_at: float = math.inf) -> bool:
         """Whether so many attempts in a row that was aborted end the run."""
         limit = self.rules.max_expired_in_a_row
@@ -440,6 +560,10 @@ class FragmentRounds(Standing):
         return self._open_if_due(now)
 
     @property
+    def _can_open(self) -> bool:
+        return not (self.is_over or self._is_held) and self.participants.can_open(self.rules)
+
+    @property
     def _ends_at(self) -> float:
         """When the open attempt closes with those it has, or expires."""
         return self._grace_end if self.phase is Phase.GRACE else self._deadline
@@ -449,38 +573,32 @@ class FragmentRounds(Standing):
         """When the next attempt may open; a first flush at once: its islands would train on."""
         if self.is_finishing and not self._expired_in_a_row:
             return -math.inf
-        return self._timing.opens_at(self.live)
+        return self._timing.opens_at(self.participants.live)
 
     def _open_if_due(self, now: float) -> list[Instruction]:
-        if self.phase is not Phase.WAITING or not self._can_open() or now < self._opens_at:
+        if self.phase is not Phase.WAITING or not self._can_open or now < self._opens_at:
             return []
         self._move(RoundEvent.OPENED)
-        self.members = self._eligible()
-        self.takes_flush = self.is_finishing
+        self.current.members = self.participants.eligible()
+        self.current.takes_flush = self.is_finishing
         self.opened_at = now
         self._timing.opened(now)
         self._record(now, f"opened {self.key}")
-        return [Opened(self.key, self.members, self.takes_flush)]
-
-    def _forget_arrived(self, island: str) -> bool:
-        """Wait for nothing of an island that is being verified; returns whether anything was."""
-        before = len(self._arrived)
-        self._arrived = {n: lane for n, lane in self._arrived.items() if lane.island != island}
-        return len(self._arrived) < before
+        return [Opened(self.key, self.current.members, self.current.takes_flush)]
 
     def _begin_deadline(self, now: float) -> None:
         if math.isinf(self._deadline):
-            self._deadline_s = self._timing.deadline_s(self.members)
+            self._deadline_s = self._timing.deadline_s(self.current.members)
             self._deadline = now + self._deadline_s
 
     def _advance(self, now: float) -> list[Instruction]:
         """Close, begin or end the grace window, or expire, after a contribution came or went."""
         quorum = self.rules.min_contributions
-        if len(set(self.members) - set(self.left)) < (quorum or 1):
+        if len(set(self.current.members) - set(self.current.left)) < (quorum or 1):
             return self._expire("too few members have anything valid to send", now)
-        complete = [c for c in self.contributions.values() if self._is_complete(c)]
+        complete = self.current.complete
         kinds = {c.is_flush for c in complete}
-        awaited = len(self._awaited())
+        awaited = len(self.current.awaited(self.participants.live))
         if not self._had_quorum and len(complete) >= (quorum or awaited):
             self._had_quorum, self._quorum_at = True, now
             self._timing.at_quorum(now)
@@ -494,13 +612,12 @@ class FragmentRounds(Standing):
             return self.tick(now)
         if self.phase is Phase.OPEN:
             self._move(RoundEvent.QUORUM)
-            self._grace_end = min(now + self._timing.grace_s(self.members), self._deadline)
+            self._grace_end = min(now + self._timing.grace_s(self.current.members), self._deadline)
         return self.tick(now)
 
     def _close(self, now: float) -> list[Instruction]:
-        for island in [i for i, c in self.contributions.items() if not self._is_complete(c)]:
-            del self.contributions[island]
-        self._arrived = {}  # a lane that is sent again after a reopening counts again
+        # What was being verified is received again once the attempt is open again.
+        self.current.drop_incomplete()
         contributors = tuple(
             Contributor(
                 c.island,
@@ -510,22 +627,22 @@ class FragmentRounds(Standing):
                 c.sent_at_inner_step,
                 tuple(c.lanes[lane_id] for lane_id in sorted(c.lanes)),
             )
-            for _, c in sorted(self.contributions.items())
+            for _, c in sorted(self.current.contributions.items())
         )
         self._move(RoundEvent.CLOSED)
         self.closed_at = now
         self._timing.closed(now)
         self._record(now, f"closing with {', '.join(c.island for c in contributors)}")
-        is_flush = all(c.is_flush for c in self.contributions.values())
+        is_flush = all(c.is_flush for c in self.current.contributions.values())
         # A faulty island that was alone then must not change by what the others are judged now.
-        is_of_all = self.refused_at.keys() >= set(self.members)
+        is_of_all = self.refused_at.keys() >= set(self.current.members)
         rejected = self._rejected_in_a_row if is_of_all else 0
-        return [Close(self.key, contributors, is_flush, dict(self.left), rejected)]
+        return [Close(self.key, contributors, is_flush, dict(self.current.left), rejected)]
 
     def _expire(
         self, reason: str, now: float, missing: tuple[str, ...] | None = None
     ) -> list[Instruction]:
-        self._missing = self._absent() if missing is None else missing
+        self._missing = self.current.absent() if missing is None else missing
         self._move(RoundEvent.EXPIRED)
         reason = bounded_text(reason)
         self._expiry_reason = reason
@@ -544,11 +661,14 @@ class FragmentRounds(Standing):
     @property
     def _all_rejected(self) -> bool:
         """Whether the guard has refused every member of this attempt."""
-        return self._rejected >= set(self.members)
+        return self._rejected >= set(self.current.members)
 
     def _refused_at(self) -> dict[str, tuple[int, str]]:
         """Add those who have left this attempt to those who left earlier ones."""
-        return {**self.refused_at, **{i: (self.attempt, why) for i, why in self.left.items()}}
+        return {
+            **self.refused_at,
+            **{i: (self.attempt, why) for i, why in self.current.left.items()},
+        }
 
     def _lose(self, key: RoundKey, reason: str, *, is_numeric: bool) -> list[Instruction]:
         self._move(RoundEvent.LOST)
@@ -556,10 +676,7 @@ class FragmentRounds(Standing):
 
     def _leave_round(self, event: RoundEvent) -> None:
         self._move(event)
-        self.members = ()
-        self.contributions = {}
-        self.left = {}
-        self._arrived = {}
+        self.current.clear()
         self._had_quorum, self._rejected = False, set()
         self._deadline = self._grace_end = math.inf
         self._take_rules()
@@ -568,7 +685,11 @@ class FragmentRounds(Standing):
         if self._next is None:
             return
         (rules, measured), self._next = self._next, None
-        self.rules = rules if rules.min_members is not None else replace(rules, members=self.live)
+        self.rules = (
+            rules
+            if rules.min_members is not None
+            else replace(rules, members=self.participants.live)
+        )
         self._timing.set_rules(rules, measured)
 
     def _move(self, event: RoundEvent) -> None:
@@ -596,6 +717,12 @@ class InvalidTransition(Exception):
         super().__init__(f"{event}({key}) in phase {phase} of {current}; history:\n  {lines}")
 
 
-def _bounded(past: PastRound) -> PastRound:
-    refused = {island: bounded_text(why, MOST_REASON) for island, why in past.refused.items()}
-    return replace(past, refused=refused)
+def _is_same_contribution(held: Contribution, lane: LaneArrival) -> bool:
+    return (
+        held.incarnation == lane.incarnation
+        and held.weight_tokens == lane.weight_tokens
+        and held.weight_steps == lane.weight_steps
+        and held.sent_at_inner_step == lane.sent_at_inner_step
+        and held.is_flush == lane.is_flush
+        and held.lanes.get(lane.lane_id, lane.digest) == lane.digest
+    )

@@ -1,0 +1,141 @@
+"""Islands that may take part in the next rounds of a fragment, and members of the present attempt.
+
+Source: PROTOCOL.md, "Members", "Contributions" and "Fencing".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+
+from diloco.protocol.rounds.terms import Contribution, LaneArrival, Roster, RoundRules
+
+
+class Participants:
+    """Live islands, the newest start of each, and the starts that the coordinator has fenced."""
+
+    def __init__(self, members: tuple[str, ...]) -> None:
+        """Know of no start yet; `members` are the islands of the configuration."""
+        self.live = members
+        self.incarnations: dict[str, int] = {}
+        self._configured = members
+        self._roster = Roster(members)
+        self._least: dict[str, int] = {}
+
+    def newest(self, island: str) -> int:
+        """Return the incarnation below which starts of an island are fenced."""
+        return max(self.incarnations.get(island, 0), self._least.get(island, 0))
+
+    def is_fenced(self, island: str, incarnation: int) -> bool:
+        """Whether a newer start of `island` is known, or the coordinator asks for one."""
+        return incarnation < self.newest(island)
+
+    def set_roster(self, roster: Roster, *, has_fixed_members: bool) -> set[str]:
+        """Set who lives, and which starts count no more; returns the islands that are fenced."""
+        self._roster = roster
+        for island, least in roster.fenced.items():
+            self._least[island] = max(least, self._least.get(island, 0))
+        if has_fixed_members:
+            self.live = tuple(name for name in self._configured if name in roster.live)
+        else:
+            self.live = tuple(sorted(set(roster.live)))
+        return {i for i in roster.fenced if self.is_fenced(i, self.incarnations.get(i, 0))}
+
+    def eligible(self) -> tuple[str, ...]:
+        """Return the live islands that are here with a start that counts."""
+        return tuple(
+            island
+            for island in self.live
+            if island in self.incarnations and not self.is_fenced(island, self.incarnations[island])
+        )
+
+    def can_open(self, rules: RoundRules) -> bool:
+        """Whether enough islands are here for a round."""
+        roster, eligible = self._roster, self.eligible()
+        if roster.is_paused or roster.is_gathering:
+            return False
+        if rules.min_members is None:
+            return bool(eligible) and eligible == rules.members
+        least = roster.min_islands or rules.min_members
+        return len(eligible) >= max(least, rules.min_contributions or 1, 1)
+
+
+class Attempt:
+    """Members, contributions, and who left; empty while no attempt is under way.
+
+    `left` says of members that are out of it why; `takes_flush` whether it takes flushes only.
+    """
+
+    def __init__(self, num_lanes: int) -> None:
+        """Have no members; a contribution has `num_lanes` lanes."""
+        self.members: tuple[str, ...] = ()
+        self.contributions: dict[str, Contribution] = {}
+        self.left: dict[str, str] = {}
+        self.takes_flush = False
+        self._num_lanes = num_lanes
+        #: Here and not verified yet, by identity: of a lane that came twice each is on its own.
+        self._arrived: dict[int, LaneArrival] = {}
+
+    def clear(self) -> None:
+        """Have no members again."""
+        self.members, self.contributions, self.left, self._arrived = (), {}, {}, {}
+
+    def arrived(self, lane: LaneArrival) -> None:
+        """Note that all of a lane is here, and is being verified."""
+        self._arrived[id(lane)] = lane
+
+    def verified(self, lane: LaneArrival) -> bool:
+        """Note that a lane is being verified no more; returns whether it was."""
+        return self._arrived.pop(id(lane), None) is not None
+
+    def forget_arrived(self, island: str | None = None) -> bool:
+        """Forget what an island, or every island, has being verified; returns if it had any."""
+        before = len(self._arrived)
+        self._arrived = {
+            n: lane for n, lane in self._arrived.items() if island not in (None, lane.island)
+        }
+        return len(self._arrived) < before
+
+    def drop_incomplete(self) -> None:
+        """Forget the contributions of which lanes are missing, and what is being verified."""
+        self.contributions = {c.island: c for c in self.complete}
+        self.forget_arrived()
+
+    def is_complete(self, contribution: Contribution) -> bool:
+        """Whether every lane of a contribution was verified."""
+        return len(contribution.lanes) == self._num_lanes
+
+    @property
+    def complete(self) -> list[Contribution]:
+        """Contributions of which every lane was verified."""
+        return [c for c in self.contributions.values() if self.is_complete(c)]
+
+    def has_whole(self, island: str, incarnation: int) -> bool:
+        """Whether it has all of the contribution of a start."""
+        held = self.contributions.get(island)
+        return held is not None and held.incarnation == incarnation and self.is_complete(held)
+
+    def awaited(self, live: Collection[str]) -> list[str]:
+        """Members whose contributions are there or may come: not those who left or lapsed."""
+        return [m for m in self.members if m not in self.left and (m in live or self._is_here(m))]
+
+    def absent(self) -> tuple[str, ...]:
+        """Members that have neither left nor contributed."""
+        done = {c.island for c in self.complete}
+        return tuple(m for m in self.members if m not in done and m not in self.left)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether a contribution that came whole, and in time, is still being verified."""
+        return any(
+            lane.lane_id not in self._verified(lane.island) and self._is_here(lane.island)
+            for lane in self._arrived.values()
+        )
+
+    def _is_here(self, island: str) -> bool:
+        """Whether every lane of the contribution of an island is here, verified or not yet."""
+        arrived = {lane.lane_id for lane in self._arrived.values() if lane.island == island}
+        return len(self._verified(island) | arrived) == self._num_lanes
+
+    def _verified(self, island: str) -> Set[int]:
+        held = self.contributions.get(island)
+        return held.lanes.keys() if held is not None else set()
