@@ -1,4 +1,4 @@
-"""Lanes that arrive for one fragment: each read in its turn and verified; those of version 0 kept.
+"""Reads and verifies the lanes that arrive for one fragment; keeps those of version 0.
 
 Source: PROTOCOL.md, "Digests" and "Identity of a contribution".
 """

@@ -1,4 +1,4 @@
-"""A fragment whose syncer has lost a published version: why it is not served, and what mends it.
+"""Keeps a fragment from being served that has lost a published version, until it is repaired.
 
 Going on from an older version would publish the lost one a second time, as something else. An
 island that merged or staged it holds what was published, to the bit. Every island says with its
@@ -358,7 +358,7 @@ class Damage:
             return None
         return RecoveredVersion(", ".join(sorted(self._givers)), self._header, dict(self._lanes))
 
-    def mended(self, recovered: RecoveredVersion) -> None:
+    def repaired(self, recovered: RecoveredVersion) -> None:
         """Record that the version is durable again."""
         p, version = self._fragment.fragment_id, recovered.header["version"]
         logger.warning("fragment %d repaired: version %d from %s", p, version, recovered.island)

@@ -1,8 +1,8 @@
-"""The close of a round: contributions out of the spool, a version into the store, lane by lane.
+"""Merges a closed round, lane by lane: contributions from the spool, a version into the store.
 
 Every lane is merged, encoded and written to the record on its own, several at once where the
 tensor library lets go of the interpreter, so that the record grows while later lanes are computed.
-Only the commit waits for all of them, and nobody hears of a version before it.
+Only the commit waits for all of them, and no version is announced before it.
 
 The plain mean takes one pass. Where norms or angles decide (`MergeRule.needs_norms`), a pass over
 all lanes before it decodes what came and multiplies it with itself; the coefficients that follow

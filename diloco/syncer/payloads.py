@@ -1,4 +1,4 @@
-"""Payloads of lanes: what is served of a version, and what is asked of one that arrives.
+"""Gives the payloads of published lanes, and checks the codec of those that arrive.
 
 Used by anyone who serves lanes, a syncer or the peer of an island. Decides nothing about rounds.
 

@@ -1,4 +1,4 @@
-"""Polls of carriers at their syncer: each is held back until there is news for it.
+"""Answers the polls of carriers; each is held back until there is news for it.
 
 Source: PROTOCOL.md, "One fragment, one round" and "Outcomes".
 """
@@ -47,7 +47,7 @@ class Polls:
         Args:
             services: Of the syncer's fragments, by fragment id.
             admission: Has the rules of now, and knows which starts count.
-            steps: Hears how long inner steps take.
+            steps: Is told how long inner steps take.
             spool: Says whether what is due has room.
             syncer_epoch: Of the syncer's start.
             wants_initial: Whether an island, by name, is to give a fragment's first parameters.

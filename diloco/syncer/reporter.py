@@ -1,4 +1,4 @@
-"""What a syncer tells its coordinator: where it is, how its fragments stand, what became durable.
+"""Reports to the coordinator: the address, the state of fragments, and what became durable.
 
 The coordinator's index of rounds is fed from here and never consulted to decide one, so nothing in
 this module may hold a round up: events only leave a mark, one task does the telling, and a
@@ -81,7 +81,7 @@ class ReportedRounds(Protocol):
         """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
 
     def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
-        """Hear how many versions of each fragment the coordinator knows; must not block.
+        """Called with how many versions of each fragment the coordinator knows; must not block.
 
         `digests` are those of the newest of them, in hex.
         """

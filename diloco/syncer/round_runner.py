@@ -1,8 +1,8 @@
-"""Rounds of one fragment as they are run: what the machine decides is performed, in order.
+"""Runs the rounds of one fragment: performs what the machine decides, in order.
 
 The event loop runs the machine (`state`); tensors and files (`publication`, `store`) are the work
 of the fragment's worker, and what takes long of it waits for its turn among the fragments. Every
-version is durable before anybody hears of it, every expiry before the next attempt opens.
+version is durable before it is announced, every expiry before the next attempt opens.
 
 Source: PROTOCOL.md, "Rounds" and "Durable before answered".
 """
@@ -250,7 +250,7 @@ class RoundRunner:
         )
         await self._long_worker.run(lambda: self._store.commit(record))
         initial.clear()
-        if self.damage.text:  # it was durable by then, and nobody has heard of it
+        if self.damage.text:  # it was durable by then, and not announced
             await self._worker.run(lambda: self._store.take_back(0))
             return
         self._hold(record)
@@ -261,7 +261,7 @@ class RoundRunner:
         if version == self.rounds.version:
             self._emit_fetched(self._fetches.sent(island, lane_ids, loop_now()))
 
-    # -- what was lost, and is mended --------------------------------------------------------------
+    # -- what was lost, and is repaired ------------------------------------------------------------
 
     def lose(self, version: int, said_by: str = "") -> None:
         """Serve the fragment no more: this version was published, and cannot be read here.
@@ -279,7 +279,7 @@ class RoundRunner:
         self._hooks.on_change()
 
     def indexed(self, num_versions: int, digest: str) -> None:
-        """Hear how many versions, 0 among them, the coordinator knows of this timeline.
+        """Set how many versions, 0 among them, the coordinator knows of this timeline.
 
         `digest` is that of the newest, in hex; empty: not known.
         """
@@ -295,7 +295,7 @@ class RoundRunner:
 
         What contradicts the store is believed once most of the live islands say it: no island ends
         a fragment alone. Nor is it believed of more versions than are kept, which no damage takes
-        from a store. Else the coordinator's word is asked, and nothing opens before.
+        from a store. Else the coordinator decides, and nothing opens before.
         """
         self.damage.holds(island, known.num_held - 1)
         if not known.is_founded or known.is_damaged:
@@ -334,7 +334,7 @@ class RoundRunner:
     async def finish_repair(self, admission: CallAdmission) -> None:
         """Write the version of which every lane is here, and serve the fragment again.
 
-        It stays damaged until that is durable and was read back: nobody hears of one half of it.
+        It stays damaged until that is durable and was read back: no half of it is served.
         """
         async with self.founding:
             if (found := self.damage.recovered) is None:
@@ -349,7 +349,7 @@ class RoundRunner:
             said_by = self.damage.said_by
             lost = self.damage.lost  # a later one may have been heard of meanwhile
             lost = max(self._store.lost, lost if lost > found.header["version"] else -1)
-            self.damage.mended(found)
+            self.damage.repaired(found)
             self._fetches.given_up()
             self.rules = self._next_rules
             self.rounds, self._timing = self._machine()
@@ -456,7 +456,7 @@ class RoundRunner:
         )
 
     def _is_overtaken(self, rounds: FragmentRounds) -> bool:
-        """Whether the fragment was damaged since, be it mended or not; in any thread."""
+        """Whether the fragment was damaged since, whether or not it is repaired; in any thread."""
         return bool(self.damage.text) or rounds is not self.rounds
 
     def _check(self, rounds: FragmentRounds) -> None:
@@ -475,7 +475,7 @@ class RoundRunner:
         rounds, merger = self.rounds, self._merger()
         try:
             record = await self._with_room(lambda: merger.publish(base[0], close, spool))
-            if self.damage.text:  # it was durable by then, and nobody has heard of it
+            if self.damage.text:  # it was durable by then, and not announced
                 await self._worker.run(lambda: self._take_back(record.version, merger, base[0]))
             self._check(rounds)
         except AggregationError as error:

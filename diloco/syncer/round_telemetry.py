@@ -1,4 +1,4 @@
-"""What is told of one fragment's rounds: events, metrics, a warning where somebody should act."""
+"""Writes events, metrics and warnings about the rounds of one fragment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoundTelemetry:
-    """Tells of the rounds of one fragment; nothing is decided here."""
+    """Writes about the rounds of one fragment; decides nothing."""
 
     def __init__(
         self, fragment_id: int, meter: SyncerMeter, on_event: Callable[[Event], None]

@@ -1,4 +1,4 @@
-"""Rules of a syncer and of each of its fragments: what a configuration makes of rounds.
+"""Makes the rules of a syncer and of its fragments from the configuration.
 
 Source: PROTOCOL.md, "Rounds" and "Operators and live policy".
 """

@@ -1,4 +1,4 @@
-"""One fragment as islands see it: what they send is judged and kept, and what they may fetch.
+"""Answers islands for one fragment: takes what they send, gives what they fetch.
 
 The event loop receives lanes; workers of their own verify and spool them, whatever is merged
 meanwhile.

@@ -1,4 +1,4 @@
-"""Coded lanes from their arrival to the close of their round: in memory, beyond a limit on disk.
+"""Keeps coded lanes from their arrival to the close: in memory, beyond a limit on disk.
 
 A spool serves all fragments of a syncer. Nothing in it is durable: islands keep what they sent
 until its outcome, so files are neither synced nor read by a later start, which removes them.

@@ -235,7 +235,7 @@ class Syncer:
     def indexed(
         self, num_versions: Mapping[int, int], digests: Mapping[int, str] | None = None
     ) -> None:
-        """Hear how many versions of each fragment the coordinator knows; must not block.
+        """Set how many versions of each fragment the coordinator knows; must not block.
 
         `digests` are those of the newest of them, in hex; None: not known.
         """

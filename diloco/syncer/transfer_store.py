@@ -1,4 +1,4 @@
-"""Transfers on their way from one island to another, on the disk of a syncer.
+"""Keeps transfers between islands on the disk of a syncer while they are under way.
 
     transfers/SOURCE-CHECKPOINT/manifest.json
                                3-0.safetensors     lane 0 of fragment 3

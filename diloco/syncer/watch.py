@@ -1,4 +1,4 @@
-"""What the guard sees of one merge: contributions, measured lane by lane while they are merged.
+"""Measures the contributions to one merge for the guard, lane by lane while they are merged.
 
 See `diloco.outer.guard`, which judges.
 """

@@ -1,4 +1,4 @@
-"""Who does the work on tensors and files, which never runs on an event loop.
+"""Does the work on tensors and files, which never runs on an event loop.
 
 Source: PROTOCOL.md, "Calls do not wait for merges".
 """

@@ -1,4 +1,4 @@
-"""The attempt after the last that expired, in a file: no attempt that was announced opens again.
+"""Writes durably which attempt expired last, so that no announced attempt opens again.
 
     fragment-0003/attempt.json             blake3 of the next line | version, next attempt, why
 

@@ -1,4 +1,4 @@
-"""Inner products of the contributions to a round, by unit: what coefficients are made of.
+"""Computes inner products of the contributions to a round, from which coefficients are made.
 
 The syncer multiplies what it has spooled, a replay what a record holds, lane by lane and in the
 same order, so that on one machine both come to the same bits.

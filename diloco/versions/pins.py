@@ -1,4 +1,4 @@
-"""Pins: the records that run checkpoints hold on to, and a store taken back to one of them.
+"""Pins the records that run checkpoints need, and takes a store back to one of these.
 
     pins/step-000000000120/fragment-0003/v000000000012.record    a hard link to the store's record
     fragment-0003/abandoned-timeline-0000-after-000000000120/    what a resume left behind

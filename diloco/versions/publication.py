@@ -1,4 +1,4 @@
-"""From the contributions of a closed round to the next published version: pure arithmetic.
+"""Computes the next published version from the contributions of a closed round; pure.
 
 The syncer calls `publish_lane_` once a lane at the close of a round; anyone who makes a version
 again (`rebuild`) calls it with the retained contributions and the coefficients that the version was

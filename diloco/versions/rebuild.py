@@ -1,4 +1,4 @@
-"""A version made again out of what it was made of; the state of one that is kept as a frame.
+"""Computes a version again from what it was made of, and the state of a frame.
 
 That state is computed from a snapshot before it and the frames up to it: every frame is merged
 again by the code that published it, with the rules that it names, and must come to the digests

@@ -1,4 +1,4 @@
-"""Files of a fragment's versions as bytes: their names, their layout, and what proves them whole.
+"""Reads and writes the files of versions as bytes: names, layout, and checks.
 
     fragment-0003/v000000000012.record    magic | header length | header digest | header | sections
     fragment-0003/v000000000013.frame     the same of version 13 without state (`frames`)

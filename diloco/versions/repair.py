@@ -1,4 +1,4 @@
-"""What of a store is damaged, and what of that can be made again from what is whole.
+"""Finds what of a store is damaged, and makes again what can be made from what is whole.
 
 A version whose contributions are whole is made again from the version before it, by the rules and
 with the coefficients that its header names, and must come to the digests that are there. A pin is

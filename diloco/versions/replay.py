@@ -1,4 +1,4 @@
-"""Every published version made again from the one before it, and held against what is kept of it.
+"""Computes every published version again from the one before, and compares with what is kept.
 
 A version follows from its predecessor's state, its contributions, and the rules and coefficients
 that its own record names; no configuration of today has a say in it. What must come out is what
@@ -187,7 +187,7 @@ class FragmentReplay:
     def _step(
         self, version: int, before: Sequence[LaneState] | None, pool: Executor
     ) -> tuple[Replayed, Sequence[LaneState] | None]:
-        """Make one version again; returns what came of it, and the state that the next begins with.
+        """Make one version again; returns the result, and the state that the next one begins with.
 
         Args:
             version: The version.

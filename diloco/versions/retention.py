@@ -1,4 +1,4 @@
-"""Which versions of a fragment stay in its store, and what is kept of those that go.
+"""Decides which versions of a fragment stay in its store, and keeps what is needed of others.
 
 Source: PROTOCOL.md, "Records and logs".
 """
@@ -82,7 +82,7 @@ class Retention:
             if self._keeps_all and version > 0:
                 self._keep_frame(stored)
         except RecordInvalid as error:
-            logger.warning("record forgotten without a word, %s", error)
+            logger.warning("record forgotten, its header is lost: %s", error)
         for path in (record_path, frame_path):
             durable.unlink(path(self._directory, version))
 

@@ -1,4 +1,4 @@
-"""Durable truth of one fragment: which versions there are, written before publication.
+"""Keeps the versions of one fragment on disk, durably before they are published.
 
 Every `snapshot_rounds`-th version is a *record*: theta, published and momentum (12 bytes a
 parameter), the published payload, and the accepted encoded contributions, so that each retained
@@ -336,7 +336,7 @@ class FragmentStore(StoredVersions):
         self.written_bytes += draft.num_bytes
 
     def take_back(self, version: int) -> None:
-        """Have the newest version, of which nobody has heard, never existed."""
+        """Remove the newest version, which was not announced yet."""
         durable.unlink(record_path(self._directory, version))
         durable.unlink(frame_path(self._directory, version))
         durable.sync_directory(self._directory)

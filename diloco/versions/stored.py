@@ -1,4 +1,4 @@
-"""Versions of one fragment as they are stored, read and verified.
+"""Reads and verifies the stored versions of one fragment.
 
 Source: PROTOCOL.md, "Records and logs".
 """

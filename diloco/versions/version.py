@@ -1,4 +1,4 @@
-"""A version as an object: who made it, its state, its payload, and what it was made from.
+"""Holds a version in memory: its state, its payload, and what it was made from.
 
 What it is on the disk is `record` and `log`; which versions there are, `store`.
 

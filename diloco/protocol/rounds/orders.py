@@ -1,4 +1,4 @@
-"""What the coordinator orders a syncer to do in its next rounds: who takes part, by which policy.
+"""The orders of a coordinator to a syncer: who takes part in its next rounds, by which policy.
 
 Heard with every report, and kept durably, since a syncer goes on by the last orders while its
 coordinator is away, over its own restarts too.
@@ -17,7 +17,7 @@ from diloco.protos.control_pb2 import RoundReportReply
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The last word of a coordinator.
+    """The last orders of a coordinator.
 
     Args:
         roster: Who may take part; None: the islands that the configuration lists.

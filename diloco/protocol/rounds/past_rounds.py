@@ -1,4 +1,4 @@
-"""How contributions to rounds that were published ended.
+"""Says how contributions to published rounds ended.
 
 Source: PROTOCOL.md, "Outcomes".
 """

@@ -1,4 +1,4 @@
-"""Rounds of one fragment: a pure machine, fed with events and `now`, answering with instructions.
+"""Decides about the rounds of one fragment: a pure machine of events, times and instructions.
 
 It decides who is counted, when a round closes and when it expires; it moves no byte, reads no
 clock and knows no tensor. The syncer performs its instructions in the order given and tells it

@@ -1,4 +1,4 @@
-"""The terms of a round: its key, who sends and counts, what the machine answers and instructs.
+"""The terms of a round: its key, its rules, contributions, outcomes and instructions.
 
 Plain values, shared by the machine (`state`), the stores, the wire's messages and the all-reduce.
 

@@ -1,4 +1,4 @@
-"""When a round opens, how long it waits for stragglers, and when it expires. Pure.
+"""Decides when a round opens, how long it waits for stragglers, and when it expires. Pure.
 
 Scheduled runs know these times beforehand (`FixedTiming`); decoupled ones measure them
 (`MeasuredTiming`), with averages xi of weight 1/2:

@@ -1,4 +1,4 @@
-"""The moves of a fragment's rounds as one table; `FragmentRounds` goes through this table alone.
+"""The table of all moves from phase to phase; `FragmentRounds` goes by this table alone.
 
 Source: PROTOCOL.md, "State machines".
 """
