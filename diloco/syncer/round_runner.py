@@ -19,7 +19,6 @@ from typing import TypeAlias, TypeVar
 from diloco.bounded_text import MOST_NAMES
 from diloco.errors import AggregationError, ConfigError
 from diloco.loop_clock import loop_now
-from diloco.outer.fragments import Fragment
 from diloco.outer.guard import History
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.units import Unit
@@ -77,7 +76,6 @@ class RoundRunner:
 
     def __init__(
         self,
-        fragment: Fragment,
         timeline: int,
         rules: FragmentRules,
         steps: StepTimes,
@@ -90,8 +88,8 @@ class RoundRunner:
         self._worker = hooks.workers.of_fragment()
         self._long_worker = Bounded(self._worker, hooks.merging)
         self.record: VersionRecord | None = None
+        self._fragment = fragment = store.fragment
         self.damage = Damage(fragment, hooks.on_event)
-        self._fragment = fragment
         self._store = store
         self._units = units
         self.rules = self._next_rules = rules

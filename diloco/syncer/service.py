@@ -14,11 +14,8 @@ from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
 from diloco.loop_clock import loop_now
-from diloco.outer.fragments import Fragment
 from diloco.outer.guard import asks_trial
-from diloco.outer.units import Unit
 from diloco.protocol.rounds.terms import Admission, LaneArrival
-from diloco.protocol.rounds.timing import StepTimes
 from diloco.protos import fragment_pb2 as wire
 from diloco.refusals import Cause
 from diloco.syncer.admission import CallAdmission
@@ -27,7 +24,6 @@ from diloco.syncer.disk_full import WAITING_FOR_DISK
 from diloco.syncer.hooks import Hooks
 from diloco.syncer.payloads import check_codec, fetch_lanes
 from diloco.syncer.round_runner import RoundRunner
-from diloco.syncer.rules import FragmentRules
 from diloco.syncer.spool import SpooledLane
 from diloco.transport.contracts import Buffer, IncomingCall
 from diloco.transport.errors import NotYet
@@ -39,21 +35,12 @@ logger = logging.getLogger(__name__)
 class FragmentService:
     """Answers what islands ask of one fragment, whose rounds the `runner` runs."""
 
-    def __init__(
-        self,
-        fragment: Fragment,
-        timeline: int,
-        rules: FragmentRules,
-        steps: StepTimes,
-        store: FragmentStore,
-        units: tuple[Unit, ...],
-        hooks: Hooks,
-    ) -> None:
-        """Assign only; as `RoundRunner`."""
-        self.runner = RoundRunner(fragment, timeline, rules, steps, store, units, hooks)
-        self._fragment, self._store, self._hooks = fragment, store, hooks
-        self._reader = LaneReader(fragment, hooks.spool, hooks.workers.checks)
-        self._initial = InitialLanes(fragment)
+    def __init__(self, runner: RoundRunner, store: FragmentStore, hooks: Hooks) -> None:
+        """Assign only; `store` and `hooks` are the runner's."""
+        self.runner = runner
+        self._fragment, self._store, self._hooks = store.fragment, store, hooks
+        self._reader = LaneReader(store.fragment, hooks.spool, hooks.workers.checks)
+        self._initial = InitialLanes(store.fragment)
         self._coded_bytes: dict[str, int] = {}  # of a contribution, by the uplink's codec
 
     # -- contributions -----------------------------------------------------------------------------

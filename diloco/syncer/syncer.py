@@ -44,6 +44,7 @@ from diloco.syncer.disk_full import DiskFullRetry
 from diloco.syncer.hooks import Hooks
 from diloco.syncer.pinning import Pinning
 from diloco.syncer.polls import Polls
+from diloco.syncer.round_runner import RoundRunner
 from diloco.syncer.rules import SyncerRules
 from diloco.syncer.service import FragmentService
 from diloco.syncer.spool import Spool
@@ -167,7 +168,8 @@ class Syncer:
             self._plan, fragment.fragment_id, plain_mean=merge.plain_mean, experts=merge.experts
         )
         own = rules.of_fragment(fragment, len(self._plan.fragments))
-        return FragmentService(fragment, rules.timeline, own, self._steps, store, units, hooks)
+        runner = RoundRunner(rules.timeline, own, self._steps, store, units, hooks)
+        return FragmentService(runner, store, hooks)
 
     @property
     def _rules(self) -> SyncerRules:
