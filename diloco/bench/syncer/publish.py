@@ -364,7 +364,7 @@ class _NoIncarnations:
 
 
 class _UnwrittenStore(FragmentStore):
-    """Takes every version for durable at once: what the snapshot policy costs is off the clock."""
+    """Takes every version for durable at once: what writing costs is off the clock."""
 
     def draft(
         self,
