@@ -24,10 +24,10 @@ class Hooks:
         workers: Do the work on tensors and files.
         merging: Bounds how many fragments merge at once, or do other work of that size.
         spawn: Runs a piece of work next to the handlers; its failure ends the process.
-        on_record: Hears the header of every durable record, also of those found at the start.
-        on_change: Hears of every change of state.
-        on_lost: Hears that the run cannot go on.
-        on_event: Hears what happens to rounds.
+        on_record: Called with the header of every durable record, also of those found at the start.
+        on_change: Called at every change of state.
+        on_lost: Called when the run cannot go on.
+        on_event: Called with what happens to rounds.
         room: Has work done again while the disk is full.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.

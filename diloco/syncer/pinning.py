@@ -46,8 +46,8 @@ class Pinning:
             admission: Has the rules of now.
             worker: Writes.
             spawn: Runs a piece of work next to the handlers; its failure ends the process.
-            on_change: Hears when a cut is kept.
-            on_full: Hears when one finds no room on the disk.
+            on_change: Called when a cut is kept.
+            on_full: Called when there is no room on the disk for one.
         """
         self._stores = {store.fragment.fragment_id: store for store in stores}
         self._services = services

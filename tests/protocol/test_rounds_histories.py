@@ -254,7 +254,7 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def an_attempt_is_held_up_by_what_came_whole_and_by_nothing_else(self) -> None:
         if self.rounds.is_open:
-            assert self.rounds._is_held_up() == bool(self.held_up())
+            assert self.rounds.current.is_held_up == bool(self.held_up())
 
     @rule(is_verified_first=st.booleans())
     def guard_refuses_while_a_lane_is_verified(self, is_verified_first: bool) -> None:
