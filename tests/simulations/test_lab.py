@@ -226,10 +226,10 @@ BAD: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "no bandwidth": ((), {"link": {"bandwidth": "0Mbit/s"}}, "link.bandwidth"),
     "unknown profile": ((), {"link": {"profile": "moon"}}, "link.profile: .*moon"),
     "negative skew": ((), {"step": {"skew": -1.0}}, "step.skew: -1.0: .*allowed: >= 0"),
-    "shape without failures": ((), {"failures": {"shape": 2.0}}, "failures.shape: .*no effect"),
+    "shape without failures": ((), {"failures": {"shape": 2.0}}, "failures.shape: .*needs"),
     "all dropped": ((), {"failures": {"dropped": 1.0}}, "failures.dropped: 1.0: .*allowed: .*< 1"),
-    "an outage of nothing": ((), {"failures": {"outage": "9s"}}, "failures.outage: .*no effect"),
-    "pruned by size, none of it": ((), {"prune": {"by": "size"}}, "prune.by: .*no effect"),
+    "an outage of nothing": ((), {"failures": {"outage": "9s"}}, "failures.outage: .*needs"),
+    "pruned by size, none of it": ((), {"prune": {"by": "size"}}, "prune.by: .*needs"),
     "all pruned": ((), {"prune": {"share": 1.0}}, "prune.share: 1.0: .*allowed: .*< 1"),
     "pruned data parallel": (
         (), {"prune": {"share": 0.5}, "method": "data_parallel"}, "prune.share = 0.5: .*leave it",
