@@ -535,7 +535,7 @@ def test_a_run_that_failed_stays_failed_over_a_restart(site: Site) -> None:
 
 @pytest.mark.slow
 def test_a_syncer_whose_coordinator_has_come_back_lives_though_no_island_calls(site: Site) -> None:
-    short = "transport.unreachable=6s"
+    short = "transport.unreachable=12s"
     process, coordinator = site.coordinate_until_up(short)
     syncer, east, _ = founded(site, coordinator)
     pid = holder(site.state.store_lock)
@@ -544,7 +544,7 @@ def test_a_syncer_whose_coordinator_has_come_back_lives_though_no_island_calls(s
     site.coordinate_until_up(short)
     poll(syncer, east)
 
-    time.sleep(15)  # more than twice the key
+    time.sleep(25)  # more than twice the key
 
     assert holder(site.state.store_lock) == pid
 

@@ -56,7 +56,7 @@ def test_killed_island_returns_and_the_run_ends_with_equal_digests(tmp_path: Pat
         steps = [event["inner_step"] for event in finished.of_kind(island, "inner_step")]
         assert steps == list(range(1, INNER_STEPS + 1)), "every inner step stands once"
     supervisor = (run.state.root / "island-west.log").read_text()
-    assert "island west starts again, wait_s=0.1 restarts_left=2 of 3: rank 1" in supervisor
+    assert "island west starts again, wait_s=0.1, restarts_left=2 of 3: rank 1" in supervisor
     rank = (config.telemetry_dir / "west-0.log").read_text()
     assert "inner optimizer of inner step" in rank, "its own checkpoint gave it"
     assert read_events(config.telemetry_dir, ["east"])["east"][-1]["incarnation"] == 1

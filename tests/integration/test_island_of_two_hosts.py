@@ -87,7 +87,7 @@ def test_an_island_of_two_hosts_trains_and_outlives_the_death_of_a_rank(tmp_path
     assert len({tuple(event["digests"]) for event in ended}) == 1
     assert {event["incarnation"] for event in ended if event["island"] == "west"} == {2}
     first = (tmp_path / "host-0.log").read_text()
-    assert "island west starts again, wait_s=0.1 restarts_left=2 of 3: rank 1" in first, logs
+    assert "island west starts again, wait_s=0.1, restarts_left=2 of 3: rank 1" in first, logs
 
 
 def wait_for(path: Path, words: str, started: dict[str, subprocess.Popen[bytes]]) -> None:
