@@ -58,7 +58,8 @@ class Retention:
         first = max((v for v in records if v <= oldest), default=oldest)
         if first + 1 not in frames:
             first = oldest
-        for version in sorted({*records, *frames}):
+        # A frame needs the record before it: killed at any moment, this leaves none without.
+        for version in sorted({*records, *frames}, reverse=True):
             if version < first and not (self._keeps_all and self._is_beginning(version)):
                 self.forget(version)
         for kept in self._directory.glob("v*.header"):
@@ -82,7 +83,9 @@ class Retention:
             if self._keeps_all and version > 0:
                 self._keep_frame(stored)
         except RecordInvalid as error:
-            logger.warning("record forgotten, its header is lost: %s", error)
+            logger.warning(
+                "version %d is forgotten, what it was made of is lost: %s", version, error
+            )
         for path in (record_path, frame_path):
             durable.unlink(path(self._directory, version))
 
