@@ -124,6 +124,7 @@ class RoundRunner:
         self, recovered: Recovered | None, lost: int, admission: CallAdmission, said_by: str = ""
     ) -> None:
         """Serve what was recovered, unless a version is `lost`, to who holds a grant by now."""
+        self._is_in_doubt = False  # what was claimed before was held against another store
         self._live = admission.roster.live
         self.hold_openings(bool(self._hooks.disk_full.waiting))
         for island, incarnation in admission.incarnations.items():

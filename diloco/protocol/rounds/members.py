@@ -116,6 +116,7 @@ class Attempt:
 
     def awaited(self, live: Collection[str]) -> list[str]:
         """Members whose contributions are there or may come: not those who left or lapsed."""
+        live = set(live)
         return [m for m in self.members if m not in self.left and (m in live or self._is_here(m))]
 
     def absent(self) -> tuple[str, ...]:

@@ -177,7 +177,6 @@ _ATTEMPT = Whole(2**31)
 _NAME = Words(100)
 _DIGEST = Words(64)
 _SAID = Words(MOST_ENDING)  # shown, and cut there
-_CODEC = Words(MOST_ENDING)
 _SPEAKS = {"protocol_version": Whole(2**32 - 1)}  # compared before
 _EXIT = Whole(255)
 _WAIT = Real(0.0, 3600.0)
