@@ -178,7 +178,7 @@ class Config(Section):
     @classmethod
     def _check_open(cls, value: RunConfig) -> RunConfig:
         if value.open and not value.max_islands:
-            message = "needs max_islands: the text is divided by that many, anyone who they are"
+            message = "needs max_islands: the text is divided by that many, however many join"
             raise several_problems([("open", True, message)])
         return value
 

@@ -11,7 +11,7 @@
     conflict/VERSION     a version that was published as two things: the digest that was indexed
                          first, and the one that was reported later
 
-AuditEntry in the same transaction as the fact, so that neither is there without the other; an
+Each is written in the same transaction as the fact, so that neither is there without the other; an
 expiry, whose fact is the syncer's, once it is reported: those of a syncer that was killed before
 may be missing here, and the attempt in a record's header counts them all.
 

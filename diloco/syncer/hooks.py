@@ -28,7 +28,7 @@ class Hooks:
         on_change: Called at every change of state.
         on_lost: Called when the run cannot go on.
         on_event: Called with what happens to rounds.
-        room: Has work done again while the disk is full.
+        disk_full: Has work done again while the disk is full.
         meter: Counts what is done, for metrics.
         spool: Keeps what arrived until its round closes.
         unix_clock: Wall clock in seconds, by which a later start knows how long ago a round closed.

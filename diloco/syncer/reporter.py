@@ -161,7 +161,7 @@ class Reporter:
         self.changed()
 
     def add_expiry(self, expired: RoundExpired) -> None:
-        """Record that an attempt was aborted, durably."""
+        """Record that an attempt expired, durably."""
         self._expiries.append(expired)
         self.changed()
 

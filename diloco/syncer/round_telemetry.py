@@ -115,7 +115,7 @@ class RoundTelemetry:
             return
         self._has_warned = True
         logger.warning(
-            "outer.grace = auto comes to 0, rounds close with anyone who is first: tau inner "
+            "outer.grace = auto comes to 0, rounds close with the first that are whole: tau inner "
             "steps of the slowest island take %.3g s, a quorum and the fetch of its version "
             "%.3g s; give it a time: diloco set HOST:PORT outer.grace=%.1fs",
             *terms,

@@ -112,8 +112,7 @@ class TransferStore:
         for transfer in list(self._all.values()):
             self._spawn(self._drop(transfer, "the disk is full"))
 
-    # -- from the source
-    # ----------------------------------------------------------------------------
+    # -- from the source ---------------------------------------------------------------------------
 
     async def put(self, header: wire.StatePutHeader, call: IncomingCall) -> None:
         """Take the manifest of a transfer, or a lane of it; repeated, it changes nothing.

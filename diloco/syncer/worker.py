@@ -56,7 +56,7 @@ class Bounded:
     """A worker of which no more than so many of its kind work at once."""
 
     def __init__(self, worker: Worker, at_once: asyncio.Semaphore) -> None:
-        """Assign only; anyone who else works has the same `at_once`."""
+        """Assign only; all workers of its kind have the same `at_once`."""
         self._worker, self._at_once = worker, at_once
 
     async def run(self, work: Callable[[], _T]) -> _T:

@@ -75,7 +75,7 @@ class FragmentRepaired(Event):
 
 @dataclass(frozen=True, slots=True)
 class RoundExpired(Event):
-    """An attempt was aborted, durably; `missing` are the members that did not come."""
+    """An attempt expired, durably; `missing` are the members that did not come."""
 
     kind: ClassVar[str] = "round_expired"
     fragment_id: int

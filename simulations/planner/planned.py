@@ -136,7 +136,7 @@ def plan_run(config: Config, forecast: Forecast, assumed: Assumptions) -> Planne
     """Predict a run and what else could be done on its links.
 
     Raises:
-        ConfigError: If it would are aborted.
+        ConfigError: If it would lose its rounds.
     """
     if assumed.links is None:
         return Planned(assumed, None, NO_LINK, ())

@@ -133,7 +133,7 @@ def predict(config: Config, plan: Plan, assumed: Assumptions) -> Prediction:
     """Predict a run whose links are known.
 
     Raises:
-        ConfigError: If it is none that can be simulated, or would are aborted.
+        ConfigError: If it is none that can be simulated, or would lose its rounds.
     """
     run, wall_s = simulate_whole(config, plan, assumed)
     assert assumed.links is not None, "nothing is predicted without links"
@@ -173,7 +173,7 @@ def simulate_whole(
         most_rounds: That are simulated; 0: as many as it takes to be steady.
 
     Raises:
-        ConfigError: If it is none that can be simulated, or would are aborted.
+        ConfigError: If it is none that can be simulated, or would lose its rounds.
     """
     period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
     rounds, warm_up = _length(config)
@@ -191,7 +191,7 @@ def simulate_whole(
     )
     if run.lost:
         raise ConfigError(
-            f"this run would are aborted on these links: {run.lost}; raise "
+            f"this run would not get through on these links: {run.lost}; raise "
             f"outer.round_deadline = {config.outer.round_deadline}, or send less "
             f"(outer.uplink_codec, outer.inner_steps_per_round)"
         )

@@ -53,7 +53,7 @@ class Influence:
         name: The input.
         is_more: Whether it is 20 % more, or less.
         chosen: What would be suggested then.
-        wall_s: What the suggestion of the right input would take then; None: it is aborted.
+        wall_s: What the suggestion of the right input would take then; None: it loses the run.
         is_other: Whether another setting would be suggested, earlier by over 0.1 % or allowed where
             the suggestion is not.
     """
@@ -258,7 +258,7 @@ class Search:
     def _candidates(
         self, settings: Iterable[OuterSetting], penalties: Penalties
     ) -> list[Candidate]:
-        """Simulate settings; those that are refused, or are aborted, are left out."""
+        """Simulate settings; those that are refused, or lose the run, are left out."""
         found = []
         for setting in settings:
             try:

@@ -42,7 +42,7 @@ def check_use(
         is_measured: Whether inner steps that are not told are timed.
         coordinator: Where a round trip is timed to; empty: it is not.
         probe: Where a rate, and a round trip, are timed to; empty: they are not.
-        needing: Other options that are aborted where no link is known.
+        needing: Other options that have no effect where no link is known.
 
     Raises:
         ConfigError: Naming the first such option, and why.

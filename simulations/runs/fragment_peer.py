@@ -71,7 +71,7 @@ class PeerSetting:
         decider: Of all fragments.
         rules: Codecs.
         costs: What hosts take.
-        first_wait_s: After a pull that was aborted.
+        first_wait_s: After a pull that brought nothing.
         max_wait_s: The longest such wait.
         record: Hears of spans.
         peers: Every island's peers, by fragment.

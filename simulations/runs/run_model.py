@@ -103,7 +103,7 @@ class SimulatedRun:
             and, where there are two more, the round before it, which leaves sends to it; of the
             whole run where it has not two rounds.
         publications: Versions, in the order in which they were durable.
-        num_expired: Attempts that was aborted.
+        num_expired: Attempts that expired.
         lost: Why the run ended early; empty: it did not.
         spans: What happened when.
         absences: Which have begun, by island.

@@ -5,7 +5,7 @@
     opening  deadline_s (8, float) | method bytes (2) | token bytes (2) | method | token
     message  length (4) | message of `framing`
 
-Integers are little-endian. Anyone who called closes the stream, once the reply is whole.
+Integers are little-endian. The caller closes the stream, once the reply is whole.
 """
 
 from __future__ import annotations

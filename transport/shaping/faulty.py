@@ -261,7 +261,7 @@ class Faults:
             reply = await attempt(tamper if payload_bytes else _unchanged)
         except Exception as error:
             if is_damaged and not (isinstance(error, TransportError) and error.is_retryable):
-                self.fired[Fault.CORRUPT] += 1  # anyone who heard it refused it
+                self.fired[Fault.CORRUPT] += 1  # the peer that got it refused it
             raise
         if not payload_bytes:
             reply = Reply(reply.header, tamper(reply.payload))

@@ -300,8 +300,7 @@ def _has_hivemind() -> bool:
     return importlib.util.find_spec("hivemind") is not None
 
 
-# -- besides the links
-# ------------------------------------------------------------------------------
+# -- besides the links ---------------------------------------------------------------------------
 
 #: In which the bytes of a measurement of CPU time are sent.
 _BURSTS = 8

@@ -310,7 +310,7 @@ def scaling(
     lowers. "exposed": share of the wall time in which a rank's training thread waited for others,
     its waits for a CPU not counted: collectives that nothing hides, and the bubbles of a pipeline;
     of more ranks than CPUs also others' waits for a CPU. "CPU": CPU time of a token over that of
-    one rank, anyone who else computes, so that 1 means that a strategy adds no work. "loss" differs
+    one rank, whatever else computes, so that 1 means that a strategy adds no work. "loss" differs
     by rounding only. There are no bars.
     """
 

@@ -156,7 +156,7 @@ def _show_plan(
         measuring: What is timed.
         capacity: Of the syncers' machine.
         wanted: What is suggested; None: nothing.
-        needing: Options that are aborted where no time is predicted.
+        needing: Options that have no effect where no time is predicted.
         shown: Where it goes.
     """
     from rich.console import Console

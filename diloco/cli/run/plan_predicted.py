@@ -193,7 +193,7 @@ def _influence_text(influence: Influence, suggestion: Suggestion) -> str:
     if influence.wall_s is not None:
         text += f"{format_duration(influence.wall_s)} ({influence.wall_s / chosen.wall_s - 1:+.1%})"
     else:
-        text += "the suggestion is aborted"
+        text += "the suggestion loses the run"
     if influence.is_other:
         others = influence.chosen.setting.overrides(besides=chosen.setting)
         text += f"; then better {', '.join(others)}: {format_duration(influence.chosen.wall_s)}"

@@ -151,7 +151,7 @@ def _syncer_rows(planned: Forecast) -> Rows:
 
 
 def _arrival_text(planned: Forecast, arrival: ArrivalForecast) -> str:
-    """Say what stands in place of a schedule, and where its grace is aborted."""
+    """Say what stands in place of a schedule, and where its grace is 0."""
     from diloco.transport.units import format_bytes, format_duration
 
     text = (

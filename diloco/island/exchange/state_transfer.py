@@ -1,8 +1,8 @@
 """Moves an inner optimizer from one island to another, over the syncers.
 
     leader of the joiner    asks in its reports; the answers name the source and its checkpoint
-    leader of the source    is asked in the answers to its reports, and puts the state at the
-    syncers ranks of the joiner     fetch the lanes that they carry, as they come
+    leader of the source    is asked in the answers to its reports, and puts it at the syncers
+    ranks of the joiner     fetch the lanes that they carry, as they come
 
 All of it runs in the loop of the network, below the payloads of rounds. The joiner's training waits
 for it, as long as it is told to; in a scheduled run the others then wait for the joiner, at their

@@ -1,8 +1,8 @@
 """A carrier's connection to one syncer: its epoch, its polls, and the rounds of its fragments.
 
 Belongs to the exchange and its loop. A syncer that is away holds up nothing but its own fragments,
-as long as anybody else answers (`retried_calls.Reach`); what it says that ends this rank, such as a
-fence, ends the exchange with all syncers.
+as long as anybody else answers (`retried_calls.SyncerReach`); what it says that ends this rank,
+such as a fence, ends the exchange with all syncers.
 
 Source: PROTOCOL.md, "Syncer epoch" and "One fragment, one round".
 """

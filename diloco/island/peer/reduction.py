@@ -1,6 +1,6 @@
 """One fragment's reduction at a peer: lanes owned here are reduced, those of others are pulled.
 
-Anyone who owns a lane pulls it of every contributor and reduces it; all others pull the result.
+The owner of a lane pulls it of every contributor and reduces it; all others pull the result.
 Which island owns which lane, the decider's assignment says.
 
 Source: PROTOCOL.md, "Reduction".

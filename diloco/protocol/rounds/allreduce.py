@@ -187,7 +187,7 @@ class AllReduceRounds:
         return f"closing, {len(self.prepared_by)} of {len(self.assignment.members)} prepared"
 
     def granted(self, island: str, incarnation: int, now: float) -> list[DeciderInstruction]:
-        """Record of a start of an island; one whose contribution is being reduced is lost."""
+        """Record a start of an island; one whose contribution is being reduced is lost."""
         if incarnation <= self.rounds.participants.incarnations.get(island, 0):
             return []
         instructions = self._performed(self.rounds.granted(island, incarnation, now), now)

@@ -539,7 +539,9 @@ class FragmentRounds:
         self._timing.expired(now)
         self._leave_round(RoundEvent.RECORDED)
         if is_numeric and self._is_beyond(self._broken_in_a_row, or_at=_MOST_BROKEN):
-            reason = f"{self._broken_in_a_row} attempts in a row was aborted: {self._expiry_reason}"
+            reason = (
+                f"{self._broken_in_a_row} attempts in a row were of no use: {self._expiry_reason}"
+            )
             return self._lose(key, reason, is_numeric=True)
         if self._is_beyond(self._expired_in_a_row):
             return self._lose(
@@ -550,7 +552,7 @@ class FragmentRounds:
         return self._open_if_due(now)
 
     def _is_beyond(self, count: int, *, or_at: float = math.inf) -> bool:
-        """Whether so many attempts in a row that was aborted end the run."""
+        """Whether so many expired attempts in a row end the run."""
         limit = self.rules.max_expired_in_a_row
         return count >= (or_at if limit is None else limit)
 

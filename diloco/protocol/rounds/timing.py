@@ -154,7 +154,7 @@ class Timing(Protocol):
         """What was closed last is durable."""
 
     def expired(self, now: float) -> None:
-        """The attempt was aborted."""
+        """The attempt has expired."""
 
     def resumed(
         self, version: int, closed_at: float | None, expiries: int, expired_at: float

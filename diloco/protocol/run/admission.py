@@ -17,8 +17,8 @@ from diloco.refusals import Cause
 
 Entries = tuple[tuple[str, str], ...]
 
-#: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names besides
-#: it.
+#: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names
+#: next to it.
 MOST_PLAN_BYTES = 7 << 17
 _MOST_DIGEST = 256
 

@@ -2,9 +2,9 @@
 
 The text is divided for ever into V slots (`run.max_islands`): of the documents of a source after
 the held-out ones, slot s has numbers s, s + V, s + 2 V, ... The sequences of a slot are one stream
-in a fixed order, anyone who draws it, so what a slot has given is one number a source, and anyone
-who goes on with it needs that position and nothing else. An island holds a set of slots and draws
-from the one that is furthest behind.
+in a fixed order, no matter which island draws it, so what a slot has given is one number a source,
+and an island that goes on with it needs that position and nothing else. An island holds a set of
+slots and draws from the one that is furthest behind.
 
 The unit of a draw is a sequence. The standard library is drawn by hash and with replacement: there
 nothing repeats by identity, the source is one, "stdlib", and the unit is the slot step, a batch of
