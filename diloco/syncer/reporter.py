@@ -155,7 +155,7 @@ class Reporter:
         self._told = asyncio.Event()
 
     def add_record(self, header: Mapping[str, Any]) -> None:
-        """Record a durable record, by its header (JSON values; `fragment_id` is read)."""
+        """Report a durable record soon, by its header (JSON values; `fragment_id` is read)."""
         self._published_at[header["fragment_id"]] = loop_now()
         self._records.append(header)
         self.changed()

@@ -58,10 +58,16 @@ class Retention:
         first = max((v for v in records if v <= oldest), default=oldest)
         if first + 1 not in frames:
             first = oldest
+        full: durable.DiskFull | None = None
         # A frame needs the record before it: killed at any moment, this leaves none without.
         for version in sorted({*records, *frames}, reverse=True):
             if version < first and not (self._keeps_all and self._is_beginning(version)):
-                self.forget(version)
+                try:
+                    self.forget(version)
+                except durable.DiskFull as error:
+                    full = error  # others may be indexed, and make room
+        if full is not None:
+            raise full
         for kept in self._directory.glob("v*.header"):
             if self._is_indexed(version_of(kept)):
                 durable.unlink(kept)

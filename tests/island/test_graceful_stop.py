@@ -1,4 +1,4 @@
-"""Where an island stops: promises that hold, anyone who is faster."""
+"""Where an island stops: promises that hold, whichever island is faster."""
 
 from __future__ import annotations
 

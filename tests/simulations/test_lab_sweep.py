@@ -1,4 +1,4 @@
-"""Sweeps of the laboratory: finished points stay, anyone who is killed; the commands' words."""
+"""Sweeps of the laboratory: finished points stay, whatever is killed; the commands' words."""
 
 from __future__ import annotations
 
