@@ -376,7 +376,7 @@ class ModelConfig(Section):
             # Rows of the grouped product begin at multiples of 16 bytes, in bfloat16 too.
             if value.num_experts and width is not None and width % 8:
                 raise ValueError(
-                    f"{key} = {width} must be a multiple of 8 besides experts: "
+                    f"{key} = {width} must be a multiple of 8 with experts: "
                     + (f"{width // 8 * 8} or " if width > 8 else "")
                     + f"{width // 8 * 8 + 8}"
                 )

@@ -32,7 +32,7 @@ from diloco.checkpoint.stores import part_of, stored_plan
 from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import read_json, rename, sync_directory, write_durably, write_json
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, CoordinatorUnavailable, DilocoError
 from diloco.faults.process import wall_clock
 from diloco.forecast.disk import check_room
 from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
@@ -59,7 +59,7 @@ from diloco.state_dir import (
     read_endpoint,
     read_timeline,
 )
-from diloco.syncer.reporter import Reporter, indexed_of
+from diloco.syncer.reporter import HELLO_INTERVAL_S, Reporter, indexed_of
 from diloco.telemetry.events import Event
 from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 from diloco.telemetry.round_events import RoundExpired
@@ -76,9 +76,6 @@ if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.syncer.rules import SyncerRules
     from diloco.syncer.syncer import Syncer
     from diloco.syncer.worker import Workers
-
-from diloco.errors import CoordinatorUnavailable
-from diloco.syncer.reporter import HELLO_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -281,8 +278,8 @@ async def _serve(
             await server.stop(_DRAIN_S)
             await syncer.stop()
             await reporter.drain(_LAST_REPORT_S)
-            for besides_rounds in (reporting, verifying):
-                besides_rounds.cancel()
+            for task in (reporting, verifying):
+                task.cancel()
             await asyncio.gather(reporting, verifying, return_exceptions=True)
             events.close()
             await warming

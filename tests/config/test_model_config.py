@@ -58,7 +58,7 @@ def test_one_key_of_a_presets_table_may_be_changed() -> None:
         ({"experts": {**EXPERTS, "num_groups": 2, "groups_per_token": 3}}, "above num_groups = 2"),
         ({"experts": {**EXPERTS, "expert_dim": 0}}, "needs expert_dim of at least 1"),
         ({"experts": {**EXPERTS, "first_dense_layers": 3}}, "use at most 2"),
-        ({"experts": {**EXPERTS, "expert_dim": 20}}, "multiple of 8 besides experts: 16 or 24"),
+        ({"experts": {**EXPERTS, "expert_dim": 20}}, "multiple of 8 with experts: 16 or 24"),
         (
             {"experts": {"route_scale": 2.0}},
             "route_scale\n.*needs num_experts, and it is 0: set that",

@@ -1,7 +1,7 @@
 """Retries, while the disk is full, what a process must write when it starts or ends.
 
 A coordinator or a syncer at work answers its callers meanwhile (`coordinator.journal`,
-`rounds.room`); these writes are before the first call, or after the last.
+`syncer.disk_full`); these writes are before the first call, or after the last.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ async def start_peer(
             calls=calls,
             grant=reply.grant,
             worker=worker,
-            verifier=opened.enter_context(TensorThread("besides")),
+            verifier=opened.enter_context(TensorThread("verifier")),
             complete_checkpoints=complete_checkpoints,
         )
         opened.push_async_callback(peer.stop)

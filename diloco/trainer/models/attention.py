@@ -1,9 +1,15 @@
-"""Grouped-query attention, and the place where what spreads positions over ranks puts its own.
+"""Grouped-query and latent attention, and where what spreads positions over ranks puts its own.
+
+Latent attention makes keys and values of all heads out of one narrow vector a position. In training
+the vector is expanded and attention is as usual; a head of a query or key has a part that is
+rotated, for keys the same of all heads, and a part that is not.
 
 Shape legend: B sequences, S positions, D width, N query heads, K key/value heads, E values of a
-head.
+head; of latent attention C width of the narrow vector (`kv_rank`), R rotated values of a head, P
+others, V values of a value head.
 
-Source: GQA (arXiv 2305.13245); norms of queries and keys: arXiv 2302.05442, as Qwen3 has them.
+Source: GQA (arXiv 2305.13245); norms of queries and keys: arXiv 2302.05442, as Qwen3 has them;
+latent attention: DeepSeek-V2 (arXiv 2405.04434), section 2.1, Eqs. 9 to 19.
 """
 
 from __future__ import annotations
