@@ -74,7 +74,7 @@ def lose_journal(site: Site) -> None:
         path.unlink()
 
 
-def test_nothing_is_founded_besides_a_store_whose_journal_is_lost_until_it_was_made_again(
+def test_nothing_is_founded_next_to_a_store_whose_journal_is_lost_until_it_was_made_again(
     site: Site, begun: Begun
 ) -> None:
     begun.copy_to(site)

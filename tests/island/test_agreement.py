@@ -109,7 +109,7 @@ def hear(island_rank: int) -> list[int]:
     return [*heard, num_told]
 
 
-def test_all_ranks_hear_that_the_leader_has_known_of_the_coordinator() -> None:
+def test_all_ranks_hear_that_the_leader_has_an_answer_of_the_coordinator() -> None:
     assert run_ranks(hear, 2) == [[0, 0, 0, 0, 0], [0, 1, 1, 2, 3]]
 
 

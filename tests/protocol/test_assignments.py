@@ -119,7 +119,7 @@ def test_a_syncer_speaks_of_its_own_fragments_alone(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_a_syncer_that_is_lost_is_missed_by_a_coordinator_that_never_known_of_it(
+def test_a_syncer_that_is_lost_is_missed_by_a_coordinator_that_never_knew_of_it(
     tmp_path: Path,
 ) -> None:
     async def story() -> None:

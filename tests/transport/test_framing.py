@@ -79,7 +79,7 @@ def test_a_whole_message_has_a_bound_and_is_never_gone_on_with(resumption: Resum
         FrameReader(frame_whole(b"", b"payload", replace(resumption, is_resuming=True)))
 
 
-def test_no_message_is_held_on_to_besides_its_payload() -> None:
+def test_no_message_is_held_on_to_next_to_its_payload() -> None:
     whole, opening = frame_whole(b"h", bytes(1000)), next(frame_messages(b"h", bytes(1000), 100))
     before = [sys.getrefcount(message) for message in (whole, opening)]
 
