@@ -47,7 +47,11 @@ def measured_by(module: str) -> Callable[[Callable[..., None]], Callable[..., No
     def add(declared: Callable[..., None]) -> Callable[..., None]:
         def command(json_target: str, require: bool, **options: Any) -> None:
             own = {name: value for name, value in options.items() if value is not None}
-            show_report(_measure(module, json_target, own), json_target, require=require)
+            report = _measure(module, json_target, own)
+            if picture := own.get("plot"):
+                notes = progress_console(json_target)
+                notes.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+            show_report(report, json_target, require=require)
 
         parameters = [
             parameter
