@@ -1,1 +1,1 @@
-"""Saving and coming back: checkpoints, mirrors, copies in memory, warm start, export."""
+"""Checkpoints (`checkpoint_writer`), mirrors, copies in memory, coming back, warm start, export."""

@@ -9,6 +9,8 @@
     warm start      parameters and, from one of our checkpoints, inner optimizer and data position
     new run         nothing
 
+The files are written by `checkpoint_writer`.
+
 Source: PROTOCOL.md, "Run checkpoints and pins".
 """
 

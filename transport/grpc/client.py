@@ -1,4 +1,4 @@
-"""Calls over gRPC, as generic byte streams in checksummed chunks."""
+"""The client of calls over gRPC, as generic byte streams in checksummed chunks."""
 
 from __future__ import annotations
 

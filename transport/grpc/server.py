@@ -1,4 +1,4 @@
-"""Handlers served over gRPC, as generic byte streams in checksummed chunks."""
+"""The server: handlers served over gRPC, as generic byte streams in checksummed chunks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Certificates, TLS, tokens, and limits on unknown connections."""
+"""What certificates say, TLS, tokens, limits on strangers; `diloco.security.run_ca` issues them."""

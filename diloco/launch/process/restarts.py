@@ -1,4 +1,7 @@
-"""Decides how often something that fails is started again, and after what wait. Pure."""
+"""Decides how often something that fails is started again, and after what wait. Pure.
+
+`diloco.launch.island` starts ranks again by it, `diloco.launch.syncer_supervisor` a syncer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """One rank's part in sharing out the text: slots come and go between two inner steps.
 
+Who gets which slot is decided in `diloco.protocol.run.claims`, at the coordinator.
+
 Only in runs in which nobody waits: elsewhere an island has one slot for ever. The leader tells the
 coordinator how far each slot has been drawn, at once when half of `data.handover_samples` are, and
 hears which slots are whose; all ranks of the island change at one inner step. A slot that is asked

@@ -1,1 +1,1 @@
-"""Rounds of one fragment: their states, their timing, and the messages between both sides."""
+"""Rounds of one fragment: when one closes or expires (`state`, `timing`), and its messages."""
