@@ -20,7 +20,7 @@ a resume abandons; nor that checkpoints which failed on one island draw the comp
 what islands give each other of inner optimizers (`diloco.syncer.transfer_store`), 8 B a parameter
 each, which goes where there is no room. No torch is imported, so that a coordinator can ask.
 
-Source: PROTOCOL.md, "Records and logs" and "Run checkpoints and pins".
+Source: PROTOCOL.md, "Records and frames" and "Run checkpoints and pins".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 A frame is the record of its version less the sections of state: its header names the rules that
 it takes to compute that state from the version before. Torch is not imported, as in `record`.
 
-Source: PROTOCOL.md, "Records and logs".
+Source: PROTOCOL.md, "Records and frames".
 """
 
 from __future__ import annotations

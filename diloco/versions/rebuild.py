@@ -4,7 +4,7 @@ That state is computed from a snapshot before it and the frames up to it: every 
 again by the code that published it, with the rules that it names, and must come to the digests
 that it names: one that does not is damaged.
 
-Source: PROTOCOL.md, "Records and logs".
+Source: PROTOCOL.md, "Records and frames".
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 A version exists if and only if its record is valid. Tensors are bytes here and torch is not
 imported, so that a coordinator can verify a checkpoint and index what a syncer could not report.
 
-Source: PROTOCOL.md, "Commit point" and "Records and logs".
+Source: PROTOCOL.md, "Commit point" and "Records and frames".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides which versions of a fragment stay in its store, and keeps what is needed of others.
 
-Source: PROTOCOL.md, "Records and logs".
+Source: PROTOCOL.md, "Records and frames".
 """
 
 from __future__ import annotations

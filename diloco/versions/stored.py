@@ -1,6 +1,6 @@
 """Reads and verifies the stored versions of one fragment.
 
-Source: PROTOCOL.md, "Records and logs".
+Source: PROTOCOL.md, "Records and frames".
 """
 
 from __future__ import annotations

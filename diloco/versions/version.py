@@ -1,8 +1,8 @@
 """Holds a version in memory: its state, its payload, and what it was made from.
 
-What it is on the disk is `record` and `log`; which versions there are, `store`.
+What it is on the disk is `record` and `frames`; which versions there are, `store`.
 
-Source: PROTOCOL.md, "Records and logs".
+Source: PROTOCOL.md, "Records and frames".
 """
 
 from __future__ import annotations
