@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,12 +66,12 @@ def exit_code(process: subprocess.Popen[Any], within_s: float) -> int:
     return int(process.returncode)
 
 
-def ran(
-    command: Sequence[str], within_s: float, **options: Any
+def run_command(
+    command: Sequence[str], within_s: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; return its exit code, standard output and error as text."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes, **options) as process:
+    """Run a command to its end; return its exit code, standard output and error."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             output, errors = said_by(process, within_s)
         except subprocess.TimeoutExpired:

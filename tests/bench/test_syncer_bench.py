@@ -64,7 +64,7 @@ def test_a_syncer_that_does_not_start_is_quoted(tmp_path: Path) -> None:
     state.create()
 
     with (
-        pytest.raises(CoordinatorUnavailable, match=r"(?s)exit code [0-9]+.*resolved\.toml"),
+        pytest.raises(CoordinatorUnavailable, match=r"(?s)with code [0-9]+.*resolved\.toml"),
         serving(state),
     ):
         pass

@@ -375,7 +375,7 @@ def test_a_flush_of_one_fragment_only_is_kept_while_the_other_is_made_up(setting
 
 
 def records(run: VirtualRun) -> list[Any]:
-    return [service.record for service in run.syncer._services.values()]
+    return [service.runner.record for service in run.syncer._services.values()]
 
 
 def test_after_expiries_it_joins_the_others_at_the_due_step_they_come_to(

@@ -11,7 +11,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
-from diloco.protocol.rounds import standing
+from diloco.protocol.rounds import state
 from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_ROUNDS, OutcomeKind, Weights
 from diloco.protocol.run.peer_bounds import most_step_tokens_of, weights_of
 from diloco.protos import fragment_pb2 as wire
@@ -98,7 +98,7 @@ def test_a_record_that_believed_what_an_island_said_is_refused_with_the_way_out(
     async def scenario() -> None:
         with monkeypatch.context() as before:  # as of a release without bounds
             believe: Any = lambda self, lane: ""  # noqa: E731
-            before.setattr(standing.Standing, "weight_problem", believe)
+            before.setattr(state.FragmentRounds, "weight_problem", believe)
             run, (a, b) = await founded(setting)
             await a.contribute()
             await b.submit(weight_tokens=2**64 - 1)

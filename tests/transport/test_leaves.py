@@ -89,13 +89,13 @@ class Run:
         return self.way(self.coordinator, tls, Role.COORDINATOR)
 
 
+async def ask_once(way: GrpcTransport) -> str:
+    return (await way.call("whoami", b"", deadline_s=DEADLINE_S)).header.decode()
+
+
 async def ask(way: GrpcTransport) -> str:
     """Call as every caller does: gRPC cuts off a call that arrives as a listener is replaced."""
-
-    async def call() -> str:
-        return (await way.call("whoami", b"", deadline_s=DEADLINE_S)).header.decode()
-
-    return await retry(call, RetryPolicy(budget_s=DEADLINE_S), random.Random(0))
+    return await retry(lambda: ask_once(way), RetryPolicy(budget_s=DEADLINE_S), random.Random(0))
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_renewal_that_fails_is_tried_again_and_told(
             run.skew_s += 3000.0
             east.ask = refuse
             with pytest.raises(ConnectError, match="no certificate for island/east: the coordin"):
-                await ask(way)
+                await ask_once(way)
 
     asyncio.run(claim())
 
@@ -265,10 +265,10 @@ def test_nobody_poses_as_a_server_with_what_an_island_has(run: Run, shown: str) 
             await impostor.start()
             for role in (Role.COORDINATOR, Role.SYNCER):
                 with pytest.raises(ConnectError):
-                    await ask(run.way(f"127.0.0.1:{port}", west, role))
+                    await ask_once(run.way(f"127.0.0.1:{port}", west, role))
             if shown != "leaf":  # nor as an island that others pull from
                 with pytest.raises(ConnectError):
-                    await ask(run.way(f"127.0.0.1:{port}", west, Role.ISLAND))
+                    await ask_once(run.way(f"127.0.0.1:{port}", west, Role.ISLAND))
             await impostor.stop(None)
 
     asyncio.run(claim())
@@ -291,7 +291,7 @@ def test_an_answer_that_is_not_for_this_process_is_not_shown(run: Run) -> None:
 
                 east.ask = answered
                 with pytest.raises(ConnectError, match="no certificate for island/east"):
-                    await ask(run.to_syncer(east))
+                    await ask_once(run.to_syncer(east))
 
     asyncio.run(claim())
 
@@ -336,7 +336,7 @@ def test_a_server_that_is_not_reached_has_no_leaf_and_no_connection_replaced(
             for _ in range(3):
                 run.skew_s += 61.0  # from when on a leaf may be doubted
                 with pytest.raises(ConnectError):
-                    await ask(not_reached)
+                    await ask_once(not_reached)
                 assert await ask(way) == "island/east"
                 await asyncio.gather(*east._asking.values())
                 assert east.stamp == before
