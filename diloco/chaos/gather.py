@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def _repaired(state: StateDir) -> tuple[tuple[int, int], ...]:
     return tuple((each["fragment_id"], each["version"]) for each in told if "from_island" in each)
 
 
-def _kept_headers(stores: Sequence[StoredVersions]) -> Iterator[dict[str, Any]]:
+def _kept_headers(stores: Sequence[StoredVersions]) -> Iterator[Mapping[str, Any]]:
     for store in stores:
         yield from headers_in(fragment_directory(store.store_dir, store.fragment.fragment_id))
 

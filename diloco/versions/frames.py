@@ -13,7 +13,9 @@ Source: PROTOCOL.md, "Records and frames".
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from diloco.versions.record import (
     RecordInvalid,
     StoredRecord,
     check_whole,
+    header_path,
     locate,
     record_path,
     version_of,
@@ -44,18 +47,28 @@ def frame_versions_in(directory: Path) -> list[int]:
     return sorted(version_of(path) for path in directory.glob("v*.frame"))
 
 
-def frames_in(directory: Path) -> dict[int, StoredRecord]:
+def each_frame_in(directory: Path) -> Iterator[tuple[int, StoredRecord]]:
     """Find the frames with a sound header and all their bytes, by version; sections are not read.
 
-    A frame that the syncer forgets meanwhile is not there.
+    Ascending. A frame that the syncer forgets meanwhile is not there.
     """
-    found = {}
     for version in frame_versions_in(directory):
-        try:
-            found[version] = check_whole(frame_path(directory, version))
-        except RecordInvalid:
-            continue
-    return found
+        with contextlib.suppress(RecordInvalid):
+            yield version, check_whole(frame_path(directory, version))
+
+
+def frames_in(directory: Path) -> dict[int, StoredRecord]:
+    """Find the same, all at once."""
+    return dict(each_frame_in(directory))
+
+
+def frames_of(directory: Path, versions: Iterable[int]) -> list[StoredRecord]:
+    """Find the frames of these versions, as `frames_in`; no others are looked at.
+
+    Raises:
+        RecordInvalid: If one of them is not there, or is damaged.
+    """
+    return [check_whole(frame_path(directory, version)) for version in versions]
 
 
 def locate_version(directory: Path, version: int) -> StoredRecord:
@@ -73,24 +86,30 @@ def locate_version(directory: Path, version: int) -> StoredRecord:
     return locate(frame)
 
 
-def headers_in(directory: Path) -> list[dict[str, Any]]:
+def headers_in(directory: Path) -> Iterator[Mapping[str, Any]]:
     """Read the headers of all versions whose record, frame or header is kept, ascending.
 
-    What is damaged is passed over; sections of records and frames are not looked at.
+    What is damaged is passed over; sections of records and frames are not looked at. One header is
+    in memory at a time: of a thousand islands it has megabytes.
     """
-    headers: dict[int, dict[str, Any]] = {}
-    for path in directory.glob("v*.header"):
-        try:
-            headers[version_of(path)] = durable.read_checked_json(path)
-        except FileNotFoundError:  # a syncer forgot it meanwhile
-            continue
-        except ValueError as error:
-            logger.error("a version that was forgotten will not be in the audit log: %s", error)
-    for version, frame in frames_in(directory).items():
-        headers[version] = dict(frame.header)
-    for version in versions_in(directory):
-        try:
-            headers[version] = dict(locate(record_path(directory, version)).header)
-        except RecordInvalid:
-            continue
-    return [headers[version] for version in sorted(headers)]
+    found = {version_of(path) for path in directory.glob("v*.header")}
+    for version in sorted(found.union(versions_in(directory), frame_versions_in(directory))):
+        if (header := _header_of(directory, version)) is not None:
+            yield header
+
+
+def _header_of(directory: Path, version: int) -> Mapping[str, Any] | None:
+    """Read the header of a version where it is sound: of its record, its frame, or kept alone."""
+    with contextlib.suppress(RecordInvalid):
+        return locate(record_path(directory, version)).header
+    with contextlib.suppress(RecordInvalid):
+        return check_whole(frame_path(directory, version)).header
+    path = header_path(directory, version)
+    try:
+        header: dict[str, Any] | None = durable.read_checked_json(path) if path.exists() else None
+    except FileNotFoundError:  # a syncer forgot it meanwhile
+        return None
+    except ValueError as error:
+        logger.error("a version that was forgotten will not be in the audit log: %s", error)
+        return None
+    return header

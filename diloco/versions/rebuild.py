@@ -22,7 +22,7 @@ from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.terms import RoundKey
-from diloco.versions.frames import frames_in
+from diloco.versions.frames import frames_of
 from diloco.versions.publication import (
     LanePublication,
     LaneState,
@@ -59,13 +59,13 @@ def rebuild(
     Raises:
         RecordInvalid: If nothing leads there, or what does is torn or damaged.
     """
-    frames = frames_in(directory)
     problem = RecordInvalid(f"{directory} holds no snapshot that leads to version {version}")
     for start in reversed([v for v in versions_in(directory) if v <= version]):
         needed = range(start + 1, version + 1)
-        if not frames.keys() >= set(needed):
+        try:
+            chain = frames_of(directory, needed)
+        except RecordInvalid:
             break
-        chain = [frames[v] for v in needed]
         try:
             snapshot = locate(record_path(directory, start))
             for stored, expected in zip([snapshot, *chain], (start, *needed), strict=True):

@@ -75,7 +75,7 @@ def repair_fragment(store: FragmentStore) -> Iterator[RepairFinding]:
 def _repaired(store: FragmentStore, version: int) -> RepairFinding:
     fragment_id, what = store.fragment.fragment_id, f"version {version}"
     try:
-        store.load(version)
+        store.verify(version)
         return RepairFinding(fragment_id, what, Condition.WHOLE)
     except RecordInvalid as error:
         problem = str(error)

@@ -15,6 +15,8 @@ Source: PROTOCOL.md, "Audit log".
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, combine, mean_of
 from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
-from diloco.versions.frames import KEPT, frame_path, frames_in
+from diloco.versions.frames import KEPT, each_frame_in, frame_path, frames_in
 from diloco.versions.gram_matrices import gram_matrices
 from diloco.versions.publication import LanePublication, LaneState, PublicationRules, lane_digest
 from diloco.versions.rebuild import lane_of, made_again_
@@ -116,7 +118,8 @@ class FragmentReplay:
         self._fragment = plan.fragments[fragment_id]
         self._unnamed = unnamed
         self._directory = fragment_directory(store_dir, fragment_id)
-        self._kept = frames_in(self._directory / KEPT)
+        #: Timelines alone: of a run that keeps all, the headers are more than a machine's memory.
+        self._kept = {v: f.header["timeline"] for v, f in each_frame_in(self._directory / KEPT)}
         self._frames = frames_in(self._directory)
         self._records: dict[int, StoredRecord] = {}
         self._unreadable: dict[int, str] = {}
@@ -141,15 +144,17 @@ class FragmentReplay:
     def _past(self, timeline: int) -> dict[int, int]:
         """Say of each version that leads to the newest in which timeline it was published."""
         past = {}
+        indexed: defaultdict[int, list[int]] = defaultdict(list)
+        for of, version in self._indexed:
+            indexed[version].append(of)
         for version in range(self.newest, -1, -1):
             own = self._records.get(version) or self._frames.get(version)
-            kept = self._kept.get(version)
             if own is not None:
                 timeline = own.header["timeline"]
-            elif told := [t for t, v in self._indexed if v == version and t <= timeline]:
+            elif told := [t for t in indexed[version] if t <= timeline]:
                 timeline = max(told)
-            elif kept is not None:
-                timeline = min(timeline, kept.header["timeline"])
+            elif version in self._kept:
+                timeline = min(timeline, self._kept[version])
             past[version] = timeline
         return past
 
@@ -234,10 +239,11 @@ class FragmentReplay:
     def _stored(self, version: int) -> StoredRecord | None:
         """Find what is kept of a version; not of one of the same number in an abandoned past."""
         own = self._records.get(version) or self._frames.get(version)
-        kept = self._kept.get(version)
-        if own is None and kept is not None:
-            return kept if kept.header["timeline"] == self._timelines[version] else None
-        return own
+        if own is not None or self._kept.get(version) != self._timelines[version]:
+            return own
+        with contextlib.suppress(RecordInvalid):  # if it is damaged by now, `_absent` says so
+            return check_whole(frame_path(self._directory / KEPT, version))
+        return None
 
     def _absent(self, version: int) -> Replayed:
         if problem := self._unreadable.get(version) or self._damaged_frame(version):

@@ -30,7 +30,7 @@ from diloco.protocol.rounds.terms import PastRound, RecordExpiry
 from diloco.versions.expiries import expired_attempts, write_expiry
 from diloco.versions.frames import (
     frame_path,
-    frames_in,
+    frames_of,
     headers_in,
     locate_version,
 )
@@ -271,7 +271,11 @@ class FragmentStore(StoredVersions):
         records = [v for v in versions_in(self._directory) if v < version]
         if version % self._snapshot_rounds == 0 or not records:
             return False
-        return frames_in(self._directory).keys() >= set(range(records[-1] + 1, version))
+        try:
+            frames_of(self._directory, range(records[-1] + 1, version))
+        except RecordInvalid:
+            return False
+        return True
 
     def commit(self, record: VersionRecord, draft: RecordDraft | None = None) -> None:
         """Write a version durably, then forget what is no longer retained.
@@ -391,8 +395,9 @@ class FragmentStore(StoredVersions):
         own, pinned = record_path(self._directory, version), record_path(directory, version)
         if not pinned.exists():
             try:
-                if not own.exists() and (frame := frames_in(self._directory).get(version)):
-                    self._write_snapshot(frame)
+                frame = frame_path(self._directory, version)
+                if not own.exists() and frame.exists():
+                    self._write_snapshot(check_whole(frame))
                 check_whole(own)
             except RecordInvalid as error:
                 raise PinRefused(f"version {version} is not here to be kept: {error}") from error

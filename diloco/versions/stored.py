@@ -26,6 +26,7 @@ from diloco.versions.record import (
     fragment_directory,
     record_path,
     unpack,
+    verify,
     versions_in,
 )
 from diloco.versions.version import VersionRecord, record_of
@@ -96,6 +97,21 @@ class StoredVersions:
         header, sections = read(frame, version)
         lanes = self.rebuilt(version, range(len(self.fragment.lanes)))
         return record_of(header, sections, self.fragment, lanes)
+
+    def verify(self, version: int) -> None:
+        """Read and verify every byte of a version, a section at a time; of a frame its state, too.
+
+        Raises:
+            RecordInvalid: As `load`.
+        """
+        record, frame = (path(self._directory, version) for path in (record_path, frame_path))
+        try:
+            verify(record, version, self.fragment)
+        except RecordInvalid:
+            if not frame.exists():
+                raise
+            verify(frame, version, self.fragment)
+            self.rebuilt(version, range(len(self.fragment.lanes)))
 
     def unverified(self) -> list[StoredRecord]:
         """Find all versions that are here, newest first; of a record and a frame, the record.

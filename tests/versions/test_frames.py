@@ -354,7 +354,7 @@ def test_headers_of_forgotten_frames_stay_until_they_are_indexed(tmp_path: Path)
 
     records = commit(store, 8)
 
-    assert headers_in(directory_of(store)) == [record.header() for record in records]
+    assert list(headers_in(directory_of(store))) == [record.header() for record in records]
     recovered = FragmentStore(tmp_path, FRAGMENT, RETAINED).recover()
     assert recovered is not None
     assert list(recovered.headers) == [record.header() for record in records]

@@ -51,6 +51,18 @@ def test_a_whole_store_stays_as_it_is(
     assert {path: path.read_bytes() for path in tmp_path.rglob("v*")} == before
 
 
+def test_what_is_whole_is_verified_without_all_contributions_in_memory(
+    store: FragmentStore, records: list[VersionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(version: int, *, with_contributions: bool = True) -> VersionRecord:
+        assert not with_contributions, "of a thousand islands they are more than any memory"
+        return FragmentStore.load(store, version, with_contributions=False)
+
+    monkeypatch.setattr(store, "load", load)
+
+    assert notable(store) == []
+
+
 @pytest.mark.parametrize("section", ["payload/0", "payload/1"])
 @pytest.mark.parametrize("version", [2, 4])
 def test_a_payload_is_made_again(

@@ -475,7 +475,7 @@ def test_a_header_that_rots_is_passed_over_and_said(
             assert list(recovered.headers) == [record.header() for record in records[1:]]
     for rotten in (b"", b"{}", whole[:70]):
         path.write_bytes(rotten)
-        assert headers_in(path.parent) == [record.header() for record in records[1:]]
+        assert list(headers_in(path.parent)) == [record.header() for record in records[1:]]
     assert f"{path} is damaged" in caplog.text
 
 
@@ -496,7 +496,7 @@ def test_headers_are_read_without_a_record_being_whole(store: FragmentStore) -> 
     data = path_of(store, 1).read_bytes()
     path_of(store, 1).write_bytes(data[: borders(data)["header"]])
 
-    assert headers_in(path_of(store, 1).parent) == [record.header() for record in records]
+    assert list(headers_in(path_of(store, 1).parent)) == [record.header() for record in records]
     recovered = store.recover()
     assert recovered is not None
     assert store.lost == 1
