@@ -20,6 +20,11 @@ a merge makes besides the state is its next published values (a third of the sta
 lane a thread and its sums. The rest is what gRPC reads ahead and, most of all, memory that was
 freed and not given back: pages of coded lanes that the merge has let go, too small for vectors.
 
+In the row of a small spool the allocator says of 919 MiB at a peak, 420 above idle, as lanes came:
+64 arrived, 64 more were the same lanes as messages that gRPC had put together (a lane is one), 80
+had stayed in use since the first round, and 210 were free in pages that were still resident. Giving
+these back after each merge left peaks of 877 and 898 MiB, the first of them in a merge.
+
 `others` is what a merge costs those that it does not concern: after the measured rounds one more,
 and from its close until it is published one island polls and another starts again and again, each
 time with a first call that waits for a small durable write of its own. The longest of these calls
