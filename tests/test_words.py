@@ -28,7 +28,7 @@ WORDS = {
     r"stop_lines?|stop lines?": "graceful stop",
     r"whoever": "anyone who, the one that",
     r"anew": "again",
-    r"beside": "besides, next to",
+    r"beside": "next to, during, in addition to",
     r"(?:come|comes|came) to nothing": "is aborted, expires",
     r"(?:take|takes|took|taken|taking) note": "record",
     r"obey|obeys|obeyed": "apply, set",

@@ -84,18 +84,18 @@ class Grid:
 
     def neighbours(self, setting: OuterSetting) -> Iterator[OuterSetting]:
         """Give the settings that differ from one in a single value, by one place of its list."""
-        for value in _besides(self.inner_steps_per_round, setting.inner_steps_per_round):
+        for value in _neighbours(self.inner_steps_per_round, setting.inner_steps_per_round):
             yield replace(setting, inner_steps_per_round=value)
-        for value in _besides(self.num_fragments, setting.num_fragments):
+        for value in _neighbours(self.num_fragments, setting.num_fragments):
             yield replace(setting, num_fragments=value)
-        for value in _besides(self.overlap_steps, setting.overlap_steps):
+        for value in _neighbours(self.overlap_steps, setting.overlap_steps):
             yield replace(setting, overlap_steps=value)
         for codec in self.codecs:
             if codec != setting.uplink_codec:
                 yield replace(setting, uplink_codec=codec, downlink_codec=codec)
 
 
-def _besides(values: tuple[int, ...], value: int) -> list[int]:
+def _neighbours(values: tuple[int, ...], value: int) -> list[int]:
     """Give the largest of some values below one, and the smallest above it."""
     below = [each for each in values if each < value]
     above = [each for each in values if each > value]

@@ -110,7 +110,7 @@ async def everything(run: VirtualRun, a: RawIsland) -> None:
     assert wire.Ack.FromString((await a.call("fragment.pin", pin)).header).is_accepted
 
 
-def test_besides_a_merge_of_a_minute_no_call_takes_longer_and_no_lease_lapses(
+def test_during_a_merge_of_a_minute_no_call_takes_longer_and_no_lease_lapses(
     setting: Setting,
 ) -> None:
     longest: dict[str, float] = {}

@@ -60,7 +60,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
             f"most: {format_bytes(most.memory_bytes)}, and {format_bytes(most.merge_bytes)} for "
             f"each fragment that it merges next to another one, if there are cores and room."
         )
-    _print_memory_besides(console, planned)
+    _print_memory_needs(console, planned)
     if len(planned.syncers) > 1:
         console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")
         print_rows(console, _syncer_rows(planned))
@@ -76,7 +76,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     )
 
 
-def _print_memory_besides(console: Console, planned: Forecast) -> None:
+def _print_memory_needs(console: Console, planned: Forecast) -> None:
     """Say what comes besides the table for a moment: on devices, and for copies of checkpoints."""
     from diloco.checkpoint.host_memory import available_bytes
     from diloco.transport.units import format_bytes
