@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
 
-from diloco.protocol.run.peer_bounds import RunLimits, problem_of
+from diloco.protocol.run.peer_bounds import RunLimits, problem_of, surplus_of
 from diloco.protos import allreduce_pb2
 from diloco.protos.baseline_pb2 import VectorHeader
 from diloco.protos.control_pb2 import (
@@ -130,15 +130,15 @@ def guarded(
     Raises:
         KeyError: If a method has none.
     """
+    of_run = limits or RunLimits()
 
-    def check_bounds(caller: Identity | None, method: str, message: Message) -> None:
-        if problem := problem_of(message, limits or RunLimits()):
-            is_known = caller is not None and caller.role is Role.ISLAND
-            on_refused(caller.name if caller is not None and is_known else "", Cause.BOUNDS)
-            raise OutOfRange(f"{method} is refused, and has changed nothing: {problem}")
+    def refuse(caller: Identity | None, method: str, problem: str) -> NoReturn:
+        is_known = caller is not None and caller.role is Role.ISLAND
+        on_refused(caller.name if caller is not None and is_known else "", Cause.BOUNDS)
+        raise OutOfRange(f"{method} is refused, and has changed nothing: {problem}")
 
     return {
-        method: _guarded(method, RULES[method], handlers[method], check_bounds)
+        method: _guarded(method, RULES[method], handlers[method], of_run, refuse)
         for method in handlers
     }
 
@@ -147,10 +147,15 @@ def _guarded(
     method: str,
     rule: Rule,
     handler: Handler,
-    check_bounds: Callable[[Identity | None, str, Message], None],
+    limits: RunLimits,
+    refuse: Callable[[Identity | None, str, str], NoReturn],
 ) -> Handler:
+    kind: Any = rule.message.DESCRIPTOR  # upb's own has the same face
+
     async def handle(call: IncomingCall) -> Reply:
         message: Any
+        if problem := surplus_of(call.header, kind, limits):
+            refuse(call.caller, method, problem)
         try:
             message = rule.message.FromString(call.header)
         except DecodeError as error:
@@ -172,7 +177,8 @@ def _guarded(
                 f"transport.certs, --certs), or tokens (diloco certs token operator, "
                 f"transport.tokens, --tokens)"
             )
-        check_bounds(call.caller, method, message)
+        if problem := problem_of(message, limits):
+            refuse(call.caller, method, problem)
         return await handler(call)
 
     return handle

@@ -16,12 +16,15 @@ from diloco.coordinator.island_service import IslandService
 from diloco.coordinator.operator_service import OperatorService
 from diloco.coordinator.syncer_service import SyncerService
 from diloco.island.peer.peer import Peer
+from diloco.protocol.run.peer_bounds import RunLimits
 from diloco.protos.control_pb2 import Grant
+from diloco.protos.fragment_pb2 import FragmentState, PollRequest, RoundKey
+from diloco.refusals import Cause
 from diloco.security.access import RULES, guarded
 from diloco.syncer.polls import Polls
 from diloco.syncer.syncer import Syncer
 from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
-from diloco.transport.errors import FrameError, Unauthorised, VersionMismatch
+from diloco.transport.errors import FrameError, OutOfRange, Unauthorised, VersionMismatch
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
 from diloco.transport.identity import Identity, Role
@@ -110,6 +113,54 @@ def test_headers_that_are_none_go_no_further(method: str) -> None:
     if method != "control.join":  # answers it with the version to install
         with pytest.raises(VersionMismatch, match="protocol version 99, this process"):
             ask(method, None, message(method, "east", 99).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (PollRequest.OUTSTANDING_FIELD_NUMBER, r"outstanding = 65 of them: at most 64"),
+        (PollRequest.KNOWN_FIELD_NUMBER, r"known = 5 of them: at most 4"),
+        (PollRequest.GRANT_FIELD_NUMBER, r"grant = 2 of them: at most 1"),
+        (500, r"unknown = 65 of them: at most 64"),
+    ],
+    ids=["outstanding", "known", "grant", "unknown"],
+)
+def test_lists_longer_than_a_run_has_are_refused_unread(
+    number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[tuple[str, Cause]] = []
+    limits = RunLimits(num_fragments=4, num_lanes=4, num_islands=3)
+    handlers = guarded({"fragment.poll": reached}, limits, lambda *refusal: refused.append(refusal))
+    tag = bytes([number << 3 & 0x7F | 2 | 0x80 * (number > 15), *[number >> 4] * (number > 15)])
+    million = tag + b"\0"
+
+    with pytest.raises(OutOfRange, match=words):
+        asyncio.run(handlers["fragment.poll"](Call("fragment.poll", million * 300_000, WEST)))
+    assert refused == [("west", Cause.BOUNDS)]
+
+
+def test_what_is_torn_or_of_another_kind_is_refused_however_long() -> None:
+    for header, words in (
+        (bytes([PollRequest.GRANT_FIELD_NUMBER << 3 | 2, 0xFF, 0x7F]) + bytes(9000), "is no Poll"),
+        (bytes([15 << 3 | 3]) * 9000, "wire type 3: none has one"),
+        (b"\xff" * 9000, "wire type 7: none has one"),
+    ):
+        with pytest.raises((FrameError, OutOfRange), match=words):
+            ask("fragment.poll", WEST, header)
+
+
+def test_a_poll_of_all_that_a_run_has_is_read() -> None:
+    limits = RunLimits(num_fragments=64, num_lanes=4, num_islands=3)
+    keys = [RoundKey(timeline=2**53, fragment_id=63, version=2**53, attempt=2**31)] * 16 * 64
+    known = [FragmentState(fragment_id=63, version=2**53, lane_digests=[b"x" * 32] * 4)] * 64
+    poll = PollRequest(
+        protocol_version=PROTOCOL_VERSION, grant=Grant(island="west"), outstanding=keys, known=known
+    )
+    call = Call("fragment.poll", poll.SerializeToString(), WEST)
+
+    assert len(call.header) > 16 << 10
+    handle = guarded({"fragment.poll": reached}, limits)["fragment.poll"]
+    assert asyncio.run(handle(call)).header == b"reached"
 
 
 def test_where_nobody_is_known_an_operators_methods_are_for_this_machine_alone() -> None:

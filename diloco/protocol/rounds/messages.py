@@ -13,7 +13,7 @@ from diloco.transport.errors import FrameError
 
 DIGEST_BYTES = 32
 #: Round keys that one question may name for each fragment; an island has one outstanding of each.
-_MOST_KEYS = 16
+MOST_KEYS = 16
 #: Whole models move in so many lanes at once, of one rank: each of hundreds would get too little of
 #: a thin link.
 MOST_UPLOADS = 16
@@ -58,9 +58,9 @@ def keys_of(messages: Sequence[wire.RoundKey], num_fragments: int) -> list[Round
     Raises:
         FrameError: If they are more than an island of this run can ask about.
     """
-    if len(messages) > (most := _MOST_KEYS * num_fragments):
+    if len(messages) > (most := MOST_KEYS * num_fragments):
         raise FrameError(
-            f"{len(messages)} round keys in one question; {most} are allowed: {_MOST_KEYS} for "
+            f"{len(messages)} round keys in one question; {most} are allowed: {MOST_KEYS} for "
             f"each of the {num_fragments} fragments"
         )
     return list(dict.fromkeys(map(key_of, messages)))

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from diloco.bounded_text import MOST_ENDING, MOST_TEXT
 from diloco.config.fields import MOST_CHECKPOINTS, MOST_STEPS
 from diloco.config.schema import Config
+from diloco.protocol.rounds.messages import MOST_KEYS
 from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_STEP_TOKENS, Weights
 
 #: A declared batch may be so many times the largest in the coordinator's file: unequal islands are
@@ -35,6 +38,10 @@ MOST_BATCH_RATIO = 16
 _MOST_DEPTH = 32
 _MOST_JSON_DIGITS = 20
 _MOST_HEADER = 1 << 20
+#: Bytes of a header that is read whatever it holds; fields in it that no message of ours has.
+_SHORT_BYTES, _MOST_UNKNOWN = 4 << 10, 64
+#: Wire types of protocol buffers.
+_VARINT, _DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}
 _DAY_S = 86400.0
 
 
@@ -57,6 +64,11 @@ class RunLimits:
     num_ranks: int = 0
     num_syncers: int = 1 << 16
     inner_steps: int = MOST_STEPS
+
+    @property
+    def num_keys(self) -> int:
+        """Rounds that an island can ask about at once."""
+        return MOST_KEYS * self.num_fragments
 
 
 def limits_of(config: Config) -> RunLimits:
@@ -354,7 +366,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         **_SPEAKS,
         "known_epoch": _COUNT,
         "known": Many("num_fragments"),
-        "outstanding": Many(1 << 16),
+        "outstanding": Many("num_keys"),
         "wait_s": _WAIT,
         "step_s": Real(0.0, _DAY_S),
         "sent_by": _COUNT,
@@ -372,7 +384,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "address": _SAID,
         "decider_id": _SAID,
         "sequence": _COUNT,
-        "outstanding": Many(1 << 16),
+        "outstanding": Many("num_keys"),
         "wait_s": _WAIT,
         "unreached": Many("num_islands", _SAID),
     },
@@ -415,6 +427,63 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
 def problem_of(message: Message, limits: RunLimits) -> str:
     """Say which field of a message, or of those in it, cannot be so; empty if all can."""
     return next(_problems(message, limits), "")
+
+
+def surplus_of(header: bytes, descriptor: Descriptor, limits: RunLimits) -> str:
+    """Say which list of a message is longer than it can be, before the message is read.
+
+    A million empty messages are two megabytes, and take fifty times that and a tenth of a second to
+    be read. The fields are counted where they are, no further than to one too many; what is short
+    is read without that.
+    """
+    if len(header) <= _SHORT_BYTES:
+        return ""
+    allowed = _allowed(descriptor, limits)
+    counts: Counter[int] = Counter()
+    at = 0
+    try:
+        while at < len(header):
+            tag, at = _read_varint(header, at)
+            number, kind = tag >> 3, tag & 7
+            name, most = allowed.get(number, ("unknown", _MOST_UNKNOWN))
+            number = number if number in allowed else 0
+            counts[number] += 1
+            if counts[number] > most:
+                return f"{descriptor.name}.{name} = {counts[number]} of them: at most {most}"
+            if kind == _VARINT:
+                _, at = _read_varint(header, at)
+            elif kind == _DELIMITED:
+                size, at = _read_varint(header, at)
+                at += size
+            elif kind in _FIXED_BYTES:
+                at += _FIXED_BYTES[kind]
+            else:
+                return f"{descriptor.name} with a field of wire type {kind}: none has one"
+    except IndexError:
+        pass  # torn: it cannot be read either
+    return ""
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 or shift > 63:
+            return value, at
+        shift += 7
+
+
+@lru_cache(maxsize=1 << 10)
+def _allowed(descriptor: Descriptor, limits: RunLimits) -> Mapping[int, tuple[str, int]]:
+    """Give name and largest count of each field, by its number."""
+    found = {}
+    for field in descriptor.fields:
+        bound = bound_of(field) or _least(field)
+        most = _number(bound.most, limits) if isinstance(bound, Many) else 1
+        found[field.number] = field.name, most
+    return found
 
 
 def bound_of(field: FieldDescriptor) -> Bound | None:
