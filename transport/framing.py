@@ -331,6 +331,11 @@ class FrameReader:
         self._whole = body[_OPENING.size + header_bytes :] if self.is_whole else None
 
     @property
+    def held_bytes(self) -> int:
+        """What the first message holds in memory: header, and payload until it is accepted."""
+        return len(self.header) + (self._whole.nbytes if self._whole is not None else 0)
+
+    @property
     def is_complete(self) -> bool:
         """Whether every declared byte has arrived (true at once for an empty payload)."""
         return self.payload_bytes == (self.partial.filled if self.partial else 0)

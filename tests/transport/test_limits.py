@@ -79,6 +79,59 @@ def test_a_method_of_its_own_rate_leaves_the_others_alone() -> None:
     assert [entered("a", "join", now) for now in (2.0, 3.0, 4.0)] == [True, False, True]
 
 
+def test_large_headers_of_a_caller_hold_a_bounded_memory() -> None:
+    turnstile = Turnstile(Limits(header_bytes_per_caller=1 << 20))
+    for caller in "aaaab":
+        turnstile.enter(caller, "poll", 0.0)
+
+    assert turnstile.hold("a", 16 << 10) == 0, "small ones are bounded by the number of calls"
+    held = [turnstile.hold("a", 512 << 10), turnstile.hold("a", 500 << 10)]
+    with pytest.raises(
+        Overloaded, match=r"more than 1036288 bytes of headers .* 1048576 are allow"
+    ):
+        turnstile.hold("a", 20 << 10)
+    assert turnstile.hold("b", 1 << 20) == 1 << 20, "each caller has its own"
+    turnstile.leave("a", "poll", held[0])
+    assert turnstile.hold("a", 512 << 10) == 512 << 10
+
+
+def test_a_server_bears_large_headers_of_one_caller_up_to_their_bound() -> None:
+    async def run() -> None:
+        num_held, may_end = 0, asyncio.Event()
+
+        async def hold(call: IncomingCall) -> Reply:
+            nonlocal num_held
+            num_held += 1
+            await may_end.wait()
+            return Reply(b"held")
+
+        limits = Limits(header_bytes_per_caller=256 << 10)
+        server = GrpcServer("127.0.0.1:0", {"hold": hold}, limits=limits)
+        await server.start()
+        greedy, modest = GrpcTransport(server.address), GrpcTransport(server.address)
+        large = bytes(100 << 10)
+        calls = [
+            asyncio.create_task(greedy.call("hold", large, deadline_s=DEADLINE_S)),
+            asyncio.create_task(greedy.call("hold", b"", large, deadline_s=DEADLINE_S)),
+            asyncio.create_task(greedy.call("hold", b"", deadline_s=DEADLINE_S)),
+            asyncio.create_task(modest.call("hold", large, deadline_s=DEADLINE_S)),
+        ]
+        async with asyncio.timeout(DEADLINE_S):
+            while num_held < len(calls):
+                await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded, match="bytes of headers of this caller's calls") as caught:
+            await greedy.call("hold", large, deadline_s=DEADLINE_S)
+        assert caught.value.is_retryable
+        may_end.set()
+        assert [(await call).header for call in calls] == [b"held"] * len(calls)
+        assert (await greedy.call("hold", large, deadline_s=DEADLINE_S)).header == b"held"
+        await greedy.close()
+        await modest.close()
+        await server.stop(0.0)
+
+    asyncio.run(run())
+
+
 def test_refusals_cost_a_bounded_number_of_calls_and_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Limits the callers of one server: calls at once, calls a second, silence.
+"""Limits the callers of one server: calls at once and what they hold, calls a second, silence.
 
 Pure: `now` is given. A caller is an identity where callers are known, else a connection. Anyone who
 asks too much is told `Overloaded` and may try again; nobody else is slowed.
@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 _FORGET_AT = 4096
 _PAUSE_S = 10.0
+#: Of a first message: as many as a caller may have calls hold little at this size.
+_SMALL_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class Limits:
         concurrent: Calls in progress of single methods, of all callers.
         rates: Calls a second of single methods, of one caller, in the long run; ten seconds' worth
             at once, after a pause.
+        header_bytes_per_caller: Memory for what came in first messages of more than
+            `_SMALL_BYTES`: headers, and payloads that travel with them, until their calls end.
         refused: Refused calls that are heard out at once, so that their callers learn why; the
             rest are cut off.
         refusals_logged_per_s: Lines in the log for calls that are refused, in the long run; as
@@ -56,6 +60,7 @@ class Limits:
     burst: int = 4000
     concurrent: Mapping[str, int] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
+    header_bytes_per_caller: int = 128 << 20
     refused: int = 256
     refusals_logged_per_s: float = 10.0
     connections: int = 4096
@@ -81,6 +86,7 @@ class Limits:
             self,
             calls=max(self.calls, 4 * num),
             calls_per_caller=max(self.calls_per_caller, 4 * num_of_caller),
+            header_bytes_per_caller=max(self.header_bytes_per_caller, num_of_caller << 20),
             connections=max(self.connections, MOST_CHANNELS * num_of_caller, 8 * num),
             strangers_per_address=max(self.strangers_per_address, 2 * num_of_caller),
         )
@@ -116,6 +122,7 @@ class Turnstile:
         self._limits = limits
         self._num_calls = 0
         self._callers: Counter[str] = Counter()
+        self._held_bytes: Counter[str] = Counter()
         self._methods: Counter[str] = Counter()
         #: By caller, and the rate that it counts: a method, or "" for all calls.
         self._buckets: dict[tuple[str, str], _Bucket] = {}
@@ -155,9 +162,30 @@ class Turnstile:
         self._callers[caller] += 1
         self._methods[method] += 1
 
-    def leave(self, caller: str, method: str) -> None:
-        """Count a call out."""
+    def hold(self, caller: str, num_bytes: int) -> int:
+        """Count in what a call's first message has brought; returns what to tell `leave`.
+
+        Raises:
+            Overloaded: If all calls of this caller hold too much; nothing is counted then.
+        """
+        if num_bytes <= _SMALL_BYTES:
+            return 0
+        held, most = self._held_bytes[caller], self._limits.header_bytes_per_caller
+        if held + num_bytes > most:
+            raise Overloaded(
+                f"{num_bytes} bytes more than {held} bytes of headers of this caller's calls in "
+                f"progress, {most} are allowed: try later"
+            )
+        self._held_bytes[caller] += num_bytes
+        return num_bytes
+
+    def leave(self, caller: str, method: str, held_bytes: int = 0) -> None:
+        """Count a call out, and what `hold` has counted of it."""
         self._num_calls -= 1
+        if held_bytes:
+            self._held_bytes[caller] -= held_bytes
+        if not self._held_bytes[caller]:
+            del self._held_bytes[caller]
         for counter, key in ((self._callers, caller), (self._methods, method)):
             counter[key] -= 1
             if not counter[key]:

@@ -148,9 +148,11 @@ class GrpcServer:
         except TransportError as error:
             await self._refuse(error, method, stream)
             return
+        held_bytes = 0
         try:
             try:
                 frames = FrameReader(await stream.first())
+                held_bytes = self._turnstile.hold(key, frames.held_bytes)
             except TransportError as error:
                 await self._refuse(error, method, stream)
                 return
@@ -166,7 +168,7 @@ class GrpcServer:
             finally:
                 attempt.close()
         finally:
-            self._turnstile.leave(key, method)
+            self._turnstile.leave(key, method, held_bytes)
 
     async def _refuse(self, error: TransportError, method: str, stream: _Stream) -> None:
         """Tell a caller why it is not served, unless too many are being told."""

@@ -263,9 +263,11 @@ class HivemindServer:
         except TransportError as error:
             await self._refuse(method, stream, stream.peer, error)
             return
+        held_bytes = 0
         try:
             try:
                 frames = FrameReader(await stream.read())
+                held_bytes = self._turnstile.hold(key, frames.held_bytes)
             except PeerReset:
                 raise
             except TransportError as error:
@@ -273,7 +275,7 @@ class HivemindServer:
             else:
                 await self._reply(method, frames, stream, caller)
         finally:
-            self._turnstile.leave(key, method)
+            self._turnstile.leave(key, method, held_bytes)
 
     async def _refuse(
         self, method: str, stream: _Stream, caller: str, error: TransportError
