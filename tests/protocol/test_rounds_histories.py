@@ -256,6 +256,16 @@ class AnyHistory(RuleBasedStateMachine):
         if self.rounds.is_open:
             assert self.rounds.current.is_held_up == bool(self.held_up())
 
+    @invariant()
+    def an_open_attempt_has_nothing_of_a_start_that_is_fenced(self) -> None:
+        rounds = self.rounds
+        if rounds.is_open:
+            fenced = rounds.participants.is_fenced
+            held = rounds.current.contributions
+            assert not [i for i, c in held.items() if fenced(i, c.incarnation)]
+            staying = set(rounds.current.members) - set(rounds.current.left)
+            assert not [i for i in staying if fenced(i, rounds.participants.incarnations[i])]
+
     @rule(is_verified_first=st.booleans())
     def guard_refuses_while_a_lane_is_verified(self, is_verified_first: bool) -> None:
         """All that came is refused, and the attempt goes on: hardly ever by chance."""
@@ -335,10 +345,7 @@ class AnyHistory(RuleBasedStateMachine):
         match instruction:
             case Close(key, contributors) if is_broken and is_malformed:
                 island = contributors[0].island
-                if self.rounds.participants.incarnations.get(island) == contributors[0].incarnation:
-                    self.perform(self.rounds.malformed(key, {island: "no payload"}, self.now))
-                else:  # it has started again since, or was kicked: an all-reduce gives the round up
-                    self.perform(self.rounds.abandoned(key, (island,), "lost", self.now))
+                self.perform(self.rounds.malformed(key, {island: "no payload"}, self.now))
                 return
             case Close(key) if is_broken:
                 self.perform(self.rounds.result_broken(key, "not finite", self.now))

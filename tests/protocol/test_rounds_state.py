@@ -876,6 +876,66 @@ def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
     assert isinstance(opened, Opened) and opened.members == ("a", "b")
 
 
+def closing_of_three(now: float = 1.0) -> FragmentRounds:
+    rounds = dynamic(min_contributions=None, min_members=3)
+    for island in "abc":
+        contribute(rounds, island, now)
+    assert rounds.phase is Phase.CLOSING
+    return rounds
+
+
+def test_who_is_fenced_while_an_attempt_closes_leaves_it_if_it_opens_again() -> None:
+    rounds = closing_of_three()
+    assert rounds.set_roster(Roster(("a", "b", "c"), {"b": 2}), 2.0) == []
+
+    *dropped, close = rounds.malformed(rounds.key, {"a": "torn"}, 3.0)
+
+    assert sorted(dropped, key=str) == [DropLanes(rounds.key, i, 1) for i in "ab"]
+    assert isinstance(close, Close)
+    assert [c.island for c in close.contributors] == ["c"]
+    assert close.refused == {"a": "torn", "b": "fenced by the coordinator"}
+
+
+def test_who_starts_again_while_an_attempt_closes_is_awaited_if_it_opens_again() -> None:
+    rounds = closing_of_three()
+    rounds.granted("b", 2, 2.0)
+
+    assert rounds.malformed(rounds.key, {"a": "torn"}, 3.0) == [
+        DropLanes(rounds.key, "b", 1),
+        DropLanes(rounds.key, "a", 1),
+    ]
+    (close,) = contribute(rounds, "b", 4.0, incarnation=2)
+
+    assert isinstance(close, Close)
+    assert [(c.island, c.incarnation) for c in close.contributors] == [("b", 2), ("c", 1)]
+
+
+def test_what_the_merge_refuses_of_a_start_that_was_fenced_meanwhile_counts_for_no_other() -> None:
+    rounds = closing_of_three()
+    for island in "abc":
+        rounds.granted(island, 2, 2.0)
+
+    dropped = rounds.rejected(rounds.key, dict.fromkeys("abc", "norm"), 3.0)
+
+    assert dropped == [DropLanes(rounds.key, i, 1) for i in "abc"]
+    assert math.isinf(rounds.next_wake), "nobody is late: all of them have started again"
+    for island in "abc":
+        instructions = contribute(rounds, island, 4.0, incarnation=2)
+    assert isinstance(instructions[0], Close)
+
+
+def test_an_attempt_of_which_nobody_lives_when_it_opens_again_expires() -> None:
+    rounds = dynamic(min_members=3)
+    contribute(rounds, "a", 1.0)
+    assert rounds.phase is Phase.CLOSING
+    rounds.set_roster(Roster(("a",)), 2.0)
+
+    *_, expiry = rounds.malformed(rounds.key, {"a": "torn"}, 3.0)
+
+    assert isinstance(expiry, RecordExpiry)
+    assert expiry.reason == "none of its members lives"
+
+
 def test_flush_attempts_take_flushes_only_and_close_with_those_that_came() -> None:
     rounds = dynamic(min_contributions=None, min_members=3)
     assert rounds.admit(lane(rounds, "a", is_flush=True)) is Admission.INVALID

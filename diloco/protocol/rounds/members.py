@@ -29,8 +29,13 @@ class Participants:
         """Whether a newer start of `island` is known, or the coordinator asks for one."""
         return incarnation < self.newest(island)
 
-    def set_roster(self, roster: Roster, *, has_fixed_members: bool) -> set[str]:
-        """Set who lives, and which starts count no more; returns the islands that are fenced."""
+    @property
+    def fenced(self) -> set[str]:
+        """Islands of which the coordinator waits for a newer start than any that is known."""
+        return {i for i in self._least if self.is_fenced(i, self.incarnations.get(i, 0))}
+
+    def set_roster(self, roster: Roster, *, has_fixed_members: bool) -> None:
+        """Set who lives, and which starts count no more."""
         self._roster = roster
         for island, least in roster.fenced.items():
             self._least[island] = max(least, self._least.get(island, 0))
@@ -38,7 +43,6 @@ class Participants:
             self.live = tuple(name for name in self._configured if name in roster.live)
         else:
             self.live = tuple(sorted(set(roster.live)))
-        return {i for i in roster.fenced if self.is_fenced(i, self.incarnations.get(i, 0))}
 
     def eligible(self) -> tuple[str, ...]:
         """Return the live islands that are here with a start that counts."""

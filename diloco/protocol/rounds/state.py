@@ -299,14 +299,9 @@ class FragmentRounds:
             return self._open_if_due(now)
         # Who declined or was refused has left the attempt, whatever start it is now.
         was_arriving = self.current.forget_arrived(island)
-        earlier = self.current.contributions.pop(island, None)
-        is_begun = self.current.left or self.current.complete
-        if not is_begun and set(self.current.members) <= set(participants.live):
-            # Nobody is left who waits: when all islands start again, none of them is late yet.
-            self._deadline = math.inf
-        if earlier is None:
-            return self.tick(now) if was_arriving else []
-        return [DropLanes(self.key, island, earlier.incarnation), *self._advance(now)]
+        if dropped := self._drop_fenced():
+            return [*dropped, *self._advance(now)]
+        return self.tick(now) if was_arriving else []
 
     def lane_arrived(self, lane: LaneArrival, now: float) -> None:
         """Record that all of a lane is here, in time, and is being verified.
@@ -363,6 +358,22 @@ class FragmentRounds:
             return []
         return self._take_out({island: reason}, now)
 
+    def _drop_fenced(self) -> list[DropLanes]:
+        """Forget what earlier starts have contributed to the open attempt."""
+        current, participants = self.current, self.participants
+        earlier = [
+            c
+            for island, c in sorted(current.contributions.items())
+            if participants.is_fenced(island, c.incarnation)
+        ]
+        for contribution in earlier:
+            del current.contributions[contribution.island]
+        is_begun = current.left or current.complete
+        if not is_begun and set(current.members) <= set(participants.live):
+            # Nobody is left who waits: when all islands start again, none of them is late yet.
+            self._deadline = math.inf
+        return [DropLanes(self.key, c.island, c.incarnation) for c in earlier]
+
     def _take_out(self, reasons: Mapping[str, str], now: float) -> list[Instruction]:
         """Let members leave the open attempt, whichever starts of them are here.
 
@@ -408,22 +419,28 @@ class FragmentRounds:
         it leaves out is no member any more, of the open attempt either.
         """
         has_fixed_members = self.rules.min_members is None
-        fenced = self.participants.set_roster(roster, has_fixed_members=has_fixed_members)
-        leaving = dict.fromkeys(fenced, "fenced by the coordinator")
-        live = self.participants.live
+        self.participants.set_roster(roster, has_fixed_members=has_fixed_members)
         if has_fixed_members:
-            self.rules = replace(self.rules, members=live)
-            for island in set(self.current.members) - set(live):
+            self.rules = replace(self.rules, members=self.participants.live)
+        return self._go_by_roster({}, now) + self._open_if_due(now)
+
+    def _go_by_roster(self, refused: Mapping[str, str], now: float) -> list[Instruction]:
+        """Let who is refused or fenced leave the open attempt, and wait for nobody who is gone."""
+        current, participants = self.current, self.participants
+        live = participants.live
+        leaving = dict.fromkeys(participants.fenced, "fenced by the coordinator")
+        if self.rules.min_members is None:
+            for island in set(current.members) - set(live):
                 leaving[island] = "the run goes on without this island"
-        instructions = self._take_out(leaving, now)
-        if self.is_open and not set(self.current.members) - set(self.current.left) <= set(live):
+        instructions = self._take_out({**leaving, **refused}, now)
+        if self.is_open and not set(current.members) - set(current.left) <= set(live):
             # Who is left has begun to wait for islands that may never come.
             self._begin_deadline(now)
-            if self.current.awaited(live):
+            if current.awaited(live):
                 instructions += self._advance(now)
             else:
                 instructions += self._expire("none of its members lives", now)
-        return instructions + self._open_if_due(now)
+        return instructions
 
     def set_rules(
         self, rules: RoundRules, measured: TimingRules | None, now: float
@@ -496,11 +513,15 @@ class FragmentRounds:
         It waits for the others. Where all its members are refused, it is no expiry in a row: nobody
         was away.
         """
-        self._rejected |= rejected.keys()
+        self._require(Phase.CLOSING, "rejected", key)
+        self._rejected |= self._of_present_starts(rejected).keys()
         return self.malformed(key, rejected, now)
 
     def malformed(self, key: RoundKey, refused: Mapping[str, str], now: float) -> list[Instruction]:
         """Refuse contributors of a closing attempt, which goes on without them; nothing moved.
+
+        It goes on without those, too, who were fenced while it closed. One that has started again
+        since is not refused for what its earlier start sent: it is waited for.
 
         Args:
             key: Of the attempt.
@@ -511,7 +532,14 @@ class FragmentRounds:
         self._require(Phase.CLOSING, "malformed", key)
         self._move(RoundEvent.MALFORMED)
         self._deadline += now - self.closed_at  # nobody was late while it was merged
-        return self._take_out(refused, now)
+        refused = self._of_present_starts(refused)
+        instructions = [*self._drop_fenced(), *self._go_by_roster(refused, now)]
+        return instructions + (self._advance(now) if self.is_open else [])
+
+    def _of_present_starts(self, refused: Mapping[str, str]) -> dict[str, str]:
+        """Leave out whom the refusal of a contribution does not concern: it has started again."""
+        held, newest = self.current.contributions, self.participants.incarnations
+        return {i: why for i, why in refused.items() if held[i].incarnation >= newest[i]}
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
         """Expire a closing attempt whose result cannot be used; nothing moved."""
