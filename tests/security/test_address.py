@@ -12,6 +12,7 @@ from diloco.config.load import load_config
 from diloco.config.network import CoordinatorConfig
 from diloco.errors import ConfigError
 from diloco.protocol.run.peer_bounds import limits_of
+from diloco.protos.control_pb2 import ReportRequest
 from diloco.security.address import (
     coordinator_address,
     listen,
@@ -21,6 +22,9 @@ from diloco.security.address import (
 )
 from diloco.security.security import Security
 from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
+from diloco.transport.errors import Overloaded, PeerReset
+from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
 from tests.run_files import write_run
 
@@ -88,6 +92,35 @@ def test_all_ranks_of_an_island_may_connect_at_once_from_one_address(tmp_path: P
 
 def config(**addresses: str) -> CoordinatorConfig:
     return CoordinatorConfig(state_dir="runs/test", **addresses)
+
+
+def test_reports_of_one_island_have_a_rate_and_others_get_through() -> None:
+    async def report(call: IncomingCall) -> Reply:
+        return Reply(b"heard")
+
+    async def story() -> list[int]:
+        server = await listen(
+            "127.0.0.1:0", "", {"control.report": report}, security=Security(), chunk_bytes=1 << 20
+        )
+        header = ReportRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+        heard = []
+        for num_calls in (400, 10):
+            island = GrpcTransport(server.address)
+            calls = [
+                island.call("control.report", header, deadline_s=30.0) for _ in range(num_calls)
+            ]
+            replies = await asyncio.gather(*calls, return_exceptions=True)
+            refused = [reply for reply in replies if not isinstance(reply, Reply)]
+            assert all(isinstance(each, Overloaded | PeerReset) for each in refused), refused
+            heard.append(num_calls - len(refused))
+            await island.close()
+        await server.stop(0)
+        return heard
+
+    flooding, other = asyncio.run(story())
+
+    assert 250 <= flooding < 400, "ten seconds' worth at once"
+    assert other == 10
 
 
 @pytest.mark.parametrize(
