@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_WAIT_S = 0.2
 #: A join carries the whole plan and is written to the journal; an island that waits for the syncer
-#: joins five times a second. What is new in a report is written, too; an island makes twenty a second
-#: at most. Certificates are signed on the coordinator's loop; all ranks of an island that
-#: starts ask at once.
+#: joins five times a second. What is new in a report is written, too; an island makes at most 20 a
+#: second. Certificates are signed on the coordinator's loop; all ranks of an island that starts ask
+#: at once.
 _LIMITS = Limits(
     concurrent={"control.join": 32},
     rates={"control.join": 10.0, "control.report": 25.0, ISSUE_METHOD: 50.0},
