@@ -26,6 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run besides each other: more threads would wait for each other in turns, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Where it is set, each process that a test starts would compile the whole product once more.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # An example takes the time that a loaded machine gives it.
 settings.register_profile("diloco", deadline=None)
 settings.load_profile("diloco")
