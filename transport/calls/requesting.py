@@ -71,14 +71,25 @@ class Request:
         self.is_whole = is_small and not (self._payload and self._transfer.asks_first)
         self._is_resuming = False
         self._position: asyncio.Future[int]
+        self._sender: asyncio.Task[object] | None = None
         self._moving = contextlib.ExitStack()
 
     def close(self) -> None:
         """End the call: what was sent is sent."""
         self._moving.close()
 
+    def left(self) -> None:
+        """Have nothing more taken of `messages`: the call has ended at this address.
+
+        Who takes them may wait for what does not come any more, such as where the peer goes on.
+        """
+        if self._sender is not None:
+            self._sender.cancel()
+            self._sender = None
+
     async def messages(self) -> AsyncIterator[bytes]:
-        """Give the messages, each when it may leave."""
+        """Give the messages, each when it may leave, to a task of their own."""
+        self._sender = asyncio.current_task()
         if self.is_whole:
             yield await self.whole()
             self._moving.close()
@@ -88,7 +99,7 @@ class Request:
         size = len(self._payload)
         self.is_sent = False
         is_resuming = self._is_resuming = transfer.asks_first
-        # Its own: anyone who ends the messages for another address cancels what they wait for.
+        # Of this address: what another one says is not waited for here.
         position = self._position = asyncio.get_running_loop().create_future()
         yield frame_opening(self._header, size, self._chunk_bytes, self._resumption())
         offset = await position if is_resuming else 0

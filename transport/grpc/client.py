@@ -256,6 +256,7 @@ class GrpcTransport:
             raise self._error(PeerReset, "the gRPC runtime ended the call", method) from None
         finally:
             call.cancel()
+            request.left()  # gRPC ends what takes the messages only where the call still goes on
 
     def _deal(self, num_bytes: int) -> int:
         """Choose a connection for a call that moves so many bytes, at most."""
