@@ -154,6 +154,21 @@ class Transport(Protocol):
         """Release the connection. Closing twice is harmless."""
 
 
+class TransportKind(Protocol):
+    """Both ends of a kind of transport that another package adds, under a name of its own.
+
+    The coordinator and each syncer serve at a HOST:PORT of the run file; what that is, is the
+    kind's own choice, as long as `Server.address` gives one back that `connect` takes. What it
+    protects is its own affair, too: beyond one machine a run needs `transport.insecure`.
+    """
+
+    def connect(self, address: str, *, chunk_bytes: int) -> Transport:
+        """Make the way to a server; nothing is opened before the first call."""
+
+    def serve(self, bind: str, handlers: Handlers, *, chunk_bytes: int) -> Server:
+        """Make a server, not started yet; port 0 of `bind` draws a free one."""
+
+
 class Server(Protocol):
     """A listening end; `handlers` maps method names to coroutines."""
 

@@ -1,9 +1,12 @@
-"""Lists all codecs by name."""
+"""Finds codecs by name: those of diloco, and those that other packages add."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from inspect import get_annotations
 from types import MappingProxyType
+from typing import cast
 
 import torch
 
@@ -13,7 +16,9 @@ from diloco.compression.floats import FloatCodec
 from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8
 from diloco.compression.sparse import TopKCodec
 from diloco.errors import ConfigError
+from diloco.extensions import Extension, extension, load
 
+_ATTRIBUTES = (*get_annotations(Codec), "wire_bytes", "encode", "decode", "check")
 _ALL: tuple[Codec, ...] = (
     FloatCodec("float32", torch.float32),
     FloatCodec("float16", torch.float16),
@@ -38,8 +43,24 @@ def get_codec(name: str) -> Codec:
     """Return the codec called `name`.
 
     Raises:
-        ConfigError: If there is none of that name; the message lists those there are.
+        ConfigError: If there is none of that name (the message lists those there are), or more than
+            one, or if it is no `Codec`.
     """
-    if name not in CODECS:
-        raise ConfigError(f"codec {name!r} is unknown: choose one of {', '.join(sorted(CODECS))}")
-    return CODECS[name]
+    added = extension("diloco.codecs", name, CODECS)
+    return CODECS[name] if added is None else _added(added)
+
+
+@functools.cache
+def _added(found: Extension) -> Codec:
+    codec = load(found)
+    lacking = [attribute for attribute in _ATTRIBUTES if not hasattr(codec, attribute)]
+    if lacking or codec.name != found.name:
+        raise ConfigError(
+            f"the {found} cannot be used: "
+            + (
+                f"it has no {', '.join(lacking)} (diloco.compression.base.Codec says what one is)"
+                if lacking
+                else f"it calls itself {codec.name!r}: both names must be the same"
+            )
+        )
+    return cast(Codec, codec)

@@ -27,11 +27,19 @@ from pydantic import (
     field_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core.core_schema import no_info_before_validator_function
+from pydantic_core.core_schema import (
+    no_info_after_validator_function,
+    no_info_before_validator_function,
+)
 
 from diloco.bounded_text import read_peer_json
+from diloco.errors import ConfigError
+from diloco.extensions import extension, extensions, packages_of
 
 T = TypeVar("T")
+
+#: Key of `policy_json` for the packages that what is named comes from; absent: all is diloco's own.
+PACKAGES = "packages"
 
 
 class ConfigClass(StrEnum):
@@ -54,15 +62,18 @@ class Needs:
     Attributes:
         key: The other key: an earlier one of the same section, or a dotted path from the root.
         values: Which; none: whatever is true, above 0, or not empty.
+        or_added: Whether a name that another package adds is one of them, too.
     """
 
     key: str
     values: tuple[object, ...]
+    or_added: Named | None = None
 
-    def __init__(self, key: str, *values: object) -> None:
+    def __init__(self, key: str, *values: object, or_added: Named | None = None) -> None:
         """Say which key, and which of its values."""
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "values", values)
+        object.__setattr__(self, "or_added", or_added)
 
     def __str__(self) -> str:
         """Write it as it is typed: `merge = "on_arrival"`."""
@@ -72,6 +83,8 @@ class Needs:
 
     def is_met(self, value: object) -> bool:
         """Say whether the other key's value is one of them."""
+        if self.or_added is not None and value not in self.or_added.own:
+            return True
         return value in self.values if self.values else bool(value)
 
     def problem(self, value: object) -> str:
@@ -125,6 +138,47 @@ class Range:
             return value
 
         return no_info_before_validator_function(check, handler(source))
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Mark of a text that is a name: diloco's own, or one that an installed package adds.
+
+    Attributes:
+        group: Of entry points; see `diloco.extensions`.
+        own: Names that diloco itself has.
+    """
+
+    group: str
+    own: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Check the name after the type; a row of PATTERN=NAME is its field's to check."""
+        schema = handler(source)
+        return no_info_after_validator_function(self.checked, schema) if source is str else schema
+
+    def checked(self, value: str) -> str:
+        """Return a name that there is.
+
+        Raises:
+            ValueError: If there is none of that name here, or more than one.
+        """
+        added = [each.name for each in extensions(self.group)]
+        if value not in (*self.own, *added):
+            raise ValueError(
+                f"is none of {', '.join((*self.own, *added))}; what another package adds must be "
+                "installed at every site (diloco config --explain lists it)"
+            )
+        try:
+            extension(self.group, value, self.own)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    def packages(self, value: str | tuple[str, ...]) -> dict[str, str]:
+        """Return which packages add what a value names, be it a name or PATTERN=NAME."""
+        values = (value,) if isinstance(value, str) else value
+        return packages_of(self.group, {each.rpartition("=")[2] for each in values})
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +271,10 @@ def allowed_values(field: FieldInfo) -> str:
     """Describe the range or the choices of a field; empty where its type says all."""
     if get_origin(field.annotation) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(field.annotation))
+    for mark in field.metadata:
+        if isinstance(mark, Named) and field.annotation is str:
+            names = (*mark.own, *(each.name for each in extensions(mark.group)))
+            return " or ".join(f'"{name}"' for name in names)
     signs = {
         annotated_types.Ge: (">=", "ge"),
         annotated_types.Gt: (">", "gt"),
@@ -266,12 +324,20 @@ def identity_json(config: Section) -> str:
 
 
 def policy_json(config: Section) -> str:
-    """Write what the coordinator decides: canonical JSON of dotted key to value."""
-    return _class_json(config, ConfigClass.POLICY)
+    """Write what the coordinator decides: canonical JSON of dotted key to value.
+
+    Where a value names what another package adds, `PACKAGES` says which package.
+    """
+    packages: dict[str, str] = {}
+    for _, field, value in _fields(config):
+        for mark in field.metadata:
+            if isinstance(mark, Named) and class_of(field) is not ConfigClass.LOCAL:
+                packages |= mark.packages(value)
+    return _class_json(config, ConfigClass.POLICY, {PACKAGES: packages} if packages else {})
 
 
-def _class_json(config: Section, wanted: ConfigClass) -> str:
-    values = {path: value for path, mark, value in leaves(config) if mark is wanted}
+def _class_json(config: Section, wanted: ConfigClass, more: dict[str, object] | None = None) -> str:
+    values = {path: value for path, mark, value in leaves(config) if mark is wanted} | (more or {})
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 

@@ -24,7 +24,9 @@ from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
 from diloco.config.network import (
     NOT_LOOPBACK,
+    OWN_TRANSPORTS,
     UNKNOWN_CALLERS,
+    UNKNOWN_PROTECTION,
     TransportConfig,
     beyond_loopback,
     host_of,
@@ -187,8 +189,10 @@ def _peer_problems(
     if beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
         if transport.kind == "hivemind" and not transport.tokens:
             yield "peer_listen", island.peer_listen, UNKNOWN_CALLERS
-        elif transport.kind == "grpc" and not transport.certs:
-            yield "peer_listen", island.peer_listen, NOT_LOOPBACK
+        elif transport.kind != "hivemind" and not transport.certs:
+            is_own = transport.kind in OWN_TRANSPORTS
+            problem = NOT_LOOPBACK if is_own else UNKNOWN_PROTECTION
+            yield "peer_listen", island.peer_listen, problem
 
 
 def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from diloco.config import classes
 from diloco.config.hugging_face import with_config_json
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.extensions import check_same_packages
 
 S = TypeVar("S", bound=classes.Section)
 
@@ -170,10 +171,12 @@ def with_policy(config: Config, policy_json: str) -> Config:
 
     Raises:
         ConfigError: If the text is not the policy of this version's schema, or does not fit this
-            site's other fields.
+            site's other fields, or if it names what no package here adds, or another version.
     """
     theirs = json.loads(policy_json)
     ours = json.loads(classes.policy_json(config))
+    ours.pop(classes.PACKAGES, None)
+    check_same_packages(theirs.pop(classes.PACKAGES, {}), "the coordinator")
     if theirs.keys() != ours.keys():
         odd = ", ".join(sorted(theirs.keys() ^ ours.keys()))
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from diloco.config.classes import Local, Needs, Policy, Section
+from diloco.config.classes import Local, Named, Needs, Policy, Section
 from diloco.config.fields import (
     AutoDeadline,
     Bandwidth,
@@ -35,6 +35,11 @@ UNKNOWN_CALLERS = (
     "(diloco certs token) and set transport.tokens, or set transport.insecure = true on a network "
     "that you trust"
 )
+UNKNOWN_PROTECTION = (
+    "is not on this machine's loopback, and what the transport of another package protects is not "
+    "known: set transport.insecure = true on a network that you trust"
+)
+OWN_TRANSPORTS = ("grpc", "hivemind")
 NO_TOKEN = "is not on this machine's loopback: set metrics_token to a file with a token"
 
 
@@ -89,18 +94,18 @@ class HivemindConfig(Section):
 class TransportConfig(Section):
     """How bytes travel."""
 
-    kind: Local[Literal["grpc", "hivemind"]] = Field(
+    kind: Annotated[Local[str], Named("diloco.transports", OWN_TRANSPORTS)] = Field(
         default="grpc", description="Wire between islands, coordinator and syncer"
     )
     hivemind: HivemindConfig = Field(
         default=HivemindConfig(), description="The peer-to-peer network of kind hivemind"
     )
-    certs: Local[str] = Field(
+    certs: Annotated[Local[str], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default="",
         description="Directory of this site's certificates (diloco certs); empty: none, which "
         "loopback needs not",
     )
-    tokens: Local[str] = Field(
+    tokens: Annotated[Local[str], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default="",
         description="Directory of this site's tokens (diloco certs token); empty: none are asked "
         "for or sent",
@@ -123,18 +128,18 @@ class TransportConfig(Section):
     chunk: Local[Chunk] = Field(
         default=Size("1MiB"), description="Piece of a payload in one message, at most"
     )
-    rate: Local[OptionalRate] = Field(
+    rate: Annotated[Local[OptionalRate], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default=Bandwidth(""),
         description="Bandwidth that payloads may take together, headers of all kinds included: an "
         "island's, divided evenly among its carriers, or the syncer's; some per cent below the "
         "link's, it keeps queues short and heartbeats quick; empty: what TCP takes",
     )
-    snapshot_rate: Local[OptionalRate] = Field(
+    snapshot_rate: Annotated[Local[OptionalRate], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default=Bandwidth(""),
         description="The same for whole models, which at all times let payloads of rounds go "
         "first; empty: what those leave",
     )
-    channels: Local[int | Literal["auto"]] = Field(
+    channels: Annotated[Local[int | Literal["auto"]], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default="auto",
         description="Connections that carry payloads to a peer; auto: 1 to 16, by the loss that "
         "the kernel counts on them",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from diloco.config.classes import Identity, Local, Needs, Policy, Section
+from diloco.config.classes import Identity, Local, Named, Needs, Policy, Section
 from diloco.config.fields import (
     MOST_STEPS,
     AutoPause,
@@ -22,7 +22,8 @@ from diloco.config.fields import (
 
 Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples)]
 
-CodecName: TypeAlias = Literal[
+#: Codecs of diloco itself; `diloco.compression.registry` has them.
+OWN_CODECS = (
     "float32",
     "float16",
     "bfloat16",
@@ -36,7 +37,11 @@ CodecName: TypeAlias = Literal[
     "e3m0-stochastic",
     "topk64",
     "topk128",
-]
+)
+_CODECS = Named("diloco.codecs", OWN_CODECS)
+CodecName: TypeAlias = Annotated[str, _CODECS]
+_MERGE_RULES = Named("diloco.merge_rules", ("mean", "radial_directional"))
+_BY_TENSOR = Needs("merge_rule", "radial_directional", or_added=_MERGE_RULES)
 
 #: Codecs that lose too much of a pseudo-gradient to forget it.
 _COARSE = ("int2", "topk64", "topk128")
@@ -215,7 +220,7 @@ class OuterConfig(Section):
     downlink_codec: Policy[CodecName] = Field(
         default="float32", description="Encoding of published versions; streaming: int4"
     )
-    codec_by_name: Policy[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
+    codec_by_name: Annotated[Policy[tuple[str, ...]], BeforeValidator(tuples), _CODECS] = Field(
         default=(),
         description="Codecs of single tensors, both ways: PATTERN=CODEC (* and ?), the first that "
         'matches counts; norms and biases like ["*norm.weight=float32", "*.bias=bfloat16"]',
@@ -238,21 +243,20 @@ class OuterConfig(Section):
         default="tokens",
         description="Weight of a contribution: its tokens, or its tokens times tokens a step",
     )
-    merge_rule: Annotated[
-        Identity[Literal["mean", "radial_directional"]], Needs("exchange", "syncer")
-    ] = Field(
+    merge_rule: Annotated[Identity[str], _MERGE_RULES, Needs("exchange", "syncer")] = Field(
         default="mean",
         description="What contributions become: their weighted mean, or by tensor the mean of "
-        "their directions with the mean of their norms, which does not shrink with many islands",
+        "their directions with the mean of their norms, which does not shrink with many islands, "
+        "or what the rule of another package makes of them",
     )
-    plain_mean: Annotated[Identity[Patterns], Needs("merge_rule", "radial_directional")] = Field(
+    plain_mean: Annotated[Identity[Patterns], _BY_TENSOR] = Field(
         default=("*embed*",),
-        description="Tensors by name (* and ?) that radial_directional leaves to the plain mean",
+        description="Tensors by name (* and ?) that every merge_rule leaves to the plain mean",
     )
-    experts: Annotated[Identity[Patterns], Needs("merge_rule", "radial_directional")] = Field(
+    experts: Annotated[Identity[Patterns], _BY_TENSOR] = Field(
         default=("*experts*",),
         description="Tensors by name (* and ?), of three or more dims, of which "
-        "radial_directional takes each index of dim 0 on its own",
+        "merge_rule takes each index of dim 0 on its own",
     )
     clip_norm_ratio: Annotated[Policy[float], Needs("exchange", "syncer")] = Field(
         default=0.0,
@@ -429,11 +433,12 @@ class OuterConfig(Section):
     def _check_codec_by_name(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for rule in value:
             pattern, _, codec = rule.rpartition("=")
-            if not pattern or len(rule.split()) != 1 or codec not in get_args(CodecName):
-                raise ValueError(
-                    f"{rule!r} must be PATTERN=CODEC without blanks, the codec one of "
-                    f"{', '.join(get_args(CodecName))}"
-                )
+            if not pattern or len(rule.split()) != 1:
+                raise ValueError(f"{rule!r} must be PATTERN=CODEC without blanks")
+            try:
+                _CODECS.checked(codec)
+            except ValueError as error:
+                raise ValueError(f"{rule!r}: codec {codec!r} {error}") from error
         return value
 
     @field_validator("clip_norm_ratio")

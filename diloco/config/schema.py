@@ -30,7 +30,9 @@ from diloco.config.model import ModelConfig
 from diloco.config.network import (
     NO_TOKEN,
     NOT_LOOPBACK,
+    OWN_TRANSPORTS,
     UNKNOWN_CALLERS,
+    UNKNOWN_PROTECTION,
     CoordinatorConfig,
     TransportConfig,
     beyond_loopback,
@@ -321,4 +323,5 @@ def _unprotected(section: Section, names: Sequence[str], info: ValidationInfo) -
     if transport is None or transport.certs or transport.insecure:
         return []
     beyond = beyond_loopback(section, names)
-    return [(name, getattr(section, name), NOT_LOOPBACK) for name in beyond]
+    problem = NOT_LOOPBACK if transport.kind in OWN_TRANSPORTS else UNKNOWN_PROTECTION
+    return [(name, getattr(section, name), problem) for name in beyond]

@@ -33,7 +33,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config.outer import CodecName
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.state_dir import StateDir
@@ -41,7 +40,7 @@ from diloco.transport.units import format_bytes
 
 _SCALE_BYTES = 2 / 128
 #: Bytes of one value on the wire, scales included, in whole blocks and chunks.
-PAYLOAD_BYTES: Mapping[CodecName, float] = {
+PAYLOAD_BYTES: Mapping[str, float] = {
     "float32": 4.0,
     "float16": 2.0,
     "bfloat16": 2.0,
@@ -54,6 +53,7 @@ PAYLOAD_BYTES: Mapping[CodecName, float] = {
         1 / 2 + _SCALE_BYTES,
     ),
 }
+_FOREIGN_BYTES = 4.0  # at most, as float32: a codec is there to send less
 _INNER_AND_ANCHOR_BYTES = 16.0
 _RESIDUALS_BYTES = 8.0
 _STATE_BYTES = 12.0
@@ -91,10 +91,15 @@ class DiskForecast:
         return self.num_records * self.record_bytes + self.num_frames * self.frame_bytes
 
 
+def payload_bytes(codec: str) -> float:
+    """Return the bytes of one value on the wire; of another package's codec, at most."""
+    return PAYLOAD_BYTES.get(codec, _FOREIGN_BYTES)
+
+
 def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     """Compute what a run keeps on disk; `num_parameters` are the trained ones."""
     outer = config.outer
-    up, down = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
+    up, down = payload_bytes(outer.uplink_codec), payload_bytes(outer.downlink_codec)
     residuals = _RESIDUALS_BYTES * outer.error_feedback
     num_checkpoints = config.checkpoint.keep + config.num_unsure_checkpoints + 1
     second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0.0

@@ -60,7 +60,7 @@ from diloco.checkpoint.host_memory import check_memory
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
-from diloco.forecast.disk import PAYLOAD_BYTES
+from diloco.forecast.disk import payload_bytes
 from diloco.island.lanes.routes import SLAB_BYTES
 from diloco.outer.packing import layer_of
 from diloco.trainer.flops import flops_per_token
@@ -334,6 +334,6 @@ def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) ->
     lasting = 8 + 8 * outer.error_feedback
     period = outer.inner_steps_per_round
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
-    wire = PAYLOAD_BYTES[outer.uplink_codec] + PAYLOAD_BYTES[outer.downlink_codec]
+    wire = payload_bytes(outer.uplink_codec) + payload_bytes(outer.downlink_codec)
     moving = min(num_values, under_way * largest_fragment) * (8 + wire)
     return round(num_values * lasting + moving)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from diloco.checkpoint.host_memory import check_memory
 from diloco.config.schema import Config
-from diloco.forecast.disk import PAYLOAD_BYTES
+from diloco.forecast.disk import payload_bytes
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan
 from diloco.syncer.spool import LEAST_ARRIVING_BYTES
@@ -58,7 +58,7 @@ class SyncerMemory:
 def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory:
     """Foresee what the syncer of these fragments takes."""
     outer = config.outer
-    uplink, downlink = PAYLOAD_BYTES[outer.uplink_codec], PAYLOAD_BYTES[outer.downlink_codec]
+    uplink, downlink = payload_bytes(outer.uplink_codec), payload_bytes(outer.downlink_codec)
     num_values = sum(fragment.padded_numel for fragment in fragments)
     largest = max(fragment.padded_numel for fragment in fragments)
     coded = round(config.max_islands * uplink * num_values)

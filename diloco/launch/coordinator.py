@@ -119,7 +119,7 @@ async def run_coordinator(
             true, or if the address cannot be used.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute())
-    if config.transport.kind == "grpc":  # a libp2p peer finds its addresses out
+    if config.transport.kind != "hivemind":  # a libp2p peer finds its addresses out
         coordinator_address(config.coordinator.listen, config.coordinator)
         syncer_address(config.coordinator.syncer_listen, config.coordinator)
     if resume:
@@ -312,6 +312,8 @@ async def _coordinate(
         read_by_syncers[path] = path.read_bytes()
     async with _serving(config, state, security, coordinator, decider, signals) as address:
         announce(f"coordinator of run {config.run.name!r} listens on {address}")
+        if security.added is not None:
+            announce(f"for its commands: {config.transport.kind}://{address}")
         if membership.is_finished:
             announce(
                 f"the run has finished, but for {', '.join(membership.members.away)}: "

@@ -6,6 +6,9 @@ and angles, is in the matrices of inner products G[m, n] = <v_m, v_n> of the uni
 computed elsewhere, in float64, and their last bits are the hardware's. Coefficients are therefore
 rounded to float32 and kept with the version that they made: anyone who recomputes it reads them.
 
+Another package may add a rule, by an entry point of the group `diloco.merge_rules` that names a
+`Coefficients`.
+
 Pure: lists of floats in the order of sorted island ids, no tensors.
 """
 
@@ -15,16 +18,21 @@ import math
 import statistics
 import struct
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from diloco.errors import AggregationError
+from diloco.extensions import extension, load
 from diloco.outer.units import Unit
 
 #: Inner products of the contributions in one unit.
 Gram: TypeAlias = Sequence[Sequence[float]]
+
+#: Of a unit's inner products and the weights, finite and >= 0: a coefficient for each contribution.
+Coefficients: TypeAlias = Callable[[Gram, Sequence[float]], Sequence[float]]
 
 #: Fewer do not tell which of them is the odd one.
 MIN_JUDGED = 3
@@ -41,7 +49,7 @@ class MergeRule:
     """How the contributions of a round are weighted and combined.
 
     Attributes:
-        name: mean, or radial_directional (see `coefficients_of`).
+        name: mean, radial_directional (see `coefficients_of`), or the name of an added rule.
         weighting: tokens, or tokens_times_rate (tokens * tokens / steps).
         clip_norm_ratio: A contribution with a norm beyond this times the median is scaled down to
             it; 0: none is.
@@ -52,21 +60,21 @@ class MergeRule:
     Source: Decoupled DiLoCo (arXiv 2604.21428): weights, radial-directional averaging.
     """
 
-    name: Literal["mean", "radial_directional"] = "mean"
+    name: str = "mean"
     weighting: Literal["tokens", "tokens_times_rate"] = "tokens"
     clip_norm_ratio: float = 0.0
     plain_mean: tuple[str, ...] = ("*embed*",)
     experts: tuple[str, ...] = ("*experts*",)
     guard: bool = True
 
-    def is_radial(self, *, is_flush: bool) -> bool:
-        """Whether a round takes radial-directional averages; a flush is the plain mean."""
-        return self.name == "radial_directional" and not is_flush
+    def is_by_unit(self, *, is_flush: bool) -> bool:
+        """Whether coefficients depend on a unit's inner products; a flush is the plain mean."""
+        return self.name != "mean" and not is_flush
 
     def needs_norms(self, *, is_flush: bool) -> bool:
         """Whether the coefficients of a round depend on values: two passes over contributions."""
         clips = self.clip_norm_ratio > 0 and not is_flush
-        return clips or self.is_radial(is_flush=is_flush)
+        return clips or self.is_by_unit(is_flush=is_flush)
 
     def weight(self, tokens: int, steps: int, *, is_flush: bool) -> float:
         """Return a contribution's weight: its tokens, times tokens a step where the rate counts.
@@ -178,7 +186,8 @@ def combine(
         is_flush: Whether all are contributions to a flush.
 
     Raises:
-        AggregationError: If a weight is negative or not finite.
+        AggregationError: If a weight is negative or not finite, or a coefficient is not finite.
+        ConfigError: If there is no such rule.
     """
     shares(weights)  # refuses impossible weights
     judged = [gram for gram, unit in zip(grams, units, strict=True) if not unit.is_buffer]
@@ -186,14 +195,19 @@ def combine(
     scales = [1.0] * len(weights)
     if not is_flush:
         scales = _clips(norms, weights, rule.clip_norm_ratio)
-    is_radial = rule.is_radial(is_flush=is_flush)
+    of_rule = get_rule(rule.name if rule.is_by_unit(is_flush=is_flush) else "mean")
     rows = []
     for gram, unit in zip(grams, units, strict=True):
         scaled = [
             [product * s * t for product, t in zip(products, scales, strict=True)]
             for products, s in zip(gram, scales, strict=True)
         ]
-        row = coefficients_of(scaled, weights, is_radial=is_radial and not unit.is_plain)
+        row = shares(weights) if unit.is_plain else of_rule(scaled, weights)
+        if len(row) != len(weights) or not all(map(math.isfinite, row)):
+            raise AggregationError(
+                f"merge rule {rule.name!r} gave {unit.name or 'a unit'} the coefficients "
+                f"{list(row)} for {len(weights)} contributions: each needs one finite number"
+            )
         clips = [1.0] * len(weights) if unit.is_buffer else scales
         rows.append(tuple(_float32(c * s) for c, s in zip(row, clips, strict=True)))
     return _joined([unit.end for unit in units], rows)
@@ -226,6 +240,22 @@ def coefficients_of(gram: Gram, weights: Sequence[float], *, is_radial: bool) ->
     length = math.sqrt(max(squared, _LEAST_MEAN_DIRECTION**2))
     radius = math.fsum(w * n for w, n in zip(of_all, norms, strict=True))
     return [radius * a / length for a in scaled]
+
+
+_RULES: Mapping[str, Coefficients] = {
+    "mean": partial(coefficients_of, is_radial=False),
+    "radial_directional": partial(coefficients_of, is_radial=True),
+}
+
+
+def get_rule(name: str) -> Coefficients:
+    """Return the merge rule called `name`.
+
+    Raises:
+        ConfigError: If there is none of that name, or more than one.
+    """
+    added = extension("diloco.merge_rules", name, _RULES)
+    return _RULES[name] if added is None else cast(Coefficients, load(added))
 
 
 def _clips(norms: Sequence[float], weights: Sequence[float], ratio: float) -> list[float]:

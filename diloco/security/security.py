@@ -12,15 +12,18 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
+from diloco.config.network import OWN_TRANSPORTS
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.extensions import extension, load
 from diloco.security.run_ca import read_revoked
 from diloco.telemetry.protection import Protection
 from diloco.transport.addresses import is_loopback, split_address, split_candidates
 from diloco.transport.calls.limits import Limits
-from diloco.transport.contracts import Handlers, Server, Transport
+from diloco.transport.contracts import Handlers, Server, Transport, TransportKind
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
@@ -55,6 +58,7 @@ class Security:
     insecure: bool = False
     swarm: Swarm | None = None
     key: Path | None = None
+    added: TransportKind | None = None  # of another package, in the place of gRPC
     pacer: Pacer = field(default_factory=Pacer, compare=False)  # of all payloads of this process
 
     @classmethod
@@ -79,7 +83,7 @@ class Security:
             lifetime_s=transport.certificate_lifetime.seconds,
         )
         pacer = Pacer(transport.rate.bps, transport.snapshot_rate.bps)
-        security = replace(security, pacer=pacer)
+        security = replace(security, pacer=pacer, added=added_transport(transport.kind))
         if transport.kind != "hivemind":
             return security
         swarm = Swarm(
@@ -183,7 +187,7 @@ class Security:
             expects: What the server must prove to be, where there are certificates.
             chunk_bytes: Chunk size of requests, at most.
             channels: Connections among which calls are dealt; 0: chosen by the loss, where the
-                system counts it. libp2p has one.
+                system counts it. libp2p has one, another package's transport its own.
 
         Raises:
             ConfigError: If it is beyond this machine, and neither certificates nor a declaration
@@ -206,6 +210,8 @@ class Security:
                 f"transport.certs (--certs) to the directory of this site's certificates, or "
                 f"transport.insecure = true (--insecure) on a network that you trust"
             )
+        if self.added is not None:
+            return self.added.connect(address, chunk_bytes=chunk_bytes)
         if channels == 0 and not can_count():
             logger.warning('transport.channels = "auto": this system counts no losses, so it is 1')
             channels = 1
@@ -232,6 +238,8 @@ class Security:
         Raises:
             ConfigError: If hivemind is needed, and not installed; or if it cannot listen there.
         """
+        if self.added is not None:
+            return self.added.serve(bind, handlers, chunk_bytes=chunk_bytes)
         if self.swarm is None or self.key is None:
             return GrpcServer(
                 bind,
@@ -257,6 +265,25 @@ class Security:
             )
         except ValueError as error:
             raise ConfigError(f"coordinator.listen, coordinator.syncer_listen: {error}") from error
+
+
+def added_transport(kind: str) -> TransportKind | None:
+    """Return what another package adds under this name; None for a kind of diloco itself.
+
+    Raises:
+        ConfigError: If there is nothing of that name, or more than one thing, or it is no
+            `TransportKind`.
+    """
+    added = extension("diloco.transports", kind, OWN_TRANSPORTS)
+    if added is None:
+        return None
+    found = load(added)
+    if lacking := [name for name in ("connect", "serve") if not hasattr(found, name)]:
+        raise ConfigError(
+            f"the {added} cannot be used: it has no {' and no '.join(lacking)} "
+            f"(diloco.transport.contracts.TransportKind says what one is)"
+        )
+    return cast(TransportKind, found)
 
 
 def _proxy() -> str:

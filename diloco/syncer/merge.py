@@ -252,7 +252,7 @@ class Merger:
             self.fragment,
             self.units,
             self.rules.uplink_codec,
-            is_radial=rule.is_radial(is_flush=is_flush),
+            has_products=rule.is_by_unit(is_flush=is_flush),
             across=self._of_lanes,
         )
         combination = combine(grams, self.units, weights, rule, is_flush=is_flush)

@@ -31,7 +31,7 @@ def gram_matrices(
     units: Sequence[Unit],
     uplink_codec: str,
     *,
-    is_radial: bool,
+    has_products: bool,
     across: Callable[..., Iterable[Any]] = map,
 ) -> list[Gram]:
     """Multiply the contributions to a fragment with one another, by unit, in float64.
@@ -43,7 +43,7 @@ def gram_matrices(
         fragment: Of the run's plan.
         units: Of the fragment.
         uplink_codec: In which they are encoded.
-        is_radial: Whether products of different contributions count; else they stay zero, and a
+        has_products: Whether products of different contributions count; else they stay zero, and a
             lane holds one contribution at a time.
         across: Applies a function to lane ids, in order: `map`, or that of an executor.
 
@@ -54,7 +54,7 @@ def gram_matrices(
     def of_lane(lane_id: int) -> tuple[slice, Tensor]:
         indices, places = units_in(fragment, units, lane_id)
         deltas = map(decoder_of(uplink_codec, fragment, lane_id), payloads_of(lane_id))
-        if is_radial:
+        if has_products:
             return indices, inner_products(list(deltas), places)
         squares = [inner_products([delta], places)[:, 0, 0] for delta in deltas]
         return indices, torch.diag_embed(torch.stack(squares, dim=1))

@@ -358,7 +358,7 @@ class FragmentReplay:
             self._fragment,
             units,
             rules.uplink_codec,
-            is_radial=rule.is_radial(is_flush=is_flush),
+            has_products=rule.is_by_unit(is_flush=is_flush),
             across=pool.map,
         )
         return combine(grams, units, weights, rule, is_flush=is_flush)

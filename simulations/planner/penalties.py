@@ -19,12 +19,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from diloco.config.outer import CodecName
+from diloco.config.outer import OWN_CODECS, CodecName
 from diloco.errors import ConfigError
 from diloco.simulations.planner.setting import OuterSetting
 
@@ -206,7 +206,7 @@ def fit(studies: Sequence[Study], what: str) -> Penalties:
     overlapped = [study for study in studies if len({point.tau for point in study.points}) > 1]
     taus = [point.tau for study in overlapped for point in study.points]
     least_h = min(hs, default=1)
-    names = ["h", "m", "tau", *(name for name in get_args(CodecName) if name != _EXACT)]
+    names = ["h", "m", "tau", *(name for name in OWN_CODECS if name != _EXACT)]
     centred, losses = _centred(studies, names, least_h)
     known = [index for index in range(len(names)) if np.any(centred[:, index] != 0)]
     if not known:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
 
-from diloco.config.outer import CodecName, OuterConfig
+from diloco.config.outer import OWN_CODECS, OuterConfig
 from diloco.errors import ConfigError
 
 
@@ -55,10 +54,9 @@ class Grid:
         """
         usual = cls()
         names = tuple(name.strip() for name in codecs.split(",")) if codecs else usual.codecs
-        if unknown := [name for name in names if name not in get_args(CodecName)]:
+        if unknown := [name for name in names if name not in OWN_CODECS]:
             raise ConfigError(
-                f"--codecs {codecs}: {unknown[0]!r} is none; there are "
-                f"{', '.join(get_args(CodecName))}"
+                f"--codecs {codecs}: {unknown[0]!r} is none; there are {', '.join(OWN_CODECS)}"
             )
         return cls(
             _numbers("--inner-steps-per-round", h, 1) or usual.inner_steps_per_round,

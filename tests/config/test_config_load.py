@@ -404,7 +404,7 @@ REFUSALS = [
     ("outer.uplink_codec=int3", ['outer.uplink_codec: "int3":', '"float32" or "float16" or']),
     ('outer.codec_by_name=["*norm"]', ["outer.codec_by_name:", "'*norm' must be PATTERN=CODEC"]),
     ('outer.codec_by_name=["a b=int8"]', ["'a b=int8' must be", "without blanks"]),
-    ('outer.codec_by_name=["*=int3"]', ["'*=int3' must be", "one of float32, float16"]),
+    ('outer.codec_by_name=["*=int3"]', ["'*=int3': codec 'int3' is none of float32, float16"]),
     ("outer.flush=1", ["outer.flush: 1: must be true or false"]),
     ("outer.retained_versions=0", ["outer.retained_versions: 0:", ">= 1"]),
     ("outer.snapshot_rounds=0", ["outer.snapshot_rounds: 0:", ">= 1"]),

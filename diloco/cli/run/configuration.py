@@ -68,7 +68,8 @@ def config(
     """Check a run file and print it with every default filled in, or explain the keys.
 
     Keys of class identity must be equal on every island, those of class policy are decided by the
-    coordinator's file, local ones are each site's own.
+    coordinator's file, local ones are each site's own. What other installed packages add is listed
+    last.
     """
     from diloco.config.classes import fingerprint
     from diloco.config.load import load_config, resolved_toml
@@ -91,6 +92,7 @@ def _explain(*, every: bool) -> None:
 
     from diloco.config.classes import explain
     from diloco.config.schema import Config
+    from diloco.extensions import KINDS, extensions
 
     console = Console(highlight=False, soft_wrap=True)
     rows = explain(Config)
@@ -99,5 +101,8 @@ def _explain(*, every: bool) -> None:
             facts = [row.config_class, f"default {row.default}", row.allowed]
             said = f"  {', '.join(filter(None, facts))}\n    {row.description}"
             console.print(Text.assemble((row.path, "bold"), said))
+    for group in KINDS:
+        for added in extensions(group):
+            console.print(f"added: {added}")
     if not every:
         console.print(f"{len(FIRST_KEYS)} of {len(rows)} keys; all of them: --explain --all")

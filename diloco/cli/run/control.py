@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -132,17 +133,21 @@ def as_plain(message: Message) -> dict[str, Any]:
 
 
 def operator_transport(address: str, *, certs: str, tokens: str, insecure: bool) -> Transport:
-    """Open the operator's way to a coordinator.
+    """Open the operator's way to a coordinator; KIND://HOST:PORT is by another package's transport.
 
     Raises:
         ConfigError: If the address, or what proves who the operator is, cannot be used.
     """
-    from diloco.security.security import Security
+    from diloco.security.security import Security, added_transport
     from diloco.transport.identity import Identity, Role
 
+    kind, sign, rest = address.partition("://")
+    address = rest if sign else address
     _check_address(address)
     operator = Identity("", Role.OPERATOR)
     security = Security.open(operator, certs=certs, tokens=tokens, insecure=insecure)
+    if sign:
+        security = replace(security, added=added_transport(kind))
     return security.transport(address, Role.COORDINATOR)
 
 
