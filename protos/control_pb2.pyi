@@ -545,7 +545,7 @@ class Expiry(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundReportReply(_message.Message):
-    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions", "repairs")
+    __slots__ = ("checkpoint_steps", "roster", "policy_json", "policy_revision", "cut", "cut_versions", "repairs", "transfers")
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     POLICY_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +553,7 @@ class RoundReportReply(_message.Message):
     CUT_FIELD_NUMBER: _ClassVar[int]
     CUT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     roster: Roster
     policy_json: str
@@ -560,7 +561,18 @@ class RoundReportReply(_message.Message):
     cut: int
     cut_versions: _containers.RepeatedScalarFieldContainer[int]
     repairs: _containers.RepeatedCompositeFieldContainer[Repair]
-    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[Repair, _Mapping]]] = ...) -> None: ...
+    transfers: _containers.RepeatedCompositeFieldContainer[StateTransfer]
+    def __init__(self, checkpoint_steps: _Optional[_Iterable[int]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., cut: _Optional[int] = ..., cut_versions: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[Repair, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[StateTransfer, _Mapping]]] = ...) -> None: ...
+
+class StateTransfer(_message.Message):
+    __slots__ = ("source", "island", "checkpoint")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ISLAND_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    island: str
+    checkpoint: int
+    def __init__(self, source: _Optional[str] = ..., island: _Optional[str] = ..., checkpoint: _Optional[int] = ...) -> None: ...
 
 class Repair(_message.Message):
     __slots__ = ("fragment_id", "island", "record_json")

@@ -32,7 +32,7 @@ from diloco.outer.schedule import Schedule
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Weights
 from diloco.protocol.rounds.timing import TimingRules
-from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
+from diloco.protos.control_pb2 import ROLE_ISLAND, Grant, StateTransfer
 from diloco.syncer.rules import SyncerRules
 from diloco.syncer.syncer import Syncer
 from diloco.syncer.worker import Worker, Workers
@@ -430,6 +430,8 @@ class VirtualRun:
         self.timeline = 0
         self.retained_versions = 4
         self.keeps_all = False
+        #: That the coordinator has named when the syncer starts.
+        self.named_transfers: list[StateTransfer] = []
         self.intercept: Callable[[Handlers], Handlers] = lambda handlers: handlers
 
     async def start_syncer(self) -> Syncer:
@@ -460,6 +462,7 @@ class VirtualRun:
             unix_clock=asyncio.get_running_loop().time,
         )
         await self.syncer.start()
+        self.syncer.set_transfers(self.named_transfers)
         self.server = self.network.server(self.name, self.intercept(self.syncer.handlers))
         await self.server.start()
         return self.syncer

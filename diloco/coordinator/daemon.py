@@ -104,6 +104,7 @@ class Coordinator:
             index=self._index,
             record=lambda told: self._journal.write((), told=[told]),
             keep=self._keep,
+            named_transfers=lambda: self._island_service.named_transfers,
             on_lost=self.lose,
         )
         self._operator_service = OperatorService(

@@ -42,6 +42,7 @@ from diloco.protos.control_pb2 import (
     LeaveRequest,
     ReportReply,
     ReportRequest,
+    StateTransfer,
 )
 from diloco.refusals import Cause
 from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
@@ -131,6 +132,11 @@ class IslandService:
     def inner_steps(self) -> dict[str, int]:
         """How far the newest start of each island has come that has reported a step."""
         return {island: inner_step for island, (_, inner_step) in self._reached.items()}
+
+    @property
+    def named_transfers(self) -> list[StateTransfer]:
+        """The state transfers that are under way."""
+        return self._state_transfers.named
 
     # -- joins -------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from diloco.protos.control_pb2 import (
     Roster,
     RoundReport,
     RoundReportReply,
+    StateTransfer,
     SyncerHelloReply,
     SyncerHelloRequest,
 )
@@ -56,6 +57,7 @@ class SyncerService:
         index: Callable[[RoundRow], None],
         record: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
+        named_transfers: Callable[[], Iterable[StateTransfer]],
         on_lost: Callable[[str, int], None],
     ) -> None:
         """Assign only.
@@ -67,6 +69,7 @@ class SyncerService:
             index: Makes it durable that there is a record.
             record: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
+            named_transfers: Gives the state transfers between islands that are under way.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
         self._membership = membership
@@ -75,6 +78,7 @@ class SyncerService:
         self._index = index
         self._record = record
         self._keep = keep
+        self._named_transfers = named_transfers
         self._pinned: tuple[int, set[int]] = 0, set()
         self._asked: dict[int, int] = {}  # syncer -> cut that the last reply asked it to keep
         self._on_lost = on_lost
@@ -156,6 +160,7 @@ class SyncerService:
             reply.cut = self._asked[syncer_id] = cut.number
             reply.cut_versions.extend(cut.versions)
         reply.repairs.extend(self._repairs(known))
+        reply.transfers.extend(self._named_transfers())
         if (roster := membership.members.roster()) is not None:
             reply.roster.CopyFrom(
                 Roster(

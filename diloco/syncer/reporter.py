@@ -31,6 +31,7 @@ from diloco.protos.control_pb2 import (
     RefusalCount,
     RoundReport,
     RoundReportReply,
+    StateTransfer,
     SyncerHelloReply,
     SyncerHelloRequest,
 )
@@ -108,6 +109,9 @@ class ReportedRounds(Protocol):
 
     def set_orders(self, orders: Orders) -> None:
         """Take the coordinator's orders, as they are with every report; must not block."""
+
+    def set_transfers(self, named: Sequence[StateTransfer]) -> None:
+        """Set which state transfers are under way, as with every report; must not block."""
 
 
 class Reporter:
@@ -259,6 +263,7 @@ class Reporter:
         self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
         rounds.set_orders(Orders.of(reply))
+        rounds.set_transfers(reply.transfers)
         for each in reply.repairs:
             rounds.repair(each.fragment_id, each.island, each.record_json)
         if reply.cut:

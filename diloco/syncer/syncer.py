@@ -31,7 +31,7 @@ from diloco.protocol.rounds.terms import Admission, Lost, Roster
 from diloco.protocol.rounds.timing import Downtime, StepTimes
 from diloco.protocol.run.alarms import LASTING_S
 from diloco.protos import fragment_pb2 as wire
-from diloco.protos.control_pb2 import FragmentStatus, Grant, RefusalCount
+from diloco.protos.control_pb2 import FragmentStatus, Grant, RefusalCount, StateTransfer
 from diloco.refusals import Cause
 from diloco.syncer.admission import (
     NOT_CURRENT,
@@ -309,6 +309,10 @@ class Syncer:
     def keep_cut(self, number: int, versions: Sequence[int]) -> None:
         """Keep the newest version of every fragment for a cut: see `Pinning.keep_cut`."""
         self._pinning.keep_cut(number, versions)
+
+    def set_transfers(self, named: Sequence[StateTransfer]) -> None:
+        """Set which state transfers are under way: no others are taken or given."""
+        self._transfers.set_named(named)
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Record the run checkpoints that are complete: pins that are not needed go."""

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from diloco.protocol.rounds.transfer_manifest import (
     read_manifest,
 )
 from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import StateTransfer
 from diloco.refusals import Cause
 from diloco.syncer.payloads import check_size
 from diloco.syncer.spool import Spool
@@ -93,6 +94,8 @@ class TransferStore:
         self._spool = spool
         self._spawn = spawn
         self._all: dict[Path, _Transfer] = {}
+        #: Source, island that takes it, checkpoint.
+        self._named: frozenset[tuple[str, str, int]] = frozenset()
         self._placing = asyncio.Lock()
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -112,6 +115,10 @@ class TransferStore:
         for transfer in list(self._all.values()):
             self._spawn(self._drop(transfer, "the disk is full"))
 
+    def set_named(self, named: Iterable[StateTransfer]) -> None:
+        """Set which transfers the coordinator has named."""
+        self._named = frozenset((each.source, each.island, each.checkpoint) for each in named)
+
     # -- from the source ---------------------------------------------------------------------------
 
     async def put(self, header: wire.StatePutHeader, call: IncomingCall) -> None:
@@ -119,8 +126,15 @@ class TransferStore:
 
         Raises:
             PayloadRefused: If it cannot be taken; says why.
-            NotYet: If it has to wait until another transfer is not asked for any more.
+            NotYet: If it has to wait until another transfer is not asked for any more, or has not
+                been named; nothing of it was read.
         """
+        given = header.grant.island, header.checkpoint
+        if given not in {(source, checkpoint) for source, _, checkpoint in self._named}:
+            raise NotYet(
+                f"the coordinator has asked for no transfer of checkpoint {header.checkpoint} from "
+                f"{header.grant.island}, or its next word here will be that: call again"
+            )
         try:
             await (self._put_manifest if header.is_manifest else self._put_lane)(header, call)
         except DiskFull as error:
@@ -196,8 +210,13 @@ class TransferStore:
     # -- to the island that has none ---------------------------------------------------------------
 
     async def get(self, header: wire.StateGetHeader) -> tuple[wire.FetchReply, Buffer]:
-        """Return a manifest or a lane, and the reply that goes before it; unknown: not here yet."""
-        transfer = self._all.get(self._path(header.source, header.checkpoint))
+        """Return a manifest or a lane, and the reply that goes before it; unknown: not here yet.
+
+        That is said, too, to an island for which the coordinator has named no such transfer.
+        """
+        transfer = None
+        if (header.source, header.grant.island, header.checkpoint) in self._named:
+            transfer = self._all.get(self._path(header.source, header.checkpoint))
         payload: Buffer | None = None
         digest = b""
         if transfer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import threading
@@ -28,7 +29,7 @@ from diloco.island.exchange.state_transfer import NotTransferred, TransferReport
 from diloco.island.groups import make_groups
 from diloco.outer.fragments import Plan
 from diloco.protos import fragment_pb2 as wire
-from diloco.protos.control_pb2 import Grant, ReportReply, TransferAnswer
+from diloco.protos.control_pb2 import Grant, ReportReply, StateTransfer, TransferAnswer
 from diloco.syncer.syncer import Syncer
 from diloco.syncer.worker import Workers
 from diloco.trainer.state import MOMENTS, moments, optimizer_step
@@ -91,6 +92,14 @@ def served(directory: Path, plan: Plan) -> Iterator[str]:
             on_change=lambda: None,
         )
         await syncer.start()
+        islands = (ISLAND, "west")
+        syncer.set_transfers(
+            [
+                StateTransfer(source=source, island=island, checkpoint=checkpoint)
+                for source, island in itertools.product(islands, repeat=2)
+                for checkpoint in range(100)
+            ]
+        )
         server = GrpcServer("127.0.0.1:0", syncer.handlers)
         await server.start()
         return syncer, server

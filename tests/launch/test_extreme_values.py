@@ -274,6 +274,9 @@ class ArrivalSite:
         ).on_arrival(10**9)  # fmt: skip
         self.setting = replace(setting, weights=Weights(setting.inner_steps_per_round, 10**9))
         self.run = VirtualRun(self.setting)
+        self.run.named_transfers = [
+            control_pb2.StateTransfer(source="c", island=island, checkpoint=1) for island in "ac"
+        ]
         self.refusals: Counter[tuple[str, str]] = Counter()
         self.tasks: list[asyncio.Task[None]] = []
         self.islands: dict[str, VirtualIsland] = {}

@@ -52,9 +52,12 @@ def test_where_nobody_waits_it_is_of_the_cut_that_is_named_for_it(
             "it has begun to give"
         )
         assert [(await coord.report(grant)).provide for grant in (east, west)] == [0, 1]
+        named = control.StateTransfer(source="west", island="guest", checkpoint=1)
+        assert list((await coord.told_to_syncer()).transfers) == [named]
 
         assert not (await coord.report(guest, cut=part_of(1, 3, 3))).HasField("transfer")
         assert (await coord.report(west)).provide == 0, "nobody asking any more"
+        assert not (await coord.told_to_syncer()).transfers
 
     tell(tmp_path, story, config=elastic)
 

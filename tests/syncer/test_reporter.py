@@ -18,6 +18,7 @@ from diloco.protos.control_pb2 import (
     Roster,
     RoundReport,
     RoundReportReply,
+    StateTransfer,
     SyncerHelloReply,
     SyncerHelloRequest,
 )
@@ -37,6 +38,7 @@ class FakeRounds:
         self.repairs: list[tuple[int, str, str]] = []
         self.orders: list[Orders] = []
         self.pinned_cut = 0
+        self.transfers: list[tuple[str, str, int]] = []
         self.heard_indexed: tuple[dict[int, int], dict[int, str]] = {}, {}
         self.cuts: list[tuple[int, list[int]]] = []
 
@@ -61,6 +63,9 @@ class FakeRounds:
 
     def set_orders(self, orders: Orders) -> None:
         self.orders.append(orders)
+
+    def set_transfers(self, named: Sequence[StateTransfer]) -> None:
+        self.transfers = [(each.source, each.island, each.checkpoint) for each in named]
 
     def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
         self.heard_indexed = dict(num_versions), dict(digests)

@@ -21,6 +21,7 @@ from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest, lane_name
 from diloco.protos import fragment_pb2 as wire
+from diloco.protos.control_pb2 import StateTransfer
 from diloco.syncer import transfer_store
 from diloco.syncer.worker import Workers
 from diloco.transport.calls.loopback import run_virtual
@@ -35,6 +36,23 @@ CHECKPOINT = 3
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     return Setting({"w": [0.0] * NUMEL}, lambda *_: None, tmp_path, inner_steps=8)
+
+
+def transfers(*checkpoints: int) -> list[StateTransfer]:
+    """Of these checkpoints, from each of two islands to the other."""
+    return [
+        StateTransfer(source=source, island=island, checkpoint=checkpoint)
+        for source, island in ("ab", "ba")
+        for checkpoint in checkpoints
+    ]
+
+
+async def naming(setting: Setting) -> tuple[VirtualRun, list[RawIsland]]:
+    """A run that is founded, and whose coordinator has named what islands give in these tests."""
+    run, islands = await founded(setting)
+    run.named_transfers = transfers(3, 4, 5, 6)
+    run.syncer.set_transfers(run.named_transfers)
+    return run, islands
 
 
 def lane_bytes(run: VirtualRun, lane_id: int) -> bytes:
@@ -86,7 +104,7 @@ async def get(
 
 def test_what_one_island_gives_another_takes_lane_by_lane_as_it_comes(setting: Setting) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         text = manifest_of(run).to_json()
         assert await get(b) is None
 
@@ -98,6 +116,32 @@ def test_what_one_island_gives_another_takes_lane_by_lane_as_it_comes(setting: S
         assert await get(b, 1) == lane_bytes(run, 1)
         assert await get(b, 0, source="b") is None
         assert await get(b, 0, checkpoint=CHECKPOINT + 1) is None
+
+    run_virtual(scenario())
+
+
+def test_what_the_coordinator_has_not_named_is_neither_taken_nor_given(setting: Setting) -> None:
+    async def scenario() -> None:
+        setting.islands = ("a", "b", "c")
+        run, (a, b, c) = await founded(setting, "abc")
+        giving = asyncio.ensure_future(put(a, manifest_of(run).to_json()))
+        await asyncio.sleep(5.0)
+        assert not giving.done(), "told to call again: the coordinator may not have said it yet"
+        assert not (setting.directory / "transfers").exists()
+
+        named = StateTransfer(source="a", island="b", checkpoint=CHECKPOINT)
+        run.syncer.set_transfers([named])
+        assert await giving == ""
+        assert await get(b) == manifest_of(run).to_json()
+        assert await get(c) is None, "it is for another"
+        for island, checkpoint in ((b, CHECKPOINT), (a, CHECKPOINT + 1)):
+            unasked = manifest_of(run, island.name, checkpoint).to_json()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(600.0):  # of virtual time
+                    await put(island, unasked, checkpoint=checkpoint)
+
+        run.syncer.set_transfers([])
+        assert await get(b) is None
 
     run_virtual(scenario())
 
@@ -130,7 +174,7 @@ def test_a_manifest_that_cannot_be_is_refused(
     setting: Setting, spoil: Callable[[bytes], bytes], why: str
 ) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
 
         assert why in await put(a, spoil(manifest_of(run).to_json()))
         assert await get(b) is None
@@ -141,7 +185,7 @@ def test_a_manifest_that_cannot_be_is_refused(
 
 def test_a_lane_that_is_not_what_the_manifest_says_is_refused(setting: Setting) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         lane = lane_bytes(run, 0)
         assert await put(a, lane, 0) == "its manifest is not here: it goes first"
         await put(a, manifest_of(run).to_json())
@@ -164,7 +208,7 @@ def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(
     setting: Setting, num_left: int
 ) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         await put(a, manifest_of(run).to_json())
         for lane_id in (0, 1):
             await put(a, lane_bytes(run, lane_id), lane_id)
@@ -187,7 +231,7 @@ def test_a_syncer_that_starts_again_has_what_it_had_but_what_is_damaged(
 
 def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         for number in (3, 4):
             text = manifest_of(run, checkpoint=number).to_json()
             assert await put(a, text, checkpoint=number) == ""
@@ -215,6 +259,7 @@ def test_no_more_than_two_are_kept_and_none_for_ever(setting: Setting) -> None:
 def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)
+        run.named_transfers = transfers(3, 4, 5, 6)
         run.worker = SlowWorker(before_s=0.1)
         await run.start_syncer()
         a, b = RawIsland(run, "a"), RawIsland(run, "b")
@@ -236,6 +281,7 @@ def test_two_that_come_at_once_do_not_take_the_place_of_one(setting: Setting) ->
 def test_rounds_and_transfers_do_not_wait_for_each_other(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(setting)
+        run.named_transfers = transfers(CHECKPOINT)
         slow = SlowWorker(before_s=20.0)
         run.workers = replace(Workers.all_by(SlowWorker(before_s=1.0)), transfers=slow)
         await run.start_syncer()
@@ -260,10 +306,10 @@ def test_rounds_and_transfers_do_not_wait_for_each_other(setting: Setting) -> No
 
 def test_a_lane_takes_no_memory_while_it_is_sent(setting: Setting) -> None:
     async def scenario() -> None:
-        run, (a, _) = await founded(setting)
+        run, (a, b) = await naming(setting)
         await put(a, manifest_of(run).to_json())
         await put(a, lane_bytes(run, 0), 0)
-        header = wire.StateGetHeader(source="a", checkpoint=CHECKPOINT)
+        header = wire.StateGetHeader(source="a", checkpoint=CHECKPOINT, grant=b.grant)
 
         reply, payload = await run.syncer._transfers.get(header)
 
@@ -279,7 +325,7 @@ def test_a_full_disk_lets_transfers_go_and_not_the_syncer(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         await put(a, manifest_of(run).to_json())
         await put(a, lane_bytes(run, 0), 0)
         disk = FullDisk()
@@ -319,7 +365,7 @@ def test_what_finds_no_room_has_that_of_transfers(
         return write_bytes(path, data)
 
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         await put(a, manifest_of(run).to_json())
         await put(a, lane_bytes(run, 0), 0)
         monkeypatch.setattr(durable, "reserve", reserve_if_room)
@@ -343,7 +389,7 @@ def test_what_the_coordinator_asks_for_has_the_room_of_transfers(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         await put(a, manifest_of(run).to_json())
         await put(a, lane_bytes(run, 0), 0)
 
@@ -372,7 +418,7 @@ def test_what_the_coordinator_asks_for_has_the_room_of_transfers(
 
 def test_who_is_fenced_neither_gives_nor_takes(setting: Setting) -> None:
     async def scenario() -> None:
-        run, (a, b) = await founded(setting)
+        run, (a, b) = await naming(setting)
         await RawIsland(run, "a", incarnation=2).poll()
         assert "newer start" in await put(a, manifest_of(run).to_json())
         header = wire.StateGetHeader(source="a", checkpoint=CHECKPOINT, is_manifest=True)

@@ -21,7 +21,7 @@ from diloco.bounded_text import bounded_text
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import Lease
 from diloco.protocol.run.membership import Membership
-from diloco.protos.control_pb2 import ReportReply, TransferAnswer, TransferPart
+from diloco.protos.control_pb2 import ReportReply, StateTransfer, TransferAnswer, TransferPart
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,15 @@ class StateTransfers:
         # One after the other: a later request breaks off nothing that is under way.
         asked = [w.checkpoint for w in self._requests.values() if w.source == island]
         reply.provide = min(asked, default=0)
+
+    @property
+    def named(self) -> list[StateTransfer]:
+        """What is to be given, by whom and to whom: at the syncers nothing else is taken."""
+        return [
+            StateTransfer(source=request.source, island=island, checkpoint=request.checkpoint)
+            for island, request in sorted(self._requests.items())
+            if request.source
+        ]
 
     def _declined(self, source: str, checkpoint: int, reason: str) -> None:
         for island, request in self._requests.items():
