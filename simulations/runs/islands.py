@@ -40,6 +40,9 @@ from diloco.syncer.polls import UNTIMED_POLL_S
 from diloco.transport.shaping.shaped import TURN_BYTES
 from diloco.versions.publication import MOST_TOGETHER
 
+#: Before it knows how long its steps take, an island polls for so long as a real one does.
+_LAST_UNTIMED_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class FragmentSize:
@@ -250,6 +253,7 @@ class SimulatedIsland:
         self._news = Signal(engine)
         self._io = simpy.Resource(engine, 1)
         self._step_s = 0.0
+        self._timed_at = 0.0  # when it knows how long its steps take
 
     @property
     def ranks_share(self) -> float:
@@ -339,6 +343,8 @@ class SimulatedIsland:
         began, schedule = self._engine.now, self._common.schedule
         durations = [self._training.step_s() for _ in range(num_steps)]
         seconds = sum(durations)
+        if not self._step_s:
+            self._timed_at = began + seconds
         due = schedule.due(self.inner_step + num_steps) if self._common.pieces else ()
         last_s = durations[-1] if due else seconds
         if seconds > last_s:
@@ -523,7 +529,7 @@ class SimulatedIsland:
             step_s = self._step_s
             yield self._engine.timeout(connection.ask_s + self._costs.call_s)
             connection.syncer.stepped(self.name, step_s)
-            overdue = None if step_s else self._engine.timeout(UNTIMED_POLL_S)
+            overdue = None if step_s else self._engine.timeout(self._untimed_poll_s)
             while True:
                 changed = connection.syncer.changed.next
                 reply = connection.syncer.answer(request, self.name, self.incarnation, keys)
@@ -533,6 +539,15 @@ class SimulatedIsland:
             yield self._engine.timeout(connection.answer_s)
             if reply is not None:
                 self._on_reply(connection, reply)
+
+    @property
+    def _untimed_poll_s(self) -> float:
+        """How long a poll waits for news that does not say how long inner steps take.
+
+        A real one asks again every second. Of first steps that take hours, those questions that
+        tell nothing are left out: they would be all that a simulation does.
+        """
+        return max(UNTIMED_POLL_S, self._timed_at - self._engine.now - _LAST_UNTIMED_S)
 
     def _on_reply(self, connection: _Connection, reply: wire.PollReply) -> None:
         connection.epoch = reply.syncer_epoch

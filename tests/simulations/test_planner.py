@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from diloco.simulations.planner.penalties import Effect, Penalties
 from diloco.simulations.planner.prediction import predict, simulate_whole
 from diloco.simulations.planner.setting import Grid, OuterSetting
 from diloco.simulations.planner.suggestion import Search
+from diloco.simulations.runs.actors import SimulatedSyncer
 from diloco.simulations.runs.costs import EAGER, FREE, MEASURED, HostCosts
 from diloco.simulations.runs.run_model import fragment_sizes, run_plan
 from diloco.transport.shaping.link import Link, LinkProfile
@@ -86,6 +88,26 @@ def test_an_island_that_waits_for_every_exchange_takes_as_long_as_by_hand() -> N
     assert island.mean_up_bps == pytest.approx(bits / 2 / round_s, rel=1e-9)
     assert predicted.syncers[0].mean_in_bps == pytest.approx(2 * island.mean_up_bps, rel=1e-9)
     assert predicted.syncers[0].peak_in_bps == 2 * bps
+
+
+@pytest.mark.parametrize("step_s", [1.0, 3600.0])
+def test_inner_steps_of_an_hour_are_simulated_as_quickly_as_short_ones(
+    step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: list[str] = []
+    answer = SimulatedSyncer.answer
+
+    def counted(syncer: SimulatedSyncer, request: Any, island: str, *rest: Any) -> Any:
+        answered.append(island)
+        return answer(syncer, request, island, *rest)
+
+    monkeypatch.setattr(SimulatedSyncer, "answer", counted)
+    config, steps = run(), {"east": step_s, "west": step_s}
+
+    predicted = predict(config, run_plan(config), assumed(2e6, step_s=steps))
+
+    assert predicted.wall_s == pytest.approx(400 * step_s, rel=0.2)
+    assert len(answered) < 20_000  # one for each second of the first steps were 700,000
 
 
 @pytest.mark.parametrize("inner_steps", [200, 203, 57])
