@@ -42,7 +42,7 @@ lr = 2e-3
 warmup_steps = 2
 
 [outer]
-preset = "streaming"
+preset = "{preset}"
 inner_steps_per_round = {inner_steps_per_round}
 num_fragments = {num_fragments}
 overlap_steps = {overlap_steps}
@@ -72,6 +72,7 @@ def write_run(
     directory: Path,
     islands: Mapping[str, str],
     *,
+    preset: str = "streaming",
     inner_steps: int = 8,
     inner_steps_per_round: int = 4,
     num_fragments: int = 2,
@@ -87,6 +88,7 @@ def write_run(
     A lane has at least 64 KiB, so a fragment of this model has one; more with a larger `ffn_dim`.
     """
     text = _TEMPLATE.format(
+        preset=preset,
         inner_steps=inner_steps,
         inner_steps_per_round=inner_steps_per_round,
         num_fragments=num_fragments,

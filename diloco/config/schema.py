@@ -119,6 +119,20 @@ class Config(Section):
         return self.run.inner_steps * per_step
 
     @property
+    def most_inner_steps(self) -> int:
+        """Inner steps that a trainer must be able to make on the selected island.
+
+        `run.inner_steps`; in a decoupled run, which ends by the tokens of all islands, twice what
+        the island would make if it trained them all alone.
+
+        Raises:
+            ConfigError: If no island was selected.
+        """
+        if not self.outer.is_on_arrival:
+            return self.run.inner_steps
+        return 2 * -(-self.total_tokens // self.island.tokens_per_inner_step)
+
+    @property
     def max_islands(self) -> int:
         """Most islands of the run."""
         return self.run.max_islands or len(self.islands)

@@ -8,7 +8,8 @@
 
 An optimizer step of the Trainer, its gradient accumulation included, is an inner step. The Trainer
 evaluates the published parameters, and saves where the run's checkpoints are due
-(`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one next to it.
+(`checkpoint.every_inner_steps`, a graceful stop): its own state, and the outer one next to it. In a
+decoupled run its learning rate follows the run's tokens, and `max_steps` is a bound.
 The outer loop is given the loss that the model returns, and the bound of an Adam or AdamW step.
 
 See `Trainer._inner_training_loop` and `_maybe_log_save_evaluate` of transformers 5.
@@ -23,14 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 
 from diloco.errors import ConfigError
 from diloco.integrations.other_trainers import (
     common_bound,
+    follow_,
+    followed,
     joined,
     num_kept_checkpoints,
     repair_state_,
@@ -51,6 +56,8 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 _OUTER_FILES = "diloco-outer-*.safetensors"
+#: Metadata of such a file: the run checkpoint that it is a part of.
+_NUMBER = "checkpoint_number"
 
 
 class DiLoCoCallback(TrainerCallback):
@@ -73,22 +80,16 @@ class DiLoCoCallback(TrainerCallback):
         Args:
             connection: Open: `with diloco.connect(config) as connection:`.
             on_event: Hears of every event of the outer loop, in whichever thread.
-
-        Raises:
-            ConfigError: If the run's islands make different numbers of inner steps.
         """
-        if connection.config.outer.is_on_arrival:
-            raise ConfigError(
-                'outer.merge = "on_arrival": merged tokens end such a run, and the Trainer counts '
-                'steps: set outer.merge = "scheduled", or write the loop of diloco.DiLoCo'
-            )
         self._connection = connection
         self._on_event = on_event
+        self._on_arrival = connection.config.outer.is_on_arrival
         self._evaluation = contextlib.ExitStack()
         self._saving = contextlib.ExitStack()
         self._tokens_seen = 0
         self._losses: list[Tensor] = []  # of the micro-batches of this inner step
         self._is_scaled = False  # whether each is a part of the mean, and not a mean itself
+        self._schedulers: list[LambdaLR] = []  # that follow the tokens of a decoupled run
         self._hook: RemovableHandle | None = None
         self._bound = StepBound()
 
@@ -106,8 +107,15 @@ class DiLoCoCallback(TrainerCallback):
         model = kwargs["model"]
         self._check_arguments(args, model)
         self.outer = outer = joined(
-            model, self._connection, self._on_event, steps=args.max_steps, setting="max_steps"
+            model,
+            self._connection,
+            self._on_event,
+            steps=args.max_steps,
+            setting="max_steps",
+            is_bound=True,
         )
+        if self._on_arrival:
+            self._schedulers = followed([kwargs["lr_scheduler"]])
         if outer.resume_step is not None:
             self._resume(args, state.global_step, outer.resume_step)
         elif state.global_step > outer.start_step:
@@ -119,6 +127,7 @@ class DiLoCoCallback(TrainerCallback):
         elif state.global_step < outer.start_step:
             skip_to(outer.start_step, state.global_step, kwargs["lr_scheduler"].step)
             state.global_step = outer.start_step
+        self._follow(args)
         self._tokens_seen = state.num_input_tokens_seen
         if not args.torch_compile and args.n_gpu <= 1:  # else a hook breaks graphs, or has copies
             self._hook = model.register_forward_hook(self._note_loss, with_kwargs=True)
@@ -140,6 +149,15 @@ class DiLoCoCallback(TrainerCallback):
                 f"save_total_limit={args.save_total_limit} removes checkpoints to which the run "
                 f"may be taken back: set save_total_limit={needed} or more"
             )
+        fixed = [name for name in args.lr_scheduler_kwargs or {} if name.endswith("_steps")]
+        if args.warmup_steps >= 1:
+            fixed.append("warmup_steps")
+        if self._on_arrival and fixed:
+            problems.append(
+                f"{', '.join(fixed)}: in a decoupled run the learning rate follows the share of "
+                f"the run's tokens, whatever number of steps this island makes: give a share of "
+                f"max_steps, such as warmup_steps=0.05, or an lr_scheduler_type without steps"
+            )
         if args.load_best_model_at_end:
             problems.append(
                 "load_best_model_at_end=True replaces what the islands published: leave it out"
@@ -155,24 +173,34 @@ class DiLoCoCallback(TrainerCallback):
 
     def _resume(self, args: TrainingArguments, global_step: int, resume_step: int) -> None:
         """Load the outer state next to what the Trainer has loaded of the same checkpoint."""
-        checkpoint = _checkpoint(args, resume_step)
-        if global_step != resume_step:
+        checkpoint = _checkpoint(args, global_step)
+        if _number_of(checkpoint) != resume_step:
+            folders = Path(checkpoint.parent).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            if not (found := [path for path in folders if _number_of(path) == resume_step]):
+                raise ConfigError(
+                    f"the run is resumed at its checkpoint {resume_step}, and no {_OUTER_FILES} "
+                    f"below {checkpoint.parent} is of it: keep output_dir from one start to the "
+                    f"next, or resume the run at another checkpoint"
+                )
             raise ConfigError(
-                f"the run is resumed at inner step {resume_step}, the Trainer at step "
-                f'{global_step}: call trainer.train(resume_from_checkpoint="{checkpoint}")'
+                f"the run is resumed at its checkpoint {resume_step}, the Trainer at step "
+                f'{global_step}: call trainer.train(resume_from_checkpoint="{found[0]}")'
             )
         files = sorted(checkpoint.glob(_OUTER_FILES))
-        if not files:
-            raise ConfigError(
-                f"{checkpoint} has no {_OUTER_FILES}: it is not a checkpoint of a run that "
-                f"DiLoCoCallback saved; keep output_dir from one start to the next"
-            )
         loaded: dict[str, torch.Tensor] = {}
         for file in files:
             loaded.update(load_file(file))
         self.outer.load_state_dict(loaded)
 
     # -- train -----------------------------------------------------------------------------------
+
+    def _follow(self, args: TrainingArguments) -> None:
+        """Set the learning rate of the next step of a decoupled run, by the share of its tokens.
+
+        The Trainer has spread its schedule over `max_steps`.
+        """
+        share = self.outer.schedule_step / self.outer.inner_steps
+        follow_(self._schedulers, share * args.max_steps)
 
     def _note_loss(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Keep what the model says of a micro-batch; models that return no loss say nothing."""
@@ -206,6 +234,9 @@ class DiLoCoCallback(TrainerCallback):
         num_tokens = self._num_tokens(args, state)
         outer.step(num_tokens=num_tokens, loss=self._loss(args), bound=self._bound)
         repair_state_([_unwrapped(kwargs["optimizer"])], outer.mend)
+        self._follow(args)
+        if outer.is_over:
+            control.should_training_stop = True
         if outer.checkpoint_due:
             self._saving.enter_context(outer.checkpointing())
             control.should_save = True
@@ -244,7 +275,8 @@ class DiLoCoCallback(TrainerCallback):
         with self._saving:
             # Views of one lane's memory: the file wants tensors of their own.
             tensors = {name: value.clone() for name, value in outer.state_dict().items()}
-            save_file(tensors, checkpoint / _OUTER_FILES.replace("*", str(args.process_index)))
+            file = checkpoint / _OUTER_FILES.replace("*", str(args.process_index))
+            save_file(tensors, file, {_NUMBER: str(outer.checkpoint_number)})
         if outer.is_stopping:
             control.should_training_stop = True
 
@@ -262,9 +294,9 @@ class DiLoCoCallback(TrainerCallback):
         outer = self.outer
         if not (outer.is_over or outer.is_stopping):
             raise ConfigError(
-                f"the Trainer ended at step {state.global_step} of {outer.inner_steps}, and the "
-                f"other islands go on: to end the run early stop it (diloco stop HOST:PORT), leave "
-                f"out callbacks that stop the Trainer, and give it data for all steps"
+                f"the Trainer ended at step {state.global_step} of max_steps={args.max_steps}, and "
+                f"the other islands go on: to end the run early stop it (diloco stop HOST:PORT), "
+                f"leave out callbacks that stop the Trainer, and give it data for all steps"
             )
         outer.finish()
 
@@ -279,3 +311,11 @@ def _checkpoint(args: TrainingArguments, step: int) -> Path:
     """Where the Trainer saves after a step."""
     assert args.output_dir is not None  # the Trainer has a default
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _number_of(checkpoint: Path) -> int | None:
+    """Return the run checkpoint that a folder of the Trainer is a part of; None: of none."""
+    for file in checkpoint.glob(_OUTER_FILES):
+        with safe_open(file, "pt") as saved:
+            return int((saved.metadata() or {}).get(_NUMBER, -1))
+    return None

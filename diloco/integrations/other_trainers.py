@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -34,6 +35,7 @@ def joined(
     *,
     steps: int,
     setting: str,
+    is_bound: bool = False,
 ) -> DiLoCo:
     """Join the run with a trainer that makes as many steps.
 
@@ -43,16 +45,25 @@ def joined(
         on_event: Called with every event, or None.
         steps: That the trainer is set to.
         setting: What sets them, for the error.
+        is_bound: Whether the trainer can make no more: a decoupled run needs `most_inner_steps`.
 
     Raises:
-        ConfigError: If the run has another number.
+        ConfigError: If the run has another number, or the bound is too low.
         DilocoError: As the join may fail.
     """
     outer = DiLoCo(trained, connection.config.outer, transport=connection, on_event=on_event)
-    if steps != outer.inner_steps:
+    config = connection.config
+    if is_bound and config.outer.is_on_arrival:
+        if steps < (needed := config.most_inner_steps):
+            raise ConfigError(
+                f"{setting}={steps}: tokens end a decoupled run, and until then this island may "
+                f"make up to {needed} inner steps: set {setting}=config.most_inner_steps, of the "
+                f"configuration that diloco.load_config returns"
+            )
+    elif steps != outer.inner_steps:
         raise ConfigError(
-            f"{setting}={steps}: the run has run.inner_steps = {outer.inner_steps}, and every "
-            f"island makes as many: set {setting}={outer.inner_steps}"
+            f"{setting}={steps}: the run has run.inner_steps = {outer.inner_steps}, which every "
+            f"trainer's schedule must have: set {setting}={outer.inner_steps}"
         )
     return outer
 
@@ -69,6 +80,33 @@ def skip_to(start_step: int, step: int, scheduler_step: Callable[[], object]) ->
         warnings.simplefilter("ignore")
         for _ in range(step, start_step):
             scheduler_step()
+
+
+def followed(schedulers: Iterable[object]) -> list[LambdaLR]:
+    """Return the schedulers, whose learning rates can follow the tokens of a decoupled run.
+
+    Raises:
+        ConfigError: Naming the first that is no `LambdaLR`.
+    """
+    found = []
+    for scheduler in schedulers:
+        if not isinstance(scheduler, LambdaLR):
+            raise ConfigError(
+                f"the learning rate is set by a {type(scheduler).__name__}, and in a decoupled run "
+                f"it follows the tokens that all islands have trained, not this island's steps: "
+                f"take a torch.optim.lr_scheduler.LambdaLR, whose rate may be asked for any step"
+            )
+        found.append(scheduler)
+    return found
+
+
+def follow_(schedulers: Iterable[LambdaLR], schedule_step: float) -> None:
+    """Set the learning rates of the next step to those after so many steps of the schedule."""
+    with warnings.catch_warnings():  # of a scheduler that steps before its optimizer
+        warnings.simplefilter("ignore")
+        for scheduler in schedulers:
+            scheduler.last_epoch = int(schedule_step) - 1
+            scheduler.step()
 
 
 def common_bound(optimizers: Iterable[Optimizer]) -> StepBound:

@@ -199,6 +199,28 @@ def test_a_graceful_stop_ends_the_training_with_a_checkpoint(
     assert (output / f"checkpoint-{stop_step}" / "diloco-outer-0.safetensors").is_file()
 
 
+def test_a_decoupled_run_ends_by_its_tokens_and_its_learning_rate_follows_them(
+    transformers: Any, tmp_path: Path
+) -> None:
+    with ServedRun(
+        tmp_path, {"east": ""}, preset="decoupled", inner_steps=INNER_STEPS, **ROUNDS
+    ) as served:
+        options = {"gradient_accumulation_steps": 2 * ACCUMULATED, "logging_steps": 1}
+        with pytest.raises(ConfigError, match=r"set max_steps=config\.most_inner_steps"):
+            train(transformers, served, tmp_path / "out", max_steps=INNER_STEPS)
+        bound = served.island("east").most_inner_steps
+        with pytest.raises(ConfigError, match=r"warmup_steps: .* such as warmup_steps=0\.05"):
+            train(transformers, served, tmp_path / "out", max_steps=bound, warmup_steps=3)
+        trainer = train(transformers, served, tmp_path / "out", max_steps=bound, **options)
+
+    outer, total = trainer.outer, served.config.total_tokens
+    assert outer.is_over and 0 < outer.inner_step == trainer.state.global_step < bound
+    assert served.reports["east"].tokens >= total
+    rates = [each["learning_rate"] for each in trainer.state.log_history if "loss" in each]
+    assert rates[0] == 1e-2 and sorted(rates, reverse=True) == rates
+    assert rates[-1] < 1e-2 * 4 / INNER_STEPS  # the schedule ends where the run does
+
+
 def test_arguments_that_would_train_save_or_load_something_else_are_refused_by_name(
     transformers: Any, tmp_path: Path
 ) -> None:
