@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.checkpoints import found_directory, read_manifest, written_steps
+from diloco.checkpoint.run_checkpoints import read_membership
 from diloco.checkpoint.stores import known_plan
 from diloco.config.schema import Config
 from diloco.coordinator.journal import AuditEntry, Journal
@@ -122,15 +123,19 @@ def rebuild_journal(
     return said
 
 
-def has_journal(state: StateDir) -> bool:
+def has_journal(state: StateDir, config: Config) -> bool:
     """Whether a run's journal is there, and says anything; a damaged one is set aside."""
-    if not state.journal.is_file():
+    if not state.journal.exists():
         return False
     journal = Journal(state.journal)
     try:
         journal.open()
-        return not journal.is_empty
-    except sqlite3.DatabaseError as error:
+        journal.check()
+        if not journal.is_empty:
+            read_membership(config, journal)
+            return True
+        return False
+    except (sqlite3.DatabaseError, ConfigError) as error:
         logger.error("%s is damaged and set aside: %s", state.journal, error)
     finally:
         journal.close()

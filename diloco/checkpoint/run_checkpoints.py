@@ -49,23 +49,24 @@ def open_journal(path: Path, *, waits_for_room: bool = False) -> Iterator[Journa
     """Open a run's journal, and close it in the end; even to be read it needs room on the disk.
 
     Raises:
-        ConfigError: If the file is not a journal, or the disk is full and room is not waited for.
+        ConfigError: If the file is not a journal, or damaged, which may be found at any time while
+            it is open, or if the disk is full and room is not waited for.
     """
     journal = Journal(path)
     try:
-        if waits_for_room:
-            retry_disk_full("the journal", journal.open, time.sleep)
-        else:
-            journal.open()
-    except DiskFull as error:
-        raise ConfigError(
-            f"cannot open the journal {path}: {error}. Make room on its disk, then give the "
-            f"command again"
-        ) from error
+        try:
+            if waits_for_room:
+                retry_disk_full("the journal", journal.open, time.sleep)
+            else:
+                journal.open()
+        except DiskFull as error:
+            raise ConfigError(
+                f"cannot open the journal {path}: {error}. Make room on its disk, then give the "
+                f"command again"
+            ) from error
+        yield journal
     except sqlite3.DatabaseError as error:
         raise _unreadable(path, error) from error
-    try:
-        yield journal
     finally:
         journal.close()
 

@@ -155,6 +155,20 @@ class Journal:
             )
         return len(conflicts)
 
+    def check(self) -> None:
+        """Read all of the file, and all that it says.
+
+        Raises:
+            sqlite3.DatabaseError: If a page of it is damaged, or holds what was not written here.
+        """
+        (found,) = self._require().execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        self.entries()
+        self.audit_rows()
+        for (header,) in self._require().execute("SELECT header FROM rounds"):
+            _read(header)
+
     @property
     def is_empty(self) -> bool:
         """Whether it says nothing of any run."""
@@ -202,7 +216,10 @@ class Journal:
             "ORDER BY version DESC LIMIT ?",
             (timeline, fragment_id, limit),
         )
-        return [header for (header,) in rows]
+        headers = [header for (header,) in rows]
+        for header in headers:
+            _read(header)
+        return headers
 
     def headers(self) -> list[str]:
         """Return the headers of all indexed records, in the order of their reports."""
@@ -214,7 +231,7 @@ class Journal:
         rows = self._require().execute(
             "SELECT after_round, kind, key, json FROM audit_log ORDER BY sequence"
         )
-        return [AuditRow(after, kind, key, json.loads(text)) for after, kind, key, text in rows]
+        return [AuditRow(after, kind, key, _read(text)) for after, kind, key, text in rows]
 
     @contextlib.contextmanager
     def _checking_space(self) -> Iterator[None]:
@@ -238,6 +255,18 @@ class Journal:
     def _require(self) -> sqlite3.Connection:
         assert self._connection is not None, "journal used before open()"
         return self._connection
+
+
+def _read(text: str) -> Any:  # JSON values
+    """Read what was written as JSON.
+
+    Raises:
+        sqlite3.DatabaseError: If it is none any more.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise sqlite3.DatabaseError(f"it holds {text[:40]!r}, which is no JSON: {error}") from error
 
 
 def repeated_when_full(handlers: Handlers) -> Handlers:

@@ -56,7 +56,7 @@ def repair_run(
         )
     config = load_config(state.resolved)
     rebuilt: tuple[RepairFinding, ...] = ()
-    if not has_journal(state):
+    if not has_journal(state, config):
         rebuilt = (_rebuilt(state, config, plan),)
         on_finding(rebuilt[0])
     if config.outer.exchange == "allreduce":

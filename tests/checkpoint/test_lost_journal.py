@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,12 +146,44 @@ def test_a_damaged_journal_is_set_aside_and_made_again(site: Site, begun: Begun)
     with pytest.raises(ConfigError, match="diloco repair"):
         asyncio.run(run_coordinator(site.config(), announce=print))
     assert repair_run(site.state)[0].condition is Condition.REPAIRED
-    assert has_journal(site.state)
+    assert has_journal(site.state, site.config())
     assert Path(f"{site.state.journal}.damaged").exists()
     with open_journal(site.state.journal) as journal:
         membership = read_membership(site.config(), journal)
     assert membership.plan_json == site.state.plan.read_text()
     assert not membership.is_text_known
+
+
+def test_a_journal_damaged_on_any_page_is_named_set_aside_and_made_again(
+    site: Site, begun: Begun, tmp_path: Path
+) -> None:
+    begun.copy_to(site)
+    with closing(sqlite3.connect(site.state.journal)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")  # all of it is in the file itself
+        ((page_bytes,),) = connection.execute("PRAGMA page_size")
+        query = "SELECT rootpage FROM sqlite_schema WHERE rootpage > 0"
+        roots = [page for (page,) in connection.execute(query)]
+    whole = site.state.journal.read_bytes()
+
+    def without(page: int) -> bytes:
+        start = (page - 1) * page_bytes
+        return whole[:start] + bytes(page_bytes) + whole[start + page_bytes :]
+
+    for page in roots:
+        site.state.journal.write_bytes(without(page))
+        assert not has_journal(site.state, site.config()), page
+        assert not site.state.journal.exists(), "it is set aside"
+    for was, written in ((b'"version": 1', b'"version"; 1'), (b'"digest', b'"dig\xffst')):
+        assert was in whole
+        site.state.journal.write_bytes(whole.replace(was, written))
+        assert not has_journal(site.state, site.config()), written
+    for page in roots[:2]:
+        site.state.journal.write_bytes(without(page))
+        with pytest.raises(ConfigError, match=r"cannot read the journal .*diloco repair"):
+            asyncio.run(run_coordinator(site.config(), announce=print))
+
+    assert repair_run(site.state)[0].condition is Condition.REPAIRED
+    assert has_journal(site.state, site.config())
 
 
 @pytest.mark.slow
