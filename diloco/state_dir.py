@@ -37,6 +37,7 @@ from pathlib import Path
 
 from diloco.durable import read_json, write_json
 from diloco.errors import ConfigError
+from diloco.transport.addresses import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,13 @@ class StateDir:
             return self.of_syncers(1)
         try:
             resolved = tomllib.loads(self.resolved.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"cannot read {self.resolved}: {error}: bring it back") from error
-        return self.of_syncers(resolved.get("coordinator", {}).get("num_syncers", 1))
+            return self.of_syncers(int(resolved.get("coordinator", {}).get("num_syncers", 1)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"cannot read {self.resolved}: {error}. Bring it back from a copy, or start the "
+                f"coordinator with the run's own file, which makes it again: diloco coordinator "
+                f"RUN.toml"
+            ) from error
 
     @property
     def syncer_id(self) -> int:
@@ -240,8 +245,10 @@ def read_endpoint(path: Path) -> Endpoint | None:
         return None if value is None else Endpoint(str(value["address"]), int(value["pid"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}, which says where a process listens, is damaged: {error!r}. Remove it (rm "
-            f"{path}) and start that process again: it is written at each start"
+            f"{path}, which says where a process listens, is damaged: {error!s:.200}. Bring it "
+            f"back from a copy; or remove it (rm {path}) and start that process again: it is "
+            f"written at each start. Where its port is drawn (0 in the run file) it is another one "
+            f"then, and those who know the last one have to be started again"
         ) from error
 
 
@@ -251,10 +258,25 @@ def read_bound(path: Path) -> str:
     Where it is empty a free port will do, which islands hear from the coordinator.
     """
     try:
-        return str(read_json(path) or "")
+        bound = read_json(path) or ""
+        if not isinstance(bound, str):
+            raise ValueError(f"{path} is damaged, it does not hold an address: {bound!r:.100}")
+        if bound and not bound.startswith("/"):  # as a peer's of libp2p does
+            split_address(bound)
+        return bound
     except ValueError as error:
         logger.error("a free port is bound in place of the last one: %s", error)
         return ""
+
+
+def directory_in_place(error: IsADirectoryError) -> ConfigError:
+    """Say of a directory that is where a file belongs what to do about it."""
+    path = error.filename2 or error.filename
+    return ConfigError(
+        f"{path} is a directory, and a file belongs there. Move it away (mv {path} "
+        f"{path}.aside), bring the file back if there is a copy, and start again: what can be made "
+        f"without it is made again, and else the next message says what is missing"
+    )
 
 
 @dataclass(frozen=True, slots=True)

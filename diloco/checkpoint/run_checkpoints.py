@@ -20,11 +20,11 @@ from pathlib import Path
 from diloco.checkpoint.checkpoints import found_directory, verify
 from diloco.checkpoint.mirror import Mirror
 from diloco.checkpoint.stores import StorePart, assigned_parts
-from diloco.config.classes import identity_difference, identity_json
-from diloco.config.load import load_config
+from diloco.config.classes import fingerprint, identity_difference, identity_json
+from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
-from diloco.durable import DiskFull
+from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError
 from diloco.launch.process.disk_full_retry import retry_disk_full
 from diloco.launch.process.progress import progress_bar
@@ -34,7 +34,7 @@ from diloco.protocol.run.candidates import newest_first
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.terms import terms_of
-from diloco.state_dir import StateDir
+from diloco.state_dir import ONLY_SYNCER, StateDir
 from diloco.versions.pins import pinned_steps, verify_pin
 from diloco.versions.record import RecordInvalid
 
@@ -126,7 +126,11 @@ def check_same_run(config: Config, state: StateDir, ways_out: str) -> None:
     """
     if not state.resolved.exists():
         return
-    there = load_config(state.resolved)
+    try:
+        there = load_config(state.resolved)
+    except ConfigError as error:
+        _resolve_again(config, state, error)
+        return
     differing = identity_difference(identity_json(config), identity_json(there))
     num_here, num_there = config.coordinator.num_syncers, there.coordinator.num_syncers
     if num_here != num_there:  # each fragment stays where it is
@@ -138,6 +142,34 @@ def check_same_run(config: Config, state: StateDir, ways_out: str) -> None:
             + "\n  ".join(differing)
             + f"\n{ways_out}"
         )
+
+
+def _resolve_again(config: Config, state: StateDir, problem: ConfigError) -> None:
+    """Write the configuration of a run again that cannot be read, where the file is that run's.
+
+    Raises:
+        ConfigError: If nothing says that it is.
+    """
+    try:
+        noted = state.fingerprint.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        noted = ""
+    stores = {path.parent.name for path in state.root.glob(f"{ONLY_SYNCER}*/epoch.json")}
+    expected = {each.syncer_name for each in state.of_syncers(config.coordinator.num_syncers)}
+    if noted != fingerprint(config) or not stores <= expected:
+        raise ConfigError(
+            f"{state.resolved}, which says what the run in coordinator.state_dir is, is damaged, "
+            f"and {state.fingerprint} does not say that it is the run of this file. Give the file "
+            f"that the run was started with, as it was, and it is made again; or bring "
+            f"{state.resolved.name} back from a copy (diloco backup); or give this run another "
+            f"coordinator.state_dir. What is wrong with it: {problem}"
+        ) from problem
+    logger.error(
+        "%s is damaged, and written again as the run file has it, which is of the same run by its "
+        "fingerprint: %s",
+        state.resolved, problem,
+    )  # fmt: skip
+    write_durably(state.resolved, [resolved_toml(config).encode()])
 
 
 def choose_checkpoint(

@@ -29,6 +29,7 @@ from diloco.cli.research import (
 from diloco.cli.run import certs, configuration, control, doctor, export, island, local, plan
 from diloco.errors import DilocoError
 from diloco.launch.process.logs import log_to
+from diloco.state_dir import directory_in_place
 
 app = typer.Typer(
     name="diloco",
@@ -178,7 +179,8 @@ def main() -> None:
         if not isinstance(end.__context__, BrokenPipeError):  # which typer and rich end with 1
             raise
         sys.exit(128 + signal.SIGPIPE)
-    except DilocoError as error:
+    except (DilocoError, IsADirectoryError) as problem:
+        error = directory_in_place(problem) if isinstance(problem, OSError) else problem
         message = Text.assemble(("error: ", "bold red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)
         sys.exit(error.exit_code)

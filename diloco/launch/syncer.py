@@ -54,6 +54,7 @@ from diloco.state_dir import (
     Held,
     StateDir,
     Timeline,
+    directory_in_place,
     hold,
     read_bound,
     read_endpoint,
@@ -116,9 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Held as error:
         logger.error("another syncer serves this store, exiting: %s", error)
         return EXIT_STORE_HELD
-    except DilocoError as error:
-        logger.error("syncer cannot serve: %s", error)
-        return error.exit_code
+    except (DilocoError, IsADirectoryError) as problem:
+        said = directory_in_place(problem) if isinstance(problem, OSError) else problem
+        logger.error("syncer cannot serve: %s", said)
+        return said.exit_code
     except Exception:
         logger.exception("syncer failed")
         return 1

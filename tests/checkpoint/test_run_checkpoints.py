@@ -15,7 +15,13 @@ import pytest
 
 from diloco.checkpoint.checkpoints import FORMAT
 from diloco.checkpoint.mirror import Mirror
-from diloco.checkpoint.run_checkpoints import check_run, choose_checkpoint, open_journal
+from diloco.checkpoint.run_checkpoints import (
+    check_run,
+    check_same_run,
+    choose_checkpoint,
+    open_journal,
+)
+from diloco.config.classes import fingerprint
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
@@ -33,6 +39,7 @@ from diloco.versions.pins import pin_directory
 from diloco.versions.record import fragment_directory, versions_in
 from diloco.versions.store import FragmentStore
 from tests.launch.stored_run import ISLANDS, random_parameters, store_run, tiny_run
+from tests.run_files import write_run
 
 
 @dataclass
@@ -191,6 +198,34 @@ def test_a_finished_run_is_resumed_only_where_asked(stored: Stored, at_step: int
     assert "has finished" in str(caught.value)
     assert "diloco export" in str(caught.value)
     assert "--resume --at 10" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"[run", b"[1, 2]"])
+def test_a_damaged_configuration_is_made_again_from_a_file_of_the_same_run(
+    tmp_path: Path, damage: bytes
+) -> None:
+    directory = tmp_path / "run"
+    config = load_config(write_run(directory, dict.fromkeys(("east", "west"), "")))
+    state = StateDir(directory / "state")
+    state.create()
+    for store in state.syncers:
+        store.syncer_epoch.write_text("1")
+    state.fingerprint.write_text(fingerprint(config))
+    state.resolved.write_bytes(damage)
+    other = load_config(directory / "run.toml", ["model.ffn_dim=128"])
+    more = load_config(directory / "run.toml", ["coordinator.num_syncers=2"])
+
+    for wrong in (other, more):
+        with pytest.raises(ConfigError, match=r"give this run another coordinator\.state_dir"):
+            check_same_run(wrong, state, "")
+        assert state.resolved.read_bytes() == damage
+    check_same_run(config, state, "")
+
+    assert load_config(state.resolved) == config
+    state.resolved.write_bytes(damage)
+    state.fingerprint.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="does not say that it is the run of this file"):
+        check_same_run(config, state, "")
 
 
 def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli.main import main
 from diloco.errors import ConfigError
 from diloco.state_dir import (
     Endpoint,
@@ -20,10 +21,12 @@ from diloco.state_dir import (
     acquire,
     hold,
     holder,
+    read_bound,
     read_endpoint,
     stop_syncer,
     write_pid,
 )
+from tests.run_files import write_run
 
 HOLDER = """
 import signal, sys, time
@@ -116,6 +119,33 @@ def test_endpoint_is_read_back_and_absent_before_it_was_written(tmp_path: Path) 
     path.write_text("{")
     with pytest.raises(ConfigError, match=str(path)):
         read_endpoint(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '"nowhere"', '"a:b:c"', "17"])
+def test_an_address_that_is_none_gives_way_to_a_free_port(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "address.json"
+    path.write_text(content)
+
+    assert read_bound(path) == ""
+
+    path.write_text('"127.0.0.1:4711"')
+    assert read_bound(path) == "127.0.0.1:4711"
+
+
+@pytest.mark.parametrize("name", ["coordinator.lock", "coordinator.json", "timeline.json"])
+def test_a_directory_in_the_place_of_a_file_is_named_with_what_to_type(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = write_run(tmp_path, dict.fromkeys(("east", "west"), ""))
+    path = tmp_path / "state" / name
+    path.mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["diloco", "coordinator", str(run_file)])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == ConfigError.exit_code
+    assert f"mv {path} {path}.aside" in capsys.readouterr().err
 
 
 def test_directory_is_its_owners_alone_and_may_be_there_already(tmp_path: Path) -> None:
