@@ -2,7 +2,7 @@
 # again only when pyproject.toml or constraints.txt changed. Nothing is installed outside .venv.
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo test lint
+.PHONY: help install demo docs test lint
 
 VENV = .venv
 BIN = $(VENV)/bin
@@ -14,6 +14,7 @@ CANDIDATES = python3 python3.14 python3.13 python3.12 python3.11
 help:
 	@echo 'make install   make $(VENV): torch, then diloco with its development tools'
 	@echo 'make demo      train two islands of different shape over a shaped 5 Mbit/s link (minutes)'
+	@echo 'make docs      write the reference: docstrings, commands, settings, to build/docs'
 	@echo 'make test      run the default test suite'
 	@echo 'make lint      run ruff and mypy'
 	@echo 'Another interpreter for a new $(VENV): make PYTHON=/path/to/python3.12 install'
@@ -49,6 +50,9 @@ $(STAMP): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	@echo '==> diloco local --fresh configs/runs/demo.toml'
 	@$(BIN)/diloco local --fresh configs/runs/demo.toml
+
+docs: $(STAMP)
+	@$(BIN)/python docs/reference.py
 
 # A file's tests run one after the other. Files with real processes may run besides each other: they
 # wait for what happens, with deadlines, and claim no time; in one row they would leave a core idle.
