@@ -24,7 +24,7 @@ from diloco.transport.errors import Overloaded
 from diloco.versions.frames import locate_version
 from diloco.versions.record import fragment_directory
 from diloco.versions.store import FragmentStore, Recovered
-from tests.raw_island import KEY, RawIsland, SlowWorker, founded
+from tests.raw_island import KEY, RawIsland, SlowWorker, founded, restart
 from tests.syncer.test_merge import CLOSE, FRAGMENT, Bench, base
 from tests.syncer.test_syncer_kills import (
     assert_recomputed,
@@ -217,6 +217,35 @@ def test_nothing_opens_while_another_fragment_waits(setting: Setting, disk: Full
         assert another.done()
         assert (run.syncer.states[0].version, run.syncer.states[0].is_open) == (1, False)
         room._found(8)
+        assert run.syncer.states[0].is_open
+
+    run_virtual(scenario())
+
+
+def test_room_on_the_disk_again_opens_nothing_while_a_claim_is_in_doubt(
+    setting: Setting, disk: FullDisk
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        await restart(run)
+        claim = wire.FragmentState(fragment_id=0, is_founded=True, version=99, digest=b"x" * 32)
+        await a.poll(known=[claim])
+        await b.poll()
+        await asyncio.sleep(10.0)
+        assert not run.syncer.states[0].is_open, "the coordinator has not said what was published"
+        room = run.syncer._services[0]._hooks.disk_full
+        disk.is_full = True
+        written = asyncio.create_task(
+            room.run(7, InlineWorker(), lambda: durable.write_json(setting.directory / "x", 1))
+        )
+        await asyncio.sleep(5.0)
+        assert room.waiting == {7}
+        disk.is_full = False
+        await asyncio.sleep(10.0)
+        assert written.done() and not room.waiting
+
+        assert not run.syncer.states[0].is_open
+        run.syncer.indexed({0: 1})
         assert run.syncer.states[0].is_open
 
     run_virtual(scenario())
