@@ -1,4 +1,4 @@
-"""Writes the reference: the API from docstrings, commands from their help, settings from the schema.
+"""Writes the reference: API from docstrings, commands from their help, settings from the schema.
 
     python docs/reference.py [FOLDER]      # build/docs unless given
 
