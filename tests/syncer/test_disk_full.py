@@ -230,9 +230,11 @@ def test_room_on_the_disk_again_opens_nothing_while_a_claim_is_in_doubt(
         await restart(run)
         claim = wire.FragmentState(fragment_id=0, is_founded=True, version=99, digest=b"x" * 32)
         await a.poll(known=[claim])
-        await b.poll()
+        for island in (a, b):
+            await island.contribute()
         await asyncio.sleep(10.0)
-        assert not run.syncer.states[0].is_open, "the coordinator has not said what was published"
+        state = run.syncer.states[0]
+        assert (state.version, state.is_open) == (1, False), "nobody has said what was published"
         room = run.syncer._services[0]._hooks.disk_full
         disk.is_full = True
         written = asyncio.create_task(
@@ -245,7 +247,7 @@ def test_room_on_the_disk_again_opens_nothing_while_a_claim_is_in_doubt(
         assert written.done() and not room.waiting
 
         assert not run.syncer.states[0].is_open
-        run.syncer.indexed({0: 1})
+        run.syncer.indexed({0: 2})
         assert run.syncer.states[0].is_open
 
     run_virtual(scenario())
