@@ -235,7 +235,9 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("page", LOOPS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_loop_of_a_page_trains(tmp_path: Path, page: Path) -> None:
     run_file, (script,) = LOOPS[page], blocks(page, "python")
-    shown = blocks(page, "toml") or [(ROOT / "configs" / "examples" / run_file).read_text()]
+    shown = blocks(page, "toml") or [
+        (ROOT / "configs" / "examples" / "2-own-loop" / run_file).read_text()
+    ]
     (tmp_path / run_file).write_text(shown[0])
     assert 'island="eu-west"' in script
     for island in ISLANDS:

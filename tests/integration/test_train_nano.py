@@ -18,7 +18,7 @@ from tests.waiting import said_by
 
 pytestmark = pytest.mark.timeout(300)
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "configs" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "configs" / "examples" / "2-own-loop"
 ISLANDS = ("east", "west")
 INNER_STEPS = 240
 

@@ -1,7 +1,7 @@
 """A small GPT, its own loop, and DiLoCo between islands: train_nano.py RUN.toml ISLAND TEXT.
 
-diloco coordinator configs/examples/nano.toml
-python configs/examples/train_nano.py configs/examples/nano.toml east input.txt   # and west
+diloco coordinator nano.toml
+python train_nano.py nano.toml east input.txt   # and west
 """
 
 import sys
