@@ -114,11 +114,13 @@ class Coordinator:
             keep=self._keep,
             apply_config=self._apply_config,
             halt=self.halt,
-            end_if_over=self._end_if_over,
+            end_if_over=self._after_command,
         )
         membership.members.rules = terms.rules
         membership.merged_tokens = lambda: self.run_status.merged_tokens
         self.ended = asyncio.Event()
+        #: Called after each command of an operator.
+        self.on_operated: Callable[[], None] = lambda: None
 
     @property
     def handlers(self) -> Handlers:
@@ -131,6 +133,11 @@ class Coordinator:
             **self._syncer_service.handlers,
             **self._operator_service.handlers,
         }
+
+    def _after_command(self) -> None:
+        """Let others look at what an operator has changed; end the run where that has ended it."""
+        self.on_operated()
+        self._end_if_over()
 
     def fail(self, reason: str, exit_code: int) -> None:
         """End the run for now: every island is told at its next report, a restart tries again."""

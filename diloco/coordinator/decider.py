@@ -121,6 +121,18 @@ class Decider:
         """
         await self._rounds.watch()
 
+    def name_again(self) -> None:
+        """Tell all islands which starts of others are to be answered: one may have been fenced."""
+        membership = self._membership
+        counted = {
+            island: peer
+            for island, peer in self._peers.items()
+            if membership.is_current(island, peer.incarnation, membership.timeline)
+        }
+        if counted != self._peers:
+            self._peers = counted
+            self._notify()
+
     def stop(self) -> None:
         """Let no more time pass."""
         self._rounds.stop()

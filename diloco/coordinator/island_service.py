@@ -360,6 +360,11 @@ class IslandService:
         membership, island = self._membership, grant.island
         if membership.members.lease_of(island) is Lease.KICKED:
             return membership.members.kicked_text(island)
+        if grant.incarnation == membership.members[island].incarnation:
+            return (
+                f"the certificates of island {island!r} were revoked while it was at work: start "
+                f"it again with new ones (diloco certs issue island/{island})"
+            )
         if grant.timeline != membership.timeline:
             return (
                 f"the run was resumed from {membership.checkpoint_name(membership.resume_step)} "

@@ -450,7 +450,7 @@ def _build_decider(
     from diloco.coordinator.decider import Decider
 
     coordinator.run_status.instead_of_syncer = "none: the islands merge among themselves"
-    return Decider(
+    decider = Decider(
         membership=membership,
         journal=journal,
         secret=load_or_create_secret(state.secret),
@@ -466,6 +466,8 @@ def _build_decider(
         on_lost=coordinator.lose,
         on_refused=coordinator.refused,
     )
+    coordinator.on_operated = decider.name_again
+    return decider
 
 
 async def _asked_to_stop(

@@ -61,6 +61,36 @@ def test_only_named_starts_are_answered(tmp_path: Path) -> None:
     assert answers == [wire.LANE_STATUS_OK, refused, refused, refused]
 
 
+def test_a_start_that_is_fenced_is_answered_by_nobody_from_then_on(tmp_path: Path) -> None:
+    run = AllReduceRun(setting_of(tmp_path, 2, "int4"))
+
+    async def scenario() -> None:
+        await run.start_decider()
+        a, b = [await run.start(name) for name in ("a", "b")]
+        await asyncio.gather(a.island.start(), b.island.start())
+        await asyncio.sleep(1.0)
+        named = b.peer._calls.peer_grant
+        assert await ask_for_state(run, a, named) == wire.LANE_STATUS_OK
+
+        run.membership.apply(run.membership.members.fenced("b"))
+        run.decider.name_again()
+        await asyncio.sleep(0.1)
+
+        assert await ask_for_state(run, a, named) == wire.LANE_STATUS_UNKNOWN
+        vote = wire.PreparedRequest(protocol_version=1, grant=b.peer._grant)
+        way = run.network.connect("decider")
+        said = await way.call("allreduce.prepared", vote.SerializeToString(), deadline_s=5.0)
+        assert fragment_pb2.Ack.FromString(said.header).is_fenced
+        await b.kill()
+        again = await run.start("b")
+        await asyncio.sleep(1.0)
+        new = again.peer._calls.peer_grant
+        assert await ask_for_state(run, a, new) == wire.LANE_STATUS_OK
+        await run.end([a, again])
+
+    run_virtual(scenario())
+
+
 def test_a_rank_of_another_island_is_fenced(tmp_path: Path) -> None:
     run = AllReduceRun(setting_of(tmp_path, 2, "int4"))
 

@@ -16,7 +16,7 @@ from diloco.config.classes import policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.durable import DiskFull
-from diloco.errors import ConfigError, RunHalted
+from diloco.errors import ConfigError, Fenced, RunHalted
 from diloco.protocol.run.operations import LIVE_KEYS
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError, TransportError
@@ -560,6 +560,27 @@ def test_who_is_revoked_is_out_at_once_and_stays_refused_after_a_restart(
         assert leases(coord)["west"] == "kicked"
 
     tell(tmp_path, story, config=config_of(*ELASTIC))
+
+
+def test_in_an_all_reduce_a_start_that_is_revoked_is_fenced_and_the_next_is_welcome(
+    tmp_path: Path, config_of
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        called: list[bool] = []
+        coord.coordinator.on_operated = lambda: called.append(True)
+        _, west = await joined(coord)
+        reply = await coord.operate("revoke", identity="island/west", serials="a")
+        assert reply.is_done and called
+        assert "Incarnation 1 of west, and those before, are fenced" in reply.message
+        assert not coord.coordinator.is_island(west)
+        told = await coord.report(west)
+        assert told.stop and told.exit_code == Fenced.exit_code
+        assert "certificates of island 'west' were revoked" in told.reason
+        again = (await coord.join("west", start_id="another")).grant
+        assert again.incarnation == 2 and coord.coordinator.is_island(again)
+        assert not (await coord.report(again)).stop
+
+    tell(tmp_path, story, config=config_of("outer.exchange=allreduce"))
 
 
 def test_certificates_that_end_soon_are_an_alarm(tmp_path: Path, config_of) -> None:

@@ -194,8 +194,14 @@ def _revoke(arguments: Mapping[str, str], membership: Membership, config: Config
     if arguments.get("earlier"):
         return Decision(f"{message}; its newest one is not", entries=entries)
     if config.outer.exchange == "allreduce":
-        lifetime = config.transport.certificate_lifetime
-        message += f", and it contributes no more; what it shows to others ends within {lifetime}"
+        if (member := membership.members.get(identity.name)) is not None:
+            message += (
+                f". Incarnation {member.incarnation} of {identity.name}, "
+                f"and those before, are fenced: the other islands answer them no more, and wait "
+                f"for its next start, with a good certificate, until outer.round_deadline has "
+                f"passed three times"
+            )
+            entries += membership.members.fenced(identity.name)
     elif identity.name in membership.members:
         arguments = {"island": identity.name, "reason": "its certificates were revoked"}
         kick = _kick(arguments, membership, config)
