@@ -139,7 +139,8 @@ class Transport(Protocol):
             payload: Raw bytes; not copied as a whole.
             deadline_s: Seconds from now for the whole call, reply included; must be > 0. With a
                 `transfer`, a network's transport counts them from the last message of the payloads
-                that moved, and not before the call's turn has come (`turns`).
+                that moved, up to `deadlines.STILL` times while others do, or (gRPC on Linux) bytes
+                cross the connection, and not before the call's turn has come (`turns`).
             max_reply_bytes: Largest reply payload the caller is ready to hold; 0 allows none.
             transfer: Given to every attempt of one call, with the same method, header and payload,
                 it makes each go on where the one before it broke, and has the peer answer once; a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from diloco.transport.errors import DeadlineExceeded, TransportClosed
@@ -60,16 +60,24 @@ STILL = 4
 
 @dataclass(slots=True, weakref_slot=True)
 class Movement:
-    """When a message moved last over a connection, either way, in seconds of its loop's clock."""
+    """When a connection moved last, either way, in seconds of its loop's clock.
+
+    Attributes:
+        at: That time; a message that has moved is noted by whoever waits for it.
+        has_moved: Says whether a part of a message has moved since it was last asked, where that
+            can be known; a message may need longer than a silence, or wait behind others.
+    """
 
     at: float = float("-inf")
+    has_moved: Callable[[], bool] = lambda: False
 
     @contextlib.asynccontextmanager
-    async def within(self, silence_s: float) -> AsyncIterator[None]:
-        """Wait for a message of one stream until the connection has been silent for so long.
+    async def within(self, silence_s: float) -> AsyncIterator[Callable[[], None]]:
+        """Wait for messages of one stream until the connection has been silent for so long.
 
         Where many streams share a line, the message of each may be long on its way; a stream that
-        is still `STILL` times as long is given up although others move.
+        is still `STILL` times as long is given up although others move. Whoever waits for several
+        messages calls what is given as each has come.
 
         Raises:
             TimeoutError: If it was.
@@ -78,23 +86,37 @@ class Movement:
         began = loop.time()
         looking: asyncio.TimerHandle | None = None
 
+        def due() -> float:
+            return min(max(began, self.at) + silence_s, began + STILL * silence_s)
+
         def look() -> None:
             nonlocal looking
-            due = min(max(began, self.at) + silence_s, began + STILL * silence_s)
-            if due > loop.time():
-                looking = loop.call_at(due, look)
+            if due() <= loop.time() and self.has_moved():
+                self.at = loop.time()
+            if due() > loop.time():
+                looking = loop.call_at(due(), look)
             else:
                 looking = None
-                scope.reschedule(due)
+                scope.reschedule(due())
+
+        def moved() -> None:
+            nonlocal began
+            self.at = began = loop.time()
 
         async with asyncio.timeout(None) as scope:
             look()
             try:
-                yield
+                yield moved
             finally:
                 if looking is not None:
                     looking.cancel()
         self.at = loop.time()
+
+
+def restart(scope: asyncio.Timeout, deadline_s: float) -> None:
+    """Count a deadline from now on; one that has passed has the last word."""
+    if not scope.expired():
+        scope.reschedule(asyncio.get_running_loop().time() + deadline_s)
 
 
 def seconds_left(scope: asyncio.Timeout) -> float:

@@ -10,15 +10,21 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 
 from diloco.transport.channels import SegmentCounts
 from diloco.transport.own_sockets import borrowed, can_look, descriptors, ip_of, sockets
 
 #: Offsets of the fields within struct tcp_info.
 _TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 _INFO_BYTES = 232
 _CONTROL_BYTES = 16
+#: A line that carries less between two looks carries pings and reports, and nothing else.
+MOVED_BYTES = 64 << 10
+
+_Read = TypeVar("_Read")
 
 
 def can_count() -> bool:
@@ -32,20 +38,55 @@ def segment_counts(places: Collection[tuple[str, int]]) -> dict[int, SegmentCoun
     A host's name stands for any address, for it is resolved again at every reconnection. Nothing is
     found while this process has no descriptor left to look with.
     """
+    return dict(_of_each(places, _counts))
+
+
+class BytesMoved:
+    """Whether bytes move over the connections to a peer, whatever messages they are part of.
+
+    Nothing is seen to move where this cannot be counted.
+    """
+
+    def __init__(self) -> None:
+        """Have seen nothing move yet."""
+        self._before: dict[int, int] = {}
+
+    def have(self, places: Collection[tuple[str, int]]) -> bool:
+        """Say whether `MOVED_BYTES` have crossed, one way or the other, since it last said so."""
+        now = dict(_of_each(places, _num_bytes)) if can_count() else {}
+        before = self._before
+        if sum(max(num - before.get(key, 0), 0) for key, num in now.items()) < MOVED_BYTES:
+            return False
+        self._before = now
+        return True
+
+
+def _of_each(
+    places: Collection[tuple[str, int]], read: Callable[[socket.socket], _Read]
+) -> Iterator[tuple[int, _Read]]:
+    """Give the number of each connection to hosts and ports, and what is read of it."""
     wanted = {(ip_of(host), port) for host, port in places}
-    found: dict[int, SegmentCounts] = {}
     for number, descriptor in sockets(descriptors()):
         with borrowed(number, descriptor) as connection, contextlib.suppress(OSError):
             if connection is not None:
                 host, port = connection.getpeername()[:2]
                 if wanted & {(ip_of(host), port), (None, port)}:
-                    found[number] = _counts(connection)
-    return found
+                    yield number, read(connection)
+
+
+def _num_bytes(connection: socket.socket) -> int:
+    """Count the bytes that the peer has acknowledged, and those that have come."""
+    info = _info(connection)
+    return sum(struct.unpack_from("=Q", info, at)[0] for at in (_BYTES_ACKED, _BYTES_RECEIVED))
+
+
+def _info(connection: socket.socket) -> bytes:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    return info.ljust(_INFO_BYTES, b"\0")  # an older kernel counts less
 
 
 def _counts(connection: socket.socket) -> SegmentCounts:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    info = info.ljust(_INFO_BYTES, b"\0")  # an older kernel counts less
+    info = _info(connection)
     sent, retransmitted, received, out_of_order = (
         struct.unpack_from("=I", info, offset)[0]
         for offset in (_DATA_SEGS_OUT, _TOTAL_RETRANS, _DATA_SEGS_IN, _RCV_OOOPACK)

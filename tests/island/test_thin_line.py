@@ -13,12 +13,15 @@ from diloco.island.exchange.damage import LineDamage
 from diloco.island.exchange.retried_calls import RetriedCalls, SyncerReach
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.deadlines import STILL
 from diloco.transport.errors import DeadlineExceeded
+from diloco.transport.framing import WHOLE_BYTES
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
 from diloco.transport.retry import RetryPolicy
 from diloco.transport.shaping import turns
 from diloco.transport.shaping.line import ShapedLine
+from diloco.transport.tcp_counters import can_count
 from diloco.transport.transfer import Transfer
 
 WAYS = pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
@@ -177,6 +180,54 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it
             line.silence()
             with pytest.raises(DeadlineExceeded, match=f"no answer within {deadline_s:g} s"):
                 await call()
+            await transport.close()
+        await server.stop(0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "is_up", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["up", "down"]
+)
+@pytest.mark.skipif(not can_count(), reason="what a line moves is counted by Linux")
+def test_a_payload_of_one_message_may_take_longer_than_its_deadline_while_the_line_moves(
+    is_up: bool,
+) -> None:
+    """Nothing of it is whole before all of it is; a line that is dead is found out as ever."""
+    deadline_s, payload = 0.75, bytes(WHOLE_BYTES)
+
+    async def run() -> None:
+        async def take(call: IncomingCall) -> Reply:
+            return Reply(b"%d" % len(await call.read_payload()), b"" if is_up else payload)
+
+        server = GrpcServer("127.0.0.1:0", {"take": take})
+        await server.start()
+        port = int(server.address.rpartition(":")[2])
+        loop = asyncio.get_running_loop()
+        async with ShapedLine(("127.0.0.1", port), rate_bps=2.4e6) as line:
+            transport = GrpcTransport(f"127.0.0.1:{line.port}")
+            began = loop.time()
+
+            async def call() -> Reply:
+                return await transport.call(
+                    "take",
+                    b"",
+                    payload if is_up else b"",
+                    deadline_s=deadline_s,
+                    max_reply_bytes=0 if is_up else len(payload),
+                    transfer=Transfer(),
+                )
+
+            reply = await call()
+            assert (reply.header, len(reply.payload)) == (
+                (b"%d" % len(payload), 0) if is_up else (b"0", len(payload))
+            )
+            assert loop.time() - began > deadline_s
+            line.silence()
+            began = loop.time()
+            with pytest.raises(DeadlineExceeded, match=f"no answer within {deadline_s:g} s"):
+                await call()
+            assert loop.time() - began < STILL * deadline_s
             await transport.close()
         await server.stop(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from diloco.transport.addresses import split_address, split_candidates
 from diloco.transport.calls.requesting import Request
 from diloco.transport.channels import Channels, LossMeter
 from diloco.transport.contracts import Buffer, Reply
+from diloco.transport.deadlines import Movement
 from diloco.transport.errors import (
     ConnectError,
     DeadlineExceeded,
@@ -34,8 +36,8 @@ from diloco.transport.grpc.wire import (
 from diloco.transport.identity import Role, server_name
 from diloco.transport.security.tls import Tls
 from diloco.transport.shaping.pacing import Pacer
-from diloco.transport.shaping.turns import LineTurns
-from diloco.transport.tcp_counters import can_count, segment_counts
+from diloco.transport.shaping.turns import LineTurns, UnderWay
+from diloco.transport.tcp_counters import BytesMoved, can_count, segment_counts
 from diloco.transport.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -121,6 +123,15 @@ class GrpcTransport:
         self._proxy = proxy
         self._pacer = pacer or Pacer()
         self._turns = LineTurns(chunk_bytes)
+        proxied = proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
+        self._places = {split_address(at) for at in (*self._candidates, proxied) if at}
+        bytes_moved = BytesMoved()
+        self._movement = (
+            Movement(has_moved=lambda: bytes_moved.have(self._places))
+            if can_count()
+            else Movement()
+        )
+        self._moved_at = float("-inf")
         self._dealt = Channels(channels or 1)
         self._meter = None if channels else LossMeter()
         self._looked_at = float("-inf")
@@ -162,9 +173,7 @@ class GrpcTransport:
                 under_way=under_way,
             )
             try:
-                async with asyncio.timeout(deadline_s) as scope:
-                    if transfer is not None:
-                        under_way.extend(scope, deadline_s)
+                async with self._within(deadline_s, under_way if transfer else None):
                     message = await request.whole() if request.is_whole else b""
                     self._check_open(method)
                     # This end keeps the deadline; the one that travels only lets the server give
@@ -183,6 +192,21 @@ class GrpcTransport:
                 raise
             finally:
                 request.close()
+
+    @contextlib.asynccontextmanager
+    async def _within(self, deadline_s: float, under_way: UnderWay | None) -> AsyncIterator[None]:
+        """Give a call its deadline; payloads that go on where they broke, one of silence."""
+        if under_way is None:
+            async with asyncio.timeout(deadline_s):
+                yield
+            return
+        now = asyncio.get_running_loop().time()
+        if now >= self._moved_at + _LOOK_S:
+            self._moved_at = now
+            self._movement.has_moved()  # what has crossed so far is not of this call
+        async with self._movement.within(deadline_s) as moved:
+            under_way.on_moved(moved)
+            yield
 
     async def _call_any(
         self,
@@ -263,10 +287,8 @@ class GrpcTransport:
         now = asyncio.get_running_loop().time()
         if self._meter is not None and num_bytes and now >= self._looked_at + _LOOK_S:
             self._looked_at = now
-            proxy = self._proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
-            places = [*self._candidates, *([proxy] if proxy else [])]
             # Sockets that were not found are not gone: they would be counted twice later.
-            if found := segment_counts({split_address(place) for place in places}):
+            if found := segment_counts(self._places):
                 self._meter.count(found)
             meter, before = self._meter, self._dealt.num_channels
             wanted = meter.wanted

@@ -6,7 +6,7 @@ import asyncio
 
 from diloco.transport.calls.requesting import Request
 from diloco.transport.contracts import Buffer, Reply
-from diloco.transport.deadlines import Deadlines
+from diloco.transport.deadlines import Deadlines, restart
 from diloco.transport.errors import ConnectError, PeerReset, TransportError
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES, check_call, check_chunk_bytes
 from diloco.transport.libp2p.address import parse_peer_address
@@ -96,7 +96,7 @@ class HivemindTransport:
                 self._deadlines.within(method, deadline_s) as scope,
             ):
                 if transfer is not None:
-                    under_way.extend(scope, deadline_s)
+                    under_way.on_moved(lambda: restart(scope, deadline_s))
                 reader, writer, is_relayed = await self._open()
                 try:
                     request = Request(

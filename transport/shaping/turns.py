@@ -182,13 +182,8 @@ class UnderWay:
         """Assign only."""
         self.sending, self.receiving = sending, receiving
 
-    def extend(self, scope: asyncio.Timeout, deadline_s: float) -> None:
-        """Count a call's deadline from what of its payloads moved last."""
-
-        def moved() -> None:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time() + deadline_s)
-
+    def on_moved(self, moved: Callable[[], None]) -> None:
+        """Call this as each message of the payloads has moved."""
         self.sending.on_moved = self.receiving.on_moved = moved
 
     def end(self) -> None:
