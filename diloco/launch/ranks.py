@@ -87,7 +87,7 @@ class RankCommand:
         num_ranks: Ranks of the island, on all hosts.
         threads: Threads of each rank.
         output_dir: Where logs go.
-        arguments: Of ``python -m diloco.launch.rank.main``, but for the rendezvous.
+        arguments: Of ``python -m diloco.launch.rank``, but for the rendezvous.
         interface: Network interface over which ranks talk; empty: gloo's own choice.
         memory: Where copies of the ranks' states outlive them.
     """
@@ -149,7 +149,7 @@ class Ranks:
                 inherited.append(memory)
                 arguments += ["--memory", str(memory)]
             process = spawn(
-                [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
+                [sys.executable, "-m", "diloco.launch.rank", *arguments],
                 log,
                 environment=self._command.environment(island_rank),
                 stdin=subprocess.PIPE,

@@ -17,10 +17,8 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import importlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +35,8 @@ from diloco.faults.process import wall_clock
 from diloco.forecast.disk import check_room
 from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
-from diloco.launch.process.ending import first_of, note_signals_async
+from diloco.launch.process.ending import exit_at_once, first_of, note_signals_async
+from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
@@ -153,7 +152,7 @@ async def _run_syncer(state: StateDir) -> int:
         pid=os.getpid(),
         syncer_id=state.syncer_id,
     )
-    importlib.import_module("diloco.syncer.syncer")  # seconds of torch, while islands start too
+    import_for_good("diloco.syncer.syncer")  # seconds of torch, while islands start too
     try:
         await first_of(
             _keep_what_is_asked(state, reporter, stopping),
@@ -585,4 +584,4 @@ async def end_when_unreachable(num_words: Callable[[], int], unreachable_s: floa
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_at_once(main())

@@ -23,7 +23,7 @@ def run_rank(served: ServedRun, output: Path) -> subprocess.CompletedProcess[str
     arguments = ["--config", str(served.run_file), "--island", "east"]
     arguments += ["--coordinator", served.address, "--output", str(output)]
     return run_command(
-        [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
+        [sys.executable, "-m", "diloco.launch.rank", *arguments],
         100,
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
     )

@@ -183,7 +183,7 @@ def test_a_run_is_resumed_from_the_mirror_when_the_islands_disk_is_lost(tmp_path
         arguments = ["--config", str(served.run_file), "--island", "east"]
         arguments += ["--coordinator", served.address, "--output", str(tmp_path / name)]
         ended = subprocess.run(
-            [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
+            [sys.executable, "-m", "diloco.launch.rank", *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
             check=False,
             timeout=250,

@@ -64,7 +64,7 @@ def start(run_file: Path, state: StateDir, output: Path) -> subprocess.Popen[str
     arguments = ["--config", str(run_file), "--island", "east"]
     arguments += ["--coordinator", endpoint.address, "--output", str(output)]
     return subprocess.Popen(
-        [sys.executable, "-m", "diloco.launch.rank.main", *arguments],
+        [sys.executable, "-m", "diloco.launch.rank", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         text=True,
     )

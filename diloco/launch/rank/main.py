@@ -1,6 +1,6 @@
 """One rank of an island: builds everything once, trains, and ends with an exit code.
 
-    RANK=0 WORLD_SIZE=2 ... python -m diloco.launch.rank.main --config resolved.toml
+    RANK=0 WORLD_SIZE=2 ... python -m diloco.launch.rank --config resolved.toml
         --island eu-west --coordinator HOST:PORT --output DIR
 
 `diloco island` starts the ranks of one host like this; under torchrun or srun it calls `run_rank`
@@ -41,7 +41,7 @@ from diloco.forecast.rank_memory import check_host_memory
 from diloco.island.connection import Connection
 from diloco.island.registration import IslandState
 from diloco.island.session import DiLoCo
-from diloco.launch.process.ending import end_with_starter, exit_at_once
+from diloco.launch.process.ending import end_with_starter
 from diloco.launch.process.logs import log_to
 from diloco.launch.rank.beginning import find_beginning
 from diloco.launch.rank.connect import connect
@@ -479,7 +479,7 @@ class _Rank:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line of one rank; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m diloco.launch.rank.main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m diloco.launch.rank", description=__doc__)
     parser.add_argument("--config", required=True, help="resolved TOML file of the run")
     parser.add_argument("--island", required=True, help="name of the island")
     parser.add_argument("--coordinator", required=True, help="HOST:PORT")
@@ -507,7 +507,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("rank cannot start: %s", error)
         return error.exit_code
     return run_rank(config, job, coordinator_address=options.coordinator, output_dir=options.output)
-
-
-if __name__ == "__main__":
-    exit_at_once(main())
