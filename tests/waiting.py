@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_LOOK_S = 0.01
+_LOOK_S = 0.03
 _CALL_S = 2.0  # between two looks at the deadline of a process that is waited for
 
 

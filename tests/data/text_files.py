@@ -37,6 +37,12 @@ def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
     return path
 
 
+def write_stdlib(path: Path) -> Path:
+    """Write modules of the standard library as JSON lines, a document each."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    return write_jsonl(path, [source.read_text() for source in sources])
+
+
 def write_parquet(path: Path, texts: Sequence[str], row_group: int = 7) -> Path:
     import pyarrow
     import pyarrow.parquet

@@ -1,6 +1,9 @@
 """SIGKILL of the syncer and of the coordinator at random moments of a real run, again and again.
 
-Islands must go on, every version must be published once, every contribution counted once.
+Islands must go on, every version must be published once, every contribution counted once. In the
+default suite a syncer is killed in test_one_of_several_syncers.py, a coordinator in
+test_kill_allreduce.py, and a syncer within the process again and again in
+tests/syncer/test_syncer_kills.py.
 """
 
 import os
@@ -81,10 +84,9 @@ class KillerOfEither(Killer):
         self.num_both_dead += all(self.pid(each) is None for each in ("syncer", "coordinator"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("num_kills", "inner_steps"), [(3, 220), pytest.param(10, 700, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_kills", "inner_steps"), [(3, 220), (10, 700)])
 def test_random_kills_lose_no_version_and_count_nothing_twice(
     tmp_path: Path, num_kills: int, inner_steps: int
 ) -> None:

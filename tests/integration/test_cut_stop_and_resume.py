@@ -7,7 +7,6 @@ cut of the stop and ends by its tokens.
 from __future__ import annotations
 
 import json
-import sysconfig
 from pathlib import Path
 from signal import SIGINT
 
@@ -20,7 +19,7 @@ from diloco.faults.process import STEP_VARIABLE
 from diloco.launch.local import LocalRun, find_resume_step, membership_of
 from diloco.report.summary import read_events
 from diloco.versions.pins import pinned_steps
-from tests.data.text_files import write_jsonl
+from tests.data.text_files import write_stdlib
 from tests.run_files import FinishedRun, all_logs, with_text, write_run
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -42,9 +41,7 @@ def config_of(directory: Path, *overrides: str) -> Config:
     run_file = directory / "run.toml"
     if not run_file.exists():
         write_run(directory, ISLANDS, inner_steps=INNER_STEPS, inner_steps_per_round=8)
-        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
-        texts = [path.read_text() for path in sources]
-        with_text(run_file, write_jsonl(directory / "text.jsonl", texts))
+        with_text(run_file, write_stdlib(directory / "text.jsonl"))
     return load_config(run_file, [*DECOUPLED, *overrides])
 
 

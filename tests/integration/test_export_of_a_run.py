@@ -14,11 +14,13 @@ import torch
 from diloco.checkpoint.export import export_run
 from diloco.checkpoint.warm_start import WarmStart, find_warm_start
 from diloco.config.load import load_config
+from tests.data.text_files import write_stdlib
 from tests.run_files import (
     FFN_DIM_OF_LANES,
     FinishedRun,
     assert_all_ranks_carry_lanes,
     run_to_end,
+    with_text,
     write_run,
 )
 
@@ -32,6 +34,7 @@ MODEL: dict[str, Any] = {"tied": True, "ffn_dim": FFN_DIM_OF_LANES}
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FinishedRun]:
     directory = tmp_path_factory.mktemp("trained")
     run_file = write_run(directory, ISLANDS, **MODEL)
+    with_text(run_file, write_stdlib(directory / "text.jsonl"))
     return run_file, run_to_end(run_file, ["checkpoint.every_inner_steps=4"])
 
 
@@ -63,6 +66,18 @@ def test_islands_of_every_shape_hold_the_same_bytes(trained: tuple[Path, Finishe
     assert run.ending_digests() == {tuple(r.digest.hex() for r in run.last_records())}
 
 
+def test_islands_of_every_shape_train_on_their_shares_of_a_file(
+    trained: tuple[Path, FinishedRun],
+) -> None:
+    run = trained[1]
+    losses = [run.losses(island) for island in ISLANDS]
+
+    assert [len(each) for each in losses] == [8, 8, 8]
+    assert len(set(map(tuple, losses))) == len(ISLANDS)
+    evaluated = [e["nats_per_byte"] for i in ISLANDS for e in run.of_kind(i, "evaluated")]
+    assert all(0 < loss < 6 for loss in evaluated)  # ln 256 = 5.5
+
+
 def test_a_trained_run_is_exported_at_its_flush(
     trained: tuple[Path, FinishedRun], exported: Path
 ) -> None:
@@ -81,6 +96,7 @@ def test_what_was_exported_is_version_0_of_a_run_that_starts_from_it(
     trained: tuple[Path, FinishedRun], exported: Path, tmp_path: Path
 ) -> None:
     run_file = write_run(tmp_path, {"alone": ""}, num_fragments=3, **MODEL)
+    with_text(run_file, trained[0].with_name("text.jsonl"))
     found = find_warm_start(load_config(run_file, [f"run.warm_start={exported}"]))
     assert found is not None
 
@@ -97,6 +113,7 @@ def test_a_run_goes_on_where_a_checkpoint_of_other_islands_was_made(
 ) -> None:
     source = f"run.warm_start={trained[1].state.root / 'checkpoints'}/east/step-000000000004"
     run_file = write_run(tmp_path, {"alone": ""}, num_fragments=3, **MODEL)
+    with_text(run_file, trained[0].with_name("text.jsonl"))
     found = find_warm_start(load_config(run_file, [source]))
     assert found is not None
 

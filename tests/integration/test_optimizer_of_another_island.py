@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from safetensors.torch import load_file
 from diloco.checkpoint.checkpoints import Checkpoint
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
-from tests.data.text_files import write_jsonl
+from tests.data.text_files import write_stdlib
 from tests.launch.island_site import children
 from tests.run_files import FFN_DIM_OF_LANES, all_logs, with_text, write_run
 from tests.waiting import wait_until
@@ -60,11 +59,7 @@ class Site:
         self.run_file = write_run(
             directory, shapes, inner_steps=50_000, inner_steps_per_round=8, ffn_dim=FFN_DIM_OF_LANES
         )
-        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
-        with_text(
-            self.run_file,
-            write_jsonl(directory / "text.jsonl", [path.read_text() for path in sources]),
-        )
+        with_text(self.run_file, write_stdlib(directory / "text.jsonl"))
         self.config = load_config(self.run_file, DECOUPLED)
         self.run = LocalRun(self.config)
         self.guests: list[subprocess.Popen[bytes]] = []

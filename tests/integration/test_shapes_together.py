@@ -3,7 +3,8 @@
 Everything is float32 on two rounds with H = 4, so differences come from the layout of the inner
 training alone: parameters may differ by 1e-4 and losses by 5e-6 (layout parity). An island's ending
 digests are hashes of its own parameters, read back from all its ranks. With int4, and besides an
-island of one rank, the shapes train in test_export_of_a_run.py.
+island of one rank, the shapes train in test_export_of_a_run.py; in the default suite that run and
+tests/trainer/test_layouts.py hold what is held here.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.run_files import (
 SHAPES = {"fsdp": "dp_shard = 2", "tp": "tp = 2"}
 GRIDS = {"fsdp-tp": "dp_shard = 2, tp = 2", "hsdp": "dp_replicate = 2, dp_shard = 2"}
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def held_by_every_island(run: FinishedRun) -> torch.Tensor:
@@ -40,7 +41,7 @@ def evaluated(run: FinishedRun, island: str, parameters: str) -> float:
 
 @pytest.mark.parametrize(
     ("shapes", "num_ranks"),
-    [(SHAPES, 2), pytest.param(GRIDS, 4, marks=pytest.mark.slow)],
+    [(SHAPES, 2), (GRIDS, 4)],
     ids=["2-ranks", "4-ranks"],
 )
 def test_shapes_together_equal_islands_of_one_rank(

@@ -2,13 +2,14 @@
 
 Two islands, one of two FSDP2 ranks and one of one rank, train on a JSON lines file of real text,
 over a link on which a fragment is in flight for a while. Everything is float32 and on the CPU, so
-nothing may differ in a single bit.
+nothing may differ in a single bit. In the default suite islands within one process hold that
+(tests/island/test_session_checkpoints.py, test_resume.py), and a run of real processes is stopped
+and resumed by command (tests/cli/test_local.py).
 """
 
 from __future__ import annotations
 
 import shutil
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,10 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.launch.local import LocalRun, find_resume_step
 from diloco.report.summary import read_events
-from tests.data.text_files import write_jsonl
+from tests.data.text_files import write_stdlib
 from tests.run_files import FinishedRun, all_logs, run_to_end, with_text, write_run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 ISLANDS = {"fsdp": "dp_shard = 2", "one": ""}
 INNER_STEPS = 32
@@ -87,9 +88,7 @@ def stop_in_the_middle(run_file: Path) -> int:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
-    text = tmp_path_factory.mktemp("text") / "text.jsonl"
-    write_jsonl(text, [path.read_text() for path in sources])
+    text = write_stdlib(tmp_path_factory.mktemp("text") / "text.jsonl")
     stopped = tmp_path_factory.mktemp("stopped")
     stop_step = stop_in_the_middle(write(stopped, text))
     whole = run_to_end(write(tmp_path_factory.mktemp("whole"), text), OVERRIDES)
@@ -113,16 +112,6 @@ def published(run: FinishedRun) -> list[bytes]:
     ]
 
 
-def test_islands_of_two_shapes_train_on_their_shares_of_a_file(runs: Runs) -> None:
-    fsdp, one = runs.whole.losses("fsdp"), runs.whole.losses("one")
-
-    assert len(runs.whole.ending_digests()) == 1
-    assert len(fsdp) == len(one) == INNER_STEPS
-    assert fsdp != one
-    evaluated = [e["nats_per_byte"] for i in ISLANDS for e in runs.whole.of_kind(i, "evaluated")]
-    assert all(0 < loss < 6 for loss in evaluated)  # ln 256 = 5.5
-
-
 def test_resumed_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
     assert 5 < runs.stop_step < INNER_STEPS
     for island in ISLANDS:
@@ -142,7 +131,6 @@ def test_resumed_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path: Path) ->
     assert published(resumed) == published(runs.whole)
 
 
-@pytest.mark.slow
 def test_a_torn_newest_checkpoint_is_skipped_and_another_shape_resumes_the_one_before(
     runs: Runs, tmp_path: Path
 ) -> None:
@@ -168,7 +156,6 @@ def test_a_torn_newest_checkpoint_is_skipped_and_another_shape_resumes_the_one_b
     assert len(resumed.ending_digests()) == 1
 
 
-@pytest.mark.slow
 def test_a_new_run_warm_starts_from_a_checkpoint_where_it_stood(runs: Runs, tmp_path: Path) -> None:
     checkpoints = runs.stopped / "state" / "checkpoints"
 

@@ -140,13 +140,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "begin",
+    [pytest.param(1, id="amid-a-step"), pytest.param(2, id="at-a-step", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_island_may_return_at_any_time(setting: Setting, tmp_path: Path, shape: str) -> None:
+def test_an_island_may_return_at_any_time(
+    setting: Setting, tmp_path: Path, shape: str, begin: int
+) -> None:
     changed = replace(setting, **SHAPES[shape])
 
     # Steps take 1 s and pieces of work 0.3 s: at every half of a second is another situation,
     # until the flush is over.
-    for tick in range(1, 30):
+    for tick in range(begin, 30, 2):
         islands = returned_at(replace(changed, directory=tmp_path / str(tick)), tick / 2)
         check_one_run(islands)
 
