@@ -34,6 +34,8 @@ settings.register_profile("diloco", deadline=None)
 settings.load_profile("diloco")
 
 _LEAST_TIMER_S = 1.0
+#: Folders with files of whole runs and of many ranks.
+_LONGEST = ("trainer", "integration", "faults", "launch", "island")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,6 +62,16 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no core waits at the end for a file of minutes."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return _LONGEST.index(folder) if folder in _LONGEST else len(_LONGEST)
+
+    items.sort(key=place)
 
 
 def pytest_xdist_auto_num_workers() -> int:
