@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco.bench.outer_loop import utilisation
 from diloco.bench.outer_loop.utilisation import (
     SETTING,
     Timed,
@@ -58,7 +59,25 @@ def test_both_sizes_are_judged_with_int4() -> None:
     assert judged == {"10M-int4-P10-tau5": 0.97, "50M-int4-P10-tau5": 0.97}
 
 
+@pytest.mark.parametrize(("at_least", "is_met"), [(0.4, True), (0.6, False)])
+def test_rows_whose_names_match_are_judged_by_their_bars(
+    monkeypatch: pytest.MonkeyPatch, at_least: float, is_met: bool
+) -> None:
+    islands = [Timed(8, 0.2, 0.01, 0.02, 1_000_000), Timed(8, 0.32, 0.1, 0.02, 1_000_000)]
+    monkeypatch.setattr(utilisation, "_train", lambda *_: islands)
+    rows = setting(row("low-bar", at_least=at_least), row("low-none"), row("high"))
+
+    told = run(lambda *_: None, ["low-*"], setting=rows).as_dict()
+
+    assert [figures["row"] for figures in told["rows"]] == ["low-bar", "low-none"]
+    assert [figures["utilisation"] for figures in told["rows"]] == [pytest.approx(0.5)] * 2
+    assert [(bar["figure"], bar["is_met"]) for bar in told["required"]] == [
+        (pytest.approx(0.5), is_met)
+    ]
+
+
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_the_bench_runs_islands_as_processes_and_judges_them() -> None:
     begun: set[tuple[str, int, int]] = set()
 
