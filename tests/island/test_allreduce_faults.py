@@ -136,8 +136,8 @@ def test_a_decider_that_starts_while_a_result_is_refused_is_told_too(
     asked, ignored = asyncio.Event(), asyncio.Event()
 
     async def spoil(reduction: Reduction, assignment: Assignment) -> None:
-        if reduction._island == "b" and assignment.key == RoundKey(0, 0, 1, 0):
-            raise AggregationError("the memory of b is broken")
+        if reduction._island in "bc" and assignment.key == RoundKey(0, 0, 1, 0):
+            raise AggregationError(f"the memory of {reduction._island} is broken")
         await stage(reduction, assignment)
 
     def late(name: str, handlers: Handlers) -> Handlers:
@@ -179,6 +179,48 @@ def test_a_decider_that_starts_while_a_result_is_refused_is_told_too(
     check_same_bytes(run, islands)
     (expiry,) = [text for text in caplog.messages if text.startswith("round expired")]
     assert "the memory of b is broken" in expiry, "no deadline was waited for"
+
+
+@pytest.mark.parametrize("is_broken", [True, False], ids=["none", "another-result"])
+def test_an_island_whose_results_are_never_those_of_the_others_takes_theirs(
+    setting: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_broken: bool,
+) -> None:
+    stage = Reduction.stage
+
+    async def spoil(reduction: Reduction, assignment: Assignment) -> None:
+        if is_broken and reduction._island == "b":
+            raise AggregationError("the memory of b is broken")
+        await stage(reduction, assignment)
+
+    def lying(name: str, handlers: Handlers) -> Handlers:
+        if name != "decider":
+            return handlers
+
+        async def prepared(call: IncomingCall) -> Reply:
+            vote = wire.PreparedRequest.FromString(call.header)
+            if vote.grant.island == "b" and not is_broken:
+                vote.state_digest = blake3.blake3(vote.assignment_id).digest()
+                call.header = vote.SerializeToString()  # type: ignore[misc]
+            return await handlers["allreduce.prepared"](call)
+
+        return {**handlers, "allreduce.prepared": prepared}
+
+    monkeypatch.setattr(Reduction, "stage", spoil)
+    run = AllReduceRun(setting, intercept=lying)
+
+    async def scenario() -> Living:
+        islands = await living(run)
+        await islands.end()
+        return islands
+
+    islands = run_virtual(scenario())
+
+    check_same_bytes(run, islands)
+    assert run.lost == []
+    assert not [text for text in caplog.messages if text.startswith("round expired")]
 
 
 # -- words of an earlier round ---------------------------------------------------------------------

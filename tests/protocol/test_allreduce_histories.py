@@ -297,12 +297,17 @@ TestAnyHistory.settings = settings(max_examples=40, stateful_step_count=50, dead
 
 def two_closed(now: float = 0.0) -> tuple[AllReduceRounds, Assignment]:
     """Both islands have declared; returns the decider and what it assigned."""
-    decider = AllReduceRounds(0, 0, RoundRules(("a", "b"), 1, 10.0))
-    for name in ("a", "b"):
+    return closed("ab", now)
+
+
+def closed(names: str, now: float = 0.0) -> tuple[AllReduceRounds, Assignment]:
+    """All islands have declared; returns the decider and what it assigned."""
+    decider = AllReduceRounds(0, 0, RoundRules(tuple(names), 1, 10.0))
+    for name in names:
         decider.granted(name, 1, now)
     decider.rounds.founded(0, 0, {}, now)
     key, found = decider.rounds.key, None
-    for name in ("a", "b"):
+    for name in names:
         lane = LaneArrival(key, name, 1, 0, digest(name), 1, 1, 1, False)
         _, instructions = decider.declared((lane,), now)
         found = next((i.assignment for i in instructions if isinstance(i, Assigned)), found)
@@ -332,6 +337,72 @@ def test_different_results_are_never_committed() -> None:
     end = decider.prepared("b", 1, assignment.id, prepared("other"), 2.0)
 
     assert [type(i) for i in end] == [RecordExpiry]
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["another-result", "none"])
+@pytest.mark.parametrize("order", ["abc", "bca", "cab"])
+def test_what_one_of_three_has_staged_alone_keeps_nobody_from_a_version(
+    order: str, is_broken: bool
+) -> None:
+    decider, assignment = closed("abc")
+    if is_broken:
+        again = decider.broken("b", 1, assignment.id, "not finite", 1.0)[-1]
+        assert isinstance(again, Assigned)
+        assignment = again.assignment
+        assert [c.island for c in assignment.contributors] == ["a", "c"], "it reduces no lane"
+    ends = []
+    for name in order:
+        if name == "b" and is_broken:
+            ends.append(decider.broken("b", 1, assignment.id, "not finite", 1.0))
+        else:
+            staged = prepared("other" if name == "b" else "same")
+            ends.append(decider.prepared(name, 1, assignment.id, staged, 1.0))
+
+    assert ends == [[], [], [Commit(assignment, prepared("same"))]]
+
+
+def test_where_no_result_is_that_of_most_the_attempt_expires_as_soon_as_that_is_known() -> None:
+    for names, votes, num_needed in (
+        ("abc", ("one", "two", "three"), 3),
+        ("abcd", ("one", "one", "two", "two"), 4),
+        ("abcd", ("one", "two", "three"), 3),
+    ):
+        decider, assignment = closed(names)
+        ends = []
+        for name, vote in zip(names, votes, strict=False):
+            ends += decider.prepared(name, 1, assignment.id, prepared(vote), 1.0)
+            assert bool(ends) == (name == names[num_needed - 1]), (names, votes, name)
+        assert [type(end) for end in ends] == [RecordExpiry]
+
+
+def test_a_result_that_most_cannot_use_expires_the_attempt() -> None:
+    decider, first = closed("abc")
+    second = decider.broken("a", 1, first.id, "not finite", 1.0)[-1]
+    assert isinstance(second, Assigned)
+    third = decider.broken("b", 1, second.assignment.id, "not finite", 1.0)[-1]
+    assert isinstance(third, Assigned)
+
+    assert decider.broken("a", 1, third.assignment.id, "not finite", 1.0) == []
+    (end,) = decider.broken("b", 1, third.assignment.id, "not finite", 1.0)
+
+    assert isinstance(end, RecordExpiry)
+    assert end.broken_in_a_row == 1
+
+
+def test_who_calls_two_others_malformed_is_refused_itself() -> None:
+    decider, assignment = closed("abc")
+    again = decider.broken("a", 1, assignment.id, "NaN", 1.0, malformed="b")[-1]
+    assert isinstance(again, Assigned)
+
+    last = decider.broken("a", 1, again.assignment.id, "NaN", 2.0, malformed="c")[-1]
+
+    assert isinstance(last, Assigned)
+    assert [c.island for c in last.assignment.contributors] == ["c"]
+    assert "calls 'b' and 'c' malformed" in last.assignment.refused["a"]
+    assert decider.broken("a", 1, last.assignment.id, "NaN", 3.0, malformed="c") == []
+    decider.prepared("b", 1, last.assignment.id, prepared("same"), 4.0)
+    end = decider.prepared("c", 1, last.assignment.id, prepared("same"), 4.0)
+    assert end == [Commit(last.assignment, prepared("same"))]
 
 
 def test_a_member_that_is_not_prepared_in_time_is_named() -> None:

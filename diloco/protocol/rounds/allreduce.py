@@ -9,10 +9,11 @@ Carriers give their contributions to the peer of their own island; who is counte
               owners pull contributions, sum them and take the outer step (reduce-scatter);
               the others pull the results (all-gather); each stages the next version durably
               and reports PREPARED(digest)
-    commit    when all members are prepared with one digest: one journal entry, then the news
+    commit    when all members have voted, and most, or both of two, are prepared with one digest:
+              one journal entry, then the news
     refusal   a contributor whose payload does not decode leaves the attempt, the others' are
               assigned again
-    abort     a deadline, a contributor that started again, a result that is not usable: EXPIRED
+    abort     a deadline, a contributor that started again, a result that most cannot use: EXPIRED
 
 Only the decider decides. A peer in doubt keeps what it has staged and asks again.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -171,6 +173,9 @@ class AllReduceRounds:
         self.rounds = FragmentRounds(fragment_id, timeline, rules)
         self.assignment: Assignment | None = None
         self.prepared_by: dict[str, Prepared] = {}
+        self._broken_by: dict[str, str] = {}
+        #: Of the open attempt: who has called whose contribution malformed.
+        self._accused: tuple[RoundKey | None, dict[str, str]] = None, {}
         self._deadline = math.inf
         self._is_committing = False
 
@@ -221,20 +226,37 @@ class AllReduceRounds:
         """Count a peer that has staged the result durably; the last one commits it."""
         if not self._may_vote(island, incarnation, assignment_id):
             return []
+        self._broken_by.pop(island, None)
+        self.prepared_by[island] = prepared
+        return self._judge(now)
+
+    def _judge(self, now: float) -> list[DeciderInstruction]:
+        """Commit what all members have staged, or most, once all have voted.
+
+        So no member alone, be it broken or hostile, keeps the others from a version: it takes the
+        committed state from them. Of two members neither is most.
+        """
         assignment = self.assignment
         assert assignment is not None
-        for other, theirs in self.prepared_by.items():
-            if theirs != prepared:
-                reason = (
-                    f"islands {other!r} and {island!r} staged different results: the same diloco, "
-                    f"torch and policy must be in force everywhere"
-                )
-                return self._break(reason, now)
-        self.prepared_by[island] = prepared
-        if len(self.prepared_by) < len(assignment.members):
+        num_members = len(assignment.members)
+        num_open = num_members - len(self.prepared_by) - len(self._broken_by)
+        votes = Counter(self.prepared_by.values()).most_common(1)
+        most, num_most = votes[0] if votes else (None, 0)
+        if 2 * (num_most + num_open) <= num_members:
+            return self._break(self._disagreement(), now)
+        if num_open or most is None:
             return []
         self._deadline, self._is_committing = math.inf, True
-        return [Commit(assignment, prepared)]
+        return [Commit(assignment, most)]
+
+    def _disagreement(self) -> str:
+        if self._broken_by:
+            return "; ".join(self._broken_by.values())
+        staged = " and ".join(repr(island) for island in self.prepared_by)
+        return (
+            f"islands {staged} staged different results: the same diloco, torch and policy must be "
+            f"in force everywhere"
+        )
 
     def broken(
         self,
@@ -246,18 +268,32 @@ class AllReduceRounds:
         *,
         malformed: str = "",
     ) -> list[DeciderInstruction]:
-        """Expire an attempt whose result a member finds not usable; nothing moved.
+        """Count a member that finds the result not usable; where most do, the attempt expires.
 
-        If it names a contributor whose payload is `malformed`, that one alone is refused, and the
-        others' contributions are assigned again.
+        Where the others may still agree it contributes no more, for nobody else has the lanes that
+        it was to reduce: the rest is assigned again. So it is without a contributor whose payload
+        is said to be `malformed`. A member is believed so of one other in an attempt; one that
+        names a second is refused itself.
         """
         if not self._may_vote(island, incarnation, assignment_id):
             return []
         assert self.assignment is not None
+        key = self.rounds.key
+        of, accused = self._accused
+        accused = accused if of == key else {}
         reason = f"island {island!r}: {reason}"
         if self.assignment.contributor(malformed) is None:
-            return self._break(reason, now)
-        key = self.rounds.key
+            malformed = island
+        elif (first := accused.setdefault(island, malformed)) != malformed:
+            reason = f"island {island!r} calls {first!r} and {malformed!r} malformed"
+            malformed = island
+        if malformed == island:
+            self.prepared_by.pop(island, None)
+            self._broken_by[island] = reason
+            decided = self._judge(now)
+            if decided or self.assignment.contributor(island) is None:
+                return decided
+        self._accused = key, accused
         self._leave()
         return self._performed(self.rounds.malformed(key, {malformed: reason}, now), now)
 
@@ -316,7 +352,7 @@ class AllReduceRounds:
             close.refused,
             sum(self.rounds.participants.incarnations[member] for member in members),
         )
-        self.prepared_by, self._is_committing = {}, False
+        self.prepared_by, self._broken_by, self._is_committing = {}, {}, False
         self._deadline = now + self.rounds.rules.deadline_s
         return Assigned(self.assignment)
 
@@ -331,7 +367,7 @@ class AllReduceRounds:
         return self._performed(self.rounds.abandoned(key, missing, reason, now), now)
 
     def _leave(self) -> None:
-        self.assignment, self.prepared_by = None, {}
+        self.assignment, self.prepared_by, self._broken_by = None, {}, {}
         self._deadline, self._is_committing = math.inf, False
 
 
