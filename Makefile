@@ -2,7 +2,7 @@
 # again only when pyproject.toml or constraints.txt changed. Nothing is installed outside .venv.
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo docs test lint
+.PHONY: help install demo docs test lint package
 
 VENV = .venv
 BIN = $(VENV)/bin
@@ -17,6 +17,7 @@ help:
 	@echo 'make docs      write the reference: docstrings, commands, settings, to build/docs'
 	@echo 'make test      run the default test suite'
 	@echo 'make lint      run ruff and mypy'
+	@echo 'make package   build sdist and wheel into dist/, and check both'
 	@echo 'Another interpreter for a new $(VENV): make PYTHON=/path/to/python3.12 install'
 
 install: $(STAMP)
@@ -64,3 +65,13 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The wheel is built from the sdist, so that both are complete.
+package: $(STAMP)
+	@rm -rf dist
+	@echo '==> building sdist and wheel'
+	@$(BIN)/python -m build --no-isolation --outdir dist . > dist.log 2>&1 \
+	  || { cat dist.log; rm -f dist.log; exit 1; }
+	@rm -f dist.log
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from diloco.trainer.optimizers.optimizer import step_bound
     from diloco.trainer.state import mend_moments_
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AggregationError",
     "ConfigError",

@@ -441,5 +441,5 @@ def test_every_package_is_installed() -> None:
 
     folders = {source.package for source in sources()}
     assert set(installed) == folders | {"diloco.configs", "diloco.configs.links"}
-    assert setuptools["package-data"]["diloco.configs.links"] == ["*.toml"], "the link profiles"
+    assert setuptools["package-data"]["diloco.configs"] == ["**/*.toml"], "link profiles, say"
     assert folders <= modules(), "a folder that holds modules has no __init__.py"

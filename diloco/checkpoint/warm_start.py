@@ -34,6 +34,7 @@ from diloco.config.hugging_face import content_of, differences
 from diloco.config.model import ModelConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.extras import require
 from diloco.state_dir import StateDir
 from diloco.trainer.models.families import Shape, build_model, parameter_shapes, shape_of
 from diloco.trainer.models.hugging_face import StoredTensor, read_ours, read_shape, stored_tensors
@@ -144,6 +145,7 @@ def is_hub_model(named: str) -> bool:
 
 
 def _download(name: str) -> Path:
+    require(f"run.warm_start = {name!r}, a name of the hub,", "huggingface_hub")
     from huggingface_hub import snapshot_download  # slow, and seldom needed
 
     try:

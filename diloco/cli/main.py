@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from importlib.metadata import version
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+import diloco
 from diloco.cli.operate import operate, repair, replay
 from diloco.cli.research import (
     baseline,
@@ -28,6 +31,7 @@ from diloco.cli.research import (
 )
 from diloco.cli.run import certs, configuration, control, doctor, export, island, local, plan
 from diloco.errors import DilocoError
+from diloco.extras import EXTRA_OF, missing
 from diloco.launch.process.logs import log_to
 from diloco.state_dir import directory_in_place
 
@@ -35,9 +39,16 @@ app = typer.Typer(
     name="diloco",
     help="Train one language model on islands (datacenters, clusters, boxes) far apart.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(is_asked: bool) -> None:
+    """Print which diloco, Python and torch these are; torch is not loaded for it."""
+    if is_asked:
+        python = ".".join(map(str, sys.version_info[:3]))
+        typer.echo(f"diloco {diloco.__version__} (Python {python}, torch {version('torch')})")
+        raise typer.Exit
 
 
 @app.callback()
@@ -45,6 +56,15 @@ def _options(
     log_level: Annotated[
         str, typer.Option(help="Least severe log message shown: debug, info, warning or error.")
     ] = "warning",
+    is_version_asked: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version, also of Python and torch.",
+        ),
+    ] = False,
 ) -> None:
     """Train one language model on islands (datacenters, clusters, boxes) far apart.
 
@@ -171,7 +191,8 @@ _complete(app)
 def main() -> None:
     """Run the command line; an error of the product ends in its exit code and one message.
 
-    Anyone who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs.
+    An optional package that is not installed is such an error, whichever command needs it. Anyone
+    who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs.
     """
     try:
         app()
@@ -180,7 +201,15 @@ def main() -> None:
             raise
         sys.exit(128 + signal.SIGPIPE)
     except (DilocoError, IsADirectoryError) as problem:
-        error = directory_in_place(problem) if isinstance(problem, OSError) else problem
-        message = Text.assemble(("error: ", "bold red"), str(error))
-        Console(stderr=True).print(message, soft_wrap=True)
-        sys.exit(error.exit_code)
+        _end_with(directory_in_place(problem) if isinstance(problem, OSError) else problem)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        _end_with(missing(shlex.join(["diloco", *sys.argv[1:]]), package))
+
+
+def _end_with(error: DilocoError) -> NoReturn:
+    message = Text.assemble(("error: ", "bold red"), str(error))
+    Console(stderr=True).print(message, soft_wrap=True)
+    sys.exit(error.exit_code)

@@ -10,7 +10,6 @@ neither torch nor transformers.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.extras import require
 
 FAMILY = "hf"
 #: A key of a config.json; what is none could not be written as a bare key of TOML.
@@ -64,11 +64,7 @@ def with_config_json(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     model = raw.get("model")
     if not isinstance(model, Mapping) or model.get("family") != FAMILY:
         return raw
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            'model.family = "hf" needs the package transformers, which is not installed: '
-            "pip install 'diloco[hf]'"
-        )
+    require('model.family = "hf"', "transformers")
     model = {"transformers": installed_version(), **model}
     name, given = model.get("name", ""), model.get("hf_config", {})
     if not isinstance(given, Mapping) or "model_type" in given or not isinstance(name, str):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.config.data import SourceConfig
 from diloco.data.files import Kind, TextFile, check_command, find_files, kind_of, parts_of
 from diloco.errors import ConfigError
+from diloco.extras import require
 
 if TYPE_CHECKING:
     import datasets
@@ -177,10 +178,11 @@ def open_source(name: str, config: SourceConfig) -> Source:
     Raises:
         ConfigError: If it cannot be found or read, is empty, or has no such column.
     """
+    setting = f"data.sources.{name}"
+    require(setting, "datasets")
     import datasets
 
     datasets.disable_progress_bars()
-    setting = f"data.sources.{name}"
     return _open_hub(setting, config) if config.hub else _open_files(setting, config)
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from diloco.errors import ConfigError
+from diloco.extras import missing, require
 
 if TYPE_CHECKING:
     import tokenizers
@@ -123,9 +124,7 @@ def open_tokenizer(name: str, separator: str) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError as error:
-        raise ConfigError(
-            f'data.tokenizer = "{name}" needs the package tokenizers: pip install "diloco[hf]"'
-        ) from error
+        raise missing(f'data.tokenizer = "{name}"', "tokenizers") from error
     try:
         text = path.read_text()
         tokenizer = Implementation.from_str(text)
@@ -175,6 +174,7 @@ def _find(name: str) -> tuple[Path, Path | None]:
 
 
 def _download(name: str) -> tuple[Path, Path | None]:
+    require(f'data.tokenizer = "{name}", a name of the hub,', "huggingface_hub")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

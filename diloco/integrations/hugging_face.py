@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 
 from diloco.errors import ConfigError
+from diloco.extras import missing
 from diloco.integrations.other_trainers import (
     common_bound,
     follow_,
@@ -49,11 +50,8 @@ from diloco.telemetry.events import Event
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-except ModuleNotFoundError as missing:
-    raise ConfigError(
-        f"diloco.integrations.hugging_face needs the package {missing.name}, which is not "
-        f"installed: type pip install 'diloco[hf]'"
-    ) from missing
+except ModuleNotFoundError as absent:
+    raise missing("diloco.integrations.hugging_face", str(absent.name)) from absent
 
 _OUTER_FILES = "diloco-outer-*.safetensors"
 #: Metadata of such a file: the run checkpoint that it is a part of.

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import ConfigError
+from diloco.extras import missing
 from diloco.integrations.other_trainers import (
     common_bound,
     follow_,
@@ -46,11 +47,8 @@ try:
         ModelParallelStrategy,
         SingleDeviceStrategy,
     )
-except ModuleNotFoundError as missing:
-    raise ConfigError(
-        f"diloco.integrations.lightning needs the package {missing.name}, which is not installed: "
-        f"type pip install 'diloco[lightning]'"
-    ) from missing
+except ModuleNotFoundError as absent:
+    raise missing("diloco.integrations.lightning", str(absent.name)) from absent
 
 #: Strategies whose parameters the outer loop reads where the model has them.
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)

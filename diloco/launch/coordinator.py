@@ -48,6 +48,7 @@ from diloco.coordinator.operator_service import Operations
 from diloco.coordinator.run_status import RunStatus
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import AggregationError, ConfigError
+from diloco.extras import require
 from diloco.faults.process import wall_clock
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
@@ -416,7 +417,14 @@ async def _serving(
 async def _serving_metrics(
     config: Config, coordinator: Coordinator, protection: Protection, *, is_restart: bool
 ) -> AsyncIterator[None]:
-    """Serve metrics where the run asks for them."""
+    """Serve metrics where the run asks for them.
+
+    Raises:
+        ConfigError: If they cannot be served at the start of a run, here or by the syncers.
+    """
+    for name in ("coordinator_metrics", "syncer_metrics"):
+        if address := getattr(config.telemetry, name):
+            require(f"telemetry.{name} = {address}", "prometheus_client", "leave it out")
     if not config.telemetry.coordinator_metrics:
         yield
         return

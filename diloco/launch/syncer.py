@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,7 +61,6 @@ from diloco.state_dir import (
 )
 from diloco.syncer.reporter import HELLO_INTERVAL_S, Reporter, indexed_of
 from diloco.telemetry.events import Event
-from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 from diloco.telemetry.round_events import RoundExpired
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from diloco.transport.contracts import Transport
@@ -76,6 +75,7 @@ if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.syncer.rules import SyncerRules
     from diloco.syncer.syncer import Syncer
     from diloco.syncer.worker import Workers
+    from diloco.telemetry.protection import Protection
 
 logger = logging.getLogger(__name__)
 
@@ -254,28 +254,27 @@ async def _serve(
         logger.info("syncer serves, address=%s epoch=%d", address, epoch)
         # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
         warming = asyncio.create_task(workers.transfers.run(lambda: _warm_up(config, plan)))
-        metrics = MetricsServer(
-            of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
-            lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
-            setting="telemetry.syncer_metrics",
-            protection=metrics_protection(config, security),
-        )
         reporting = asyncio.create_task(reporter.run(syncer, address))
         verifying = asyncio.create_task(syncer.verify_stores())
         try:
-            await metrics.start(is_restart=bound != "")
-            await first_of(
-                syncer.ended.wait(),
-                stopping.wait(),
-                asyncio.shield(reporting),
-                end_when_unreachable(
-                    lambda: reporter.num_answers + syncer.num_calls,
-                    config.transport.unreachable.seconds,
-                ),
-            )
-            return await _end(syncer, reporter, stopping)
+            async with _serving_metrics(
+                of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
+                syncer,
+                epoch,
+                metrics_protection(config, security),
+                is_restart=bound != "",
+            ):
+                await first_of(
+                    syncer.ended.wait(),
+                    stopping.wait(),
+                    asyncio.shield(reporting),
+                    end_when_unreachable(
+                        lambda: reporter.num_answers + syncer.num_calls,
+                        config.transport.unreachable.seconds,
+                    ),
+                )
+                return await _end(syncer, reporter, stopping)
         finally:
-            await metrics.stop()
             await server.stop(_DRAIN_S)
             await syncer.stop()
             await reporter.drain(_LAST_REPORT_S)
@@ -284,6 +283,29 @@ async def _serve(
             await asyncio.gather(reporting, verifying, return_exceptions=True)
             events.close()
             await warming
+
+
+@contextlib.asynccontextmanager
+async def _serving_metrics(
+    address: str, syncer: Syncer, epoch: int, protection: Protection, *, is_restart: bool
+) -> AsyncIterator[None]:
+    """Serve metrics where the run asks for them."""
+    if not address:
+        yield
+        return
+    from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
+
+    metrics = MetricsServer(
+        address,
+        lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
+        setting="telemetry.syncer_metrics",
+        protection=protection,
+    )
+    try:
+        await metrics.start(is_restart=is_restart)
+        yield
+    finally:
+        await metrics.stop()
 
 
 async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.extras import import_for
 from diloco.telemetry.events import Event
 from diloco.telemetry.metrics import TOKENS_AXIS, Metrics
-from diloco.telemetry.packages import import_for
 
 if TYPE_CHECKING:  # seconds of imports, for those who want it
     from torch.utils.tensorboard import SummaryWriter
@@ -29,7 +29,8 @@ class TensorBoardSink:
         Raises:
             ConfigError: If TensorBoard is not installed.
         """
-        import_for("telemetry.tensorboard = true", "torch.utils.tensorboard", "diloco[tensorboard]")
+        setting = "telemetry.tensorboard = true"
+        import_for(setting, "torch.utils.tensorboard", "turn the setting off")
 
     def add_context(self, context: Mapping[str, Any]) -> None:
         """Drop it: TensorBoard knows scalars only."""

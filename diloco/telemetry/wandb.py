@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.extras import import_for
 from diloco.telemetry.events import Event
 from diloco.telemetry.metrics import INNER_STEP_AXIS, TOKENS_AXIS, Metrics
-from diloco.telemetry.packages import import_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class WandbSink:
             ConfigError: If wandb is not installed or refuses.
         """
         wanted, setting = self._wanted, f'telemetry.wandb.mode = "{self._wanted.mode}"'
-        self._wandb = wandb = import_for(setting, "wandb", "wandb")
+        self._wandb = wandb = import_for(setting, "wandb", "turn the setting off")
         try:
             self._run = wandb.init(
                 mode=wanted.mode,

@@ -266,11 +266,13 @@ def suite(
     RESULTS.md says why we think that a claim did not reproduce.
     """
     from diloco.cli.terminal.progress import counting, progress_console
+    from diloco.extras import require as require_package
     from diloco.report.rows import usable_cpus
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments
     from diloco.simulations.lab.results import run_suite, write_results
 
+    require_package("diloco lab suite, which draws its results,", "matplotlib")
     began, size = time.monotonic(), QUICK if quick else FULL
     experiments = load_experiments(names or [], size, is_quick=quick)
     console = progress_console(json_target)

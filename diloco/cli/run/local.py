@@ -309,6 +309,7 @@ def _show_end(
     from rich.console import Console
 
     from diloco.cli.terminal.progress import waiting
+    from diloco.extras import is_installed
     from diloco.report.summary import read_events
     from diloco.telemetry.plots import write_plots
 
@@ -323,11 +324,15 @@ def _show_end(
     path.write_text(json.dumps(values, indent=2) + "\n")
     if as_json:
         typer.echo(path.read_text())
-    with waiting(console, "drawing plots"):
-        plots = write_plots(events, state_dir / "plots")
+    plots: list[Path] = []
+    without = "; pip install 'diloco[plots]' has plots drawn, too"
+    if is_installed("matplotlib"):
+        without = ""
+        with waiting(console, "drawing plots"):
+            plots = write_plots(events, state_dir / "plots")
     console.print(summary.as_text(), highlight=False)
-    shown = ", ".join(map(str, [path, *plots]))
-    console.print(f"summary and plots: {shown}", highlight=False, soft_wrap=True)
+    shown, what = ", ".join(map(str, [path, *plots])), "summary and plots" if plots else "summary"
+    console.print(f"{what}: {shown}{without}", highlight=False, markup=False, soft_wrap=True)
     if summary.problems:
         said = f"The run has ended, but: {'; '.join(summary.problems)}"
         Console(stderr=True, markup=False).print(said, highlight=False, style="red", soft_wrap=True)

@@ -35,12 +35,15 @@ def writable(option: typer.CallbackParam, target: str) -> str:
 
 
 def _picture(option: typer.CallbackParam, target: str) -> str:
-    """Refuse what is no file of a format that pictures have."""
+    """Refuse what is no file of a format that pictures have, or cannot be drawn here."""
     from diloco.errors import ConfigError
+    from diloco.extras import require
 
     if target and Path(target).suffix not in _PICTURES:
         formats = ", ".join(_PICTURES)
         raise ConfigError(f"{option.opts[0]} {target}: give a path that ends with {formats}")
+    if target:
+        require(f"{option.opts[0]} {target}", "matplotlib")
     return writable(option, target)
 
 

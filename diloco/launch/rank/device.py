@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from diloco.config.compute import FLOAT8, Precision
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
+from diloco.extras import require
 from diloco.launch.rank.job import Job
 
 
@@ -65,13 +65,10 @@ def check_precision(precision: Precision, device: torch.device, *, island: str) 
         name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
     problem = capability_problem(precision, name, capability)
-    if not problem and importlib.util.find_spec("torchao") is None:
-        problem = (
-            "needs torchao, which is not installed: pip install 'diloco[float8]', or set it to "
-            '"bfloat16"'
-        )
+    setting = f'islands.{island}.precision = "{precision}"'
     if problem:
-        raise ConfigError(f'islands.{island}.precision = "{precision}": {problem}')
+        raise ConfigError(f"{setting}: {problem}")
+    require(setting, "torchao", 'set it to "bfloat16"')
 
 
 def check_async_tp(mesh: MeshConfig, device: torch.device, job: Job, *, island: str) -> None:
