@@ -1,4 +1,7 @@
-"""Islands without a coordinator, for tests of supervisors: their ranks meet, then wait for it."""
+"""Islands without a coordinator, for tests of supervisors: their ranks meet, then wait for it.
+
+Where nothing depends on what ranks do, they are idle ones.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,9 @@ tokens_per_inner_step = 128
 ranks = 1
 tokens_per_inner_step = 64
 """
+_REAL = ("-m", "diloco")
+#: Instead of it, where ranks need only live and die.
+IDLE = (str(Path(__file__).with_name("idle_ranks.py")),)
 #: Nobody listens there.
 NOBODY = "127.0.0.1:9"
 START_S = 90.0
@@ -63,14 +69,19 @@ class Site:
         return self.root / "out"
 
     def start(
-        self, island: str, *overrides: str, options: tuple[str, ...] = (), **environ: str
+        self,
+        island: str,
+        *overrides: str,
+        options: tuple[str, ...] = (),
+        program: tuple[str, ...] = _REAL,
+        **environ: str,
     ) -> subprocess.Popen[bytes]:
         arguments = ["island", "run.toml", "--island", island, "--coordinator", NOBODY]
         arguments += ["--output", "out", *options]
         arguments += [text for override in overrides for text in ("--set", override)]
         with open(self.root / f"said-{len(self.processes)}", "wb") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "diloco", *arguments],
+                [sys.executable, *program, *arguments],
                 cwd=self.root,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
                 stdout=said,

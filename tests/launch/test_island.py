@@ -13,6 +13,7 @@ import pytest
 
 from tests.launch.island_site import (
     END_S,
+    IDLE,
     NOBODY,
     START_S,
     Site,
@@ -25,6 +26,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
+ONE_RANK = ("islands.east.ranks=1", "islands.east.mesh={}")
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
@@ -34,7 +37,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def test_killed_ranks_are_started_again_until_the_budget_is_used_up(site: Site) -> None:
     supervisor = site.start(
-        "east", "islands.east.max_restarts=1", "islands.east.restart_wait=100ms"
+        "east", "islands.east.max_restarts=1", "islands.east.restart_wait=100ms", program=IDLE
     )
 
     before = site.wait_for_ranks(0, 1)
@@ -66,7 +69,7 @@ def test_ranks_end_when_their_supervisor_is_killed(site: Site) -> None:
 
 
 def test_terminated_island_ends_its_ranks_and_says_so(site: Site) -> None:
-    supervisor = site.start("east")
+    supervisor = site.start("east", program=IDLE)
     ranks = site.wait_for_ranks(0, 1)
 
     supervisor.terminate()
@@ -80,6 +83,7 @@ def test_terminated_island_ends_its_ranks_and_says_so(site: Site) -> None:
 def test_who_reached_nobody_is_started_again_whatever_the_budget(site: Site) -> None:
     supervisor = site.start(
         "east",
+        *ONE_RANK,
         "transport.unreachable=1s",
         "islands.east.max_restarts=1",
         "islands.east.restart_wait=10ms",
@@ -100,7 +104,9 @@ def test_who_reached_nobody_is_started_again_whatever_the_budget(site: Site) -> 
 
 
 def test_who_reached_nobody_and_is_never_to_be_started_again_ends_as_its_rank(site: Site) -> None:
-    supervisor = site.start("east", "transport.unreachable=1s", "islands.east.max_restarts=0")
+    supervisor = site.start(
+        "east", *ONE_RANK, "transport.unreachable=1s", "islands.east.max_restarts=0"
+    )
 
     said = site.end(supervisor, START_S + END_S)
 

@@ -10,11 +10,13 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.island_site import (
     END_S,
+    IDLE,
     START_S,
     Site,
     free_port,
@@ -40,14 +42,17 @@ def rdzv() -> str:
     return f"{FIRST_HOST}:{free_port(FIRST_HOST)}"
 
 
-def host(site: Site, rdzv: str, node_rank: int, *overrides: str) -> subprocess.Popen[bytes]:
+def host(
+    site: Site, rdzv: str, node_rank: int, *overrides: str, **how: Any
+) -> subprocess.Popen[bytes]:
     options = ("--nnodes", "2", "--node-rank", str(node_rank), "--rdzv", rdzv)
-    return site.start("east", "islands.east.restart_wait=100ms", *overrides, options=options)
+    wait = "islands.east.restart_wait=100ms"
+    return site.start("east", wait, *overrides, options=options, **how)
 
 
 def test_a_rank_killed_on_one_host_restarts_the_ranks_of_both(site: Site, rdzv: str) -> None:
     budget = "islands.east.max_restarts=1"
-    other, first = host(site, rdzv, 1, budget), host(site, rdzv, 0, budget)
+    other, first = (host(site, rdzv, node, budget, program=IDLE) for node in (1, 0))
     before = site.wait_for_ranks(0, 1)
 
     os.kill(before[1], signal.SIGKILL)
