@@ -155,7 +155,8 @@ def eventually(check: Callable[[], _T], what: str, within_s: float = 60) -> _T:
             last = str(error)
             return None
 
-    found = wait_until(checked, within_s, what=lambda: f"{what} {last}")
+    # A look is a connection of its own.
+    found = wait_until(checked, within_s, what=lambda: f"{what} {last}", every_s=0.2)
     assert found is not None
     return found
 

@@ -51,12 +51,21 @@ def wait_until(
     *,
     progress: Callable[[], object] | None = None,
     what: Callable[[], str] = str,
+    every_s: float = _LOOK_S,
 ) -> _T:
-    """Return the first true result of `check`; `what` says what is missing if there is none."""
+    """Return the first true result of `check`; `what` says what is missing if there is none.
+
+    Args:
+        check: Looked at every `every_s` seconds: more, where a look is work.
+        within_s: Of `Patience`.
+        progress: Of `Patience`.
+        what: For the message.
+        every_s: Between two looks.
+    """
     patience = Patience(within_s, progress)
     while not (result := check()):
         assert patience.left_s() > 0, f"not within {within_s:g} s {what()}"
-        time.sleep(_LOOK_S)
+        time.sleep(every_s)
     return result
 
 
