@@ -63,7 +63,7 @@ class Movement:
     """When a connection moved last, either way, in seconds of its loop's clock.
 
     Attributes:
-        at: That time; a message that has moved is noted by whoever waits for it.
+        at: That time; a message that has moved is noted by the one that waits for it.
         has_moved: Says whether a part of a message has moved since it was last asked, where that
             can be known; a message may need longer than a silence, or wait behind others.
     """
@@ -76,7 +76,7 @@ class Movement:
         """Wait for messages of one stream until the connection has been silent for so long.
 
         Where many streams share a line, the message of each may be long on its way; a stream that
-        is still `STILL` times as long is given up although others move. Whoever waits for several
+        is still `STILL` times as long is given up although others move. One that waits for several
         messages calls what is given as each has come.
 
         Raises:
