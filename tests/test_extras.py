@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
 
+import diloco
 from diloco.cli import main as command_line
 from diloco.errors import ConfigError
 from diloco.extras import EXTRA_OF, import_for, missing, require
@@ -173,3 +175,37 @@ def test_what_is_missing_and_no_extra_is_a_defect(monkeypatch: pytest.MonkeyPatc
 def test_the_names_are_those_of_packages() -> None:
     """Development has all extras; a name that cannot be imported would never be found missing."""
     assert [name for name in EXTRA_OF if find_spec(name) is None] == []
+
+
+def test_the_release_says_one_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+
+    assert f"\nversion: {diloco.__version__}\n" in citation
+    assert f"\n## [{diloco.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_version_is_shown_without_torch() -> None:
+    program = (
+        "import sys; from diloco.cli.main import app; app(['--version'], standalone_mode=False)"
+    )
+    heavy = {"grpc", "numpy", "pydantic", "torch"}
+
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{program}; print({heavy} & {{*sys.modules}})"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+    first, *loaded = shown.stdout.splitlines()
+    assert first.startswith(f"diloco {diloco.__version__} (Python "), shown.stderr
+    assert loaded == ["set()"], "commands import what they need when they run"
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"_DILOCO_COMPLETE": "complete_bash", "COMP_WORDS": "diloco st", "COMP_CWORD": "1"}
+
+    said = CliRunner().invoke(command_line.app, env=asked, prog_name="diloco").stdout
+
+    assert said.split() == ["status", "stop"]
