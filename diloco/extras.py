@@ -19,6 +19,7 @@ EXTRA_OF = {
     "huggingface_hub": "hf",
     "lightning": "lightning",
     "matplotlib": "plots",
+    "megatron": "megatron",
     "prometheus_client": "prometheus",
     "simpy": "sim",
     "tensorboard": "tensorboard",

@@ -26,10 +26,13 @@ MADE_OF_ONE = (
     "diloco.bench.outer_loop.codec",
     "diloco.integrations.hugging_face",
     "diloco.integrations.lightning",
+    "diloco.integrations.megatron",
     "diloco.integrations.torchtitan",
     "diloco.simulations",
     "diloco.telemetry.prometheus",
 )
+#: Packages that are imported by another name than they are installed by.
+IMPORTED_AS = {"megatron-core": "megatron"}
 #: Of extras, with packages that those bring.
 BROUGHT_ALONG = ("pandas", "pyarrow", "scipy", "yaml")
 
@@ -64,7 +67,7 @@ def pins(file: str) -> dict[str, str]:
 
 def test_each_optional_package_is_in_the_extra_that_its_message_names() -> None:
     declared = {
-        requirement.name.replace("-", "_"): extra
+        IMPORTED_AS.get(requirement.name, requirement.name.replace("-", "_")): extra
         for extra, requirements in extras().items()
         if extra not in ("all", "dev")
         for requirement in requirements

@@ -11,9 +11,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -220,11 +222,13 @@ def test_the_files_to_read_first_are_there() -> None:
         assert all(name == path and (page.parent / path).is_file() for name, path in files)
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    directory: Path, *arguments: str, env: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""`DiLoCoTrainer`: the outer loop inside a torchtitan `Trainer`. Needs a GPU.
+"""`DiLoCoTrainer`: the outer loop inside a torchtitan `Trainer`, which wants GPUs.
 
     config = ConfigManager().parse_args()
     with diloco.connect(diloco.load_config("run.toml", island="eu-west")) as connection:
@@ -7,8 +7,9 @@
         trainer.close()
 
 torchtitan's own loop goes on; the outer one joins after its load, steps after every `train_step`,
-saves where the run's checkpoints are due, and has the validator see the published parameters. The
-loss of every step is summed over the island for it, which waits for the device.
+saves where the run's checkpoints are due, and has the validator see the published parameters. In a
+decoupled run the learning rate follows the run's tokens, and checkpoints are numbered by the run.
+The loss of every step is summed over the island for it, which waits for the device.
 
 See `Trainer`, `CheckpointManager` and `Validator` of torchtitan 0.3.0; its API moves with every
 release, so no other version is accepted.
@@ -22,10 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.errors import ConfigError
 from diloco.integrations.other_trainers import (
     common_bound,
+    follow_,
+    followed,
     joined,
     num_kept_checkpoints,
     repair_state_,
@@ -45,7 +49,7 @@ def _check_torchtitan() -> None:
     """Refuse what this module cannot work with.
 
     Raises:
-        ConfigError: If torchtitan or a GPU is missing, or torchtitan is another version.
+        ConfigError: If torchtitan is missing, or another version.
     """
     wanted = f"pip install torchtitan=={VERSIONS[-1]}"
     try:
@@ -59,16 +63,18 @@ def _check_torchtitan() -> None:
             f"diloco.integrations.torchtitan is for torchtitan {', '.join(VERSIONS)}, and {found} "
             f"is installed, whose Trainer may call other things: {wanted}"
         )
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "diloco.integrations.torchtitan needs a GPU, and torch finds none: on CPUs use "
-            "diloco island, or the loop of diloco.DiLoCo (diloco/integrations/README.md)"
-        )
 
 
 _check_torchtitan()
 
 try:
+    from torchtitan.tools import utils as device_utils
+
+    if device_utils.device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "diloco.integrations.torchtitan needs a GPU, and torch finds none: on CPUs use "
+            "diloco island, or the loop of diloco.DiLoCo (diloco/integrations/README.md)"
+        )
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.trainer import Trainer
 except ModuleNotFoundError as missing_part:
@@ -116,6 +122,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
         check_shared_buffers(self.model_parts)
         self._connection, self._on_event = connection, on_event
         self._num_tokens = self._island_tokens()
+        self._followed: list[LambdaLR] = []  # schedulers that follow the tokens of a decoupled run
         self.checkpointer = RunCheckpoints(self, self.checkpointer)
         if config.validator.enable:
             self.validator = PublishedValidation(self, self.validator)
@@ -154,6 +161,8 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
             steps=self.config.training.steps,
             setting="training.steps",
         )
+        if self._connection.config.outer.is_on_arrival:
+            self._followed = followed(self.lr_schedulers.schedulers)
         manager.states[_OUTER] = outer  # it is a Stateful, whose names are those of lanes
         if outer.resume_step is not None:
             self.checkpointer.load_again(outer.resume_step)
@@ -166,6 +175,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
         elif self.step < outer.start_step:
             skip_to(outer.start_step, self.step, self.lr_schedulers.step)
             self.step = outer.start_step
+        follow_(self._followed, outer.schedule_step)
 
     # -- what torchtitan's loop calls --------------------------------------------------------------
 
@@ -176,6 +186,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
         super().train_step(data_iterator)
         self.outer.step(num_tokens=self._num_tokens, loss=self._island_loss(), bound=bound)
         repair_state_(self.optimizers.optimizers, self.outer.mend)
+        follow_(self._followed, self.outer.schedule_step)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         """Keep the loss of a micro-batch: torchtitan itself adds it up where it is logged."""
@@ -246,7 +257,7 @@ class RunCheckpoints:
             self.manager.load(resume_step)
         except FileNotFoundError as error:
             raise ConfigError(
-                f"the run is resumed at inner step {resume_step}, and torchtitan has no such "
+                f"the run is resumed at its checkpoint {resume_step}, and torchtitan has no such "
                 f"checkpoint: {error}; keep checkpoint.folder from one start to the next"
             ) from error
 
@@ -258,7 +269,7 @@ class RunCheckpoints:
         with outer.checkpointing():
             every, manager.interval = manager.interval, 1  # it saves at multiples of it
             try:
-                is_saved = bool(manager.save(curr_step))
+                is_saved = bool(manager.save(outer.checkpoint_number))
             finally:
                 manager.interval = every
             manager.maybe_wait_for_staging()
@@ -299,11 +310,6 @@ def check_fit(config: Trainer.Config, connection: Connection) -> None:
     """
     run, checkpoint = connection.config, config.checkpoint
     problems = []
-    if run.outer.is_on_arrival:
-        problems.append(
-            'outer.merge = "on_arrival": merged tokens end such a run, and torchtitan counts '
-            'steps: set outer.merge = "scheduled" in the run file'
-        )
     if not checkpoint.enable or checkpoint.load_only:
         problems.append(
             "checkpoint.enable = false or checkpoint.load_only = true: the run could neither be "

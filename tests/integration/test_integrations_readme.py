@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from safetensors.torch import load_file
@@ -29,6 +30,11 @@ DECOUPLED = {
     'preset = "streaming"': 'preset = "decoupled"\ngrace = "1s"',
     "every_inner_steps = 80": "every_tokens = 81920",
 }
+#: What a test shortens of what the page shows; as many outer steps.
+SHORTER = {
+    "inner_steps = 240": "inner_steps = 120",
+    "inner_steps_per_round = 10": "inner_steps_per_round = 5",
+}
 _HELD_OUT = re.compile(r"held-out loss ([\d.]+)")
 
 
@@ -41,12 +47,16 @@ class Example:
         package: What must be installed.
         tail: Lines after it that print the loss on held-out text.
         plain: What is replaced to make the plain trainer of it, with both islands' tokens.
+        by_torchrun: Ranks of each island that torchrun starts; 0: the script is started by itself.
+        saves: Whether it saves checkpoints of the run.
     """
 
     section: str
     package: str
     tail: str
     plain: tuple[tuple[str, str], ...]
+    by_torchrun: int = 0
+    saves: bool = True
 
 
 _OWN = (" :: 2]", " * 0 :]")  # the rows of both islands
@@ -69,7 +79,7 @@ class PlainOuter:
         self.inner_step += 1
 
     def finish(self):
-        Path("eu-west").mkdir()
+        Path("eu-west").mkdir(exist_ok=True)
 '''
 
 EXAMPLES = {
@@ -83,6 +93,7 @@ EXAMPLES = {
             ("callback = DiLoCoCallback(connection)", "callback = None"),
             ("callbacks=[callback]", "callbacks=[]"),
             ("per_device_train_batch_size=8", "per_device_train_batch_size=16"),
+            ("max_steps=config.most_inner_steps", "max_steps=config.run.inner_steps"),
         ),
     ),
     "accelerate": Example(
@@ -96,6 +107,20 @@ EXAMPLES = {
             ("batch_size=8", "batch_size=16"),
             ("\n\ndef loss_of", f"\n{_PLAIN_CLASS}\n\ndef loss_of"),
         ),
+    ),
+    "torchrun": Example(
+        "`torchrun`",
+        "torch",
+        'print("held-out loss", loss_of(held_out).item())',
+        (
+            _OWN,
+            _NO_CONNECTION,
+            _PLAIN_OUTER,
+            ("(16,)", "(32,)"),
+            ("\n\ndef loss_of", f"\n{_PLAIN_CLASS}\n\ndef loss_of"),
+        ),
+        by_torchrun=2,
+        saves=False,
     ),
     "lightning": Example(
         "Lightning",
@@ -112,12 +137,24 @@ EXAMPLES = {
 }
 
 
+def command(name: str, by_torchrun: int) -> list[str]:
+    """Return how a script is started: by itself, or as so many ranks by torchrun."""
+    ranks = f"--nproc-per-node={by_torchrun}"
+    torchrun = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", ranks]
+    return [*(torchrun if by_torchrun else []), f"{name}.py"]
+
+
+def script_below(section: str) -> str:
+    """Return the first script of a section of the page."""
+    _, _, rest = PAGE.read_text("utf-8").partition(f"\n## {section}\n")
+    script = re.search(r"^```python\n(.*?)^```$", rest, re.DOTALL | re.MULTILINE)
+    assert script is not None, section
+    return script[1]
+
+
 def script_of(example: Example) -> str:
     """Return the script of the page, with its tail."""
-    _, _, rest = PAGE.read_text("utf-8").partition(f"\n## {example.section}\n")
-    script = re.search(r"^```python\n(.*?)^```$", rest, re.DOTALL | re.MULTILINE)
-    assert script is not None, example.section
-    return f"{script[1]}{example.tail}\n"
+    return f"{script_below(example.section)}{example.tail}\n"
 
 
 def plain_of(example: Example) -> str:
@@ -142,7 +179,11 @@ def held_out(output: str) -> float:
     return float(found[1])
 
 
-def losses(directory: Path, scripts: Sequence[Sequence[str]]) -> list[float]:
+def losses(
+    directory: Path,
+    scripts: Sequence[Sequence[str]],
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> list[float]:
     """Run a coordinator and islands to their ends; return the losses that islands have printed."""
     coordinator = start(directory, "-m", "diloco", "coordinator", "run.toml")
     processes = [coordinator]
@@ -150,7 +191,7 @@ def losses(directory: Path, scripts: Sequence[Sequence[str]]) -> list[float]:
         assert coordinator.stdout is not None
         line = coordinator.stdout.readline()
         assert "listens on" in line, line + said_by(coordinator, 20)[0]
-        processes += [start(directory, *script) for script in scripts]
+        processes += [start(directory, *script, env=env) for script in scripts]
         outputs = []
         for process in reversed(processes):
             output, _ = said_by(process, 300)
@@ -163,43 +204,56 @@ def losses(directory: Path, scripts: Sequence[Sequence[str]]) -> list[float]:
     return [held_out(output) for output in outputs[:-1]]
 
 
-@pytest.mark.parametrize("kind", ["scheduled", "decoupled"])
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_script_of_the_page_trains_two_islands_as_well_as_a_plain_run(
-    tmp_path: Path, name: str, kind: str, record_property: Callable[[str, object], None]
-) -> None:
-    example = EXAMPLES[name]
-    pytest.importorskip(example.package)
-    write_text(tmp_path)
-    run_file, script = blocks(PAGE, "toml")[0], script_of(example)
-    if kind == "decoupled":
-        for scheduled, decoupled in DECOUPLED.items():
-            run_file = run_file.replace(scheduled, decoupled)
-    (tmp_path / "run.toml").write_text(run_file)
-    for island in ISLANDS:
-        (tmp_path / f"{island}.py").write_text(script.replace("eu-west", island))
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for file in ("run.toml", "text.txt"):
-        (plain / file).symlink_to(tmp_path / file)
-    (plain / "plain.py").write_text(plain_of(example))
-
-    found = losses(tmp_path, [[f"{island}.py"] for island in ISLANDS])
-    process = start(plain, "plain.py")
+def alone(
+    directory: Path, script: Sequence[str], env: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Run a script to its end; return what it has printed."""
+    process = start(directory, *script, env=env)
     try:
         output, _ = said_by(process, 300)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 0, output
+    return output
 
-    saved = [load_file(tmp_path / island / "model.safetensors") for island in ISLANDS]
-    assert all(saved[0][each].equal(saved[1][each]) for each in saved[0])
-    of_plain = held_out(output)
-    record_property("losses", f"{name}, {kind}: islands {found}, plain {of_plain}")
-    assert found[0] == found[1]
-    assert found[0] < of_plain + 0.4  # 24 outer steps are few
-    if kind == "scheduled":
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_script_of_the_page_trains_two_islands_as_well_as_a_plain_run(
+    tmp_path: Path, name: str
+) -> None:
+    example = EXAMPLES[name]
+    pytest.importorskip(example.package)
+    shown, script, found = blocks(PAGE, "toml")[0], script_of(example), {}
+    for page, test in SHORTER.items():
+        assert page in shown, page
+        shown = shown.replace(page, test)
+    shown = shown.replace("ranks = 1", f"ranks = {max(example.by_torchrun, 1)}")
+    if not example.saves:
+        shown = re.sub(r"\[checkpoint\]\n.*\n", "", shown)
+    for kind in ("scheduled", "decoupled", "plain"):
+        run_file = shown
+        if kind == "decoupled":
+            for scheduled, decoupled in DECOUPLED.items():
+                run_file = run_file.replace(scheduled, decoupled)
+        directory = tmp_path / kind
+        directory.mkdir()
+        write_text(directory)
+        (directory / "run.toml").write_text(run_file)
+        if kind == "plain":
+            (directory / "plain.py").write_text(plain_of(example))
+            found[kind] = held_out(alone(directory, command("plain", example.by_torchrun)))
+            continue
         for island in ISLANDS:
-            checkpoints = sorted(path.name for path in (tmp_path / island).glob("checkpoint-*"))
-            assert checkpoints == ["checkpoint-160", "checkpoint-80"]
+            (directory / f"{island}.py").write_text(script.replace("eu-west", island))
+        commands = [command(island, example.by_torchrun) for island in ISLANDS]
+        found[kind], other = losses(directory, commands)
+        assert found[kind] == other
+        saved = [load_file(directory / island / "model.safetensors") for island in ISLANDS]
+        assert all(saved[0][each].equal(saved[1][each]) for each in saved[0])
+        if kind == "scheduled" and example.saves:
+            checkpoints = [path.name for path in (directory / ISLANDS[0]).glob("checkpoint-*")]
+            assert checkpoints == ["checkpoint-80"]
+
+    (tmp_path / "losses").write_text(f"{name}: {found}")
+    assert max(found.values()) < found["plain"] + 0.4  # 24 outer steps are few
