@@ -56,6 +56,8 @@ class Deadlines:
 
 #: Silences for which a stream may be still while others of its connection move.
 STILL = 4
+#: Looks within a silence: of a pause of this process, no more than the time of one look counts.
+_LOOKS = 4
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -77,7 +79,8 @@ class Movement:
 
         Where many streams share a line, the message of each may be long on its way; a stream that
         is still `STILL` times as long is given up although others move. One that waits for several
-        messages calls what is given as each has come.
+        messages calls what is given as each has come. Time in which this loop had no turn is
+        nobody's silence: words that came meanwhile wait to be read.
 
         Raises:
             TimeoutError: If it was.
@@ -89,12 +92,16 @@ class Movement:
         def due() -> float:
             return min(max(began, self.at) + silence_s, began + STILL * silence_s)
 
-        def look() -> None:
-            nonlocal looking
-            if due() <= loop.time() and self.has_moved():
-                self.at = loop.time()
-            if due() > loop.time():
-                looking = loop.call_at(due(), look)
+        def look(planned: float) -> None:
+            nonlocal began, looking
+            now = loop.time()
+            missed_s = now - planned
+            began, self.at = began + missed_s, min(self.at + missed_s, now)
+            if due() <= now and self.has_moved():
+                self.at = now
+            if due() > now:
+                at = min(due(), now + silence_s / _LOOKS)
+                looking = loop.call_at(at, look, at)
             else:
                 looking = None
                 scope.reschedule(due())
@@ -104,7 +111,7 @@ class Movement:
             self.at = began = loop.time()
 
         async with asyncio.timeout(None) as scope:
-            look()
+            look(began)
             try:
                 yield moved
             finally:

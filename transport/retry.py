@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ async def retry(
     rng: random.Random,
     progress: Callable[[], int] = lambda: 0,
     moved: Callable[[], int] = lambda: 0,
+    *,
+    attempt_s: float = math.inf,
 ) -> _T:
     """Await `attempt()` until it succeeds, fails for good, or the budget is spent.
 
@@ -70,28 +73,33 @@ async def retry(
             long as its link needs.
         moved: Counts that of this call alone. What arrives damaged again and again is not asked for
             beyond the budget without it, however much else moves.
+        attempt_s: Of one attempt no more is counted: where it took longer, this process had no turn
+            for so long, and could not have heard an answer.
 
     Raises:
         TransportError: At once if it is not retryable; otherwise the last one, its message
             naming the number of attempts and the seconds spent.
     """
     loop = asyncio.get_running_loop()
-    started = moved_at = loop.time()
+    spent_s = still_s = 0.0  # since the last progress, and since something of this call moved
     cap_s = policy.first_wait_s
     num_attempts, done, own = 0, progress(), moved()
     while True:
         num_attempts += 1
+        began = loop.time()
         try:
             return await attempt()
         except TransportError as error:
             if not error.is_retryable:
                 raise
+            took_s = min(loop.time() - began, attempt_s)
+            spent_s, still_s = spent_s + took_s, still_s + took_s
             if progress() > done:
-                started, cap_s, done = loop.time(), policy.first_wait_s, progress()
+                spent_s, cap_s, done = 0.0, policy.first_wait_s, progress()
             if moved() > own:
-                moved_at, own = loop.time(), moved()
+                still_s, own = 0.0, moved()
             wait_s = rng.uniform(0.0, cap_s)
-            elapsed_s = loop.time() - (moved_at if error.is_damage else started)
+            elapsed_s = still_s if error.is_damage else spent_s
             if elapsed_s + wait_s >= policy.budget_s:
                 final = type(error)(
                     f"gave up after {num_attempts} attempts in {elapsed_s:.1f} s "
@@ -102,3 +110,4 @@ async def retry(
             _log.debug("attempt failed attempt=%d wait_s=%.3f: %s", num_attempts, wait_s, error)
         cap_s = min(cap_s * 2, policy.max_wait_s)
         await asyncio.sleep(wait_s)
+        spent_s, still_s = spent_s + wait_s, still_s + wait_s

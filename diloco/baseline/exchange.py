@@ -145,14 +145,16 @@ class ValueExchange:
             IslandFailed: If nothing at all came from the sender for too long.
         """
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        heard, silent_s = self._heard.get(sender), 0.0
         while key not in self._came[sender]:
             news = self._waiting[sender, key] = loop.create_future()
             try:
                 async with asyncio.timeout(_LOOK_S):
                     await news
             except TimeoutError:
-                silent_s = loop.time() - max(began, self._heard.get(sender, began))
+                silent_s += _LOOK_S  # by looking: while this process is frozen nobody is silent
+                if (last := self._heard.get(sender)) != heard:
+                    heard, silent_s = last, 0.0
                 if silent_s > self._bounds.silence_s:
                     reduction, chunk, _ = key
                     raise _gone(

@@ -199,7 +199,7 @@ class Registration:
                 another version.
             CoordinatorUnavailable: If it gave no answer, or no syncer appeared, in time.
         """
-        island, loop = self._island, asyncio.get_running_loop()
+        island = self._island
         request = JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             run=island.run,
@@ -213,7 +213,7 @@ class Registration:
             tokenizer_digest=island.tokenizer_digest,
             tokens_per_inner_step=island.tokens_per_inner_step,
         ).SerializeToString()
-        until = loop.time() + self._policy.budget_s
+        waited_s = 0.0
         while True:
             reply = JoinReply.FromString(await self._call("control.join", request, self._policy))
             if reply.status != JOIN_STATUS_ACCEPTED:
@@ -226,13 +226,14 @@ class Registration:
             self._grant.CopyFrom(reply.grant)
             if reply.syncers or not island.needs_syncer:
                 return reply
-            if loop.time() > until:
+            if waited_s > self._policy.budget_s:
                 raise CoordinatorUnavailable(
                     f"the coordinator at {self._transport.peer} accepted island "
                     f"{island.island_id!r}, but its syncers did not all register within "
                     f"{self._policy.budget_s:g} s: see the coordinator's log"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
+            waited_s += _ASK_AGAIN_S
 
     def start_reporting(
         self,
@@ -413,7 +414,7 @@ class Registration:
             return reply.header
 
         try:
-            return await retry(attempt, policy, self._rng)
+            return await retry(attempt, policy, self._rng, attempt_s=self._rpc_deadline_s)
         except (HandlerFailed, OutOfRange) as error:
             peer, log = f"the coordinator at {self._transport.peer}", "the coordinator's log"
             raise program_error(error, peer, method, log, self._island.island_id) from error

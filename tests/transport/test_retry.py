@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.calls.loopback import VirtualClockLoop, run_virtual
 from diloco.transport.errors import ConnectError, HandlerFailed, PeerReset, TransportError
 from diloco.transport.retry import RetryPolicy, retry
 
@@ -102,3 +102,23 @@ def test_no_budget_is_one_attempt() -> None:
 def test_a_policy_that_cannot_be_waited_is_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         RetryPolicy(**values)
+
+
+def test_time_in_which_this_process_had_no_turn_is_not_of_the_budget() -> None:
+    """As of a machine that slept: the peer may be as well as ever."""
+
+    async def run() -> int:
+        num_attempts, loop = 0, asyncio.get_running_loop()
+        assert isinstance(loop, VirtualClockLoop)
+
+        async def attempt() -> int:
+            nonlocal num_attempts
+            num_attempts += 1
+            if num_attempts < 4:
+                loop._jumping.now += 3600.0
+                raise PeerReset("the connection did not outlive it")
+            return num_attempts
+
+        return await retry(attempt, RetryPolicy(budget_s=60.0), Highest(), attempt_s=5.0)
+
+    assert run_virtual(run()) == 4

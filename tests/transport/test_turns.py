@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from diloco.transport.calls.loopback import run_virtual
+from diloco.transport.calls.loopback import VirtualClockLoop, run_virtual
 from diloco.transport.deadlines import STILL, Movement
 from diloco.transport.framing import WHOLE_BYTES
 from diloco.transport.shaping.turns import MOVE_S, START_BYTES, LineTurns, RateMeter, may_begin
@@ -107,3 +107,40 @@ def test_a_stream_is_silent_when_its_connection_is_and_after_some_silences_of_it
         return [await silent_after(moves) for moves in ([], [6.0, 9.0], [5.0] * 100)]
 
     assert run_virtual(run()) == pytest.approx([10.0, 25.0, 10.0 * STILL])
+
+
+def test_time_in_which_the_loop_had_no_turn_is_nobodys_silence() -> None:
+    """As of a process that was suspended: what came meanwhile is read after it."""
+
+    async def run() -> float:
+        movement, loop = Movement(), asyncio.get_running_loop()
+        assert isinstance(loop, VirtualClockLoop)
+
+        async def pause() -> None:
+            await asyncio.sleep(1.0)
+            loop._jumping.now += 1000.0
+
+        pausing, began = asyncio.create_task(pause()), loop.time()
+        with pytest.raises(TimeoutError):
+            async with movement.within(10.0):
+                await asyncio.sleep(1e6)
+        await pausing
+        return loop.time() - began - 1000.0
+
+    # Of the pause the rest of the time to the next look counts.
+    assert 10.0 - 2.5 <= run_virtual(run()) <= 10.0
+
+
+def test_bytes_that_cross_are_no_silence() -> None:
+    async def run(num_moves: int) -> float:
+        moves, loop = iter([True] * num_moves), asyncio.get_running_loop()
+        movement, began = Movement(has_moved=lambda: next(moves, False)), loop.time()
+        with pytest.raises(TimeoutError):
+            async with movement.within(10.0) as moved:
+                await asyncio.sleep(5.0)
+                moved()
+                await asyncio.sleep(1e6)
+        return loop.time() - began
+
+    silences = [run_virtual(run(num)) for num in (0, 1, 100)]
+    assert silences == pytest.approx([15.0, 25.0, 5.0 + 10.0 * STILL])

@@ -243,6 +243,7 @@ class RetriedCalls:
                     self._rng,
                     lambda: progress.count() + len(call.untold),
                     lambda: call.transfer.moved_bytes,
+                    attempt_s=call.deadline_s,
                 )
             except TransportError as error:
                 left_s = self._policy.budget_s - self._reach.since_another_s(self)

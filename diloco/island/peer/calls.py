@@ -116,15 +116,13 @@ class PeerCalls:
         Raises:
             CoordinatorUnavailable: If no answer came within the policy's budget.
         """
-        header = _addressed(request, self._grant)
+        header, deadline_s = _addressed(request, self._grant), self._rpc_deadline_s + wait_s
 
         async def attempt() -> Reply:
-            return await self._decider.call(
-                method, header, deadline_s=self._rpc_deadline_s + wait_s
-            )
+            return await self._decider.call(method, header, deadline_s=deadline_s)
 
         try:
-            return await retry(attempt, self._policy, self._rng)
+            return await retry(attempt, self._policy, self._rng, attempt_s=deadline_s)
         except TransportError as error:
             raise CoordinatorUnavailable(
                 f"the coordinator at {self._decider.peer}, which decides the rounds, failed at "
