@@ -283,7 +283,31 @@ class IslandService:
             rules = self._run_status.terms.judging
             self._keep(membership.voted(island, each.checkpoint, each.nats_per_byte, rules))
         if request.has_hold:
-            self._keep(membership.promise(island, request.hold_step))
+            self._take_promise(island, request.hold_step)
+
+    def _take_promise(self, island: str, hold_step: int) -> None:
+        """Record the inner step that an island will not pass unasked, once that can be true.
+
+        All stop after the largest: one that lies would keep a stop from its end. It is said again
+        with each report, and those of the others may be older.
+        """
+        membership = self._membership
+        lead = membership.members.rules.most_lead_steps
+        others = [
+            self._last_inner_step(other)
+            for other in membership.members.counted
+            if other != island and membership.members.lease_of(other) is Lease.ACTIVE
+        ]
+        if lead and others and hold_step > max(others) + lead:
+            logger.warning(
+                "island %s says that it can stop after inner step %d, which is not taken: it waits "
+                "for the others at every merge, and they have come to %d; should it go on to say "
+                "so, the stop goes on without it after diloco kick HOST:PORT %s",
+                island, hold_step, max(others), island,
+            )  # fmt: skip
+            self._run_status.refused(island, Cause.BOUNDS)
+            return
+        self._keep(membership.promise(island, hold_step))
 
     def _take_positions(self, island: str, position_json: str) -> str:
         """Record how far an island's text is drawn; returns its slots where they are news.
@@ -360,16 +384,16 @@ class IslandService:
         membership, island = self._membership, grant.island
         if membership.members.lease_of(island) is Lease.KICKED:
             return membership.members.kicked_text(island)
-        if grant.incarnation == membership.members[island].incarnation:
-            return (
-                f"the certificates of island {island!r} were revoked while it was at work: start "
-                f"it again with new ones (diloco certs issue island/{island})"
-            )
         if grant.timeline != membership.timeline:
             return (
                 f"the run was resumed from {membership.checkpoint_name(membership.resume_step)} "
                 f"(timeline {membership.timeline}), this start belongs to timeline "
                 f"{grant.timeline}: start island {island!r} again"
+            )
+        if grant.incarnation == membership.members[island].incarnation:
+            return (
+                f"the certificates of island {island!r} were revoked while it was at work: start "
+                f"it again with new ones (diloco certs issue island/{island})"
             )
         return (
             f"a newer start of island {island!r} has joined, and has taken the place of this "

@@ -525,6 +525,35 @@ def test_every_live_key_is_a_policy_of_the_schema(config_of) -> None:
     assert json.loads(policy_json(config_of(*ELASTIC))).keys() >= LIVE_KEYS.keys()
 
 
+def test_a_promise_to_stop_far_beyond_the_others_is_not_taken(tmp_path: Path, config_of) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        for grant in (east, west):
+            await coord.report(grant, inner_step=10)
+        assert (await coord.operate("stop", checkpoint="true")).is_done
+        await coord.report(east, inner_step=11, has_hold=True, hold_step=12)
+        most = 11 + coord.membership.members.rules.most_lead_steps
+
+        told = await coord.report(west, inner_step=most, has_hold=True, hold_step=most + 1)
+        assert told.hold and not told.has_stop_step
+        assert (await coord.operate("kick", island="west")).is_done
+        told = await coord.report(east, inner_step=12)
+        assert (told.has_stop_step, told.stop_step) == (True, 12)
+
+    async def honest(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        assert (await coord.operate("stop", checkpoint="true")).is_done
+        await coord.report(west, inner_step=100, has_hold=True, hold_step=101)
+        await coord.report(east, inner_step=99, has_hold=True, hold_step=101)
+        told = await coord.report(west, inner_step=101, has_hold=True, hold_step=101)
+        assert (told.has_stop_step, told.stop_step) == (True, 101), "its own word came first"
+
+    config = config_of("run.inner_steps=100000")
+    for name, each in (("lie", story), ("honest", honest)):
+        (tmp_path / name).mkdir()
+        tell(tmp_path / name, each, config=config)
+
+
 # -- certificates ----------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ class MembershipRules:
         on_member_lost: What becomes of a run whose islands are fixed when one stays away.
         most_step_tokens: Largest batch that an island may declare; 0: any.
         total_tokens: That end the run, where it is elastic; 0: not known.
+        most_lead_steps: Inner steps that an island can be ahead of all others; 0: any.
     """
 
     is_elastic: bool = False
@@ -51,6 +52,7 @@ class MembershipRules:
     on_member_lost: Literal["stop", "wait", "shrink"] = "stop"
     most_step_tokens: int = 0
     total_tokens: int = 0
+    most_lead_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

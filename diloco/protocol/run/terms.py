@@ -10,6 +10,10 @@ from diloco.protocol.run.candidates import JudgeRules
 from diloco.protocol.run.members import MembershipRules
 from diloco.protocol.run.peer_bounds import most_step_tokens_of
 
+#: Rounds that an island can be ahead of all others, where it waits for them: with room for what
+#: has not been reported yet.
+_LEAD_ROUNDS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -55,6 +59,10 @@ def terms_of(config: Config) -> Terms:
             on_member_lost=outer.on_member_lost,
             most_step_tokens=most_step_tokens_of(config),
             total_tokens=total_tokens,
+            # It waits at every merge; of attempts that expire the third in a row ends the run.
+            most_lead_steps=_LEAD_ROUNDS * outer.inner_steps_per_round
+            if not outer.is_on_arrival and outer.on_member_lost == "stop"
+            else 0,
         ),
         judging=JudgeRules(
             config.evaluation.max_rise,
