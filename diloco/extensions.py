@@ -80,7 +80,7 @@ def extension(group: str, name: str, own: Collection[str]) -> Extension | None:
     added = [each for each in extensions(group) if each.name == name]
     what = KINDS[group]
     if added and (len(added) > 1 or name in own):
-        owners = ["diloco", *(each.package for each in added)][name not in own :]
+        owners = [*(["diloco"] if name in own else []), *(each.package for each in added)]
         raise ConfigError(
             f"{what} {name!r} is added by {' and '.join(owners)}, so that nobody knows which is "
             f"meant: uninstall one ({added[-1].package.split()[0]}), or ask its authors for "
