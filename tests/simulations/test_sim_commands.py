@@ -64,13 +64,14 @@ def test_every_key_of_a_scenario_is_a_flag_of_both_commands() -> None:
         assert "[default: 1e9]" in page and "[default: 1Gbit/s]" in page
 
 
-def test_a_scenario_of_ten_thousand_layers_is_counted_while_it_lasts() -> None:
+@pytest.mark.parametrize("layers", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_scenario_of_thousands_of_layers_is_counted_while_it_lasts(layers: int) -> None:
     done: list[tuple[int, int]] = []
-    scenario = Scenario(method="streaming", layers=10_000, params=1e10, inner_steps_per_round=50)
+    scenario = Scenario(method="streaming", layers=layers, params=1e10, inner_steps_per_round=50)
 
     figures = simulate(scenario, rounds=2, on_progress=lambda *of: done.append(of))
 
-    # 3,333 fragments, 67 sent at once: it was minutes while every step asked each of them.
+    # 10,000 are 3,333 fragments, 67 sent at once: minutes, while every step asked each of them.
     assert done == [(step, 100) for step in range(1, 101)]
     assert figures.bits_up == pytest.approx(1e10 * 16)
 
