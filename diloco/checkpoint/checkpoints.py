@@ -115,7 +115,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
     except OSError as error:
         raise ConfigError(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path / MANIFEST} is damaged: {error!r}") from error
 
 
@@ -228,6 +228,25 @@ class Checkpoint:
     def inner_step(self) -> int:
         """Completed inner steps."""
         return int(self.manifest["inner_step"])
+
+    def check_owner(self, run: str, island: str) -> None:
+        """Refuse what was written for another run, island or step, and copied here.
+
+        Its files are whole, but its text would be drawn twice, or its moments be another's.
+
+        Raises:
+            ConfigError: Saying whose it is.
+        """
+        said = self.manifest
+        step = said.get("cut") or self.inner_step
+        found = said.get("run", run), said.get("island", island), step
+        if found != (run, island, self.step):
+            raise ConfigError(
+                f"{self._parts.parent} is not the checkpoint of {self.step} of island {island} in "
+                f"run {run!r}: it was written as that of {step} of island {found[1]} in run "
+                f"{found[0]!r}. Bring its own back from a copy or mirror, or resume another: "
+                f"diloco coordinator RUN.toml --resume --at STEP"
+            )
 
     def read(self, section: str, name: str) -> Tensor:
         """Return a parameter, moment or published value by canonical name.

@@ -465,6 +465,7 @@ class IslandCheckpoints:
                 share=(self._island_rank, self._num_ranks),
                 on_progress=progress_bar(f"verifying the checkpoint of step {step}", logger.info),
             )
+            checkpoint.check_owner(self._config.run.name, self._config.island_id)
         except ConfigError as error:
             problem = str(error)
         check_all_ranks(self._group, problem, error=ConfigError)

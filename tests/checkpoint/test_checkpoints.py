@@ -62,6 +62,28 @@ def test_what_was_written_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], outer[name]) for name in outer)
 
 
+def test_a_checkpoint_of_another_island_step_or_run_is_not_ones_own(tmp_path: Path) -> None:
+    Trained().write(tmp_path, 120)
+    own = Checkpoint.open(tmp_path, ISLAND, 120)
+    run = str(own.manifest.get("run", "test"))
+    own.check_owner(run, ISLAND)
+    shutil.copytree(tmp_path / ISLAND, tmp_path / "west")
+    shutil.copytree(step_directory(tmp_path, ISLAND, 120), step_directory(tmp_path, ISLAND, 140))
+
+    for island, step in (("west", 120), (ISLAND, 140)):
+        with pytest.raises(
+            ConfigError, match=rf"is not the .* written as that of 120 of .*{ISLAND}"
+        ):
+            Checkpoint.open(tmp_path, island, step).check_owner(run, island)
+    manifest = step_directory(tmp_path, ISLAND, 120) / MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "run": "other"}))
+    with pytest.raises(ConfigError, match="in run 'other'"):
+        Checkpoint.open(tmp_path, ISLAND, 120).check_owner("test", ISLAND)
+    manifest.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is damaged: RecursionError"):
+        Checkpoint.open(tmp_path, ISLAND, 120)
+
+
 def test_anchors_are_read_as_parameters(tmp_path: Path) -> None:
     trained = Trained()
     trained.write(tmp_path, 1)
