@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from diloco.bench.syncer.control_plane import serving
+from diloco.bench.syncer.control_plane import SyncerProcess, serving
 from diloco.bench.syncer.publish import PublishSetting, _receive
 from diloco.bench.syncer.syncer import SETTING, SyncerSetting, run
 from diloco.errors import CoordinatorUnavailable, DilocoError
@@ -68,6 +72,33 @@ def test_a_syncer_that_does_not_start_is_quoted(tmp_path: Path) -> None:
         serving(state),
     ):
         pass
+
+
+BUSY = """
+import sys, subprocess
+sys.stdin.readline()
+work = "import time; until = time.process_time() + 0.5\\nwhile time.process_time() < until: pass"
+subprocess.run([sys.executable, "-c", work], check=True)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_syncer_is_at_rest_once_it_and_its_children_spend_nothing() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        syncer = SyncerProcess(process.pid)
+        with pytest.raises(DilocoError, match=f"process {process.pid}.* had work to do for 0 s"):
+            asyncio.run(syncer.settle(within_s=0.0))
+
+        asyncio.run(syncer.settle())
+
+        assert select.select([process.stdout], [], [], 0.0)[0], "its child has ended"
+        process.kill()
 
 
 @pytest.mark.timeout(300)

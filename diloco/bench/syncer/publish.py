@@ -59,7 +59,7 @@ _PARTS = ("encode_ms", "arrive_ms", "merge_ms", "commit_ms", "announce_ms")
 
 PUBLISH_COLUMNS = (
     Column("row", ""),
-    *(Column(part, part.removesuffix("_ms"), ".1f") for part in _PARTS),
+    *(Column(part, f"{part.removesuffix('_ms')}, ms", ".1f") for part in _PARTS),
     Column("total_ms", "fastest, ms", ".1f"),
     Column("median_ms", "median, ms", ".1f"),
     Column("of_codecs", "/alone", ".2f"),

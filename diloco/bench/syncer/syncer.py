@@ -5,7 +5,8 @@ islands, all in this process, send contributions that were encoded beforehand, s
 time, all lanes of one at once, over a connection each. What the syncer spends on a round is all it
 does: receive, verify, spool, decode, sum, outer step, encode, write the record, publish. Its CPU
 seconds count, so other load on the machine does less harm; memory is the high-water mark of its
-resident set.
+resident set. Measured are the rounds after the first, once the syncer has come to rest: it compiles
+its codec meanwhile.
 
 In the row of a small spool all islands send at once, and only the syncer bounds what is in memory:
 as many bytes as its spool holds may arrive, and a lane that waits for its turn waits at its island,
@@ -340,6 +341,7 @@ async def _rounds(
     await asyncio.gather(*(island.join() for island in islands))
     idle_bytes = process.resident_bytes()
     await one(0)
+    await process.settle()
     process.forget_peak()
     before, began = process.spent(), time.monotonic()
     for version in range(1, num_rounds + 1):
