@@ -126,7 +126,7 @@ class JoinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "cut", "transfer", "alarms", "held_out")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "left_s", "cut", "transfer", "alarms", "held_out")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class ReportRequest(_message.Message):
     CHECKPOINT_STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     POSITION_JSON_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
@@ -167,11 +168,12 @@ class ReportRequest(_message.Message):
     checkpoint_steps: _containers.RepeatedScalarFieldContainer[int]
     step_s: float
     position_json: str
+    left_s: float
     cut: CutPart
     transfer: TransferPart
     alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
     held_out: _containers.RepeatedCompositeFieldContainer[HeldOut]
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferPart, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., left_s: _Optional[float] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferPart, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
 
 class Alarm(_message.Message):
     __slots__ = ("kind", "island", "fragment_id", "text", "count")
@@ -244,7 +246,7 @@ class CutPart(_message.Message):
     def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., inner_step: _Optional[int] = ..., text_json: _Optional[str] = ..., is_being_written: _Optional[bool] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut", "transfer", "provide")
+    __slots__ = ("stop", "reason", "exit_code", "hold", "has_stop_step", "stop_step", "checkpoint_steps", "policy_json", "policy_revision", "drain", "claims_json", "cut", "is_last_cut", "transfer", "away", "provide")
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +261,7 @@ class ReportReply(_message.Message):
     CUT_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_CUT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
     PROVIDE_FIELD_NUMBER: _ClassVar[int]
     stop: bool
     reason: str
@@ -274,32 +277,37 @@ class ReportReply(_message.Message):
     cut: int
     is_last_cut: bool
     transfer: TransferAnswer
+    away: _containers.RepeatedScalarFieldContainer[str]
     provide: int
-    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ..., transfer: _Optional[_Union[TransferAnswer, _Mapping]] = ..., provide: _Optional[int] = ...) -> None: ...
+    def __init__(self, stop: _Optional[bool] = ..., reason: _Optional[str] = ..., exit_code: _Optional[int] = ..., hold: _Optional[bool] = ..., has_stop_step: _Optional[bool] = ..., stop_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., policy_json: _Optional[str] = ..., policy_revision: _Optional[int] = ..., drain: _Optional[bool] = ..., claims_json: _Optional[str] = ..., cut: _Optional[int] = ..., is_last_cut: _Optional[bool] = ..., transfer: _Optional[_Union[TransferAnswer, _Mapping]] = ..., away: _Optional[_Iterable[str]] = ..., provide: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped")
+    __slots__ = ("protocol_version", "grant", "exit_code", "reason", "is_stopped", "is_early")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     IS_STOPPED_FIELD_NUMBER: _ClassVar[int]
+    IS_EARLY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     exit_code: int
     reason: str
     is_stopped: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., exit_code: _Optional[int] = ..., reason: _Optional[str] = ..., is_stopped: _Optional[bool] = ...) -> None: ...
+    is_early: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., exit_code: _Optional[int] = ..., reason: _Optional[str] = ..., is_stopped: _Optional[bool] = ..., is_early: _Optional[bool] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("protocol_version",)
+    __slots__ = ("protocol_version", "watches")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WATCHES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
-    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+    watches: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., watches: _Optional[bool] = ...) -> None: ...
 
 class IslandStatus(_message.Message):
     __slots__ = ("island", "incarnation", "last_report", "report_age_s", "island_slot", "lease", "lease_left_s")
@@ -364,7 +372,7 @@ class RefusalCount(_message.Message):
     def __init__(self, service: _Optional[str] = ..., island: _Optional[str] = ..., cause: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers", "alarms")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers", "alarms", "exit_code", "away")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +391,8 @@ class StatusReply(_message.Message):
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SYNCERS_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -401,7 +411,9 @@ class StatusReply(_message.Message):
     total_tokens: int
     syncers: _containers.RepeatedCompositeFieldContainer[SyncerStatus]
     alarms: _containers.RepeatedCompositeFieldContainer[AlarmStatus]
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ..., alarms: _Optional[_Iterable[_Union[AlarmStatus, _Mapping]]] = ...) -> None: ...
+    exit_code: int
+    away: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ..., alarms: _Optional[_Iterable[_Union[AlarmStatus, _Mapping]]] = ..., exit_code: _Optional[int] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncerStatus(_message.Message):
     __slots__ = ("syncer_id", "address", "syncer_epoch", "fragment_ids", "age_s")

@@ -115,10 +115,8 @@ class CoordinatorInMemory:
         request = control.ReportRequest(grant=grant, **fields)
         return control.ReportReply.FromString(await self.call("report", request))
 
-    async def leave(
-        self, grant: control.Grant, *, exit_code: int = 0, is_stopped: bool = False
-    ) -> None:
-        request = control.LeaveRequest(grant=grant, exit_code=exit_code, is_stopped=is_stopped)
+    async def leave(self, grant: control.Grant, **fields: Any) -> None:
+        request = control.LeaveRequest(grant=grant, **fields)
         await self.call("leave", request)
 
     async def round_report(

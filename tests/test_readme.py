@@ -7,6 +7,7 @@ against a coordinator.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
 import diloco
 from diloco.cli.main import app
@@ -35,6 +37,7 @@ TOP = ("configs", "diloco", "protos", "simulations", "tests", "transport")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for top in TOP for page in (ROOT / top).rglob("*.md"))])
 LOOPS = {README: "own-loop.toml", ROOT / "diloco" / "island" / "README.md": "run.toml"}
 ISLANDS = ("eu-west", "us-east")
+TRACED = "\n[telemetry]\nprofile = { num_steps = 2, start_step = 5 }\n"
 SESSION = ROOT / "diloco" / "island" / "session.py"
 #: What looks like a key of a run file: a method of the wire, names in certificates, torchtitan's.
 OTHER_NAMES = frozenset(
@@ -235,14 +238,32 @@ def start(
     )
 
 
+def check_recorded(directory: Path) -> None:
+    """Check what a run leaves whose loops are the users': the same as `diloco local` does."""
+    result = CliRunner().invoke(app, ["report", LOOPS[README]])
+    assert result.exit_code == 0, result.output
+    state = directory / "runs" / "own-loop"
+    summary = json.loads((state / "summary.json").read_text())
+    assert (summary["are_digests_equal"], summary["are_versions_recomputed"]) == (True, True)
+    assert [(i["island"], i["num_steps"]) for i in summary["islands"]] == [(i, 60) for i in ISLANDS]
+    assert sorted(path.name for path in (state / "plots").iterdir()) == ["loss.png", "timeline.png"]
+    for island in ISLANDS:
+        assert (state / "telemetry" / "traces" / f"{island}-0-steps-6-7.json.gz").exists()
+        lines = (state / "telemetry" / f"events-{island}-0.jsonl").read_text().splitlines()
+        told = [event for event in map(json.loads, lines) if event["kind"] == "inner_step"]
+        assert all(0 < event["loss"] < 3 for event in told)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", LOOPS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_loop_of_a_page_trains(tmp_path: Path, page: Path) -> None:
+def test_the_loop_of_a_page_trains(
+    tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_file, (script,) = LOOPS[page], blocks(page, "python")
     shown = blocks(page, "toml") or [
         (ROOT / "configs" / "examples" / "2-own-loop" / run_file).read_text()
     ]
-    (tmp_path / run_file).write_text(shown[0])
+    (tmp_path / run_file).write_text(shown[0] + TRACED)
     assert 'island="eu-west"' in script
     for island in ISLANDS:
         (tmp_path / f"{island}.py").write_text(script.replace("eu-west", island))
@@ -267,3 +288,6 @@ def test_the_loop_of_a_page_trains(tmp_path: Path, page: Path) -> None:
     for island in ISLANDS:
         found = sorted(path.stem for path in tmp_path.glob(f"{island}-[0-9]*.pt"))
         assert found == [f"{island}-{step}" for step in kept]
+    if page == README:
+        monkeypatch.chdir(tmp_path)
+        check_recorded(tmp_path)

@@ -29,7 +29,17 @@ from diloco.cli.research import (
     sim_utilization,
     sim_validate,
 )
-from diloco.cli.run import certs, configuration, control, doctor, export, island, local, plan
+from diloco.cli.run import (
+    certs,
+    configuration,
+    control,
+    doctor,
+    export,
+    island,
+    local,
+    plan,
+    report,
+)
 from diloco.errors import DilocoError
 from diloco.extras import EXTRA_OF, missing
 from diloco.launch.process.logs import log_to
@@ -86,6 +96,7 @@ _PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "island": island.island,
         "local": local.local,
         "status": control.status,
+        "report": report.report,
         "export": export.export,
         "doctor": doctor.doctor,
         "certs": certs.certs,
@@ -128,6 +139,7 @@ EXAMPLES = {
     "island": "diloco island RUN.toml --island eu-west --coordinator 10.0.0.1:29400",
     "local": "diloco local configs/runs/demo.toml --set run.inner_steps=100",
     "status": "diloco status 127.0.0.1:29400 --watch",
+    "report": "diloco report RUN.toml",
     "export": "diloco export runs/demo --out model",
     "doctor": "diloco doctor RUN.toml --island eu-west --coordinator 10.0.0.1:29400",
     "certs init": "diloco certs init RUN.toml --dir certs",
@@ -142,7 +154,7 @@ EXAMPLES = {
     "drain": "diloco drain 10.0.0.1:29400 eu-west --certs certs",
     "kick": 'diloco kick 10.0.0.1:29400 eu-west --reason "disk broken" --certs certs',
     "set": "diloco set 127.0.0.1:29400 outer.optimizer.lr=0.5",
-    "stop": "diloco stop 127.0.0.1:29400 --checkpoint",
+    "stop": "diloco stop 127.0.0.1:29400",
     "backup": "diloco backup 127.0.0.1:29400 /backups/demo",
     "repair": "diloco repair runs/demo",
     "replay": "diloco replay runs/demo --fragment 0 --from 3",

@@ -43,7 +43,10 @@ class IslandConfig(Section):
     """One island; its neighbours need to know only its name."""
 
     ranks: Local[int] = Field(ge=1, description="Processes of the island")
-    mesh: MeshConfig = Field(default=MeshConfig(), description="Axes whose product is ranks")
+    mesh: MeshConfig = Field(
+        default=MeshConfig(),
+        description="Axes whose product is ranks; a loop with diloco.DiLoCo may leave it out",
+    )
     tokens_per_inner_step: Local[int] = Field(
         ge=1,
         description="Batch of the island: a multiple of sequence_length x dp_replicate x dp_shard "
@@ -155,14 +158,6 @@ class IslandConfig(Section):
                 host_of(address.strip())
         return value
 
-    @field_validator("mesh")
-    @classmethod
-    def _check_mesh(cls, value: MeshConfig, info: ValidationInfo) -> MeshConfig:
-        ranks = info.data.get("ranks")
-        if ranks is not None and (problem := ranks_problem(value, ranks)):
-            raise ValueError(problem)
-        return value
-
 
 def announced_bytes(num_fragments: int, num_lanes: int, islands: Collection[str]) -> int:
     """Bound what the decider of an all-reduce says at once, in bytes.
@@ -209,6 +204,9 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
                 f"shorter than outer.round_deadline = {outer.round_deadline}",
             )
     tokens, mesh = island.tokens_per_inner_step, island.mesh
+    is_own = "model" in data and data["model"].family == "own"
+    if not (is_own and mesh == MeshConfig()) and (problem := ranks_problem(mesh, island.ranks)):
+        yield "mesh", mesh.sizes, problem  # a loop of one's own may do without a mesh
     if "data" in data:
         unit = data["data"].sequence_length * mesh.dp_size * island.micro_batches
         if tokens % unit:

@@ -26,6 +26,7 @@ from diloco.coordinator.syncer_service import SyncerService
 from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
 from diloco.loop_clock import loop_now
+from diloco.protocol.run.absences import news_of_away
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.candidates import BAD_IN_A_ROW
@@ -116,6 +117,7 @@ class Coordinator:
             halt=self.halt,
             end_if_over=self._after_command,
         )
+        self._away: list[str] = []
         membership.members.rules = terms.rules
         membership.merged_tokens = lambda: self.run_status.merged_tokens
         self.ended = asyncio.Event()
@@ -202,6 +204,13 @@ class Coordinator:
             self._leases.looked(loop_now())
             with contextlib.suppress(DiskFull):  # the journal has said so
                 self._look()
+            self._tell_away()
+
+    def _tell_away(self) -> None:
+        """Say in a line who is away, and what comes of it, once it is so."""
+        before, self._away = self._away, self.run_status.away
+        for text in news_of_away(before, self._away):
+            logger.warning("%s", text)
 
     def _look(self) -> None:
         """Act on what time has brought.
@@ -345,7 +354,8 @@ class Coordinator:
         return Reply.of(ClockReply(unix_s=self._unix_clock()))
 
     async def _status(self, call: IncomingCall) -> Reply:
-        StatusRequest.FromString(call.header)
+        if StatusRequest.FromString(call.header).watches:
+            self.run_status.watched_at = loop_now()
         return Reply.of(self.status())
 
     async def _run_state(self, call: IncomingCall) -> Reply:
@@ -383,7 +393,11 @@ class Coordinator:
         """End with the run; an island that may be starting again is to hear of its end, too."""
         membership, now = self._membership, loop_now()
         is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.members.away)
-        if membership.is_stopped or (membership.is_finished and not is_awaited):
+        if (
+            membership.fatal_reason
+            or membership.is_stopped
+            or (membership.is_finished and not is_awaited)
+        ):
             self.ended.set()
         elif self._membership.is_stopped_in_vain and not self.ended.is_set():
             self._keep(self._membership.cuts.taken_back(self._membership.timeline))

@@ -368,6 +368,7 @@ class IslandService:
             policy_revision=membership.settings.revision,
             policy_json=membership.settings.policy_json,
             drain=membership.members.lease_of(island) in (Lease.DRAINING, Lease.LEFT),
+            away=self._run_status.away,
         )
         if self._run_status.is_halting and not reply.stop:
             # Not 0: that is the end of the run, and ranks do not agree on an error of 0.
@@ -414,10 +415,17 @@ class IslandService:
                 "left, island=%s exit_code=%d: %s",
                 grant.island, request.exit_code, bounded_text(request.reason),
             )  # fmt: skip
-            self._keep(
-                membership.left(grant.island, request.exit_code, is_stopped=request.is_stopped)
-                + membership.positions(self.inner_steps)
-            )
+            if request.is_early and not request.exit_code:
+                left = membership.left_early(
+                    grant.island,
+                    self._last_inner_step(grant.island),
+                    can_shrink=not self._run_status.instead_of_syncer,
+                )
+            else:
+                left = membership.left(
+                    grant.island, request.exit_code, is_stopped=request.is_stopped
+                )
+            self._keep(left + membership.positions(self.inner_steps))
             self._end_if_over()
         else:
             self._run_status.refused("", membership.cause_against(*start))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, SYNCER, ReportedAlarms
 from diloco.loop_clock import loop_now
+from diloco.protocol.run.absences import away_texts
 from diloco.protocol.run.alarms import MOST_ALARMS
 from diloco.protocol.run.leases import Leases
 from diloco.protocol.run.membership import Membership
@@ -57,6 +58,7 @@ class RunStatus:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
         is_stop_waiting: Whether a stop was asked for, and waits for a repair.
+        watched_at: Loop time at which somebody last looked who goes on looking.
         syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
         alarms: That were reported.
@@ -77,6 +79,7 @@ class RunStatus:
         self.terms = terms
         self.is_halting = False
         self.is_stop_waiting = False
+        self.watched_at = -math.inf
         self.syncers: dict[int, SyncerWord] = {}
         self.instead_of_syncer = ""
         self._islands: dict[str, _Seen] = {}
@@ -180,6 +183,16 @@ class RunStatus:
         return f"{what} waits for {', '.join(names)}"
 
     @property
+    def away(self) -> list[str]:
+        """Say which islands are away, and what comes of it; nothing once the run is over."""
+        if self.state in ("failed", "finished", "stopped") or self.is_halting:
+            return []
+        now = loop_now()
+        return away_texts(
+            self._membership, lambda island: self._leases.silent_s(island, now), self.terms.lease_s
+        )
+
+    @property
     def inner_steps(self) -> int:
         """Where inner steps end the run; 0: tokens do."""
         if self.terms.total_tokens:
@@ -220,6 +233,8 @@ class RunStatus:
             generation=membership.members.generation,
             is_paused=membership.members.is_paused,
             total_tokens=self.terms.total_tokens,
+            exit_code=membership.fatal_exit_code,
+            away=self.away,
         )
         reply.islands.extend(map(self.island_status, membership.members))
         for _, seen in sorted(self._fragments.items()):

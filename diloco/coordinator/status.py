@@ -33,14 +33,16 @@ _LOOK_S = 0.5
 _AGAIN_S = 0.3
 
 
-async def ask_status(transport: Transport, *, patience_s: float = 0.0) -> StatusReply:
-    """Ask a coordinator, as an operator, how its run stands.
+async def ask_status(
+    transport: Transport, *, patience_s: float = 0.0, watches: bool = False
+) -> StatusReply:
+    """Ask a coordinator, as an operator, how its run stands; `watches` says that it asks again.
 
     Raises:
         CoordinatorUnavailable: If it does not answer in time, `patience_s` of trying included, or
             refuses.
     """
-    request = StatusRequest(protocol_version=PROTOCOL_VERSION)
+    request = StatusRequest(protocol_version=PROTOCOL_VERSION, watches=watches)
     reply = await _ask(transport, "control.status", request, patience_s)
     return StatusReply.FromString(reply.header)
 

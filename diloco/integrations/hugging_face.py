@@ -230,7 +230,8 @@ class DiLoCoCallback(TrainerCallback):
         """Account for an optimizer step, and prepare what the Trainer does after it."""
         outer = self.outer
         num_tokens = self._num_tokens(args, state)
-        outer.step(num_tokens=num_tokens, loss=self._loss(args), bound=self._bound)
+        outer.log(loss=self._loss(args))
+        outer.step(num_tokens=num_tokens, bound=self._bound)
         repair_state_([_unwrapped(kwargs["optimizer"])], outer.mend)
         self._follow(args)
         if outer.is_over:

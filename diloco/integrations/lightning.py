@@ -167,7 +167,8 @@ class DiLoCoCallback(Callback):
             return
         self._stepped, outer = trainer.global_step, self.outer
         num_tokens = self._connection.config.island.tokens_per_inner_step
-        outer.step(num_tokens=num_tokens, loss=self._loss(trainer), bound=self._bound)
+        outer.log(loss=self._loss(trainer))
+        outer.step(num_tokens=num_tokens, bound=self._bound)
         repair_state_(trainer.optimizers, outer.mend)
         follow_(self._schedulers, outer.schedule_step)
         if outer.checkpoint_due:

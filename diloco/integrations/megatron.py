@@ -4,7 +4,8 @@
     while not outer.is_over:
         ...  # forward and backward, finalize_model_grads
         optimizer.step()
-        outer.step(num_tokens=tokens_of_the_island, loss=loss)
+        outer.log(loss=loss)
+        outer.step(num_tokens=tokens_of_the_island)
         scheduler.step(...)
     outer.finish()
 
@@ -89,18 +90,14 @@ class MegatronDiLoCo(DiLoCo):
         )
         self._to_model()
 
-    def step(
-        self, *, num_tokens: int = 0, loss: float | None = None, bound: StepBound | None = None
-    ) -> list[Event]:
+    def step(self, *, num_tokens: int = 0, bound: StepBound | None = None) -> list[Event]:
         """Account for one inner step, then send and merge what is due; see `DiLoCo.step`.
 
         Call it after `optimizer.step`, before the learning rate changes: the bound of the step is
         that of Adam and AdamW; other optimizers have none.
         """
         before = self.versions
-        events = super().step(
-            num_tokens=num_tokens, loss=loss, bound=bound or common_bound(self._inner)
-        )
+        events = super().step(num_tokens=num_tokens, bound=bound or common_bound(self._inner))
         repair_state_(self._inner, self.mend)
         if self.versions != before or self.mend is not Mend.NOTHING:
             self._to_model()

@@ -184,7 +184,8 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
         self._losses: list[torch.Tensor] = []
         bound = common_bound(self.optimizers.optimizers)  # the learning rates change in the step
         super().train_step(data_iterator)
-        self.outer.step(num_tokens=self._num_tokens, loss=self._island_loss(), bound=bound)
+        self.outer.log(loss=self._island_loss())
+        self.outer.step(num_tokens=self._num_tokens, bound=bound)
         repair_state_(self.optimizers.optimizers, self.outer.mend)
         follow_(self._followed, self.outer.schedule_step)
 

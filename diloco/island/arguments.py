@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from diloco.config.classes import identity_difference, identity_json
 from diloco.config.outer import OuterConfig
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.island.connection import Connection
 
@@ -58,17 +60,36 @@ def check_tokens(num_tokens: Any) -> None:
     )
 
 
-def check_loss(loss: Any) -> None:
-    """Refuse what is no loss; `Any` because a caller may pass a tensor.
+def check_logged(values: Mapping[str, Any]) -> dict[str, float]:
+    """Give what is logged as numbers, without what is None; `Any` because a caller may pass more.
 
     Raises:
-        ValueError: If it is neither a float nor None.
+        ValueError: If one is no number.
     """
-    if loss is None or isinstance(loss, (int, float)):
-        return
-    raise ValueError(
-        f"outer.step(loss=...) was given a {type(loss).__name__}: pass the mean loss of the whole "
-        f"island as a float, the same on all its ranks (of a tensor: loss.item())"
+    for name, value in values.items():
+        if not (value is None or isinstance(value, (int, float))):
+            raise ValueError(
+                f"outer.log({name}=...) was given a {type(value).__name__}: pass a float (of a "
+                f"tensor: {name}.item()); the loss is the mean of the whole island, the same on "
+                f"all its ranks"
+            )
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def early_text(config: Config, inner_step: int, inner_steps: int) -> str:
+    """Say what it does to leave before the end of the run."""
+    island = config.island_id
+    if config.outer.is_on_arrival:
+        end = "before the run's tokens are merged"
+        shorter = "run.inner_steps, by which the tokens are counted, to less"
+    else:
+        end = f"of {inner_steps}"
+        shorter = f"run.inner_steps = {inner_step}"
+    return (
+        f"outer.finish() after inner step {inner_step} {end}: island {island} leaves the run. What "
+        f"it has sent is merged, its steps since then are in no version, and the other islands go "
+        f"on without it. For a shorter run set {shorter} in every run file; to take it back: "
+        f"diloco kick HOST:PORT {island} --undo, then start it again"
     )
 
 

@@ -35,6 +35,7 @@ from diloco.island.exchange.exchange import Exchange, Moved, SyncerConnection
 from diloco.island.exchange.state_transfer import SyncerRoutes
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
+from diloco.island.record import Record
 from diloco.island.registration import Island, IslandState, Progress, Registration, Reports
 from diloco.outer.fragments import Plan
 from diloco.protos.control_pb2 import CutPart, HeldOut, JoinReply, SyncerAssignment
@@ -106,14 +107,21 @@ class Connection:
         config: This site's configuration; from the join on with the coordinator's policy.
         io: Where everything of the network runs.
         reports: What the leader's reports say besides; other ranks have one that is not sent.
-        progress: What the leader's reports say, asked once a second in another thread. `DiLoCo`
-            sets it; a loop that knows its loss or its utilisation may say more.
+        record: Where everything that this rank does is recorded.
+        progress: What the leader's reports say, asked once a second in another thread; `DiLoCo`
+            sets it.
         on_join: Hears the coordinator's answer before anything is done with it.
     """
 
-    def __init__(self, config: Config, wires: Wires) -> None:
-        """Assign only; `config` has an island selected."""
+    def __init__(self, config: Config, wires: Wires, record: Record | None = None) -> None:
+        """Assign only; `config` has an island selected.
+
+        A record that is given is its owner's to open and to close; else there is one of the run
+        file's sinks, from the join to the end of the context.
+        """
         self.config = config
+        self.record = record or Record(config)
+        self._owns_record = record is None
         self.io = IoThread()
         self.progress: Callable[[], Progress] = Progress
         self.on_join: Callable[[JoinReply], None] = lambda reply: None
@@ -125,7 +133,7 @@ class Connection:
         self._exchange: Exchange | None = None
         self._peer: PeerOfIsland | None = None
         self._farewell = ""
-        self._is_stopped = False
+        self._is_stopped = self._is_early = False
 
     def __enter__(self) -> Connection:
         """Start the IO thread; nothing is said to anybody yet."""
@@ -161,6 +169,8 @@ class Connection:
         finally:
             self._is_open = False
             self.io.stop()
+            if self._owns_record:
+                self.record.close()
         if unfinished is not None:
             raise unfinished
         if isinstance(error, Fenced) and isinstance(told, RunReturned):
@@ -190,6 +200,16 @@ class Connection:
                 "this connection has joined already: one diloco.DiLoCo each; open another with "
                 "diloco.connect(config) to start the island again"
             )
+
+    def open_record(self, island_rank: int) -> None:
+        """Open the record, unless its owner has.
+
+        Raises:
+            ConfigError: If a sink cannot be had.
+        """
+        if self._owns_record and not self.record.is_open:
+            self.record.open(island_rank)
+        self.record.on_alarm = self.on_event
 
     # -- the run ---------------------------------------------------------------------------------
 
@@ -246,6 +266,8 @@ class Connection:
 
     def joined(self, reply: JoinReply) -> Config:
         """Take the coordinator's answer, on every rank; returns the configuration in force."""
+        grant = reply.grant
+        self.record.identify(timeline=grant.timeline, incarnation=grant.incarnation)
         self.on_join(reply)
         self.config = with_policy(self.config, reply.policy_json)
         return self.config
@@ -366,16 +388,17 @@ class Connection:
         """Whether all ranks have saved the checkpoint of an inner step."""
         return step in self.reports.checkpoint_steps
 
-    def finished(self, farewell: str, *, is_stopped: bool) -> None:
+    def finished(self, farewell: str, *, is_stopped: bool, is_early: bool) -> None:
         """Stop the exchange: all that this start owed is done; leaving the context says so.
 
         Args:
             farewell: How it ended, in words.
             is_stopped: Whether the run is not over: it was asked to stop, after a checkpoint.
+            is_early: Whether the run is not over, and goes on without this island.
         """
         assert self._exchange is not None
         self.io.run(self._exchange.stop())
-        self._farewell, self._is_stopped = farewell, is_stopped
+        self._farewell, self._is_stopped, self._is_early = farewell, is_stopped, is_early
 
     def _leave(self, error: BaseException | None) -> DilocoError | None:
         """Leave the run, and release everything; returns why the coordinator says to end."""
@@ -395,6 +418,7 @@ class Connection:
                     last=last,
                     at_most_s=at_most_s,
                     is_stopped=error is None and self._is_stopped,
+                    is_early=error is None and self._is_early,
                 )
             )
         if self._exchange is not None and not self._farewell:

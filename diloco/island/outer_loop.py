@@ -61,7 +61,8 @@ class OuterLoop:
         exchange: With the syncers.
         blocked_s: Seconds for which outcomes were waited for since the start.
         must_leave: Asked on the leader, on arrival: whether an operator has this island end.
-        is_leaving: The answer, on all ranks: what is outstanding is finished, and no more is sent.
+        is_leaving: The answer, on all ranks, or that it leaves by itself: what is outstanding is
+            finished, and no more is sent.
         asked_cut: Asked on the leader, on arrival: the cut that the coordinator asks for.
         cut: The cut to take now, on all ranks, until `cut_over`.
         loss_of: Held-out loss of the parameters as they are, collective; None: it is not known.
@@ -406,15 +407,19 @@ class OuterLoop:
         if (verdict := self._pace.arrived(ledger, vote)) is not None:
             self._apply(ledger, vote, verdict, 0.0)
 
-    def finishing(self) -> Waits[None]:
+    def finishing(self, *, is_early: bool = False) -> Waits[None]:
         """Merge what is outstanding, flush the last steps, then check what the parameters hold.
 
         An island that leaves early only waits for the outcomes of its contributions.
+
+        Args:
+            is_early: Whether it leaves by itself before the end of the run.
 
         Raises:
             IslandFailed: On all ranks, if what the parameters hold is not what was published.
         """
         self._raise_failure(self._agreement.read())
+        self.is_leaving = self.is_leaving or is_early
         if self._total_tokens is not None:
             yield from self._ending()
             if not self.is_leaving:
@@ -426,6 +431,8 @@ class OuterLoop:
         for ledger in self.state.ledgers:
             if ledger.outstanding is not None:
                 yield from self._settle(ledger, None)
+        if self.is_leaving:
+            return
         if self._schedule.flush:
             yield from self._flushing()
             self.digests = self._hash_published()

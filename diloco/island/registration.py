@@ -32,6 +32,7 @@ from diloco.island.exchange.state_transfer import TransferReports
 from diloco.island.graceful_stop import GracefulStop
 from diloco.loop_clock import loop_now
 from diloco.protocol.island.votes import AgreedCut
+from diloco.protocol.run.absences import news_of_away
 from diloco.protocol.run.alarms import Alarms, alarm_message
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
@@ -83,7 +84,8 @@ class Progress:
     """The progress of an island in one report; sums since its start.
 
     Loss in nats a token; tokens and bytes of the whole island; `blocked_s` and `utilisation` of
-    its leader; `step_s`: duration of recent inner steps, 0: not known.
+    its leader; `step_s`: duration of recent inner steps, `left_s`: to the end of the run, as the
+    last inner steps went; 0: not known.
     """
 
     state: IslandState = IslandState.WAITING
@@ -97,6 +99,7 @@ class Progress:
     blocked_s: float = 0.0
     utilisation: float = 0.0
     step_s: float = 0.0
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,7 @@ class Registration:
         self._rng = rng
         self.reports = reports or Reports()
         self._told_cut = 0
+        self._away: tuple[str, ...] = ()
         self.alarms = Alarms()
         self.on_answer: Callable[[], None] = lambda: None
         self._grant = Grant()
@@ -270,6 +274,7 @@ class Registration:
         last: Progress,
         at_most_s: float,
         is_stopped: bool = False,
+        is_early: bool = False,
     ) -> DilocoError | None:
         """Report for the last time, say that this start has ended, and close the channel.
 
@@ -281,6 +286,7 @@ class Registration:
             last: What the last report says.
             at_most_s: Seconds for all of it.
             is_stopped: Whether it stopped gracefully, after a checkpoint: the run is not over.
+            is_early: Whether it leaves before the end of the run, which goes on without it.
 
         Returns:
             Why the coordinator says that this start has to end; None: it does not.
@@ -295,6 +301,7 @@ class Registration:
             exit_code=exit_code,
             reason=reason,
             is_stopped=is_stopped,
+            is_early=is_early,
         ).SerializeToString()
         policy = RetryPolicy(max_wait_s=1.0, budget_s=at_most_s)
         if self._grant.incarnation:
@@ -336,6 +343,7 @@ class Registration:
             blocked_s=progress.blocked_s,
             utilisation=progress.utilisation,
             step_s=progress.step_s,
+            left_s=progress.left_s,
             state=progress.state,
             checkpoint_steps=self.reports.checkpoint_steps,
             alarms=map(alarm_message, self.alarms.holding(loop_now())),
@@ -386,6 +394,9 @@ class Registration:
                 if reply.stop:  # first: who holds must not take it for a stop that is taken back
                     on_stop(_stop_error(reply, self._island.island_id))
                     return
+                for text in news_of_away(self._away, reply.away):
+                    logger.warning("%s", text)
+                self._away = tuple(reply.away)
                 self._is_held = reply.hold
                 self.reports.complete_checkpoints = tuple(reply.checkpoint_steps)
                 stop_step = reply.stop_step if reply.has_stop_step else None

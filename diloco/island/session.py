@@ -6,8 +6,12 @@
     with diloco.connect(config) as connection:
         outer = diloco.DiLoCo(model, config.outer, transport=connection)
         for inner_step in range(outer.start_step, outer.inner_steps):
-            train_one_step(model, optimizer)
+            loss = train_one_step(model, optimizer)
+            outer.log(loss=loss)
             outer.step(num_tokens=tokens_of_the_island)
+            if outer.evaluation_due:
+                with outer.global_parameters():
+                    outer.evaluated(evaluate(model))
             if outer.checkpoint_due:
                 with outer.checkpointing():
                     save(model, optimizer, outer.state_dict(), outer.checkpoint_number)
@@ -55,9 +59,10 @@ from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
 from diloco.island.arguments import (
     check_kinds,
-    check_loss,
+    check_logged,
     check_same,
     check_tokens,
+    early_text,
     over_text,
 )
 from diloco.island.checkpoint_part import CheckpointPart, CutTaken
@@ -137,7 +142,8 @@ class DiLoCo:
             tokenizer_digest: Of the tokenizer; likewise, and by its name.
             overwrite_initial: Whether initial parameters that differ from the run's are replaced,
                 with an event, or refused.
-            on_event: Hears every event at once, in whichever thread; `step` returns the same.
+            on_event: Called with every event at once, in whichever thread; `step` returns the same,
+                and the sinks of the run file have them, too.
 
         Raises:
             ValueError: If nothing is trainable, a parameter is not float32, or names collide.
@@ -153,6 +159,7 @@ class DiLoCo:
         self._on_event = on_event
         self._events: deque[Event] = deque()
         self.loss_of = None
+        self._record = transport.record
         self._tokens = 0
         self._state = IslandState.WAITING
         self.island_bytes = (0, 0)
@@ -164,6 +171,7 @@ class DiLoCo:
             patience_s=patience_s,
             collective_s=transport.config.island.collective_timeout.seconds,
         )
+        transport.open_record(self._groups.island_rank)
         specs = tensor_specs(
             self._trained.named, frozen=self._trained.frozen, group=self._groups.shards
         )
@@ -212,6 +220,7 @@ class DiLoCo:
         self._period = config.outer.inner_steps_per_round
         self._checkpoint_every = config.checkpoint.every_inner_steps
         self._judge_every = config.evaluation.every_checkpoints
+        self._evaluate_every = config.evaluation.every_inner_steps
         self._schedule = build_schedule(config.outer, self.inner_steps)
         self._graceful_stop = GracefulStop(self._schedule, on_arrival=self._on_arrival)
         self._exchange = connection.exchange(
@@ -272,7 +281,10 @@ class DiLoCo:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether an operator has this island end before the run does, without its flush."""
+        """Whether this island ends before the run does, without its flush.
+
+        By an operator's word, or because `finish` was called early.
+        """
         return self._loop.is_leaving
 
     @property
@@ -359,16 +371,30 @@ class DiLoCo:
 
     # -- training --------------------------------------------------------------------------------
 
-    def step(
-        self, *, num_tokens: int = 0, loss: float | None = None, bound: StepBound | None = None
-    ) -> list[Event]:
+    def log(
+        self, *, loss: float | None = None, duration_s: float | None = None, **metrics: float | None
+    ) -> None:
+        """Hand over figures of the inner step under way; the `step` that follows records them.
+
+        Args:
+            loss: Of the whole island, before the update, the same on all its ranks. It is recorded
+                and reported, and says whether the parameters are sound: with one that is far off,
+                the island sends nothing and takes what is published (`mend`). None: not known.
+            duration_s: Of the inner step; None: since the last `step` returned, evaluations and
+                checkpoints not counted.
+            metrics: Others by name, such as `grad_norm` and `learning_rate`; the leader's are
+                recorded. One that is None is left out.
+
+        Raises:
+            ValueError: If one is no number.
+        """
+        self._record.log(check_logged({"loss": loss, "duration_s": duration_s, **metrics}))
+
+    def step(self, *, num_tokens: int = 0, bound: StepBound | None = None) -> list[Event]:
         """Account for one inner step, just made, then send and merge what is due; collective.
 
         Args:
             num_tokens: Tokens of the whole island in this inner step: the weight of what it sends.
-            loss: Of the whole island, before the update, the same on all its ranks; None: what it
-                says of the parameters is not looked at. With one that is far off, the island sends
-                nothing and takes what is published: see `mend`.
             bound: How far the inner step can have moved a value, as `diloco.step_bound(optimizer)`
                 gives it; None: values may lie anywhere.
 
@@ -376,14 +402,14 @@ class DiLoCo:
             What happened since the last call, in order; empty in most steps.
 
         Raises:
-            ValueError: If `num_tokens` is not a positive integer, `loss` is no number, or the set
-                of trained parameters is not the one that this object was made with.
+            ValueError: If `num_tokens` is not a positive integer, or the set of trained parameters
+                is not the one that this object was made with.
             ConfigError: If the run is over, or a checkpoint must be loaded first.
             DilocoError: If the island cannot go on.
         """
         self._check_training()
         check_tokens(num_tokens)
-        check_loss(loss)
+        loss = self._record.step(self.inner_step + 1, num_tokens, is_quiet=not self.num_in_flight)
         due = self._is_due(self.inner_step + 1)
         if due:
             self._trained.settle(self.inner_step)
@@ -396,13 +422,16 @@ class DiLoCo:
         if due:  # no collective in a step that has none anyway
             word = self._sum(self._stopping.word(self.inner_step))
             self._connection.io.drive(self._stopping.passing(self.inner_step, word))
+        self._record.stepped(self, self.island_bytes)
         return self._take_events()
 
     def finish(self) -> list[Event]:
         """Merge what is outstanding and flush: no last steps are lost; collective.
 
         Then the published values are read back from the model and hashed (`digests`).
-        After a graceful stop nothing is flushed: what is in flight is in the checkpoint.
+        After a graceful stop nothing is flushed: what is in flight is in the checkpoint. Before the
+        end of the run the island leaves: what it has sent is merged, its steps since then are in
+        no version, and the other islands go on without it.
 
         Returns:
             What happened since the last call, in order.
@@ -421,15 +450,23 @@ class DiLoCo:
                 f"this island has no checkpoint of it to resume from: while outer.checkpoint_due, "
                 f"save inside `with outer.checkpointing():`, before the loop is left"
             )
+        is_early = not (is_stopping or self.is_over)
+        if is_early and self._groups.is_leader:
+            logger.warning(
+                "%s", early_text(self._connection.config, self.inner_step, self.inner_steps)
+            )
         if not is_stopping:
             self._state = IslandState.FLUSHING
-            self._connection.io.drive(self._loop.finishing())
+            self._connection.io.drive(self._loop.finishing(is_early=is_early))
+        wall_s = self._record.wall_s
         how = "left early" if self.is_leaving else "finished"
         how = f"{'stopped' if is_stopping else how} after inner step {self.inner_step}"
-        self._connection.finished(how, is_stopped=is_stopping)
+        self._connection.finished(how, is_stopped=is_stopping, is_early=is_early)
         # All ranks have stopped their exchange when the leader leaves and the run may end.
         self._sum()
         self._state = IslandState.STOPPED if is_stopping else IslandState.FINISHED
+        if not is_stopping:
+            self._record.ended(self, self.island_bytes, self.digests, wall_s=wall_s)
         return self._take_events()
 
     @contextlib.contextmanager
@@ -442,11 +479,37 @@ class DiLoCo:
         if not self._is_ready:
             self._check_training()
         self._trained.settle(self.inner_step)
-        with self._loop.global_parameters():
+        with self._record.evaluating(), self._loop.global_parameters():
             try:
                 yield
             finally:
                 self._trained.reshard()
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether a held-out loss of the published values belongs after the step just made.
+
+        As `evaluation.every_inner_steps` says, and where islands judge the run checkpoint that is
+        due (`evaluation.every_checkpoints`): take it with `global_parameters`, before the
+        checkpoint, and hand it to `evaluated`.
+        """
+        every = self._evaluate_every
+        is_asked = every > 0 and self.inner_step % every == 0 and not self.is_over
+        return is_asked or self._is_judged
+
+    def evaluated(self, nats_per_byte: float, *, parameters: str = "published") -> None:
+        """Record a held-out loss; the coordinator is told that of a checkpoint that is judged.
+
+        It keeps the last checkpoint that most islands found good, and has the run return to it if
+        later ones are bad several times in a row.
+
+        Args:
+            nats_per_byte: Equal text on all islands; another unit will do, if it is the same.
+            parameters: Of which values: "published", or "local" for this island's own.
+        """
+        self._record.evaluated(self.inner_step, parameters, nats_per_byte)
+        if parameters == "published" and self._is_judged:
+            self._connection.report_held_out(self.checkpoint_number, nats_per_byte)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -474,24 +537,12 @@ class DiLoCo:
         return self._loop.cut.number if self._on_arrival else self.inner_step
 
     @property
-    def held_out_due(self) -> bool:
-        """Whether the run checkpoint that is due is one that islands judge (`report_held_out`)."""
+    def _is_judged(self) -> bool:
+        """Whether the run checkpoint that is due is one that islands judge."""
         every, number = self._judge_every, self.checkpoint_number
         if not (every and self.checkpoint_due) or self.is_stopping:
             return False
         return (number if self._on_arrival else number // self._checkpoint_every) % every == 0
-
-    def report_held_out(self, nats_per_byte: float) -> None:
-        """Tell the held-out loss of the published values at the run checkpoint of this moment.
-
-        Take it with `global_parameters`, before the checkpoint. The coordinator keeps the last
-        checkpoint that most islands found good, and has the run return to it if later ones are bad
-        several times in a row.
-
-        Args:
-            nats_per_byte: Equal text on all islands; another unit will do, if it is the same.
-        """
-        self._connection.report_held_out(self.checkpoint_number, nats_per_byte)
 
     @contextlib.contextmanager
     def checkpointing(self, *, text_json: str = "") -> Iterator[None]:
@@ -514,18 +565,19 @@ class DiLoCo:
             ConfigError: On arrival, if no checkpoint is due.
             DilocoError: If the syncer cannot keep the present versions, or the stop has failed.
         """
-        part, is_saved = self._begin_part(text_json), False
-        try:
-            yield
-            is_saved = True
-        finally:
-            is_whole = self._groups.all_say(is_saved)
-            part.end(is_whole=is_whole)
-            self._part_over()
-        if not is_whole:
-            logger.error("no part of %s: another rank could not save", part)
-        elif self.is_stopping and not self._on_arrival:
-            self._connection.io.drive(self._stopping.completing(self.inner_step))
+        with self._record.aside():
+            part, is_saved = self._begin_part(text_json), False
+            try:
+                yield
+                is_saved = True
+            finally:
+                is_whole = self._groups.all_say(is_saved)
+                part.end(is_whole=is_whole)
+                self._part_over()
+            if not is_whole:
+                logger.error("no part of %s: another rank could not save", part)
+            elif self.is_stopping and not self._on_arrival:
+                self._connection.io.drive(self._stopping.completing(self.inner_step))
 
     @contextlib.contextmanager
     def checkpoint_part(self, *, text_json: str = "") -> Iterator[CheckpointPart]:
@@ -649,7 +701,7 @@ class DiLoCo:
         self._is_ready = True
         self._graceful_stop.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
         self._groups.barrier()
-        self._began_s = time.monotonic()
+        self._record.begin(self, self._connection.config, self._trained.device)
         self._state = IslandState.TRAINING
 
     def _check_open(self) -> None:
@@ -682,7 +734,8 @@ class DiLoCo:
     def _trial_loss(self) -> float | None:
         if self.loss_of is None:
             return None
-        loss = self.loss_of()
+        with self._record.evaluating():
+            loss = self.loss_of()
         self._trained.reshard()  # else values that a forward has gathered would stay
         return loss
 
@@ -703,22 +756,26 @@ class DiLoCo:
 
     def _progress(self) -> Progress:
         """Return what a report says; called in the IO thread."""
-        trained_s = time.monotonic() - self._began_s if self._tokens else 1.0
-        moved = self.island_bytes if self._tokens else (self.bytes_up, self.bytes_down)
+        meter, is_training = self._record.meter, self._tokens > 0
+        moved = self.island_bytes if is_training else (self.bytes_up, self.bytes_down)
         return Progress(
             state=self._state,
             inner_step=self.inner_step,
-            tokens_per_s=self._tokens / trained_s,
+            loss_nats=self._record.loss_nats,
+            tokens_per_s=meter.tokens_per_s,
             tokens=self._tokens,
             fragments_in_flight=self.num_in_flight,
             bytes_up=moved[0],
             bytes_down=moved[1],
             blocked_s=self.blocked_s,
+            utilisation=meter.utilisation(self._record.wall_s),
             step_s=self._exchange.step_s,
+            left_s=meter.left_s(self.inner_steps - self.schedule_step),
         )
 
     def _record_event(self, event: Event) -> None:
         self._events.append(event)
+        self._record.write(event)
         self._connection.on_event(event)
         if self._on_event is not None:
             self._on_event(event)

@@ -84,6 +84,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
+#: Seconds within which `diloco status --watch` looks again.
+_WATCHED_S = 2.0
 
 
 async def run_coordinator(
@@ -331,6 +333,7 @@ async def _coordinate(
         # They are served meanwhile: they have last reports.
         given_up = coordinator.ended if coordinator.is_halting else signals.forced
         await _stop_syncers(state, supervisors, journal, given_up)
+        await _let_watchers_see(coordinator.run_status, signals)
     coordinator.alarms.write()  # of last reports
     if membership.is_returning and not signals.asked.is_set():
         return 0  # it goes on
@@ -508,9 +511,8 @@ async def _asked_to_stop(
             return
     coordinator.run_status.is_stop_waiting = False
     if not is_stopping:
-        if membership.rules.is_elastic:
-            announce("stopping: every island is told to end; nothing published is lost")
-            coordinator.halt()
+        announce("stopping: every island is told to end; nothing published is lost")
+        coordinator.halt()
         return
     how = "" if membership.rules.is_elastic else " goes on to one inner step,"
     announce(
@@ -557,6 +559,14 @@ async def _linger(membership: Membership, linger_s: float) -> None:
     until = loop.time() + linger_s
     while not membership.is_deserted and loop.time() < until:
         await asyncio.sleep(_LOOK_S)
+
+
+async def _let_watchers_see(run_status: RunStatus, signals: StopRequest) -> None:
+    """Answer on while somebody watches, until the end was seen."""
+    now = asyncio.get_running_loop().time()
+    if now - run_status.watched_at < _WATCHED_S:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signals.forced.wait(), _WATCHED_S)
 
 
 def _is_over(membership: Membership) -> bool:

@@ -274,8 +274,8 @@ def _island_summary(island: str, config: IslandConfig, starts: IslandStarts) -> 
     return IslandSummary(
         island=island,
         shape=shape_text(config),
-        local_nats_per_byte=starts.nats_per_byte["local"],
-        published_nats_per_byte=starts.nats_per_byte["published"] if starts.digests else None,
+        local_nats_per_byte=starts.nats_per_byte.get("local"),
+        published_nats_per_byte=starts.nats_per_byte.get("published") if starts.digests else None,
         utilisation=utilisation(
             num_steps=starts.num_steps,
             undisturbed_step_s=starts.undisturbed_step_s,

@@ -22,7 +22,8 @@ class IslandSummary:
     `inner_steps` is where it ended, `num_steps` what it made: fewer after a warm start. Times are
     of its `num_starts` starts together, those of inner steps made in vain left out;
     `undisturbed_step_s` and `overwritten_steps` are of the last start alone; `lost_steps` are those
-    that its `num_returns` returns cost. `published_nats_per_byte` is None of one that left early.
+    that its `num_returns` returns cost. Losses are None where the loop told none;
+    `published_nats_per_byte` is of one that left early, too.
     """
 
     island: str
@@ -30,7 +31,7 @@ class IslandSummary:
     inner_steps: int
     num_steps: int
     tokens: int
-    local_nats_per_byte: float
+    local_nats_per_byte: float | None
     published_nats_per_byte: float | None
     utilisation: float
     goodput: float
@@ -105,16 +106,9 @@ class TrafficAlternative:
 def island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str]:
     """Say what one island did."""
     last = " of the last start" if i.num_starts > 1 else ""
-    published = (
-        "it left before the end with"
-        if i.published_nats_per_byte is None
-        else f"held-out loss of the published parameters {i.published_nats_per_byte:.4f} nats a "
-        f"byte, of its own before the flush"
-    )
     lines = [
         f"  {i.island} ({i.shape}): {i.num_steps} inner steps, {i.tokens:,} tokens in "
-        f"{format_duration(i.wall_s)}, evaluations not counted; {published} "
-        f"{i.local_nats_per_byte:.4f}.",
+        f"{format_duration(i.wall_s)}, evaluations not counted; {_losses_text(i)}.",
         f"    utilisation {i.utilisation:.1%} (undisturbed step "
         f"{format_duration(i.undisturbed_step_s)}), not blocked {1 - i.blocked_s / i.wall_s:.1%}, "
         f"goodput {i.goodput:.1%}, blocked {i.blocked_s:.2f} s, overwritten steps{last} "
@@ -138,6 +132,17 @@ def island_lines(i: IslandSummary, islands: Sequence[IslandSummary]) -> list[str
     if (waited := _wait_text(i, islands)) is not None:
         lines.append(f"    {waited}")
     return lines
+
+
+def _losses_text(i: IslandSummary) -> str:
+    """Say the held-out losses that are known."""
+    local, published = i.local_nats_per_byte, i.published_nats_per_byte
+    if i.has_left_early:
+        return "it left before the end" + ("" if local is None else f" with {local:.4f}")
+    if published is None:
+        return "its loop told no held-out loss at the end"
+    own = "" if local is None else f", of its own before the flush {local:.4f}"
+    return f"held-out loss of the published parameters {published:.4f} nats a byte{own}"
 
 
 def arrival_text(

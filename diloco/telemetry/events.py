@@ -26,21 +26,21 @@ class Event:
 class InnerStepDone(Event):
     """One inner step of an island; the loss is the mean over its whole batch, in nats a token.
 
-    `tflops_per_s` is that of a rank; `mfu` the share of its device's peak in [0, 1], 0 where that
-    is not known (`diloco.trainer.flops`). `expert_imbalance`: largest load of an expert over the
-    mean one, by router.
+    Loss, norm and rate are None where the loop has not told them. `tflops_per_s` is that of a
+    rank; `mfu` the share of its device's peak in [0, 1], 0 where that is not known
+    (`diloco.trainer.flops`). `metrics`: what else the loop has logged, by name.
     """
 
     kind: ClassVar[str] = "inner_step"
     inner_step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
     num_tokens: int
     duration_s: float
     tflops_per_s: float = 0.0
     mfu: float = 0.0
-    expert_imbalance: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class StepMeter:
         self.inner_s = 0.0
         self._quiet_s: list[float] = []  # ascending
         self._recent: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=_RATE_STEPS + 1)
+        self._progress: deque[float] = deque(maxlen=_RATE_STEPS)
 
     def add(self, duration_s: float, num_tokens: int, *, wall_s: float, is_quiet: bool) -> None:
         """Count one inner step.
@@ -59,6 +60,19 @@ class StepMeter:
         self._recent.append((wall_s, self.tokens))
         if is_quiet:
             bisect.insort(self._quiet_s, duration_s)
+
+    def progressed(self, schedule_steps: float) -> None:
+        """Count how far the run has come with the inner step that was added last."""
+        self._progress.append(schedule_steps)
+
+    def left_s(self, schedule_steps: float) -> float:
+        """Seconds that so many steps of the run will take, as the last 20 did; 0: not known."""
+        num_steps = len(self._progress)
+        done, (last_s, _) = sum(self._progress), self._recent[-1]
+        if num_steps < 2 or done <= 0:
+            return 0.0
+        first_s = self._recent[max(0, len(self._recent) - 1 - num_steps)][0]
+        return schedule_steps * (last_s - first_s) / done
 
     @property
     def undisturbed_step_s(self) -> float:

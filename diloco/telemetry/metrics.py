@@ -117,18 +117,23 @@ class Metrics:
         before = self._tokens or (event.inner_step - 1) * event.num_tokens
         self._tokens = before + event.num_tokens
         wall_s, self._blocked_s = event.duration_s + self._blocked_s, 0.0
-        return {
+        told = {
             "loss_metrics/global_avg_loss": event.loss,
-            "perplexity": math.exp(min(event.loss, _LARGEST_EXPONENT)),
+            "perplexity": None
+            if event.loss is None
+            else math.exp(min(event.loss, _LARGEST_EXPONENT)),
             "grad_norm": event.grad_norm,
             "lr": event.learning_rate,
-            "throughput(tps)": event.num_tokens / wall_s if wall_s > 0 else 0.0,
+        }
+        return {
             # Not 0 where they are not known: absent.
+            **{name: value for name, value in told.items() if value is not None},
+            "throughput(tps)": event.num_tokens / wall_s if wall_s > 0 else 0.0,
             **({"tflops": event.tflops_per_s} if event.tflops_per_s else {}),
             **({"mfu(%)": 100 * event.mfu} if event.mfu else {}),
             "time_metrics/inner_step(s)": event.duration_s,
             "time_metrics/end_to_end(s)": wall_s,
-            **{f"expert_imbalance/{name}": v for name, v in event.expert_imbalance.items()},
+            **event.metrics,
         }
 
     def _of_sent(self, event: FragmentSent) -> dict[str, float]:

@@ -226,5 +226,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _json_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _json_value(each) for name, each in value.items()}
     is_undefined = isinstance(value, float) and not math.isfinite(value)
     return None if is_undefined else value

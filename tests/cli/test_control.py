@@ -18,7 +18,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
-from diloco.cli.run import island
+from diloco.cli.run import control, island
 from diloco.cli.run.control import as_plain
 from diloco.cli.terminal.tables import (
     fragments_table,
@@ -129,10 +129,10 @@ def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
     assert rows(islands_table(REPLY)) == [
         [
             "east", "2", "active 9.7 s", "training", "120/325", "2.3457", "15,360", "2", "3 MiB",
-            "5 KiB", "1.2 s", "93.1%", "0.2 s ago",
+            "5 KiB", "1.2 s", "93.1%", "-", "0.2 s ago",
         ],
-        ["west", "1", "lapsed", "joined", *["-"] * 9],
-        ["north", "-", "absent", "not joined", *["-"] * 9],
+        ["west", "1", "lapsed", "joined", *["-"] * 10],
+        ["north", "-", "absent", "not joined", *["-"] * 10],
     ]  # fmt: skip
 
 
@@ -233,6 +233,49 @@ def test_one_line_says_where_every_island_stands() -> None:
     assert rows(islands_table(reply))[0][4] == "120"
     assert island_text(REPLY.islands[0], 325) == "joined"
     assert island_text(IslandStatus(), 325) == "not joined"
+
+
+def test_what_an_island_has_not_told_is_left_out_and_what_is_left_is_shown() -> None:
+    reply = StatusReply()
+    reply.CopyFrom(REPLY)
+    (east,) = (island for island in reply.islands if island.island == "east")
+    east.last_report.loss_nats, east.last_report.left_s = 0.0, 90.0
+    reply.away.append("island west is away: no report for more than 10 s")
+
+    first, second = run_text(reply).splitlines()
+    assert "step 120/325 15,360 tokens/s, 1.5 min left; " in first
+    assert second == "island west is away: no report for more than 10 s"
+
+
+@pytest.mark.parametrize(
+    ("states", "exit_code"),
+    [
+        (("running", "finished"), 0),
+        (("running", "stopping", "stopped"), 0),
+        (("running", "stopping", ""), 0),
+        (("running", "failed"), 50),
+        (("running", ""), 30),
+    ],
+    ids=["finished", "stopped", "stopping-and-gone", "failed", "gone"],
+)
+def test_who_watches_a_run_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, states: tuple[str, ...], exit_code: int
+) -> None:
+    answers = iter(states)
+
+    async def answer(*_: object, watches: bool, **__: object) -> StatusReply:
+        if not (state := next(answers)):
+            raise CoordinatorUnavailable("no coordinator answered")
+        assert watches
+        return StatusReply(run="demo", state=state, exit_code=50 if state == "failed" else 0)
+
+    monkeypatch.setattr("diloco.coordinator.status.ask_status", answer)
+    monkeypatch.setattr(control, "_WATCH_S", 0.0)
+    result = CliRunner().invoke(app, ["status", "127.0.0.1:1", "--insecure", "--watch", "--json"])
+
+    code = getattr(result.exception, "exit_code", result.exit_code)
+    assert code == exit_code, result.output
+    assert list(answers) == []
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
     monkeypatch.setattr("diloco.launch.local.membership_of", lambda _: finished)
     monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(local_command, "_run", run)
-    monkeypatch.setattr(local_command, "_show_end", lambda *_, **__: None)
+    monkeypatch.setattr("diloco.cli.run.report.show_report", lambda *_, **__: None)
 
     result = CliRunner().invoke(app, ["local", str(run_file)])
 

@@ -244,7 +244,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
             await coord.round_report(fragments=fragments, **fields)
 
         await stands(4, 0)
-        refused = await coord.operate("stop", checkpoint="true")
+        refused = await coord.operate("stop")
         assert not refused.is_done
         assert "fragment 1 is damaged, and no checkpoint is kept without it" in refused.message
         signals, said = StopRequest(num_graceful=1), list[str]()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.config.records import ProfileConfig
-from diloco.launch.rank.profile import StepProfile, memory_used
+from diloco.island.profile import StepProfile, memory_used
 from diloco.telemetry.events import Event, ProfileWritten
 
 pytestmark = [

@@ -36,6 +36,9 @@ class PlainOuter:
     def is_over(self):
         return self.inner_step == config.run.inner_steps
 
+    def log(self, **_):
+        pass
+
     def step(self, **_):
         self.inner_step += 1
 

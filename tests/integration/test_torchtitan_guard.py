@@ -99,9 +99,12 @@ def test_the_outer_step_is_given_the_whole_loss_and_the_bound_of_the_step(monkey
     adapter = importlib.import_module(MODULE)
     trainer = object.__new__(adapter.DiLoCoTrainer)
     Trainer.__init__(trainer)
-    told = []
+    said = {}
     trainer.outer = SimpleNamespace(
-        step=lambda **told_: told.append(told_), mend=Mend.MOMENTS, schedule_step=1.0
+        log=lambda **logged: said.update(logged),
+        step=lambda **told: said.update(told),
+        mend=Mend.MOMENTS,
+        schedule_step=1.0,
     )
     trainer._num_tokens, trainer._followed = 8, []
     (adamw,) = trainer.optimizers.optimizers
@@ -114,7 +117,6 @@ def test_the_outer_step_is_given_the_whole_loss_and_the_bound_of_the_step(monkey
 
     trainer.train_step(iter(batches))
 
-    (said,) = told
     assert said["num_tokens"] == 8
     assert said["loss"] == pytest.approx(sum(losses))
     assert said["bound"].update == pytest.approx(0.1 * largest_ratio(0.9, 0.999))

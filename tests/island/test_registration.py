@@ -20,6 +20,7 @@ from diloco.errors import (
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.registration import Island, IslandState, Progress, Registration
 from diloco.outer.schedule import Schedule
+from diloco.protocol.run.absences import ALL_BACK
 from diloco.protos import control_pb2 as control
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import IncomingCall, Reply
@@ -326,6 +327,22 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
     promised = [(r.has_hold, r.hold_step) for r in coordinator.of(control.ReportRequest)]
     # Asked at the second report, before training had begun.
     assert promised == [(False, 0)] * 3 + [(True, 8)] * 4
+
+
+def test_who_is_away_is_said_once_and_that_nobody_is_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    west, north = "island west is away: ...", "island north is away: ..."
+    away = [[], [west], [west], [west, north], [north], [], []]
+    coordinator = FakeCoordinator(reports=[control.ReportReply(away=texts) for texts in away])
+
+    async def story(registration: Registration) -> None:
+        await registration.join()
+        registration.start_reporting(Progress, lambda error: None, graceful_stop())
+        await asyncio.sleep(len(away) + 1.5)
+
+    run(coordinator, story, up=True)
+    assert caplog.messages == [west, north, ALL_BACK]
 
 
 def test_a_stop_that_is_taken_back_voids_the_promise_and_the_next_one_gets_another() -> None:

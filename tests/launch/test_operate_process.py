@@ -132,9 +132,9 @@ def test_an_operator_pauses_sets_kicks_copies_and_stops_a_run(
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path / "copy") in told("backup", address, "copy")
     assert (tmp_path / "copy" / "journal.sqlite").is_file()
-    assert "writes its checkpoint and leaves" in told("stop", address, "--checkpoint")
-    assert "already" in told("stop", address, "--checkpoint")
-    assert "goes on where it was" in told("stop", address)
+    assert "writes its checkpoint and leaves" in told("stop", address)
+    assert "already" in told("stop", address)
+    assert "goes on where it was" in told("stop", address, "--now")
     assert exit_code(east, 30) == RunHalted.exit_code
     assert exit_code(coordinator, 30) == 0
     assert coordinator.stdout is not None

@@ -74,7 +74,7 @@ async def told_to_syncer(coord: CoordinatorInMemory, **fields: Any) -> control.R
 
 
 async def stop(coord: CoordinatorInMemory) -> None:
-    assert (await coord.operate("stop", checkpoint="true")).is_done
+    assert (await coord.operate("stop")).is_done
 
 
 def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: Config) -> None:
@@ -85,7 +85,7 @@ def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: C
         for grant in grants:
             told = await coord.report(grant)
             assert (told.cut, told.is_last_cut, told.hold, told.drain) == (1, True, False, False)
-        assert "already" in (await coord.operate("stop", checkpoint="true")).message
+        assert "already" in (await coord.operate("stop")).message
 
         told = await coord.report(grants[0], cut=part_of(1, 3, 5))
         assert told.cut == 0, "it has its part"

@@ -408,8 +408,6 @@ def test_what_cannot_be_done_is_refused_with_the_way_and_changes_nothing(
 
 def test_scheduled_runs_drain_nobody_and_stop_with_a_checkpoint(tmp_path: Path, config_of) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
-        refused = await coord.operate("stop", checkpoint="true")
-        assert not refused.is_done and "not all have joined" in refused.message
         east, _ = await joined(coord)
         refused = await coord.operate("drain", island="west")
         assert not refused.is_done and "diloco kick HOST:PORT west" in refused.message
@@ -419,12 +417,12 @@ def test_scheduled_runs_drain_nobody_and_stop_with_a_checkpoint(tmp_path: Path, 
         assert (await coord.operate("kick", island="west", undo="true")).is_done
         west = (await coord.join("west", "b")).grant
         await coord.operate("pause")
-        done = await coord.operate("stop", checkpoint="true")
+        done = await coord.operate("stop")
         assert done.is_done and "the pause is over" in done.message
         assert (await coord.report(east)).hold and (await coord.report(west)).hold
         assert not (await coord.roster()).is_paused
         assert not (await coord.operate("pause")).is_done
-        assert "already" in (await coord.operate("stop", checkpoint="true")).message
+        assert "already" in (await coord.operate("stop")).message
 
     tell(tmp_path, story, config=config_of())
 
@@ -435,7 +433,7 @@ def test_a_stop_at_once_ends_everybody_and_nothing_is_over(
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = await joined(coord)
-        done = await coord.operate("stop")
+        done = await coord.operate("stop", now="true")
         assert done.is_done and "goes on where it was: diloco coordinator RUN.toml" in done.message
         assert (coord.coordinator.ended.is_set(), coord.state()) == (True, "stopping")
         for grant in (east, west):
@@ -454,13 +452,26 @@ def test_a_stop_at_once_ends_everybody_and_nothing_is_over(
     tell(tmp_path, story, config=config_of(*overrides))
 
 
+def test_a_stop_before_all_have_joined_has_no_checkpoint_and_is_made_at_once(
+    tmp_path: Path, config_of
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east = (await coord.join("east")).grant
+        done = await coord.operate("stop")
+        assert done.is_done and "no island could write a checkpoint" in done.message
+        assert (await coord.report(east)).exit_code == RunHalted.exit_code
+        assert coord.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=config_of())
+
+
 def test_all_reduce_runs_can_only_be_stopped(tmp_path: Path, config_of) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         await joined(coord)
         for command in ("pause", "unpause", "drain", "kick", "set"):
             refused = await coord.operate(command)
             assert not refused.is_done and "a syncer" in refused.message
-        assert (await coord.operate("stop", checkpoint="true")).is_done
+        assert (await coord.operate("stop")).is_done
 
     tell(tmp_path, story, config=config_of("outer.exchange=allreduce"))
 
@@ -501,7 +512,7 @@ def test_a_stop_at_once_needs_no_room(
         with pytest.raises(TransportError, match="No space left"):
             await coord.operate("pause")
 
-        assert (await coord.operate("stop")).is_done
+        assert (await coord.operate("stop", now="true")).is_done
 
         assert coord.coordinator.ended.is_set()
         assert (await coord.report(east)).stop

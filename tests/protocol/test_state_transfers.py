@@ -217,7 +217,7 @@ def test_who_is_alone_or_comes_at_the_end_hears_so(tmp_path: Path, elastic: Conf
         ).transfer.refusal == "no other island is at work"
 
         await work(coord, "west")
-        await coord.operate("stop", checkpoint="true")
+        await coord.operate("stop")
         assert (
             await coord.report(guest, transfer=REQUEST)
         ).transfer.refusal == "the run is stopping"

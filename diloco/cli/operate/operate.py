@@ -95,23 +95,21 @@ def set_(
 
 def stop(
     address: Address,
-    checkpoint: Annotated[
-        bool,
-        typer.Option(
-            "--checkpoint", help="Each island saves and leaves, at one inner step or with a cut."
-        ),
+    now: Annotated[
+        bool, typer.Option("--now", help="Without a checkpoint: every island is told to end.")
     ] = False,
     certs: Certs = "",
     tokens: Tokens = "",
     insecure: Insecure = False,
 ) -> None:
-    """Stop the run: islands, syncer and coordinator end.
+    """Stop the run with a checkpoint, as Ctrl-C at its coordinator does.
 
-    Without --checkpoint at once: nothing published is lost, the run goes on where it was when
-    coordinator and islands are started again. With it, `diloco coordinator RUN.toml --resume` goes
-    on as if nothing had happened; where islands merge on arrival, each from its part of a cut.
+    Every island saves and leaves, at one inner step or with a cut; then syncer and coordinator end,
+    and `diloco coordinator RUN.toml --resume` goes on as if nothing had happened. With --now, or
+    where no island could write a checkpoint, they end at once: nothing published is lost, and the
+    run goes on where it was when coordinator and islands are started again.
     """
-    arguments = {"checkpoint": "true"} if checkpoint else {}
+    arguments = {"now": "true"} if now else {}
     send_operation(address, "stop", arguments, certs, tokens, insecure)
 
 

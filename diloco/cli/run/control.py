@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
 _WATCH_S = 1.0
 _RESTART_S = 15.0
+#: States of a run that is over.
+_ENDED = frozenset({"failed", "finished", "stopped"})
 
 
 def coordinator(
@@ -62,7 +64,9 @@ def coordinator(
 
 def status(
     address: Address,
-    watch: Annotated[bool, typer.Option("--watch", help="Look every second until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look every second until the run ends, or Ctrl-C.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one line a look, instead of tables.")
     ] = False,
@@ -75,23 +79,29 @@ def status(
     From another machine the coordinator tells it to the operator alone: --certs (made by `diloco
     certs init`), --tokens (`diloco certs token operator`), or both, as the run file says. A run
     with transport.insecure = true and no tokens tells it on the coordinator's own machine only.
+
+    --watch ends with the run: exit code 0 after a good end or a stop, else that of the failure.
     """
     transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
     try:
-        asyncio.run(_show(transport, watch=watch, as_json=as_json))
+        code = asyncio.run(_show(transport, watch=watch, as_json=as_json))
     except KeyboardInterrupt:
-        raise typer.Exit(0) from None
+        code = 0
+    raise typer.Exit(code)
 
 
-async def _show(transport: Transport, *, watch: bool, as_json: bool) -> None:
+async def _show(transport: Transport, *, watch: bool, as_json: bool) -> int:
+    """Show the run; returns the exit code of a failed one that was watched to its end."""
     from rich.console import Console
     from rich.live import Live
 
     from diloco.cli.terminal.tables import status_view
 
     looks = _looks(transport, watch=watch)
+    code = 0
     if as_json:
         async for reply in looks:
+            code = reply.exit_code
             typer.echo(json.dumps(as_plain(reply)))
     elif not watch:
         async for reply in looks:
@@ -99,18 +109,31 @@ async def _show(transport: Transport, *, watch: bool, as_json: bool) -> None:
     else:
         with Live(auto_refresh=False) as live:
             async for reply in looks:
+                code = reply.exit_code
                 live.update(status_view(reply), refresh=True)
+    return code if watch else 0
 
 
 async def _looks(transport: Transport, *, watch: bool) -> AsyncIterator[StatusReply]:
-    """Ask the coordinator once, or every second for ever; a watcher bears with its restart."""
+    """Ask the coordinator once, or every second until the run ends.
+
+    A watcher bears with a restart of the coordinator; one that was about to stop has ended.
+    """
     from diloco.coordinator.status import ask_status
+    from diloco.errors import CoordinatorUnavailable
 
     try:
-        yield await ask_status(transport)
-        while watch:
+        reply = await ask_status(transport, watches=watch)
+        yield reply
+        while watch and reply.state not in _ENDED:
             await asyncio.sleep(_WATCH_S)
-            yield await ask_status(transport, patience_s=_RESTART_S)
+            try:
+                reply = await ask_status(transport, patience_s=_RESTART_S, watches=True)
+            except CoordinatorUnavailable:
+                if reply.state != "stopping":
+                    raise
+                return
+            yield reply
     finally:
         await transport.close()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.launch.process.emulated import Emulated
     from diloco.launch.process.ending import StopRequest
     from diloco.protos.control_pb2 import StatusReply
-    from diloco.report.summary import Summary
     from diloco.transport.contracts import Transport
 
 _LINE_EVERY_S = 10.0
@@ -71,6 +69,7 @@ def local(
     """
     from rich.console import Console
 
+    from diloco.cli.run.report import show_report
     from diloco.config.load import load_config
     from diloco.launch.local import without_links
     from diloco.launch.process.emulated import Emulated
@@ -99,7 +98,8 @@ def local(
         raise typer.Exit(code)
     if request.number:
         console.print(_FINISHED_BEFORE, highlight=False, soft_wrap=True)
-    _show_end(config, console, emulated, as_json=as_json)
+    extra = {} if emulated is None else {"emulation": emulated.description}
+    show_report(config, console, extra, as_json=as_json)
 
 
 def _prepare(
@@ -299,72 +299,4 @@ def _stopped_text(config: Config, command: str) -> str:
     return (
         f"stopped: every process has ended; there is no checkpoint yet. Start again: {command} "
         f"--fresh"
-    )
-
-
-def _show_end(
-    config: Config, console: Console, emulated: Emulated | None, *, as_json: bool
-) -> None:
-    """Check and say what the run was."""
-    from rich.console import Console
-
-    from diloco.cli.terminal.progress import waiting
-    from diloco.extras import is_installed
-    from diloco.report.summary import read_events
-    from diloco.telemetry.plots import write_plots
-
-    state_dir = Path(config.coordinator.state_dir)
-    events = read_events(config.telemetry_dir, config.islands)
-    with waiting(console, "recomputing the last versions from their contributions"):
-        summary = _summary(config, events)
-    path = state_dir / "summary.json"
-    values = summary.as_dict()
-    if emulated is not None:
-        values["emulation"] = emulated.description
-    path.write_text(json.dumps(values, indent=2) + "\n")
-    if as_json:
-        typer.echo(path.read_text())
-    plots: list[Path] = []
-    without = "; pip install 'diloco[plots]' has plots drawn, too"
-    if is_installed("matplotlib"):
-        without = ""
-        with waiting(console, "drawing plots"):
-            plots = write_plots(events, state_dir / "plots")
-    console.print(summary.as_text(), highlight=False)
-    shown, what = ", ".join(map(str, [path, *plots])), "summary and plots" if plots else "summary"
-    console.print(f"{what}: {shown}{without}", highlight=False, markup=False, soft_wrap=True)
-    if summary.problems:
-        said = f"The run has ended, but: {'; '.join(summary.problems)}"
-        Console(stderr=True, markup=False).print(said, highlight=False, style="red", soft_wrap=True)
-        raise typer.Exit(1)
-
-
-def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Summary:
-    from diloco.checkpoint.run_checkpoints import open_journal
-    from diloco.checkpoint.stores import state_by_fragment
-    from diloco.forecast.build import build_publication_rules, link_profile
-    from diloco.island.layout import build_schedule
-    from diloco.outer.fragments import Plan
-    from diloco.report.summary import summarise
-    from diloco.state_dir import StateDir
-    from diloco.versions.store import FragmentStore
-
-    state = StateDir(Path(config.coordinator.state_dir))
-    with open_journal(state.journal) as journal:
-        alarms = [entry.content for entry in journal.audit_rows() if entry.kind == "alarm"]
-    plan = Plan.from_json(state.holding_records[0].plan.read_text())
-    stored = state_by_fragment(state, plan)
-    retained = config.outer.retained_versions
-    return summarise(
-        config,
-        plan,
-        build_schedule(config.outer, config.run.inner_steps),
-        build_publication_rules(config),
-        stores=[
-            FragmentStore(stored[fragment.fragment_id].store, fragment, retained)
-            for fragment in plan.fragments
-        ],
-        events=events,
-        link=link_profile(config),
-        alarms=alarms,
     )

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.protos.control_pb2 import FragmentStatus, IslandStatus, StatusReply
-from diloco.transport.units import format_bytes
+from diloco.transport.units import format_bytes, format_duration
 
 _STATE_STYLE = {"running": "green", "finished": "bold green", "failed": "bold red"}
 _DIGEST_CHARACTERS = 12
@@ -24,12 +24,13 @@ _RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> RenderableType:
-    """Show everything: run, islands, fragments, several syncers, what was refused, alarms."""
+    """Show all: run, islands, fragments, several syncers, what was refused, who is away, alarms."""
     parts: list[RenderableType] = [run_line(reply), islands_table(reply), fragments_table(reply)]
     if len(reply.syncers) > 1:
         parts.append(syncers_table(reply))
     if reply.refusals:
         parts.append(refusals_line(reply))
+    parts.extend(Text(line, style="red") for line in reply.away)
     parts.extend(Text(line, style="bold red") for line in alarm_lines(reply))
     return Group(*parts)
 
@@ -68,7 +69,7 @@ def islands_table(reply: StatusReply) -> Table:
     """Show one row an island, in the order of island slots."""
     table = _table(
         "island", "incarnation", "lease", "state", "inner step", "loss", "tokens/s", "in flight",
-        "up", "down", "blocked", "utilisation", "heard",
+        "up", "down", "blocked", "utilisation", "left", "heard",
     )  # fmt: skip
     for island in sorted(reply.islands, key=lambda island: island.island_slot):
         table.add_row(*_island_cells(island, reply.inner_steps))
@@ -132,7 +133,7 @@ def alarm_lines(reply: StatusReply) -> list[str]:
 
 
 def run_text(reply: StatusReply) -> str:
-    """Say in one line where the run and its islands stand; each alarm that holds in one more."""
+    """Say in a line where the run and its islands stand; in one more who is away, each alarm."""
     islands = "; ".join(
         f"{island.island} {island_text(island, reply.inner_steps)}"
         for island in sorted(reply.islands, key=lambda island: island.island_slot)
@@ -142,7 +143,7 @@ def run_text(reply: StatusReply) -> str:
     tokens = f"; tokens merged {_tokens_text(reply)}" if reply.total_tokens else ""
     line = f"{reply.state}: {islands}; versions {versions or 'none yet'}{tokens}"
     holding = [status for status in reply.alarms if status.holds]
-    return "\n".join([line, *alarm_lines(StatusReply(alarms=holding))])
+    return "\n".join([line, *reply.away, *alarm_lines(StatusReply(alarms=holding))])
 
 
 def _tokens_text(reply: StatusReply) -> str:
@@ -172,9 +173,11 @@ def island_text(island: IslandStatus, inner_steps: int) -> str:
     if report.state == _WAITING:
         moved = f"{format_bytes(report.bytes_up)} up, {format_bytes(report.bytes_down)} down"
         return f"{report.state}, {moved}"
+    loss = f"loss {report.loss_nats:.3f} " if report.loss_nats else ""  # 0: it was not told
+    left = f", {format_duration(report.left_s)} left" if report.left_s else ""
     return (
         f"{report.state}, step {_step(report.inner_step, inner_steps)} "
-        f"loss {report.loss_nats:.3f} {report.tokens_per_s:,.0f} tokens/s"
+        f"{loss}{report.tokens_per_s:,.0f} tokens/s{left}"
     )
 
 
@@ -191,7 +194,7 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
     name, incarnation = island.island, str(island.incarnation or _UNKNOWN)
     if not island.HasField("last_report"):
         state = "joined" if island.incarnation else "not joined"
-        return (name, incarnation, _lease(island), state, *[_UNKNOWN] * 9)
+        return (name, incarnation, _lease(island), state, *[_UNKNOWN] * 10)
     report = island.last_report
     return (
         name,
@@ -199,13 +202,14 @@ def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:
         _lease(island),
         report.state,
         _step(report.inner_step, inner_steps),
-        f"{report.loss_nats:.4f}" if report.inner_step else _UNKNOWN,
+        f"{report.loss_nats:.4f}" if report.loss_nats else _UNKNOWN,
         f"{report.tokens_per_s:,.0f}",
         str(report.fragments_in_flight),
         format_bytes(report.bytes_up),
         format_bytes(report.bytes_down),
         _seconds(report.blocked_s),
         f"{report.utilisation:.1%}",
+        format_duration(report.left_s) if report.left_s else _UNKNOWN,
         f"{_seconds(island.report_age_s)} ago",
     )
 

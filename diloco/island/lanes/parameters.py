@@ -82,6 +82,11 @@ class TrainedParameters:
             f"parameters before diloco.DiLoCo(...), and change values in place"
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters of this rank are: that of the first."""
+        return next(iter(self.named.values())).device
+
     def reshard(self) -> None:
         """Let FSDP2 show the shards, so that they may be read and written."""
         reshard_(self._sharded)

@@ -16,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.faults.process import link_faults
 from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
+from diloco.island.record import Record
 from diloco.launch.rank.peer import RunningPeer, start_peer
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.alarms import AlarmKind
@@ -31,14 +32,17 @@ from diloco.transport.shaping.shaped import ShapedTransport
 logger = logging.getLogger(__name__)
 
 
-def connect(config: Config, coordinator: str = "") -> Connection:
+def connect(config: Config, coordinator: str = "", *, record: Record | None = None) -> Connection:
     """Prepare this rank's connection with its run; nothing is sent before a `DiLoCo` joins.
+
+    What the rank does goes to the sinks of the run file's [telemetry] meanwhile.
 
     Args:
         config: From `diloco.load_config(path, island=...)`: an island must be selected.
         coordinator: HOST:PORT of the coordinator, or several to be tried in order; empty:
             `coordinator.address` of the run file, or what `coordinator.state_dir` records where the
             coordinator runs on this machine.
+        record: In place of one of the run file's sinks, open for longer than the connection.
 
     Returns:
         To be used as a context manager: ``with diloco.connect(config) as connection:``.
@@ -54,7 +58,8 @@ def connect(config: Config, coordinator: str = "") -> Connection:
         )
     address = find_coordinator(config, coordinator)
     security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
-    connection = Connection(config, _Wires(config, address, security, link_profile(config)))
+    wires = _Wires(config, address, security, link_profile(config))
+    connection = Connection(config, wires, record)
 
     def announce(text: str) -> None:
         connection.on_event(AlarmRaised(AlarmKind.CERTIFICATE, text, config.island_id))

@@ -14,12 +14,10 @@ Source: PROTOCOL.md, "Agreement of ranks", "Return of an island" and "Words for 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -39,7 +37,7 @@ from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandF
 from diloco.faults.training import rank_faults
 from diloco.forecast.rank_memory import check_host_memory
 from diloco.island.connection import Connection
-from diloco.island.registration import IslandState
+from diloco.island.record import Record
 from diloco.island.session import DiLoCo
 from diloco.launch.process.ending import end_with_starter
 from diloco.launch.process.logs import log_to
@@ -54,16 +52,12 @@ from diloco.launch.rank.device import (
 from diloco.launch.rank.job import Job, limit_collectives, meet
 from diloco.launch.rank.lost_rank import find_loss
 from diloco.launch.rank.manifest import check_earlier_text, write_manifest
-from diloco.launch.rank.profile import StepProfile, memory_used
-from diloco.launch.rank.record import RankRecord, build_sinks
 from diloco.launch.rank.text_share import open_text
 from diloco.protocol.island.soundness import Mend
-from diloco.protocol.run.alarms import AlarmKind
-from diloco.protocol.run.loss_history import LossWatch
 from diloco.protos.control_pb2 import JoinReply
-from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
 from diloco.telemetry.meter import ComputeWork
 from diloco.trainer.flops import flops_per_token, peak_flops
+from diloco.trainer.models.experts import imbalances
 from diloco.trainer.models.families import (
     Model,
     Shape,
@@ -80,9 +74,6 @@ from diloco.trainer.trainer import InnerTrainer
 
 logger = logging.getLogger(__name__)
 
-#: Inner steps over which the training loss is averaged, at least, before it is compared.
-_LEAST_WATCHED = 10
-
 
 def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: Path) -> int:
     """Train as one rank of the selected island until the run is over, or stopped.
@@ -98,9 +89,10 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     log_to(output_dir / f"{config.island_id}-{job.island_rank}.log", logging.INFO)
-    rank = _Rank(config, job, coordinator_address, output_dir)
+    record = Record(config, output_dir)
+    rank = _Rank(config, job, coordinator_address, output_dir, record)
     try:
-        with connect(config, coordinator_address) as connection:
+        with connect(config, coordinator_address, record=record) as connection:
             rank.run(connection)
     except DilocoError as error:
         level = logging.ERROR if error.exit_code else logging.INFO
@@ -112,7 +104,7 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
         logger.exception("rank failed, island=%s rank=%d", config.island_id, job.island_rank)
         return rank.failed(error)
     finally:
-        rank.record.close()
+        record.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -122,27 +114,20 @@ class _Rank:
     """The parts of one rank, in the order in which they come to be."""
 
     def __init__(
-        self, config: Config, job: Job, coordinator_address: str, output_dir: Path
+        self, config: Config, job: Job, coordinator_address: str, output_dir: Path, record: Record
     ) -> None:
         self._config = config
         self._job = job
         self._coordinator_address = coordinator_address
         self._output_dir = output_dir
         self._is_leader = job.island_rank == 0
-        self.record = RankRecord(
-            build_sinks(config, job.island_rank, output_dir),
-            is_leader=self._is_leader,
-            clock=time.monotonic,
-        )
+        self._record = record
 
     def run(self, connection: Connection) -> None:
         """Enter the run, train to its end or stop, and evaluate."""
         self._connection = connection
         self._enter(connection)
-        try:
-            self._train()
-        finally:
-            self._profile.close()
+        self._train()
         self._finish()
         self._checkpoints.close()
 
@@ -153,7 +138,7 @@ class _Rank:
         if loss is None:
             return 1
         event, text = loss
-        self.record.write(event)
+        self._record.write(event)
         logger.error("%s", text)
         return IslandFailed.exit_code
 
@@ -168,7 +153,7 @@ class _Rank:
         check_mesh(shape, self._config.island.mesh)
         at = self._config.checkpoint.mirror
         mirror = Mirror(at, self._config.island_id) if at else None
-        self.record.open()
+        self._record.open(self._job.island_rank)
         self._device = self._meet()
         island = self._config.island
         mesh = make_mesh(self._device, island.mesh, is_cast=island.compute.is_cast)
@@ -185,9 +170,10 @@ class _Rank:
         check_optimizer_names(shape, self._config.inner.optimizer)  # the policy may be another
         batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
-        self._outer.loss_of = self._trial_loss
+        self._outer.loss_of = self._trainer.evaluate
         limit_collectives(island.collective_timeout.seconds)  # optimizers make groups, too
-        self._measure(model.shape)
+        work = flops_per_token(model.shape, self._config.data.sequence_length)
+        self._record.compute = ComputeWork(work, self._job.num_ranks, peak_flops(self._device))
         self._checkpoints = IslandCheckpoints(
             connection,
             self._outer,
@@ -196,7 +182,7 @@ class _Rank:
             memory=self._open_memory(),
             receiver=open_state_transfer(connection, self._reply.grant, self._outer.plan),
             mirror=mirror,
-            on_event=self.record.write,
+            on_event=self._record.write,
         )
         self._checkpoints.take_up(warm)
         self._text = open_text(
@@ -204,7 +190,7 @@ class _Rank:
             batches,
             self._reply.claims_json,
             inner_step=self._outer.inner_step,
-            on_event=self.record.write,
+            on_event=self._record.write,
         )
         if self._is_leader:
             write_manifest(self._output_dir, self._config, self._outer, self._reply.grant, data)
@@ -299,17 +285,14 @@ class _Rank:
                 data_digest=data.digest,
                 tokenizer_digest=data.tokenizer_digest,
                 overwrite_initial=bool(self._config.run.warm_start),
-                on_event=self.record.write,
             )
         except FingerprintMismatch:
             check_earlier_text(self._output_dir, self._config, data)
             raise
-        connection.progress = lambda: self.record.progress
         self._config = connection.config
 
     def _joined(self, reply: JoinReply) -> None:
         self._reply = reply
-        self.record.identify(timeline=reply.grant.timeline, incarnation=reply.grant.incarnation)
 
     def _build_batches(self, mesh: IslandMesh, data: Data) -> Batches:
         config = self._config
@@ -341,18 +324,6 @@ class _Rank:
             clock=time.monotonic,
         )
 
-    def _measure(self, shape: Shape) -> None:
-        """Keep what says how much of its device a rank uses: work of a token, traces, memory."""
-        config, job = self._config, self._job
-        work = flops_per_token(shape, config.data.sequence_length)
-        self._compute = ComputeWork(work, job.num_ranks, peak_flops(self._device))
-        self._profile = StepProfile(
-            config.telemetry.profile,
-            config.profile_dir / f"{config.island_id}-{job.island_rank}",
-            self._device,
-            self.record.write,
-        )
-
     def _open_memory(self) -> MemoryCopies | None:
         """Open the memory in which copies of this rank's state outlive it, if there are to be any.
 
@@ -378,7 +349,7 @@ class _Rank:
             copies=min(island.memory_copies, job.num_hosts),
             every=island.memory_checkpoint_steps,
             island=config.island_id,
-            on_event=self.record.write,
+            on_event=self._record.write,
             collective_s=island.collective_timeout.seconds,
         )
         memory.open()
@@ -388,32 +359,24 @@ class _Rank:
 
     def _train(self) -> None:
         """Make inner steps until the run is over, or until everybody stops."""
-        outer, record, faults = self._outer, self.record, self._faults
-        every = self._config.telemetry.memory_every_inner_steps
-        period = max(self._config.outer.inner_steps_per_round, _LEAST_WATCHED)
-        self._loss_watch = LossWatch(period)
-        record.begin(self._compute)
+        outer, faults = self._outer, self._faults
         while not outer.is_over:
             self._checkpoints.check()
-            self._profile.before(outer.inner_step)
-            is_quiet = outer.num_in_flight == 0
             metrics = faults.step(self._trainer, outer.inner_step, outer.schedule_step)
-            record.step(metrics, is_quiet=is_quiet)
-            outer.step(num_tokens=metrics.num_tokens, loss=metrics.loss, bound=metrics.bound)
+            outer.log(
+                loss=metrics.loss,
+                duration_s=metrics.duration_s,
+                grad_norm=metrics.grad_norm,
+                learning_rate=metrics.learning_rate,
+                **{f"expert_imbalance/{n}": v for n, v in imbalances(metrics.expert_loads).items()},
+            )
+            outer.step(num_tokens=metrics.num_tokens, bound=metrics.bound)
             if outer.mend is not Mend.NOTHING:
                 self._checkpoints.mend(outer.mend)
-            record.moved(*outer.island_bytes)
-            record.renew(IslandState.TRAINING, outer)
-            self._profile.after(outer.inner_step)
-            if every and outer.inner_step % every == 0:
-                record.write(memory_used(outer.inner_step, self._device))
             if self._text is not None:
                 self._text.settle(outer.inner_step)
-            self._watch_loss(metrics.loss)
-            if outer.held_out_due:
-                outer.report_held_out(self._evaluate("published", outer.global_parameters()))
-            elif self._is_evaluated_after(outer.inner_step):
-                self._evaluate("published", outer.global_parameters())
+            if outer.evaluation_due:
+                self._evaluate_published()
             if outer.checkpoint_due:
                 self._checkpoints.write()
             if outer.is_stopping:
@@ -422,59 +385,22 @@ class _Rank:
 
     def _finish(self) -> None:
         """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
-        outer, record = self._outer, self.record
+        outer = self._outer
         self._checkpoints.settle()
         if self._text is not None:
             self._text.close(outer.inner_step)
         if outer.is_stopping:
             outer.finish()
-            record.renew(IslandState.STOPPED, outer)
             return
-        self._evaluate("local", contextlib.nullcontext())
-        record.renew(IslandState.FLUSHING, outer)
+        with self._record.evaluating():
+            outer.evaluated(self._trainer.evaluate(), parameters="local")
         outer.finish()
-        wall_s = record.wall_s
         if not outer.is_leaving:
-            self._evaluate("published", outer.global_parameters())
-        record.moved(*outer.island_bytes)
-        record.write(memory_used(outer.inner_step, self._device))
-        record.ended(outer, wall_s=wall_s)
-        record.renew(IslandState.FINISHED, outer)
+            self._evaluate_published()
 
-    def _is_evaluated_after(self, inner_step: int) -> bool:
-        every = self._config.evaluation.every_inner_steps
-        return every > 0 and inner_step % every == 0 and not self._outer.is_over
-
-    def _watch_loss(self, loss: float) -> None:
-        """Raise an alarm while the training loss rises for rounds, whatever the cause."""
-        watch, was_rising = self._loss_watch, self._loss_watch.is_rising
-        if not self._is_leader or (mean := watch.add(loss)) is None:
-            return
-        island = self._config.island_id
-        event: Event | None = None
-        if watch.is_rising:
-            event = AlarmRaised(
-                AlarmKind.LOSS_RISES,
-                f"training loss {mean:.3f} nats a token after inner step {self._outer.inner_step}, "
-                f"mean of {watch.period} steps; the lowest were {watch.reference:.3f}",
-                island,
-            )
-        elif was_rising:
-            event = AlarmCleared(AlarmKind.LOSS_RISES, island)
-        if event is not None:
-            self.record.write(event)
-            self._connection.on_event(event)
-
-    def _trial_loss(self) -> float:
-        with self.record.evaluating():
-            return self._trainer.evaluate()
-
-    def _evaluate(self, parameters: str, in_place: AbstractContextManager[None]) -> float:
-        """Measure the held-out loss of the parameters that are the model's in a context."""
-        with self.record.evaluating(), in_place:
-            loss = self._trainer.evaluate()
-        self.record.evaluated(self._outer.inner_step, parameters, loss)
-        return loss
+    def _evaluate_published(self) -> None:
+        with self._outer.global_parameters():
+            self._outer.evaluated(self._trainer.evaluate())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco.config.fields import ISLAND_NAME
-from diloco.errors import AggregationError
+from diloco.errors import AggregationError, QuorumLost
 from diloco.protocol.run.admission import Entries, Joined, JoinVerdict, Shared, objection
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import Candidates, JudgeRules, newest_first
@@ -302,6 +302,30 @@ class Membership:
             return Cause.KICKED
         is_old = incarnation < max(member.incarnation, member.fenced_below)
         return Cause.INCARNATION if is_old else Cause.GRANT
+
+    def left_early(self, island: str, inner_step: int, *, can_shrink: bool) -> Entries:
+        """Note that the current start of an island has left before the end of the run.
+
+        Where islands come and go it has left for good. Else rounds go on without it, if there are
+        others at work and their number may change (`can_shrink`); if it may not, the run ends.
+        """
+        member = replace(self.members[island], exit_code=0)
+        if self.rules.is_elastic:
+            drained = member.after(LeaseEvent.DRAINED, self.timeline)
+            return self.members.changed(island, drained.after(LeaseEvent.LEFT, self.timeline))
+        reason = (
+            f"its loop called outer.finish() after inner step {inner_step} of {self.inner_steps}"
+        )
+        others = [m for name, m in self.members.counted.items() if name != island]
+        if not any(m.exit_code is None for m in others):
+            return self.left(island, 0, is_stopped=False)
+        if not can_shrink:
+            return self.left(island, 0, is_stopped=False) + self.failed(
+                f"island {island} has left, {reason}, and no round can be without it: the islands "
+                f"merge among themselves (outer.exchange = allreduce)",
+                QuorumLost.exit_code,
+            )
+        return self.members.changed(island, member.kicked(reason, self.timeline))
 
     def left(self, island: str, exit_code: int, *, is_stopped: bool) -> Entries:
         """Note how the current start of an island ended.

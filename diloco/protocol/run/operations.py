@@ -46,8 +46,14 @@ LIVE_KEYS: Mapping[str, str] = {
     "checkpoint.every_tokens": _HERE,
 }
 _RESTART = (
-    "To change it, stop the run with a checkpoint (diloco stop HOST:PORT --checkpoint), change the "
+    "To change it, stop the run with a checkpoint (diloco stop HOST:PORT), change the "
     "coordinator's file, and diloco coordinator RUN.toml --resume"
+)
+_HALTING = (
+    f"stopping: every island is told to end at its next report, with exit code "
+    f"{RunHalted.exit_code}; then coordinator and syncer end. Nothing published is lost; what was "
+    f"not yet merged is. The run goes on where it was: diloco coordinator RUN.toml, then every "
+    f"island"
 )
 _ANOTHER_RUN = (
     "It cannot be set: with another value it is another run. Give that a coordinator.state_dir of "
@@ -131,7 +137,7 @@ def _drain(arguments: Mapping[str, str], membership: Membership, config: Config)
         return _refused(
             f"the islands of a scheduled run are fixed, and every round waits for {island}. "
             f"diloco kick HOST:PORT {island} takes it out of all rounds, without what it has not "
-            f"sent; diloco stop HOST:PORT --checkpoint stops all of them"
+            f"sent; diloco stop HOST:PORT stops all of them"
         )
     match membership.members.lease_of(island):
         case Lease.ABSENT:
@@ -231,22 +237,15 @@ def _set(arguments: Mapping[str, str], membership: Membership, config: Config) -
 
 
 def _stop(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
-    if not arguments.get("checkpoint"):
-        return Decision(
-            f"stopping: every island is told to end at its next report, with exit code "
-            f"{RunHalted.exit_code}; then coordinator and syncer end. Nothing "
-            f"published is lost; what was not yet merged is. The run goes on where it was: diloco "
-            f"coordinator RUN.toml, then every island",
-            is_halting=True,
-        )
+    if arguments.get("now"):
+        return Decision(_HALTING, is_halting=True)
     if membership.is_stopping:
         return Decision("the run is stopping with a checkpoint already")
     if not (entries := membership.request_stop()):
-        return _refused(
-            membership.repairs.against_stop
-            or "no island could write a checkpoint: not all have joined, or all have left. diloco "
-            "stop HOST:PORT stops without"
-        )
+        if membership.repairs.against_stop:
+            return _refused(membership.repairs.against_stop)
+        why = "no island could write a checkpoint: not all have joined, or all have left"
+        return Decision(f"{why}. {_HALTING}", is_halting=True)
     again = ", and the pause is over, for that needs rounds" if membership.members.is_paused else ""
     how = "" if membership.rules.is_elastic else " goes on to one inner step,"
     return Decision(
@@ -288,7 +287,7 @@ _COMMANDS: Mapping[str, tuple[_Decide, frozenset[str]]] = {
     "revoke": (_revoke, frozenset({"identity", "serials", "earlier"})),
     "repair": (_repair, frozenset({"fragment", "island"})),
     "set": (_set, frozenset({"key", "value"})),
-    "stop": (_stop, frozenset({"checkpoint"})),
+    "stop": (_stop, frozenset({"now"})),
 }
 
 

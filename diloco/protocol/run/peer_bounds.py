@@ -242,6 +242,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "hold_step": _STEP,
         "checkpoint_steps": Many(MOST_CHECKPOINTS, _STEP),
         "step_s": Real(0.0, _DAY_S),
+        "left_s": Real(),
         "position_json": Json(),
         "alarms": Many(1 << 10),
         "held_out": Many(MOST_CHECKPOINTS),

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.launch.rank.record import build_sinks
+from diloco.island.record import build_sinks
 from diloco.telemetry.events import DigestMismatch
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink
 from tests.run_files import write_run

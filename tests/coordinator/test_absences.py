@@ -1,0 +1,134 @@
+"""Who is away, what comes of it, and islands that leave before the end: said within the lease."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from diloco.config.load import load_config
+from diloco.config.schema import Config
+from diloco.protos import control_pb2 as control
+from tests.coordinator_in_memory import CoordinatorInMemory, tell
+from tests.run_files import write_run
+
+ELASTIC = ("outer.preset=decoupled",)
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(write_run(tmp_path / "run", {"east": "", "west": ""}), overrides)
+
+
+async def joined(coord: CoordinatorInMemory) -> tuple[control.Grant, control.Grant]:
+    return (await coord.join("east")).grant, (await coord.join("west")).grant
+
+
+async def away(
+    coord: CoordinatorInMemory, grant: control.Grant, seconds: int, **fields: int
+) -> list[str]:
+    """What a survivor that reports every second is told of the others at last."""
+    for _ in range(seconds):
+        await asyncio.sleep(1.0)
+        await coord.report(grant, **fields)
+    return list((await coord.report(grant, **fields)).away)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "within_s", "words"),
+    [
+        (ELASTIC, 8, "no report for more than 5 s. Rounds go on without it"),
+        ((), 12, "for more than 10 s. Every round waits for it until 300 s after its last report"),
+        (("outer.on_member_lost=stop",), 12, "then the run ends with exit code 50"),
+        (("outer.on_member_lost=shrink",), 12, "then they go on without it"),
+        (("outer.on_member_lost=wait",), 12, "waits for it for as long as it takes"),
+    ],
+    ids=["elastic", "scheduled", "stop", "shrink", "wait"],
+)
+def test_a_silent_island_is_named_to_all_within_its_lease_with_what_comes_of_it(
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    within_s: int,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        watching = asyncio.create_task(coord.coordinator.watch())
+        assert await away(coord, east, 2) == []
+
+        (text,) = await away(coord, east, within_s)
+        assert text.startswith("island west is away: no report") and words in text
+        assert "start it again" in text
+        assert [m for m in caplog.messages if m.startswith("island west is away")] == [text]
+        assert list(coord.coordinator.status().away) == [text]
+
+        assert list((await coord.report(west)).away) == []
+        watching.cancel()
+
+    tell(tmp_path, story, config=config_of(tmp_path, *overrides))
+
+
+def test_an_island_that_failed_is_named_at_once_until_it_starts_again(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.leave(west, exit_code=40)
+        assert "island west is away: it failed with exit code 40" in (await away(coord, east, 0))[0]
+        await coord.join("west", "b")
+        assert await away(coord, east, 0) == []
+
+    tell(tmp_path, story, config=config_of(tmp_path))
+
+
+def test_a_scheduled_run_goes_on_without_an_island_that_leaves_early(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.report(west, inner_step=25)
+        await coord.leave(west, is_early=True)
+
+        (text,) = await away(coord, east, 0, inner_step=25)
+        assert "island west is out of the run, and the others go on without it" in text
+        assert "its loop called outer.finish() after inner step 25 of 100" in text
+        assert (await coord.roster()).live == ["east"]
+        refused = await coord.join("west", "b")
+        assert refused.status == control.JOIN_STATUS_KICKED and "--undo" in refused.message
+        assert not coord.membership.is_finished
+        await coord.leave(east)
+        assert coord.membership.is_finished
+
+    tell(tmp_path, story, config=config_of(tmp_path))
+
+
+def test_a_run_ends_with_the_last_island_that_leaves_early(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        for grant in await joined(coord):
+            assert not coord.membership.is_finished
+            await coord.leave(grant, is_early=True)
+        assert coord.membership.is_finished and coord.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=config_of(tmp_path))
+
+
+def test_an_island_that_leaves_a_decoupled_run_early_does_not_end_it(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.leave(west, is_early=True)
+        assert (await coord.roster()).live == ["east"]
+        await coord.leave(east, exit_code=40)
+        assert not coord.membership.is_finished
+        assert (await coord.join("west", "b")).status == control.JOIN_STATUS_ACCEPTED
+
+    tell(tmp_path, story, config=config_of(tmp_path, *ELASTIC))
+
+
+def test_an_all_reduce_cannot_shrink_and_ends_where_an_island_leaves_early(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        coord.coordinator.run_status.instead_of_syncer = "none"
+        east, west = await joined(coord)
+        await coord.leave(west, is_early=True)
+        told = await coord.report(east)
+        assert (told.stop, told.exit_code) == (True, 50)
+        assert "no round can be without it" in told.reason
+        assert coord.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=config_of(tmp_path))
