@@ -75,6 +75,9 @@ class PlainOuter:
     def is_over(self):
         return self.inner_step == self.inner_steps
 
+    def log(self, **_):
+        pass
+
     def step(self, **_):
         self.inner_step += 1
 
