@@ -133,3 +133,19 @@ def error_of_exit_code(exit_code: int) -> type[DilocoError]:
         QuorumLost,
     )
     return {kind.exit_code: kind for kind in kinds}.get(exit_code, DilocoError)
+
+
+#: After these a supervisor starts neither a coordinator nor an island again: it would end the same
+#: way, or somebody has asked for the end. All others, a kill among them, are worth another start.
+FINAL_EXIT_CODES = frozenset(
+    kind.exit_code
+    for kind in (
+        ConfigError,
+        PlanMismatch,
+        FingerprintMismatch,
+        AggregationError,
+        RunHalted,
+        Fenced,
+        QuorumLost,
+    )
+)

@@ -38,11 +38,19 @@ import asyncio, sys
 from diloco.config.load import load_config
 from diloco.errors import DilocoError
 from diloco.launch.coordinator import run_coordinator
-resume, at_step = sys.argv[1] == "resume", int(sys.argv[2]) if sys.argv[2] else None
+how, at_step = sys.argv[1], int(sys.argv[2]) if sys.argv[2] else None
 try:
     config = load_config(sys.argv[3], sys.argv[4:])
     announce = lambda line: print(line, flush=True)
-    code = asyncio.run(run_coordinator(config, announce=announce, resume=resume, at_step=at_step))
+    code = asyncio.run(
+        run_coordinator(
+            config,
+            announce=announce,
+            resume=how == "resume",
+            resume_stopped=how == "resume_stopped",
+            at_step=at_step,
+        )
+    )
 except DilocoError as error:
     print(error)
     code = error.exit_code
@@ -67,10 +75,15 @@ class Site:
         return load_config(RUN_FILE, (*OVERRIDES, state_dir, *overrides))
 
     def coordinate(
-        self, *overrides: str, resume: bool = False, at_step: int | None = None
+        self,
+        *overrides: str,
+        resume: bool = False,
+        resume_stopped: bool = False,
+        at_step: int | None = None,
     ) -> subprocess.Popen[str]:
         state_dir = f"coordinator.state_dir={self.state.root}"
-        how = ["resume" if resume else "", "" if at_step is None else str(at_step)]
+        how = ["resume" if resume else "resume_stopped" if resume_stopped else ""]
+        how += ["" if at_step is None else str(at_step)]
         arguments = [*how, str(RUN_FILE), *OVERRIDES, state_dir, *overrides]
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
@@ -79,9 +92,9 @@ class Site:
         return process
 
     def coordinate_until_up(
-        self, *overrides: str, resume: bool = False
+        self, *overrides: str, resume: bool = False, resume_stopped: bool = False
     ) -> tuple[subprocess.Popen[str], str]:
-        process = self.coordinate(*overrides, resume=resume)
+        process = self.coordinate(*overrides, resume=resume, resume_stopped=resume_stopped)
         assert process.stdout is not None
         said = []
         for line in process.stdout:

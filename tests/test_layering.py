@@ -440,6 +440,11 @@ def test_every_package_is_installed() -> None:
     installed = find_namespace_packages(str(ROOT), found["exclude"], found["include"])
 
     folders = {source.package for source in sources()}
-    assert set(installed) == folders | {"diloco.configs", "diloco.configs.links"}
+    assert set(installed) == folders | {
+        "diloco.configs",
+        "diloco.configs.launch",
+        "diloco.configs.links",
+    }
     assert setuptools["package-data"]["diloco.configs"] == ["**/*.toml"], "link profiles, say"
+    assert setuptools["package-data"]["diloco.configs.launch"] == ["*.j2"], "what init writes"
     assert folders <= modules(), "a folder that holds modules has no __init__.py"

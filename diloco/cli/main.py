@@ -29,6 +29,7 @@ from diloco.cli.research import (
     sim_utilization,
     sim_validate,
 )
+<<<<<<< HEAD
 from diloco.cli.run import (
     certs,
     configuration,
@@ -40,6 +41,9 @@ from diloco.cli.run import (
     plan,
     report,
 )
+=======
+from diloco.cli.run import certs, configuration, control, doctor, export, init, island, local, plan
+>>>>>>> 1679a226 (diloco init writes a run, its certificates, its launch files and what to type next)
 from diloco.errors import DilocoError
 from diloco.extras import EXTRA_OF, missing
 from diloco.launch.process.logs import log_to
@@ -78,8 +82,8 @@ def _options(
 ) -> None:
     """Train one language model on islands (datacenters, clusters, boxes) far apart.
 
-    Begin with `diloco plan RUN.toml` (nothing is started), then `diloco local RUN.toml` (everything
-    on this machine).
+    Begin with `diloco init DIR` (a new run), `diloco plan RUN.toml` (nothing is started), then
+    `diloco local RUN.toml` (everything on this machine).
     """
     levels = logging.getLevelNamesMapping()
     if log_level.upper() not in levels:
@@ -91,6 +95,7 @@ def _options(
 #: Every command in the panel of its group, in the order in which help shows them.
 _PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Run": {
+        "init": init.init,
         "plan": plan.plan,
         "coordinator": control.coordinator,
         "island": island.island,
@@ -134,6 +139,7 @@ sim_validate.register(sim.sim)
 
 #: What is typed for example, at the end of each command's help.
 EXAMPLES = {
+    "init": "diloco init my-run --island eu=gpu1.eu.example --island us=gpu1.us.example --gpus 8",
     "plan": "diloco plan configs/runs/demo.toml --step-time 0.2s --link thin-5M-60ms --suggest",
     "coordinator": "diloco coordinator configs/runs/two-islands.toml",
     "island": "diloco island RUN.toml --island eu-west --coordinator 10.0.0.1:29400",

@@ -93,6 +93,7 @@ async def run_coordinator(
     *,
     announce: Callable[[str], None],
     resume: bool = False,
+    resume_stopped: bool = False,
     at_step: int | None = None,
     linger_s: float = 5.0,
 ) -> int:
@@ -108,6 +109,7 @@ async def run_coordinator(
         announce: Called with, in words for people, what was found, where the coordinator listens
             and how it ended.
         resume: Whether to begin a new timeline from a run checkpoint.
+        resume_stopped: Whether to do so only where a graceful stop is complete, and else to go on.
         at_step: Inner step of that checkpoint; None takes the newest that is whole.
         linger_s: Seconds for which a failed run is still answered, so that its islands hear why;
             shorter when all have left.
@@ -118,8 +120,8 @@ async def run_coordinator(
 
     Raises:
         ConfigError: If the state directory belongs to another run or another coordinator, if it
-            holds a stopped run and `resume` is false, or nothing that can be resumed and it is
-            true, or if the address cannot be used.
+            holds a stopped run and neither `resume` nor `resume_stopped` is true, or nothing that
+            can be resumed and one is, or if the address cannot be used.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute())
     if config.transport.kind != "hivemind":  # a libp2p peer finds its addresses out
@@ -137,7 +139,7 @@ async def run_coordinator(
             with open_journal(state.journal, waits_for_room=True) as journal:
                 check_journal(state, journal)
                 membership = read_membership(config, journal)
-                if resume:
+                if resume or (resume_stopped and membership.is_stopped):
                     step = choose_checkpoint(config, state, membership, at_step, announce)
                     entries = membership.resumed(step)
                     journal.write(entries, told=audit_entries_of(entries))

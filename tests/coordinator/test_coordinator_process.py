@@ -378,7 +378,7 @@ def test_a_syncer_killed_while_it_takes_the_store_back_is_followed_by_one_that_d
 ) -> None:
     stopped(site)
 
-    process, _ = site.coordinate_until_up(resume=True)
+    process, _ = site.coordinate_until_up(resume_stopped=True)
     killed: set[int] = set()
     for delay_s in (0.0, 0.3, 0.8):
         pid = eventually(
@@ -390,7 +390,8 @@ def test_a_syncer_killed_while_it_takes_the_store_back_is_followed_by_one_that_d
         killed.add(pid)
     process.kill()
     process.wait()
-    _, again = site.coordinate_until_up()  # the same timeline: no second resume
+    # The same timeline: no second resume of a run that is not stopped any more.
+    _, again = site.coordinate_until_up(resume_stopped=True)
 
     east = site.join(again, "east", "east-2")
     syncer = site.syncer_address(again, "east", "east-2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,11 +43,7 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
     config = load_config(
         run_file, [f"transport.certs={directory.absolute()}", "transport.insecure=false"]
     )
-    ca = _ca(directory)
-    ca.create(config.run.name, max(days, _CA_DAYS))
-    islands = [f"island/{name}" for name in sorted(config.islands)]
-    for short in ("coordinator", "operator", *islands):
-        ca.issue(short, days, again=False)
+    islands = issue_all(config.run.name, config.islands, directory, days)
     typer.echo(
         f"{directory} holds the CA of run {config.run.name!r}. Set transport.certs = "
         f'"{directory}" in the run file, and bring to that directory of each site, over a way that '
@@ -61,6 +58,18 @@ def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _D
         "syncers and islands show each other lasts for transport.certificate_lifetime; the "
         "coordinator issues it."
     )
+
+
+def issue_all(
+    run: str, islands: Iterable[str], directory: Path, days: int = _DAYS
+) -> Sequence[str]:
+    """Make the CA of a run, and what its sites need; returns the identities of the islands."""
+    ca = _ca(directory)
+    ca.create(run, max(days, _CA_DAYS))
+    identities = [f"island/{name}" for name in sorted(islands)]
+    for short in ("coordinator", "operator", *identities):
+        ca.issue(short, days, again=False)
+    return identities
 
 
 @certs.command()

@@ -31,6 +31,14 @@ def coordinator(
         bool,
         typer.Option("--resume", help="Take the run back to its newest complete checkpoint."),
     ] = False,
+    resume_stopped: Annotated[
+        bool,
+        typer.Option(
+            "--resume-stopped",
+            help="Do so if a graceful stop has ended it, else go on where it was: for supervisors, "
+            "which type the same command at every start.",
+        ),
+    ] = False,
     at_step: Annotated[
         int | None,
         typer.Option(
@@ -58,7 +66,9 @@ def coordinator(
         raise ConfigError(f"--at {at_step} says where to resume: add --resume, or leave it out")
     config = load_config(run_file, overrides or ())
     show_at_start(config.coordinator.listen)
-    run = run_coordinator(config, announce=typer.echo, resume=resume, at_step=at_step)
+    run = run_coordinator(
+        config, announce=typer.echo, resume=resume, resume_stopped=resume_stopped, at_step=at_step
+    )
     raise typer.Exit(asyncio.run(run))
 
 

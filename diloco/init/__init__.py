@@ -1,0 +1,1 @@
+"""The files of a new run: run file, certificates, launch files, and a page of next steps."""
