@@ -238,9 +238,9 @@ def read_sites(
     sites = []
     for text in islands:
         name, _, hosts = text.partition("=")
-        count = told.get(name, usual)
+        number = told.get(name, usual)
         listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
-        sites.append(Site(name, listed, count, 1 if count else threads))
+        sites.append(Site(name, listed, number, 1 if number else threads))
     return tuple(sites)
 
 

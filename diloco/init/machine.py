@@ -25,7 +25,7 @@ class Machine:
         host: Name of this machine.
         devices: Names of its accelerators.
         cores: That this process may use.
-        memory_bytes: That are free.
+        memory_bytes: That are free; 0: the system does not say.
         launchers: What is here to start jobs.
     """
 
@@ -39,9 +39,10 @@ class Machine:
         """Say it for people."""
         names = sorted(set(self.devices))
         shown = ", ".join(f"{self.devices.count(name)} x {name}" for name in names)
+        free = format_bytes(self.memory_bytes) if self.memory_bytes else "an unknown amount"
         return [
             f"this machine, {self.host}: {shown or 'no accelerator'}; {self.cores} cores, "
-            f"{format_bytes(self.memory_bytes)} of memory free",
+            f"{free} of memory free",
             f"jobs are started here with: {', '.join(self.launchers) or 'nothing that is known'}",
         ]
 
@@ -64,6 +65,6 @@ def look_around(devices: Callable[[], tuple[str, ...]] = cuda_devices) -> Machin
         socket.gethostname(),
         devices(),
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        available_bytes(),
+        available_bytes() or 0,
         tuple(sorted(launchers)),
     )

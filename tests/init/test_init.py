@@ -133,7 +133,7 @@ def test_what_was_not_typed_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_machine_gives_defaults(tmp_path: Path) -> None:
     machine = look_around(lambda: ("H100", "H100"))
 
-    assert machine.cores >= 1 and machine.memory_bytes > 0
+    assert machine.cores >= 1
     first, second = machine.lines()
     assert "2 x H100" in first and f"{machine.cores} cores" in first
     assert second.startswith("jobs are started here with: ")
