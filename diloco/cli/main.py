@@ -29,21 +29,18 @@ from diloco.cli.research import (
     sim_utilization,
     sim_validate,
 )
-<<<<<<< HEAD
 from diloco.cli.run import (
     certs,
     configuration,
     control,
     doctor,
     export,
+    init,
     island,
     local,
     plan,
     report,
 )
-=======
-from diloco.cli.run import certs, configuration, control, doctor, export, init, island, local, plan
->>>>>>> 1679a226 (diloco init writes a run, its certificates, its launch files and what to type next)
 from diloco.errors import DilocoError
 from diloco.extras import EXTRA_OF, missing
 from diloco.launch.process.logs import log_to
