@@ -147,6 +147,12 @@ def command(name: str, by_torchrun: int) -> list[str]:
     return [*(torchrun if by_torchrun else []), f"{name}.py"]
 
 
+def with_ranks(run_file: str, num_ranks: int) -> str:
+    """Return a run file whose islands have so many ranks; how they share a model, a script says."""
+    mesh = f"mesh = {{ dp_shard = {num_ranks} }}"
+    return run_file.replace("ranks = 1", f"ranks = {num_ranks}\n{mesh}")
+
+
 def script_below(section: str) -> str:
     """Return the first script of a section of the page."""
     _, _, rest = PAGE.read_text("utf-8").partition(f"\n## {section}\n")
@@ -231,7 +237,8 @@ def test_the_script_of_the_page_trains_two_islands_as_well_as_a_plain_run(
     for page, test in SHORTER.items():
         assert page in shown, page
         shown = shown.replace(page, test)
-    shown = shown.replace("ranks = 1", f"ranks = {max(example.by_torchrun, 1)}")
+    if example.by_torchrun:
+        shown = with_ranks(shown, example.by_torchrun)
     if not example.saves:
         shown = re.sub(r"\[checkpoint\]\n.*\n", "", shown)
     for kind in ("scheduled", "decoupled", "plain"):

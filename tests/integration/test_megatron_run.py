@@ -15,6 +15,7 @@ from tests.integration.test_integrations_readme import (
     held_out,
     losses,
     script_below,
+    with_ranks,
     write_text,
 )
 from tests.test_readme import ROOT, blocks
@@ -56,9 +57,7 @@ def test_two_islands_of_megatron_train_about_as_well_as_a_plain_run(
     """In float32 one island is tensor parallel, the other data parallel."""
     write_text(tmp_path)
     run_file = blocks(PAGE, "toml")[0].replace("inner_steps = 240", "inner_steps = 80")
-    run_file = run_file.replace("ranks = 1", "ranks = 2").replace(
-        "_steps = 80\n\n[c", "_steps = 0\n\n[c"
-    )
+    run_file = with_ranks(run_file, 2).replace("every_inner_steps = 80", "every_inner_steps = 0")
     (tmp_path / "run.toml").write_text(run_file)
     script = _PRELUDE + script_below("Megatron-Core") + _TAIL
     assert 'num_tensor_parallel, dtype = "gloo", 2, torch.float32' in script
