@@ -18,7 +18,7 @@ from diloco.island.exchange.state_transfer import (
     lanes_of,
 )
 from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest, lane_name
-from diloco.protos.control_pb2 import ReportReply, TransferAnswer
+from diloco.protos.control_pb2 import ReportReply, StateTransfer, TransferAnswer
 from diloco.telemetry.round_events import FragmentRepaired
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.record import fragment_directory, record_path, versions_in
@@ -97,6 +97,8 @@ def test_an_inner_optimizer_is_given_over_the_syncers_that_have_its_fragments(
 
     async def scenario() -> dict[LaneKey, bytes]:
         run = Several(setting)
+        for part in run.parts:
+            part.named_transfers = [StateTransfer(source="a", island="b", checkpoint=CUT)]
         await run.start()
         source, joiner = (run.island(name).exchange for name in "ab")
         reports = TransferReports(nothing)
