@@ -266,4 +266,4 @@ def test_the_script_of_the_page_trains_two_islands_as_well_as_a_plain_run(
             assert checkpoints == ["checkpoint-80"]
 
     (tmp_path / "losses").write_text(f"{name}: {found}")
-    assert max(found.values()) < found["plain"] + 0.6  # 24 outer steps are few, and decoupled ones not the same
+    assert max(found.values()) < found["plain"] + 0.7  # 24 outer steps of 5 are few
