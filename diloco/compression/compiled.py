@@ -76,13 +76,14 @@ def compiled(formula: _Formula) -> _Formula:
 
     On a CPU it runs on the calling thread alone: kernels for several crash in a thread for which
     torch has another number of them, which would have to be compiled for, too. Lanes can be coded
-    side by side instead.
+    side by side instead. Hence not `fullgraph`: dynamo counts for it, in one place of the process,
+    whether a call ran a compiled frame, and calls of several threads take the count from each other
+    (RuntimeError "found no compiled frames").
     """
     # mypy cannot choose between the overloads for a TypeVar, hence the cast of the function.
     compile_ = cast(Callable[..., Callable[..., Any]], torch.compile)
     fast = compile_(
         formula,
-        fullgraph=True,
         dynamic=False,
         isolate_recompiles=True,
         options={"guard_filter_fn": _is_of_operands, "cpp.threads": 1},

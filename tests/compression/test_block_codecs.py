@@ -3,6 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.utils
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -338,6 +339,7 @@ def test_compiled_formulas_give_the_same_bytes(
     codec: BlockCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, key = adversarial(), key_of(codec)
+    torch._dynamo.utils.counters.clear()
 
     for part in (blocks, blocks[5:8], blocks[100:2000]):
         largest, bits, packed = codec.quantise(part, key)
@@ -349,6 +351,8 @@ def test_compiled_formulas_give_the_same_bytes(
         again = compiled(codec.dequantise)(scales, packed)
         for got, expected in zip(again, codec.dequantise(scales, packed), strict=True):
             assert torch.equal(got, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"], "each formula is one graph"
 
     # The same through the codec, with a partial block and from an odd address.
     values = blocks.flatten()[:-3]

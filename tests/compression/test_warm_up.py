@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch._dynamo.utils
 from diloco.compression import compiled as compiling
 from diloco.compression import warm_up as warming
 from diloco.compression.blocks import BlockCodec
-from diloco.compression.compiled import can_compile
+from diloco.compression.compiled import COMPILE_NUMEL, can_compile, chosen
 from diloco.compression.lanes import lane_codec
 from diloco.compression.warm_up import warm_up
 from diloco.outer.fragments import TensorSpec, make_plan
@@ -69,7 +71,7 @@ def test_nothing_is_compiled_for_small_lanes_nor_without_a_compiler(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler or no Python headers")
-def test_a_warm_lane_is_coded_without_compiling_in_whatever_thread(
+def test_a_warm_lane_is_coded_without_compiling_in_whatever_thread_and_in_many_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def graphs() -> int:
@@ -85,9 +87,15 @@ def test_a_warm_lane_is_coded_without_compiling_in_whatever_thread(
             codec.decode(torch.cat((payload[:1], payload))[1:], lane.numel)
             done.append(codec.name)
 
+    def code_often(_: int) -> None:
+        quantise = next(formula for formula, _ in compiling._prepared)
+        blocks = torch.ones(512, 128)
+        for _ in range(1000):
+            chosen(quantise, blocks, COMPILE_NUMEL)(blocks, None)
+
     monkeypatch.setattr(compiling, "_prepared", {})
     done: list[str] = []
-    num_threads = torch.get_num_threads()
+    num_threads, switch_interval = torch.get_num_threads(), sys.getswitchinterval()
     warm_up(LARGE, ["int4 *norm=float32"])
     assert (compiled := graphs()) > 0
     thread = threading.Thread(target=code)
@@ -97,7 +105,11 @@ def test_a_warm_lane_is_coded_without_compiling_in_whatever_thread(
         with torch.device("meta"), torch.set_grad_enabled(True):
             int4 = lane_codec("int4", SMALL.fragments[0], 0)
             int4.encode(torch.zeros(1 << 20, device="cpu"))
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(code_often, range(6)))
     finally:
+        sys.setswitchinterval(switch_interval)
         torch.set_num_threads(num_threads)
 
     assert len(done) == 2
