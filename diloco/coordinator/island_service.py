@@ -278,6 +278,8 @@ class IslandService:
             reached = request.grant.incarnation, inner_step
             self._reached[island] = max(self._reached.get(island, reached), reached)
         self._keep(membership.reported(island))
+        if self._run_status.instead_of_syncer:
+            self._keep(membership.outrun(island, inner_step))
         self._keep(membership.keeps(island, request.checkpoint_steps, inner_step=inner_step))
         for each in request.held_out:
             rules = self._run_status.terms.judging

@@ -57,6 +57,7 @@ class RunStatus:
     Attributes:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
+        has_halted: Whether everybody has, and the coordinator goes now.
         is_stop_waiting: Whether a stop was asked for, and waits for a repair.
         watched_at: Loop time at which somebody last looked who goes on looking.
         syncers: Those that have said something, by their numbers.
@@ -77,7 +78,7 @@ class RunStatus:
         self._journal = journal
         self._leases = leases
         self.terms = terms
-        self.is_halting = False
+        self.is_halting = self.has_halted = False
         self.is_stop_waiting = False
         self.watched_at = -math.inf
         self.syncers: dict[int, SyncerWord] = {}
@@ -207,7 +208,7 @@ class RunStatus:
             return "failed"
         if membership.is_finished:
             return "finished"
-        if membership.is_stopped:
+        if membership.is_stopped or self.has_halted:
             return "stopped"
         if membership.is_stopping or self.is_halting:
             return "stopping"

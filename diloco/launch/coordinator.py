@@ -84,8 +84,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
-#: Seconds within which `diloco status --watch` looks again.
-_WATCHED_S = 2.0
+#: Seconds within which `diloco status --watch` looks again, on a machine that is busy, too.
+_WATCHED_S = 3.0
 
 
 async def run_coordinator(
@@ -565,6 +565,7 @@ async def _linger(membership: Membership, linger_s: float) -> None:
 
 async def _let_watchers_see(run_status: RunStatus, signals: StopRequest) -> None:
     """Answer on while somebody watches, until the end was seen."""
+    run_status.has_halted = run_status.is_halting
     now = asyncio.get_running_loop().time()
     if now - run_status.watched_at < _WATCHED_S:
         with contextlib.suppress(TimeoutError):

@@ -252,11 +252,11 @@ def test_what_an_island_has_not_told_is_left_out_and_what_is_left_is_shown() -> 
     [
         (("running", "finished"), 0),
         (("running", "stopping", "stopped"), 0),
-        (("running", "stopping", ""), 0),
+        (("running", "stopping", ""), 30),
         (("running", "failed"), 50),
         (("running", ""), 30),
     ],
-    ids=["finished", "stopped", "stopping-and-gone", "failed", "gone"],
+    ids=["finished", "stopped", "killed-while-stopping", "failed", "gone"],
 )
 def test_who_watches_a_run_ends_with_it(
     monkeypatch: pytest.MonkeyPatch, states: tuple[str, ...], exit_code: int

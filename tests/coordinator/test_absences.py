@@ -114,21 +114,46 @@ def test_an_island_that_leaves_a_decoupled_run_early_does_not_end_it(tmp_path: P
         east, west = await joined(coord)
         await coord.leave(west, is_early=True)
         assert (await coord.roster()).live == ["east"]
-        await coord.leave(east, exit_code=40)
+        assert await away(coord, east, 0) == []
+        await coord.leave(east, is_early=True)
         assert not coord.membership.is_finished
+        (text,) = coord.coordinator.status().away
+        assert "no island is at work" in text and "diloco stop HOST:PORT" in text
         assert (await coord.join("west", "b")).status == control.JOIN_STATUS_ACCEPTED
+        assert list(coord.coordinator.status().away) == []
 
     tell(tmp_path, story, config=config_of(tmp_path, *ELASTIC))
 
 
-def test_an_all_reduce_cannot_shrink_and_ends_where_an_island_leaves_early(tmp_path: Path) -> None:
+def test_rounds_go_on_without_an_island_that_left_while_the_other_was_to_start_again(
+    tmp_path: Path,
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.leave(east, exit_code=40)
+        await coord.leave(west, is_early=True)
+        await coord.join("east", "b")
+        assert (await coord.roster()).live == ["east"]
+
+    tell(tmp_path, story, config=config_of(tmp_path))
+
+
+@pytest.mark.parametrize("inner_step", [25, 26], ids=["both-leave", "one-goes-on"])
+def test_an_all_reduce_cannot_shrink_and_ends_where_an_island_goes_on_alone(
+    tmp_path: Path, inner_step: int
+) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         coord.coordinator.run_status.instead_of_syncer = "none"
         east, west = await joined(coord)
+        await coord.report(west, inner_step=25)
         await coord.leave(west, is_early=True)
-        told = await coord.report(east)
-        assert (told.stop, told.exit_code) == (True, 50)
-        assert "no round can be without it" in told.reason
-        assert coord.coordinator.ended.is_set()
+        told = await coord.report(east, inner_step=inner_step)
+        if inner_step == 25:
+            assert not told.stop
+            await coord.leave(east, is_early=True)
+            assert coord.membership.is_finished
+        else:
+            assert (told.stop, told.exit_code) == (True, 50)
+            assert "no round can be without" in told.reason
 
     tell(tmp_path, story, config=config_of(tmp_path))

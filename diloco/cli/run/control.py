@@ -127,22 +127,16 @@ async def _show(transport: Transport, *, watch: bool, as_json: bool) -> int:
 async def _looks(transport: Transport, *, watch: bool) -> AsyncIterator[StatusReply]:
     """Ask the coordinator once, or every second until the run ends.
 
-    A watcher bears with a restart of the coordinator; one that was about to stop has ended.
+    A watcher bears with a restart of the coordinator, which ends where a watcher sees how.
     """
     from diloco.coordinator.status import ask_status
-    from diloco.errors import CoordinatorUnavailable
 
     try:
         reply = await ask_status(transport, watches=watch)
         yield reply
         while watch and reply.state not in _ENDED:
             await asyncio.sleep(_WATCH_S)
-            try:
-                reply = await ask_status(transport, patience_s=_RESTART_S, watches=True)
-            except CoordinatorUnavailable:
-                if reply.state != "stopping":
-                    raise
-                return
+            reply = await ask_status(transport, patience_s=_RESTART_S, watches=True)
             yield reply
     finally:
         await transport.close()

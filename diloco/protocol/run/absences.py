@@ -17,6 +17,11 @@ from diloco.protocol.run.membership import Membership
 #: Seconds without a report, of which one comes a second, after which an island is said to be away;
 #: half a lease where that is shorter.
 AWAY_S = 10.0
+#: Said where islands come and go, and all have gone.
+NOBODY = (
+    "no island is at work: all that joined have left, and the run waits for the next. Start one, "
+    "or end the run: diloco stop HOST:PORT"
+)
 #: Said once nobody is away any more.
 ALL_BACK = "no island is away any more"
 
@@ -46,7 +51,9 @@ def away_texts(
                 f"island {island} is away: {why}. {_outcome(membership, lease_s)}. To bring it "
                 f"back start it again, as it was started"
             )
-    return texts
+    members = membership.members
+    is_empty = membership.has_been_joined and not (members.holders or members.away)
+    return [NOBODY] if membership.rules.is_elastic and is_empty else texts
 
 
 def _why_away(member: Member, is_silent: bool, longest_s: float) -> str | None:
