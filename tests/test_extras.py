@@ -108,7 +108,8 @@ def test_everything_but_simulations_is_imported_without_optional_packages() -> N
 
 
 def test_a_missing_package_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name in ("wandb", "wandb.sdk"):
+        monkeypatch.setitem(sys.modules, name, None)
     wanted = (
         'telemetry.wandb.mode = "online" needs the package wandb, which is not installed: type '
         "pip install 'diloco[wandb]', or turn it off"

@@ -89,6 +89,7 @@ def test_each_citation_of_the_page_is_of_a_heading() -> None:
 def test_no_file_names_a_page_that_is_not_in_the_repository() -> None:
     pages = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")}
     pages |= {path.name for path in ROOT.glob("*.md")}
+    pages |= {path.stem for path in (ROOT / "configs").rglob("*.md.j2")}
 
     missing = sorted(
         (path, page)

@@ -76,6 +76,7 @@ def take_up(
         config=SimpleNamespace(
             checkpoint_dir=directory,
             island_id=ISLAND,
+            run=SimpleNamespace(name="tiny"),
             outer=SimpleNamespace(is_on_arrival=on_arrival, exchange=exchange),
         ),
         report_checkpoints=lambda steps: None,

@@ -19,8 +19,6 @@ from tests.integration.test_integrations_readme import (
 )
 from tests.test_readme import ROOT
 
-pytest.importorskip("torchtitan")
-
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 INNER_STEPS, ROWS, LENGTH = 48, 4, 64
@@ -67,6 +65,11 @@ trainer = Trainer(ConfigManager().parse_args())
 trainer.train()
 trainer.close()
 """
+
+
+@pytest.fixture(autouse=True)
+def _is_installed() -> None:
+    pytest.importorskip("torchtitan")
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -541,7 +541,7 @@ def test_a_promise_to_stop_far_beyond_the_others_is_not_taken(tmp_path: Path, co
         east, west = await joined(coord)
         for grant in (east, west):
             await coord.report(grant, inner_step=10)
-        assert (await coord.operate("stop", checkpoint="true")).is_done
+        assert (await coord.operate("stop")).is_done
         await coord.report(east, inner_step=11, has_hold=True, hold_step=12)
         most = 11 + coord.membership.members.rules.most_lead_steps
 
@@ -553,7 +553,7 @@ def test_a_promise_to_stop_far_beyond_the_others_is_not_taken(tmp_path: Path, co
 
     async def honest(coord: CoordinatorInMemory) -> None:
         east, west = await joined(coord)
-        assert (await coord.operate("stop", checkpoint="true")).is_done
+        assert (await coord.operate("stop")).is_done
         await coord.report(west, inner_step=100, has_hold=True, hold_step=101)
         await coord.report(east, inner_step=99, has_hold=True, hold_step=101)
         told = await coord.report(west, inner_step=101, has_hold=True, hold_step=101)
