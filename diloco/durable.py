@@ -125,10 +125,13 @@ def create(path: Path, *, mode: int = 0o644) -> int:
 def reserve(descriptor: int, num_bytes: int) -> None:
     """Take room for what will be written; until then it reads as zeros.
 
-    Where a file system cannot promise room, the writes find out.
+    Where a file system or the system (macOS) cannot promise room, the writes find out.
     """
     with raising_disk_full():
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        else:
+            os.ftruncate(descriptor, num_bytes)
 
 
 def write_at(descriptor: int, start: int, data: Buffer) -> int:

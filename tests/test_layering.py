@@ -54,6 +54,30 @@ PICKLING_COLLECTIVES = tuple(
     )
 )  # fmt: skip
 
+#: What other systems do not have. Where it is used, `diloco.system` guards it or there is another
+#: way; diloco/MACOS.md says what is left out then.
+LINUX_ONLY = tuple(
+    f"{module}.{name}"
+    for module, names in {
+        "mmap": ("MAP_POPULATE",),
+        "os": (
+            "copy_file_range", "eventfd", "fdatasync", "memfd_create", "O_DIRECT", "O_TMPFILE",
+            "pidfd_open", "posix_fadvise", "posix_fallocate", "process_cpu_count",
+            "sched_getaffinity", "sched_setaffinity", "sched_setscheduler", "sched_param", "setns",
+            "splice", "unshare",
+        ),
+        "resource": ("prlimit",),
+        "select": ("epoll",),
+        "signal": ("SIGRTMAX", "SIGRTMIN"),
+        "socket": (
+            "AF_NETLINK", "SO_BINDTODEVICE", "SO_MARK", "SO_PEERCRED", "TCP_CONGESTION", "TCP_INFO",
+            "TCP_USER_TIMEOUT",
+        ),
+        "time": ("CLOCK_BOOTTIME",),
+    }.items()
+    for name in names
+)  # fmt: skip
+
 #: (where, what it may not use, except where). A module stands for all below it.
 FORBIDDEN = [
     pytest.param("diloco.transport", ("torch", "torchvision"), (), id="transport-has-no-torch"),
@@ -125,6 +149,23 @@ FORBIDDEN = [
             "diloco.island.lanes.parameters",
         ),
         id="peers-are-not-in-process-groups",
+    ),
+    pytest.param(
+        "diloco",
+        LINUX_ONLY,
+        (
+            "diloco.bench.outer_loop.overhead",
+            "diloco.bench.syncer.control_plane",
+            "diloco.chaos",
+            "diloco.checkpoint.host_memory",
+            "diloco.doctor",
+            "diloco.durable",
+            "diloco.simulations.emulate",
+            "diloco.system",
+            "diloco.telemetry.prometheus",
+            "diloco.transport.tcp_counters",
+        ),
+        id="linux-only-calls-have-a-guard",
     ),
     pytest.param(
         "diloco",

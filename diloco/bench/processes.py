@@ -17,7 +17,7 @@ from diloco.baseline.site import Channel
 from diloco.errors import DilocoError
 from diloco.launch.process.ending import exit_at_once
 from diloco.launch.process.logs import log_to
-from diloco.report.rows import usable_cpus
+from diloco.system import usable_cpus
 
 logger = logging.getLogger(__name__)
 

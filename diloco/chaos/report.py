@@ -26,6 +26,7 @@ from diloco.chaos.plan import COORDINATOR, SYNCER, ChaosPlan, JudgeConfig, Kind
 from diloco.chaos.runner import configured, drive, faults_of
 from diloco.launch.process.ending import StopRequest
 from diloco.report.rows import Column, Requirement, machine
+from diloco.system import require_linux
 
 FAULT_COLUMNS = (
     Column("kind", "fault"),
@@ -281,9 +282,10 @@ def run_plan(
     """Make and judge a plan's run below `directory`, which is left as it then is.
 
     Raises:
-        ConfigError: If the plan or its run cannot be used.
+        ConfigError: If the plan or its run cannot be used, or this is not Linux.
         Interrupted: If a signal asked for the end.
     """
+    require_linux("diloco chaos, which looks into processes through /proc,", "run the plan there")
     config = configured(plan, directory / "run")
     faults = faults_of(plan, config)
     ended = drive(

@@ -30,6 +30,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from diloco.errors import ConfigError
+from diloco.system import require_linux
 from diloco.transport.units import format_bytes
 
 _PAGE_BYTES = 4096
@@ -55,11 +56,8 @@ class HostMemory:
         Raises:
             ConfigError: If this system has no such files.
         """
-        if self._island_ranks and not hasattr(os, "memfd_create"):
-            raise ConfigError(
-                f"islands.{self._island}.memory_checkpoint_steps needs files in memory "
-                f"(memfd_create, Linux), which this system does not have; set it to 0"
-            )
+        if self._island_ranks:
+            require_linux(f"islands.{self._island}.memory_checkpoint_steps", "set it to 0")
         for rank in self._island_ranks:
             self._descriptors[rank] = os.memfd_create(f"diloco-{self._island}-{rank}")
         return self

@@ -198,6 +198,9 @@ def try_path(address: str) -> PathFacts:
 
 
 def _congestion_control(connection: socket.socket) -> str:
+    """Ask for the algorithm of a connection; empty where the system does not say (macOS)."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return ""
     text = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     return text.rstrip(b"\0").decode()
 

@@ -60,6 +60,7 @@ from diloco.state_dir import (
     read_timeline,
 )
 from diloco.syncer.reporter import HELLO_INTERVAL_S, Reporter, indexed_of
+from diloco.system import usable_cpus
 from diloco.telemetry.events import Event
 from diloco.telemetry.round_events import RoundExpired
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
@@ -212,7 +213,7 @@ async def _serve(
     stopping: asyncio.Event,
 ) -> int:
     plan = stored_plan(state)
-    num_threads = len(os.sched_getaffinity(0))
+    num_threads = usable_cpus()
     with syncer_workers(num_threads) as workers:
         await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
@@ -452,12 +453,12 @@ def _build_syncer(
             is_indexed=functools.partial(reporter.is_indexed, fragment.fragment_id),
             snapshot_rounds=outer.snapshot_rounds,
             keeps_all=outer.keep_contributions == "all",
-            num_threads=len(os.sched_getaffinity(0)),
+            num_threads=usable_cpus(),
         )
         for fragment in part_of(state, plan).fragments
     ]
     memory = syncer_memory(config, [store.fragment for store in stores])
-    merges_at_once = memory.merges_at_once(len(os.sched_getaffinity(0)), available_bytes())
+    merges_at_once = memory.merges_at_once(usable_cpus(), available_bytes())
     logger.info("merges of as many as %d fragments at once", merges_at_once)
     rules = build_syncer_rules(config, timeline=timeline.number, merges_at_once=merges_at_once)
     return Syncer(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from diloco.errors import ConfigError
 from diloco.forecast.build import build_publication_rules
 from diloco.outer.fragments import Plan
 from diloco.state_dir import Held, StateDir, hold, read_timeline
+from diloco.system import usable_cpus
 from diloco.versions.replay import FragmentReplay, Replayed
 
 
@@ -99,7 +99,7 @@ def _replayed(
     total = sum(max(0, replay.newest - first + 1) for replay in replays)
     versions: list[Replayed] = []
     for replay in replays:
-        for each in replay.run(first, num_threads=len(os.sched_getaffinity(0))):
+        for each in replay.run(first, num_threads=usable_cpus()):
             versions.append(each)
             on_progress("making versions again", min(len(versions), total), total)
     keeps_all = config.outer.keep_contributions == "all"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from diloco.system import usable_cpus
 
 #: Told what is measured, how much of it is done, of how much; called often. What it raises ends
 #: the bench, and every process of it.
@@ -126,8 +127,3 @@ def machine() -> dict[str, Any]:
         "usable_cpus": usable_cpus(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def usable_cpus() -> int:
-    """Count the CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0))

@@ -36,6 +36,7 @@ from diloco.protos.control_pb2 import (
     StatusReply,
 )
 from diloco.protos.fragment_pb2 import FragmentState
+from diloco.system import require_linux
 from diloco.telemetry.protection import Protection
 from diloco.transport.addresses import split_address
 
@@ -95,10 +96,17 @@ class MetricsServer:
                 warning, where a new one is refused.
 
         Raises:
-            ConfigError: If the address cannot be bound, at the start of a run.
+            ConfigError: If the address cannot be bound, at the start of a run, or this is not Linux
+                and there is a certificate, which is kept in a file in memory.
         """
         if not self._listen:
             return
+        if self._protection.certificate is not None:
+            require_linux(
+                f"{self._setting} = {self._listen} over TLS (its certificate, with the key, is in "
+                f"memory alone)",
+                "leave it out, or run this service on Linux",
+            )
         try:
             self._server = await self._serve()
         except OSError as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError
 from diloco.state_dir import acquire, holder, write_pid
+from diloco.system import require_linux
 
 OWNERS = Path("/run/diloco-emulate")
 NAMESPACES = Path("/run/netns")
@@ -44,6 +45,7 @@ def check_privileges() -> None:
     Raises:
         ConfigError: Names what is missing and the command that gets it.
     """
+    require_linux("an emulated network", "run it there, as root")
     missing = [tool for tool in _PACKAGES if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({_PACKAGES[tool] for tool in missing}))

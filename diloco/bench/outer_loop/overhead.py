@@ -32,6 +32,7 @@ from diloco.island.lanes.parameters import canonical_parameters
 from diloco.island.lanes.shards import LaneShards
 from diloco.report.rows import Column, Report, Requirement, Watch
 from diloco.report.statistics import Interval
+from diloco.system import require_linux
 from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.trainer import InnerTrainer
 
@@ -78,7 +79,7 @@ def run(watch: Watch, *, setting: OverheadSetting = SETTING) -> Report:
     """Train, time and judge.
 
     Raises:
-        ConfigError: If this process may use one CPU only.
+        ConfigError: If this is not Linux, or this process may use one CPU only.
         DilocoError: If coordinator, syncer or island fail.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-overhead-") as directory:
@@ -94,6 +95,7 @@ def run(watch: Watch, *, setting: OverheadSetting = SETTING) -> Report:
 
 
 def _measure(setting: OverheadSetting, config: Config, watch: Watch) -> MeasuredOverhead:
+    require_linux("diloco bench overhead, which gives threads their CPUs,", "measure there")
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         raise ConfigError(

@@ -37,9 +37,10 @@ from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.outer.fragments import Fragment, Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
-from diloco.report.rows import Column, Requirement, usable_cpus
+from diloco.report.rows import Column, Requirement
 from diloco.syncer.rules import SyncerRules
 from diloco.syncer.syncer import Syncer
+from diloco.system import usable_cpus
 from diloco.transport.contracts import Buffer
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer

@@ -65,6 +65,7 @@ from diloco.security.run_ca import RunCa
 from diloco.security.security import Security
 from diloco.state_dir import StateDir
 from diloco.syncer.spool import LEAST_ARRIVING_BYTES
+from diloco.system import require_linux
 from diloco.transport.identity import Identity, Role
 
 _RUN = "bench-syncer"
@@ -166,9 +167,10 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: SyncerSetting = SETT
     """Measure all rows whose names match; "publish" is a table of its own.
 
     Raises:
-        ConfigError: If a pattern matches no row.
+        ConfigError: If this is not Linux, or a pattern matches no row.
         DilocoError: If the syncer does not start, or refuses what it is sent.
     """
+    require_linux("diloco bench syncer, which reads /proc of processes,", "measure there")
     wanted = matching([*(row.name for row in setting.rows), _PUBLISH], rows)
     chosen, rounds = [row for row in setting.rows if row.name in wanted], setting.num_rounds + 1
     results: dict[str, dict[str, Any]] = {}

@@ -31,7 +31,8 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.process.emulated import Emulated
 from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Watch, usable_cpus
+from diloco.report.rows import Column, Report, Watch
+from diloco.system import usable_cpus
 from diloco.transport.units import parse_bandwidth
 
 #: The namespace of a rank.

@@ -113,13 +113,13 @@ def run_lab(
     from diloco.cli.terminal.progress import counting, progress_console
     from diloco.cli.terminal.timelines import write_timelines
     from diloco.errors import ConfigError
-    from diloco.report.rows import usable_cpus
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.plot import lab_figure
     from diloco.simulations.lab.point import points_of
     from diloco.simulations.lab.report import as_json
     from diloco.simulations.lab.sweep import run_points
     from diloco.simulations.lab.timeline import LabTimeline
+    from diloco.system import usable_cpus
 
     if lab_file is None and not run_file:
         raise ConfigError(
@@ -267,10 +267,10 @@ def suite(
     """
     from diloco.cli.terminal.progress import counting, progress_console
     from diloco.extras import require as require_package
-    from diloco.report.rows import usable_cpus
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments
     from diloco.simulations.lab.results import run_suite, write_results
+    from diloco.system import usable_cpus
 
     require_package("diloco lab suite, which draws its results,", "matplotlib")
     began, size = time.monotonic(), QUICK if quick else FULL
