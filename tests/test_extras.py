@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from typer.testing import CliRunner
 
 import diloco
@@ -80,6 +81,21 @@ def test_all_is_all() -> None:
     (everything,) = extras()["all"]
 
     assert everything.extras == extras().keys() - {"all", "dev"}
+
+
+def test_lower_bounds_are_the_versions_that_are_tested() -> None:
+    needed = [Requirement(text) for text in project()["dependencies"]]
+    needed += [each for name in extras().keys() - {"all", "dev"} for each in extras()[name]]
+    bounds = {
+        canonicalize_name(each.name): [
+            (one.operator, Version(one.version)) for one in each.specifier
+        ]
+        for each in needed
+    }
+
+    tested = pins("constraints-lowest.txt")
+
+    assert bounds == {name: [(">=", Version(version))] for name, version in tested.items()}
 
 
 def test_what_is_installed_for_development_is_within_the_bounds() -> None:
