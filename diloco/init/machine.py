@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from diloco.checkpoint.host_memory import available_bytes
 from diloco.init.answers import Launcher
+from diloco.system import usable_cpus
 from diloco.transport.units import format_bytes
 
 _COMMANDS: dict[Launcher, str] = {"slurm": "sbatch", "kubernetes": "kubectl", "ssh": "ssh"}
@@ -64,7 +64,7 @@ def look_around(devices: Callable[[], tuple[str, ...]] = cuda_devices) -> Machin
     return Machine(
         socket.gethostname(),
         devices(),
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        usable_cpus(),
         available_bytes() or 0,
         tuple(sorted(launchers)),
     )
