@@ -27,6 +27,7 @@ LESSONS = sorted(page.parent for page in COURSE.glob("*/README.md"))
 #: Bytes of a picture, at most.
 MOST_PICTURE = 40_000
 LIMIT_S = 560
+RUN_TABLE = re.compile(r"^(\[run\]|run = \{)", re.MULTILINE)
 
 
 def block(lesson: Path) -> str:
@@ -58,7 +59,7 @@ def test_a_lessons_run_files_can_be_loaded(
 ) -> None:
     for folder in install_lesson(tmp_path / "site"):
         monkeypatch.syspath_prepend(folder)
-    runs = [path for path in lesson.glob("*.toml") if "\n[run]\n" in path.read_text("utf-8")]
+    runs = [path for path in lesson.glob("*.toml") if re.search(RUN_TABLE, path.read_text("utf-8"))]
 
     assert runs
     for path in runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,14 @@ from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.init.answers import fitting_schedule
 from diloco.init.machine import look_around
+from diloco.protos.control_pb2 import StatusReply
 from diloco.security.run_ca import site_certificates
+from diloco.security.security import Security
+from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.identity import Role
+from tests.guarded_server import serving
 
+ROOT = Path(__file__).resolve().parents[2]
 FAR = ("--island", "eu=gpu1.eu.example", "--island", "us=gpu1.us.example")
 
 
@@ -101,6 +108,30 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_without_the_simulators_package_a_link_cannot_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.extras.is_installed", lambda package: package != "simpy")
+
+    refused = init(tmp_path / "run", "--yes", *FAR, "--bandwidth", "200Mbit/s")
+
+    assert "--bandwidth needs the package simpy" in str(refused.exception)
+    assert "pip install 'diloco[sim]', or leave it out" in str(refused.exception)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_lesson_of_a_cluster_has_the_run_file_that_its_command_writes(tmp_path: Path) -> None:
+    lesson = ROOT / "configs" / "examples" / "7-cluster"
+    page = (lesson / "README.md").read_text().replace("\\\n", " ")
+    words = next(line for line in page.splitlines() if line.startswith("diloco init cluster --yes"))
+
+    made = init(tmp_path / "cluster", *shlex.split(words)[3:])
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    written = (tmp_path / "cluster" / "run.toml").read_text()
+    assert written == (lesson / "run.toml").read_text()
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     init(tmp_path / "run", "--yes")
 
@@ -157,6 +188,24 @@ def test_a_slow_link_gets_a_long_round_and_a_fragment_its_time() -> None:
     # At 100 Mbit/s ten seconds: 200 steps, in steps of 24.
     assert fitted(1e8) == (216, 52)
     assert fitted(1e3)[0] == 480
+
+
+def test_an_operator_is_let_in_by_the_certificates_that_were_written(
+    tmp_path: Path,
+) -> None:
+    init(tmp_path / "far", "--yes", *FAR)
+    certs = tmp_path / "far" / "certs"
+
+    async def status(_: IncomingCall) -> Reply:
+        return Reply(StatusReply(run="far", state="running").SerializeToString())
+
+    config = load_config(tmp_path / "far" / "run.toml", [f"transport.certs={certs}"])
+    tls = Security.of(config, Role.COORDINATOR).tls
+    with serving({"control.status": status}, tls) as address:
+        shown = CliRunner().invoke(app, ["status", address, "--certs", str(certs)])
+
+    assert shown.exit_code == 0, shown.output
+    assert "far" in shown.output and "running" in shown.output
 
 
 def test_certificates_of_a_site_can_be_used(tmp_path: Path) -> None:

@@ -199,8 +199,11 @@ def _values(answers: Answers) -> dict[str, object]:
 
 def _fitted(answers: Answers, config: Config, bandwidth: str, rtt: str) -> Answers:
     """Choose H and tau for the link, by the time that inner steps are estimated to take."""
+    from diloco.extras import require
     from diloco.forecast.forecast import forecast
     from diloco.init.answers import fitting_schedule
+
+    require("--bandwidth", "simpy", "leave it out: H and tau are then a usual start")
     from diloco.simulations.planner.assumptions import PlanOptions, estimated_step, parsed
     from diloco.transport.units import format_bandwidth, format_duration, parse_duration
     from diloco.transport.units import parse_bandwidth as parse_rate
