@@ -734,6 +734,15 @@ def test_telemetry_goes_below_state_dir_unless_chosen(
     assert config.telemetry_dir == Path(expected)
 
 
+def test_a_loop_of_ones_own_may_leave_the_mesh_of_several_ranks_out(tmp_path: Path) -> None:
+    text = MINIMAL.replace('preset = "tiny"', 'family = "own"')
+    two = "islands.a={ranks=2, tokens_per_inner_step=64}"
+    assert load_config(write(tmp_path, text), [two]).islands["a"].ranks == 2
+    wrong = "islands.a={ranks=2, tokens_per_inner_step=64, mesh={tp=4}}"
+    assert "must equal ranks = 2" in refusal(write(tmp_path, text), wrong)
+    assert "must equal ranks = 2" in refusal(write(tmp_path, MINIMAL), two)
+
+
 def test_configuration_is_frozen() -> None:
     config = load_config(DEMO)
 

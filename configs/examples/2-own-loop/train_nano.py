@@ -68,6 +68,7 @@ with diloco.connect(config) as connection:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        outer.log(loss=loss.item())
         for event in outer.step(num_tokens=batch_size * length):
             print(f"{island} {inner_step + 1}: {event.kind}, loss {loss.item():.3f}")
         if outer.checkpoint_due:
