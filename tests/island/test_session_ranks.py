@@ -120,7 +120,8 @@ def train_with_and_without_evaluations(island_rank: int) -> list[Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         directory = shared_directory()
         with serving(island_rank, directory) as (_, address):
-            config = load_config(directory / "run.toml", island="east")
+            own = ["model.family=own", "islands.east={ranks=2, tokens_per_inner_step=128}"]
+            config = load_config(directory / "run.toml", own, island="east")  # without a mesh
             with diloco.connect(config, address) as connection:
                 outer = diloco.DiLoCo(model, config.outer, transport=connection)
                 for inner_step in range(outer.inner_steps):
