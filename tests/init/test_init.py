@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_every_choice_makes_a_run_file_that_loads(tmp_path: Path, words: tuple[s
 
     assert made.exit_code == 0, (made.output, made.exception)
     load_config(tmp_path / "run" / "run.toml")
+
+
+def test_a_model_of_transformers_is_what_the_run_begins_with(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = json.dumps({"model_type": "llama", "intermediate_size": 192, **sizes})
+    (tmp_path / "config.json").write_text(text)
+
+    made = init(tmp_path / "run", "--yes", "--model", str(tmp_path))
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    config = load_config(tmp_path / "run" / "run.toml")
+    assert (config.model.family, config.model.name) == ("hf", str(tmp_path))
+    assert config.run.warm_start == str(tmp_path)
 
 
 @pytest.mark.parametrize(
