@@ -72,14 +72,17 @@ class Hosts:
 
     def wait_for_steps(self) -> None:
         """Wait until each island has said once more that it has made inner steps."""
-        seen = {name: self.log(name).count(", step ") for name in ISLANDS}
-        for name in ISLANDS:
-            wait_until(
-                lambda name=name: self.log(name).count(", step ") > seen[name],
-                60,
-                progress=self.logs,
-                what=self.logs,
-            )
+
+        def said() -> list[int]:
+            return [self.log(name).count(", step ") for name in ISLANDS]
+
+        before = said()
+        wait_until(
+            lambda: all(now > then for now, then in zip(said(), before, strict=True)),
+            60,
+            progress=self.logs,
+            what=self.logs,
+        )
 
     def is_running(self, name: str) -> bool:
         with contextlib.suppress(ProcessLookupError):
