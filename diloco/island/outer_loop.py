@@ -306,7 +306,7 @@ class OuterLoop:
         for ledger in self.state.ledgers:
             ledger.count(num_tokens)
         self._merging.moved(bound)
-        self._check.begin_step(loss)
+        self._check.begin_step(loss, self.state.ledgers)
         agreed = self._read()
         yield from self._check.returning(agreed, self.state.ledgers, self.inner_step)
         for ledger in self.state.ledgers:

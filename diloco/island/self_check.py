@@ -47,7 +47,7 @@ class SelfCheck:
         self._merging = merging
         self._agreement = parts.agreement
         self._on_event = parts.on_event
-        self._watch = OwnLosses()
+        self._watch = OwnLosses(parts.schedule.inner_steps_per_round)
         self._returns = Returns(parts.schedule.inner_steps_per_round, len(parts.plan.fragments))
         self._returned_at = -1
         #: Contributions in a row: by fragment, or `_AMONG_OTHERS` where another's was merged.
@@ -78,13 +78,13 @@ class SelfCheck:
         """Whether the island has taken the published values lately, or declines for its loss."""
         return self._watch.is_astray or self._returns.is_recent(inner_step)
 
-    def begin_step(self, loss: float | None) -> None:
+    def begin_step(self, loss: float | None, ledgers: Sequence[FragmentLedger]) -> None:
         """Take the loss of the inner step that was just made; None: it is not known."""
         self.mend = Mend.NOTHING
         if loss is None:
             return
         was_astray = self._watch.is_astray
-        self._watch.note(loss)
+        self._watch.note(loss, max(ledger.local_steps for ledger in ledgers))
         if self._watch.is_astray and not was_astray:
             self._returns.was_vain()
             text = "with the published values, too: nothing is sent until it comes back"

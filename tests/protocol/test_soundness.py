@@ -12,11 +12,13 @@ from diloco.outer.pseudo_gradient import farthest
 from diloco.protocol.island.ledger import FragmentLedger, Settled, Verdict
 from diloco.protocol.island.soundness import Mend, OwnLosses, Reach, Returns, StepBound, Trials
 
+H = 8
+
 
 def trained(num_steps: int = 100, loss: float = 2.5, spread: float = 0.1) -> OwnLosses:
-    losses, rng = OwnLosses(), random.Random(0)
+    losses, rng = OwnLosses(H), random.Random(0)
     for _ in range(num_steps):
-        losses.note(loss + rng.uniform(-spread, spread))
+        losses.note(loss + rng.uniform(-spread, spread), 1)
     return losses
 
 
@@ -24,21 +26,21 @@ def test_a_loss_that_stays_far_off_forbids_sends_until_the_published_values_are_
     losses = trained()
 
     for _ in range(2):
-        losses.note(5.545)
+        losses.note(5.545, 1)
         assert not losses.reason, "one odd batch is none"
-    losses.note(5.545)
+    losses.note(5.545, 1)
 
     assert losses.wants_return and "the loss of this island is 5.545, beyond" in losses.reason
     losses.returned()
-    losses.note(2.5)
+    losses.note(2.5, 1)
     assert not (losses.reason or losses.wants_return or losses.is_astray)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_counts_at_once_however_few_are_known(loss: float) -> None:
-    losses = OwnLosses()
+    losses = OwnLosses(H)
 
-    losses.note(loss)
+    losses.note(loss, 1)
 
     assert losses.wants_return and losses.reason
 
@@ -54,41 +56,86 @@ def test_a_loss_that_is_not_finite_counts_at_once_however_few_are_known(loss: fl
     ],
 )
 def test_what_happens_in_training_forbids_nothing(told: list[float]) -> None:
-    losses = OwnLosses()
+    losses = OwnLosses(H)
 
     for loss in told:
-        losses.note(loss)
+        losses.note(loss, 1)
         assert not (losses.reason or losses.wants_return)
+
+
+@pytest.mark.parametrize("usual", [H + 1, 40], ids=["a-round", "a-slow-link"])
+def test_a_merge_that_overwrites_what_was_trained_alone_forbids_nothing(usual: int) -> None:
+    def falling(steps_since_start: float) -> float:
+        return 2.5 + 3.0 * math.exp(-steps_since_start / 60)
+
+    losses, published = OwnLosses(H), 0
+    for local_steps in [*range(1, usual + 1)] * 3:
+        losses.note(falling(published + local_steps), local_steps)
+        published += local_steps // usual
+    for local_steps in range(1, 250):  # the syncer is away
+        losses.note(falling(published + local_steps), local_steps)
+        assert not losses.reason
+    for local_steps in [*range(1, usual + 1)] * 6:
+        losses.note(falling(published + local_steps), local_steps)
+        assert not losses.reason, "back to what was published before"
+
+
+def test_what_breaks_while_it_trains_alone_is_found_and_after_it_too() -> None:
+    losses = trained()
+    for local_steps in range(1, 250):
+        losses.note(2.5, local_steps)
+    for local_steps in range(250, 253):
+        losses.note(5.545, local_steps)
+
+    assert losses.wants_return
+
+    losses.returned()
+    for local_steps in range(1, 4):
+        losses.note(2.5, local_steps)
+    for local_steps in range(4, 7):
+        losses.note(5.545, local_steps)
+    assert losses.wants_return
+
+
+def test_where_rounds_are_long_its_losses_are_known_all_the_same() -> None:
+    losses = OwnLosses(H)
+    for local_steps in [*range(1, 101)] * 3:
+        losses.note(2.5, local_steps)
+
+    for local_steps in range(90, 93):
+        losses.note(5.545, local_steps)
+
+    assert losses.wants_return
 
 
 def test_where_the_published_values_are_no_better_it_declines_and_does_not_return_again() -> None:
     losses = trained()
     for _ in range(3):
-        losses.note(7.0)
+        losses.note(7.0, 1)
     losses.returned()
 
     for _ in range(20):
-        losses.note(7.0)
+        losses.note(7.0, 1)
         assert losses.is_astray and losses.reason and not losses.wants_return
     for _ in range(3):
-        losses.note(2.5)
+        losses.note(2.5, 1)
 
     assert losses.wants_return, "what it did meanwhile is not to be sent"
     losses.returned()
-    losses.note(2.5)
+    losses.note(2.5, 1)
     assert not (losses.reason or losses.is_astray)
 
 
 def test_losses_that_nobody_can_better_are_taken_for_granted() -> None:
     losses = trained()
     for _ in range(3):
-        losses.note(7.0)
+        losses.note(7.0, 1)
     losses.returned()
-    losses.note(7.0)
+    losses.note(7.0, 1)
 
     losses.accept()
     for _ in range(40):
-        losses.note(7.0)
+        losses.note(7.0, 1)
 
     assert not (losses.reason or losses.wants_return or losses.is_astray)
 

@@ -35,6 +35,9 @@ from enum import Enum
 _WINDOW, _FEWEST = 64, 16
 #: Losses in a row that are far off before they count: one batch may be odd.
 _IN_A_ROW = 3
+#: Losses are known as long as no fragment was left without a merge for so many of the last rounds'
+#: median: what an island trains alone while a syncer is away, a late merge overwrites.
+_ROUNDS_ALONE, _ROUNDS = 2, 5
 #: A loss is far off beyond the median by this share of it, so many nats, and so many deviations.
 _SHARE, _NATS, _DEVIATIONS = 0.5, 0.5, 6.0
 #: Of a normal distribution: standard deviation over median absolute deviation.
@@ -104,6 +107,10 @@ class Reach:
 class OwnLosses:
     """The losses of one island, step by step.
 
+    Those of values that an island trained alone for long, because nothing was published, are held
+    against the known ones and are not known themselves: the next merge takes the island back to
+    where it was, and a loss of then is no sign of a fault.
+
     Attributes:
         reason: Why nothing may be sent now; empty: it may.
         wants_return: Whether the published values are to be taken.
@@ -111,9 +118,12 @@ class OwnLosses:
         last: The last loss; NaN: none yet.
     """
 
-    def __init__(self) -> None:
-        """Know nothing yet."""
+    def __init__(self, inner_steps_per_round: int) -> None:
+        """Know nothing yet; a round is taken to have so many steps until one is over."""
         self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._inner_steps_per_round = inner_steps_per_round
+        self._rounds: deque[int] = deque(maxlen=_ROUNDS)
+        self._local_steps = 0
         self._num_far = self._num_near = 0
         self._is_of_published = False
         self.reason = ""
@@ -132,9 +142,20 @@ class OwnLosses:
             _SHARE * abs(median), _NATS, _DEVIATIONS * _DEVIATION_OF_MEDIAN * deviation
         )
 
-    def note(self, loss: float) -> None:
-        """Take the loss of an inner step, computed before its update."""
+    def note(self, loss: float, local_steps: int) -> None:
+        """Take the loss of an inner step, computed before its update.
+
+        Args:
+            loss: Of the whole island.
+            local_steps: Inner steps since the last merge of a fragment, the largest of all; this
+                one included.
+        """
         limit, self.last = self.limit, loss
+        if local_steps <= self._local_steps:
+            self._rounds.append(self._local_steps)
+        self._local_steps = local_steps
+        usual = statistics.median(self._rounds) if self._rounds else 0
+        is_alone = local_steps > _ROUNDS_ALONE * max(usual, self._inner_steps_per_round)
         is_far = not loss <= limit or math.isinf(loss)
         self._num_far = self._num_far + 1 if is_far else 0
         self._num_near = 0 if is_far else self._num_near + 1
@@ -144,7 +165,7 @@ class OwnLosses:
             self.wants_return = self._num_near >= _IN_A_ROW  # without the work done meanwhile
         else:
             self.wants_return = self._num_far >= _IN_A_ROW or not math.isfinite(loss)
-        if not is_far and not self.is_astray:
+        if not (is_far or is_alone or self.is_astray):
             self._losses.append(loss)
         if self.is_astray or self.wants_return:
             known = f"{limit:.4g} is far off" if math.isfinite(limit) else "it is not finite"
@@ -159,7 +180,7 @@ class OwnLosses:
 
     def accept(self) -> None:
         """Take the present losses for granted: no island has better ones."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self._inner_steps_per_round)  # type: ignore[misc]
 
 
 class Trials:
