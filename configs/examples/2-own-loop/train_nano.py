@@ -70,7 +70,8 @@ with diloco.connect(config) as connection:
         optimizer.zero_grad()
         outer.log(loss=loss.item())
         for event in outer.step(num_tokens=batch_size * length):
-            print(f"{island} {inner_step + 1}: {event.kind}, loss {loss.item():.3f}")
+            if event.kind != "phase":  # how long its parts took
+                print(f"{island} {inner_step + 1}: {event.kind}, loss {loss.item():.3f}")
         if outer.checkpoint_due:
             with outer.checkpointing():
                 state = {"model": model, "optimizer": optimizer, "outer": outer}
@@ -80,4 +81,6 @@ with diloco.connect(config) as connection:
             break
     outer.finish()
     with outer.global_parameters(), torch.no_grad():
-        print(f"{island} at {outer.inner_step}: held-out loss {loss_of(held_out, 0).item():.4f}")
+        held_out_loss = loss_of(held_out, 0).item()
+        outer.evaluated(held_out_loss)
+        print(f"{island} at {outer.inner_step}: held-out loss {held_out_loss:.4f}")
