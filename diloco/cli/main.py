@@ -22,6 +22,7 @@ from diloco.cli.research import (
     baseline,
     bench,
     chaos,
+    conformance,
     emulate,
     lab,
     sim,
@@ -121,6 +122,7 @@ _PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "emulate": emulate.emulate,
         "chaos": chaos.chaos,
         "bench": bench.bench,
+        "conformance": conformance.conformance,
         "baseline": baseline.baseline,
     },
 }
@@ -182,6 +184,7 @@ EXAMPLES = {
     "bench allreduce": "diloco bench allreduce --json -",
     "bench race": "diloco bench race --quick --plot race.png",
     "bench scaling": "diloco bench scaling --json scaling.json",
+    "conformance": "diloco conformance --json conformance.json",
     "baseline": "diloco baseline configs/runs/demo.toml --name flat",
 }
 

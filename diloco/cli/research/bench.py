@@ -18,7 +18,7 @@ from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
 from diloco.cli.terminal.progress import counting, progress_console
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.report.rows import Report
+    from diloco.report.rows import Report, Watch
 
 bench = typer.Typer(
     help="Measure the outer loop: what it costs, how busy it keeps an island.",
@@ -47,7 +47,12 @@ def measured_by(module: str) -> Callable[[Callable[..., None]], Callable[..., No
     def add(declared: Callable[..., None]) -> Callable[..., None]:
         def command(json_target: str, require: bool, **options: Any) -> None:
             own = {name: value for name, value in options.items() if value is not None}
-            report = _measure(module, json_target, own)
+
+            def measure(watch: Watch) -> Report:
+                made: Report = importlib.import_module(f"diloco.bench.{module}").run(watch, **own)
+                return made
+
+            report = report_of(measure, json_target)
             if picture := own.get("plot"):
                 notes = progress_console(json_target)
                 notes.print(f"picture: {picture}", highlight=False, soft_wrap=True)
@@ -71,8 +76,8 @@ def _shared(json_target: JsonTarget = "", require: Require = False) -> None:
     """Options that every bench has."""
 
 
-def _measure(module: str, json_target: str, options: dict[str, Any]) -> Report:
-    """Run a bench; a signal ends it, and all its processes."""
+def report_of(measure: Callable[[Watch], Report], json_target: str) -> Report:
+    """Measure or check; a signal ends it, and all its processes."""
     from diloco.launch.process.ending import Interrupted, note_signals
 
     began = time.monotonic()
@@ -83,11 +88,10 @@ def _measure(module: str, json_target: str, options: dict[str, Any]) -> Report:
                 request.check()
                 show(what, done, total)
 
-            measured = importlib.import_module(f"diloco.bench.{module}").run(watch, **options)
+            measured = measure(watch)
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
-    report: Report = replace(measured, wall_s=time.monotonic() - began)
-    return report
+    return replace(measured, wall_s=time.monotonic() - began)
 
 
 @measured_by("outer_loop.overhead")

@@ -1,0 +1,1 @@
+"""Whether diloco does on this machine what it does everywhere: the same numbers, the same bytes."""
