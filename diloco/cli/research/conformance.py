@@ -62,7 +62,8 @@ def _show(report: Report, json_target: str) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in report.columns:
         is_text = column.key == "said"
-        table.add_column(column.heading, no_wrap=not is_text, overflow="fold" if is_text else "ellipsis")
+        overflow = "fold" if is_text else "ellipsis"
+        table.add_column(column.heading, no_wrap=not is_text, overflow=overflow)
     failed = [row for row in report.rows if row["result"] == "fail"]
     for row in report.rows:
         cells = [column.cell(row) for column in report.columns]
