@@ -10,6 +10,8 @@ from diloco.cli.research.bench import report_of
 from diloco.cli.terminal.options import JsonTarget, write_json
 
 if TYPE_CHECKING:  # the command imports what it needs when it runs
+    from rich.console import OverflowMethod
+
     from diloco.report.rows import Report, Watch
 
 #: Published cases that take seconds; `diloco sim check` has all.
@@ -62,7 +64,7 @@ def _show(report: Report, json_target: str) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in report.columns:
         is_text = column.key == "said"
-        overflow = "fold" if is_text else "ellipsis"
+        overflow: OverflowMethod = "fold" if is_text else "ellipsis"
         table.add_column(column.heading, no_wrap=not is_text, overflow=overflow)
     failed = [row for row in report.rows if row["result"] == "fail"]
     for row in report.rows:
