@@ -33,7 +33,7 @@ def conformance(json_target: JsonTarget = "") -> None:
     papers, as `diloco sim check` compares them. "codecs' bytes": what every codec makes of the same
     values, sent from one process to another and back. "two islands": a small model is trained, and
     both hold the same published bytes. "SIGKILL, stop, resume": the same run, one island killed and
-    started again, then all stopped and resumed; it publishes the same bytes again.
+    started again, then all stopped and resumed; both hold the same published bytes again.
 
     Each over gRPC, gRPC with certificates, and libp2p, on the CPU and on CUDA. A row ends with
     pass, fail (with what differs) or not here (with what is missing). Ends with 1 if a row fails,
