@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.chaos.plan import load_plan
 from diloco.config.load import load_config
+from diloco.simulations.lab.config import Flags, load_lab
 from tests.own_parts import install_lesson
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +67,16 @@ def test_a_lessons_run_files_can_be_loaded(
     for path in runs:
         is_of_transformers = 'family = "hf"' in path.read_text("utf-8")
         assert load_config(path, [f"model.name={tiny_llama(tmp_path)}"] * is_of_transformers)
+
+
+def test_the_other_files_of_a_lesson_can_be_loaded() -> None:
+    kill = load_plan(COURSE / "5-failures" / "kill.toml").config
+    lab = load_lab(COURSE / "6-prediction" / "lab.toml", Flags())
+
+    assert [fault.kind for fault in kill.fault] == ["kill", "kill", "kill", "freeze", "cut"]
+    assert len(lab.sweep["outer.inner_steps_per_round"]) == 3
+    for lesson, run in (("5-failures", kill.run), ("6-prediction", Path(lab.run).name)):
+        assert load_config(COURSE / lesson / run)
 
 
 def tiny_llama(directory: Path) -> Path:
