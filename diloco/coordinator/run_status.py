@@ -31,6 +31,11 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.refusals import Cause
 
+#: Seconds between looks for who is away, as long as nobody comes or goes.
+_AWAY_LOOK_S = 0.5
+#: When that was, of which members, and what was found.
+_NEVER_LOOKED: tuple[float, tuple[int, bool], list[str]] = (-math.inf, (-1, False), [])
+
 
 @dataclass(slots=True)
 class SyncerWord:
@@ -86,6 +91,7 @@ class RunStatus:
         self._islands: dict[str, _Seen] = {}
         self._fragments: dict[int, _Seen] = {}
         self._refusals: Counter[tuple[str, Cause]] = Counter()
+        self._away = _NEVER_LOOKED
         self.alarms = alarms
 
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
@@ -126,6 +132,8 @@ class RunStatus:
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Record a report."""
         self._islands[island] = _Seen(loop_now(), report=report)
+        if any(text.startswith(f"island {island} ") for text in self._away[2]):
+            self._away = _NEVER_LOOKED
         self._alarms_of(island, report.alarms, MOST_OF_ISLAND)
         report.ClearField("alarms")  # the status shows them for itself
 
@@ -185,13 +193,26 @@ class RunStatus:
 
     @property
     def away(self) -> list[str]:
-        """Say which islands are away, and what comes of it; nothing once the run is over."""
-        if self.state in ("failed", "finished", "stopped") or self.is_halting:
+        """Say which islands are away, and what comes of it; nothing once the run is over.
+
+        Looked for once in `_AWAY_LOOK_S`, and when an island comes or goes: every report of every
+        island is answered with it.
+        """
+        membership, now = self._membership, loop_now()
+        if self.is_halting or membership.fatal_reason:
             return []
-        now = loop_now()
-        return away_texts(
-            self._membership, lambda island: self._leases.silent_s(island, now), self.terms.lease_s
-        )
+        looked_at, members, texts = self._away
+        present = membership.members.num_changes, membership.is_stopping
+        if members != present or now - looked_at >= _AWAY_LOOK_S:
+            texts = []
+            if self.state not in ("finished", "stopped"):
+                texts = away_texts(
+                    membership,
+                    lambda island: self._leases.silent_s(island, now),
+                    self.terms.lease_s,
+                )
+            self._away = now, present, texts
+        return texts
 
     @property
     def inner_steps(self) -> int:

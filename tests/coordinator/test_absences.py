@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.protocol.run import absences
+from diloco.protocol.run.absences import MOST_NAMED, OTHERS
 from diloco.protos import control_pb2 as control
 from tests.coordinator_in_memory import CoordinatorInMemory, tell
 from tests.run_files import write_run
@@ -67,6 +70,39 @@ def test_a_silent_island_is_named_to_all_within_its_lease_with_what_comes_of_it(
         watching.cancel()
 
     tell(tmp_path, story, config=config_of(tmp_path, *overrides))
+
+
+def test_of_hundreds_that_are_away_a_few_are_named_and_reports_do_not_look_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    find = absences.away_texts
+
+    def counted(*arguments: Any) -> list[str]:
+        nonlocal looks
+        looks += 1
+        return find(*arguments)
+
+    monkeypatch.setattr("diloco.coordinator.run_status.away_texts", counted)
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in coord.names]
+        watching = asyncio.create_task(coord.coordinator.watch())
+        texts = await away(coord, grants[0], 12)
+        before = looks
+        for _ in range(100):
+            await coord.report(grants[0])
+        assert looks == before
+        assert len(texts) == MOST_NAMED + 1 and texts[-1] == OTHERS
+        assert len([m for m in caplog.messages if "away" in m]) == len(texts)
+
+        await coord.report(grants[1])  # it was named: another is, instead
+        texts = await away(coord, grants[0], 1)
+        assert len(texts) == MOST_NAMED + 1 and f"island {coord.names[1]} " not in "".join(texts)
+        watching.cancel()
+
+    names = tuple(f"island-{number:03d}" for number in range(200))
+    tell(tmp_path, story, names=names)
 
 
 def test_an_island_that_failed_is_named_at_once_until_it_starts_again(tmp_path: Path) -> None:

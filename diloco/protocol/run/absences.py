@@ -17,6 +17,10 @@ from diloco.protocol.run.membership import Membership
 #: Seconds without a report, of which one comes a second, after which an island is said to be away;
 #: half a lease where that is shorter.
 AWAY_S = 10.0
+#: Islands of which a sentence each is said; of more, one of all others.
+MOST_NAMED = 8
+#: Said of those; it does not change with their number, or it would be news again and again.
+OTHERS = "more islands are away: diloco status HOST:PORT lists them"
 #: Said where islands come and go, and all have gone.
 NOBODY = (
     "no island is at work: all that joined have left, and the run waits for the next. Start one, "
@@ -30,6 +34,8 @@ def away_texts(
     membership: Membership, silent_s: Callable[[str], float], lease_s: float
 ) -> list[str]:
     """Say a sentence about each island that is away; the same one for as long as it holds.
+
+    All islands hear it: of a thousand that lose the coordinator at once, `MOST_NAMED` are named.
 
     Args:
         membership: Of the run.
@@ -51,6 +57,9 @@ def away_texts(
                 f"island {island} is away: {why}. {_outcome(membership, lease_s)}. To bring it "
                 f"back start it again, as it was started"
             )
+        if len(texts) > MOST_NAMED:
+            texts[MOST_NAMED:] = [OTHERS]
+            break
     members = membership.members
     is_empty = membership.has_been_joined and not (members.holders or members.away)
     return [NOBODY] if membership.rules.is_elastic and is_empty else texts

@@ -157,6 +157,7 @@ class Members(Mapping[str, Member]):
         timeline: Counter of resumes.
         generation: Counter of changes of who takes part.
         is_paused: Whether no round opens.
+        num_changes: Counter of what became of members, of which no durable word is kept.
     """
 
     def __init__(self, configured: tuple[str, ...]) -> None:
@@ -166,6 +167,7 @@ class Members(Mapping[str, Member]):
         self.timeline = 0
         self.generation = 0
         self.is_paused = False
+        self.num_changes = 0
         self._was_paused = False
         self._by_name = {island: Member(slot) for slot, island in enumerate(configured)}
 
@@ -191,12 +193,14 @@ class Members(Mapping[str, Member]):
             match kind:
                 case "timeline":
                     self.timeline = json.loads(value)["timeline"]
+                    self.num_changes += 1
                 case "generation":
                     self.generation = int(value)
                 case "paused":
                     self.is_paused, self._was_paused = json.loads(value), True
                 case "island" if name in self:
                     self._by_name[name] = read_member(self[name].slot, value)
+                    self.num_changes += 1
 
     def lease_of(self, island: str) -> Lease:
         """How an island stands in this timeline."""
