@@ -75,7 +75,8 @@ class Limits:
 
         They connect when a server's certificate changes, those of one caller from one address: with
         one or two connections each, and once calls are let in with up to `MOST_CHANNELS`. Each has
-        a poll under way, and moves payloads meanwhile.
+        a poll under way, asked again every second while no inner step was timed, and moves payloads
+        meanwhile.
 
         Args:
             num_of_caller: Processes of one caller, at most; 0: not known.
@@ -86,6 +87,8 @@ class Limits:
             self,
             calls=max(self.calls, 4 * num),
             calls_per_caller=max(self.calls_per_caller, 4 * num_of_caller),
+            calls_per_s=max(self.calls_per_s, 4.0 * num_of_caller),
+            burst=max(self.burst, 16 * num_of_caller),
             header_bytes_per_caller=max(self.header_bytes_per_caller, num_of_caller << 20),
             connections=max(self.connections, MOST_CHANNELS * num_of_caller, 8 * num),
             strangers_per_address=max(self.strangers_per_address, 2 * num_of_caller),
