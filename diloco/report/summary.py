@@ -249,11 +249,12 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
     A line that a killed writer tore is left out too, with a warning.
     """
     paths = sorted(directory.glob("events-*.jsonl"))
-    read = [event for path in paths for event in event_lines(path)]
-    return {
-        name: effective([event for event in read if event.get("island") == name])
-        for name in islands
-    }
+    read: dict[str, list[dict[str, Any]]] = {name: [] for name in islands}
+    for path in paths:
+        for event in event_lines(path):
+            if (island := str(event.get("island"))) in read:
+                read[island].append(event)
+    return {name: effective(events) for name, events in read.items()}
 
 
 def event_lines(path: Path) -> Iterator[dict[str, Any]]:
