@@ -427,6 +427,10 @@ class IslandService:
                 left = membership.left(
                     grant.island, request.exit_code, is_stopped=request.is_stopped
                 )
+                is_at_end = not (request.exit_code or request.is_stopped)
+                if is_at_end and self._run_status.instead_of_syncer:
+                    # An earlier start of this coordinator may have heard its last report.
+                    self._reached[grant.island] = grant.incarnation, membership.inner_steps
             self._keep(left + membership.positions(self.inner_steps))
             self._end_if_over()
         else:

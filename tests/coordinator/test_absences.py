@@ -193,3 +193,18 @@ def test_an_all_reduce_cannot_shrink_and_ends_where_an_island_goes_on_alone(
             assert "no round can be without" in told.reason
 
     tell(tmp_path, story, config=config_of(tmp_path))
+
+
+def test_a_coordinator_killed_before_an_island_says_its_end_takes_it_for_no_early_leave(
+    tmp_path: Path,
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        coord.coordinator.run_status.instead_of_syncer = "none"
+        east, west = await joined(coord)
+        await coord.report(west, inner_step=100)
+        await coord.restart()
+        coord.coordinator.run_status.instead_of_syncer = "none"
+        await coord.leave(west)
+        assert not (await coord.report(east, inner_step=100)).stop
+
+    tell(tmp_path, story, config=config_of(tmp_path))
