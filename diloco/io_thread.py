@@ -62,7 +62,9 @@ class IoThread:
         result = self.begin(work).result()
         broken, self._broken = self._broken, None  # told once: the rank still says farewell
         if broken is not None:
-            raise RuntimeError("an action posted to the IO thread failed") from broken
+            raise RuntimeError(
+                f"an action posted to the IO thread failed: {type(broken).__name__}: {broken}"
+            ) from broken
         return result
 
     def drive(self, waits: Waits[_T]) -> _T:
