@@ -294,6 +294,8 @@ class IslandService:
         with each report, and those of the others may be older.
         """
         membership = self._membership
+        if membership.promises is None or island in membership.promises:
+            return  # nothing is asked, or it has promised
         lead = membership.members.rules.most_lead_steps
         others = [
             self._last_inner_step(other)

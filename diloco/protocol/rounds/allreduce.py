@@ -233,8 +233,9 @@ class AllReduceRounds:
     def _judge(self, now: float) -> list[DeciderInstruction]:
         """Commit what all members have staged, or most, once all have voted.
 
-        So no member alone, be it broken or hostile, keeps the others from a version: it takes the
-        committed state from them. Of two members neither is most.
+        So no one vote, be it broken or hostile, keeps the others from a version: its island takes
+        the committed state from them. One that never votes ends the attempt at the deadline, and of
+        two members neither is most.
         """
         assignment = self.assignment
         assert assignment is not None
