@@ -415,6 +415,44 @@ def test_a_member_that_is_not_prepared_in_time_is_named() -> None:
     assert "not prepared: b" in expiry.reason
 
 
+def test_one_that_never_votes_is_left_out_at_the_deadline() -> None:
+    decider, assignment = closed("abc")
+    for name in "ab":
+        assert decider.prepared(name, 1, assignment.id, prepared("same"), 1.0) == []
+
+    assert decider.tick(9.9) == [], "it may still vote"
+    assert decider.tick(10.0) == [Commit(assignment, prepared("same"))]
+    assert decider.prepared("c", 1, assignment.id, prepared("other"), 10.1) == [], "too late"
+    decider.committed(assignment.key, 10.2)
+
+    published = Announced(1, digest("same"))
+    other = Staged(1, digest("other"), assignment.id)
+    assert duty(0, digest("initial"), None, published) is Duty.HEAL, "the usual way"
+    assert duty(0, digest("initial"), other, published) is Duty.HEAL
+    outcome = decider.rounds.outcome(assignment.key, "c", 1)
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.INCLUDED, "its contribution is in what the others staged"
+
+
+@pytest.mark.parametrize(
+    ("names", "votes"),
+    [
+        pytest.param("abcd", {"a": "same", "b": "same"}, id="half-is-not-most"),
+        pytest.param("abc", {"a": "one", "b": "other"}, id="two-results-of-three"),
+        pytest.param("abc", {}, id="nobody"),
+    ],
+)
+def test_without_most_the_deadline_ends_the_attempt(names: str, votes: dict[str, str]) -> None:
+    decider, assignment = closed(names)
+    for name, vote in votes.items():
+        decider.prepared(name, 1, assignment.id, prepared(vote), 1.0)
+
+    (expiry,) = decider.tick(10.0)
+
+    assert isinstance(expiry, RecordExpiry)
+    assert expiry.missing == tuple(name for name in names if name not in votes)
+
+
 def test_a_malformed_contribution_is_refused_and_the_attempt_goes_on_without_it() -> None:
     decider, assignment = two_closed()
     decider.prepared("b", 1, assignment.id, prepared("one"), 1.0)

@@ -9,11 +9,12 @@ Carriers give their contributions to the peer of their own island; who is counte
               owners pull contributions, sum them and take the outer step (reduce-scatter);
               the others pull the results (all-gather); each stages the next version durably
               and reports PREPARED(digest)
-    commit    when all members have voted, and most, or both of two, are prepared with one digest:
-              one journal entry, then the news
+    commit    when all members have voted, or at the deadline, and most, or both of two, are
+              prepared with one digest: one journal entry, then the news
     refusal   a contributor whose payload does not decode leaves the attempt, the others' are
               assigned again
-    abort     a deadline, a contributor that started again, a result that most cannot use: EXPIRED
+    abort     a deadline without such a digest, a contributor that started again, a result that
+              most cannot use: EXPIRED
 
 Only the decider decides. A peer in doubt keeps what it has staged and asks again.
 
@@ -231,11 +232,10 @@ class AllReduceRounds:
         return self._judge(now)
 
     def _judge(self, now: float) -> list[DeciderInstruction]:
-        """Commit what all members have staged, or most, once all have voted.
+        """Commit what all members have staged, or most, once all have voted or the deadline is over.
 
-        So no one vote, be it broken or hostile, keeps the others from a version: its island takes
-        the committed state from them. One that never votes ends the attempt at the deadline, and of
-        two members neither is most.
+        So no one vote, be it broken, hostile or missing, keeps the others from a version: its
+        island takes the committed state from them. Of two members neither is most.
         """
         assignment = self.assignment
         assert assignment is not None
@@ -245,7 +245,8 @@ class AllReduceRounds:
         most, num_most = votes[0] if votes else (None, 0)
         if 2 * (num_most + num_open) <= num_members:
             return self._break(self._disagreement(), now)
-        if num_open or most is None:
+        is_over = not num_open or now >= self._deadline
+        if not is_over or most is None or 2 * num_most <= num_members:
             return []
         self._deadline, self._is_committing = math.inf, True
         return [Commit(assignment, most)]
@@ -301,6 +302,8 @@ class AllReduceRounds:
     def tick(self, now: float) -> list[DeciderInstruction]:
         """Let time pass."""
         if self._is_open_to_abort and now >= self._deadline:
+            if decided := self._judge(now):
+                return decided
             missing = tuple(m for m in self._members if m not in self.prepared_by)
             reason = (
                 f"deadline of {self.rounds.rules.deadline_s:g} s after the close; not prepared: "
