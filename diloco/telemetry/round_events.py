@@ -7,17 +7,13 @@ was aborted. An event that a killed syncer did not write is missing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 from diloco.telemetry.events import Event
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOpened(Event):
+class RoundOpened(Event, kind="round_opened"):
     """An attempt at the version after `version` takes contributions of `members`."""
 
-    kind: ClassVar[str] = "round_opened"
     fragment_id: int
     version: int
     attempt: int
@@ -25,8 +21,7 @@ class RoundOpened(Event):
     takes_flush: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RoundClosed(Event):
+class RoundClosed(Event, kind="round_closed"):
     """The version after `version` is durable.
 
     `quorum` contributions were enough. `waited_s` is from the opening to the close, `grace_s` the
@@ -35,7 +30,6 @@ class RoundClosed(Event):
     islands left the attempt, or what they sent was not counted.
     """
 
-    kind: ClassVar[str] = "round_closed"
     fragment_id: int
     version: int
     attempt: int
@@ -53,31 +47,25 @@ class RoundClosed(Event):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class FragmentDamaged(Event):
+class FragmentDamaged(Event, kind="fragment_damaged"):
     """A version that was published cannot be read: the fragment is not served any more."""
 
-    kind: ClassVar[str] = "fragment_damaged"
     fragment_id: int
     version: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FragmentRepaired(Event):
+class FragmentRepaired(Event, kind="fragment_repaired"):
     """A version that was lost was taken back from an island: the fragment is served again."""
 
-    kind: ClassVar[str] = "fragment_repaired"
     fragment_id: int
     version: int
     from_island: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoundExpired(Event):
+class RoundExpired(Event, kind="round_expired"):
     """An attempt expired, durably; `missing` are the members that did not come."""
 
-    kind: ClassVar[str] = "round_expired"
     fragment_id: int
     version: int
     attempt: int

@@ -232,7 +232,7 @@ class AllReduceRounds:
         return self._judge(now)
 
     def _judge(self, now: float) -> list[DeciderInstruction]:
-        """Commit what all members have staged, or most, once all have voted or the deadline is over.
+        """Commit what all have staged, or most, once all have voted or the deadline is over.
 
         So no one vote, be it broken, hostile or missing, keeps the others from a version: its
         island takes the committed state from them. Of two members neither is most.
