@@ -39,6 +39,7 @@ from diloco.syncer.worker import Worker, Workers
 from diloco.telemetry.events import Event
 from diloco.transport.calls.loopback import LoopbackNetwork
 from diloco.transport.contracts import Handlers, Transport
+from diloco.transport.retry import RetryPolicy
 from diloco.versions.pins import restore
 from diloco.versions.publication import PublicationRules
 from diloco.versions.store import FragmentStore
@@ -279,7 +280,7 @@ class VirtualIsland:
                 setting.uplink_codec,
                 setting.error_feedback,
                 60.0,
-                setting.unreachable_s,
+                RetryPolicy(max_wait_s=1.0, budget_s=setting.unreachable_s),
                 seed=0,
                 on_arrival=setting.min_members is not None,
                 error_feedback_decay=setting.error_feedback_decay,

@@ -21,7 +21,6 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -32,16 +31,23 @@ from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
 from diloco.island.exchange.calls import ExchangeRules
 from diloco.island.exchange.exchange import Exchange, Moved, SyncerConnection
+from diloco.island.exchange.retried_calls import retry_policy
 from diloco.island.exchange.state_transfer import SyncerRoutes
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.record import Record
-from diloco.island.registration import Island, IslandState, Progress, Registration, Reports
+from diloco.island.registration import IslandState, Registration, Reports
 from diloco.outer.fragments import Plan
-from diloco.protos.control_pb2 import CutPart, HeldOut, JoinReply, SyncerAssignment
+from diloco.protos.control_pb2 import (
+    CutPart,
+    HeldOut,
+    JoinReply,
+    JoinRequest,
+    ReportRequest,
+    SyncerAssignment,
+)
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
-from diloco.transport.contracts import Transport
-from diloco.transport.retry import RetryPolicy
+from diloco.transport.contracts import PROTOCOL_VERSION, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +72,6 @@ class PeerOfIsland(Moved, Protocol):
 
     async def stop(self) -> None:
         """End it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _NothingMoved:
-    """Of a rank whose leader moves everything that leaves the island."""
-
-    bytes_up: int = 0
-    bytes_down: int = 0
 
 
 class Wires(Protocol):
@@ -123,7 +121,9 @@ class Connection:
         self.record = record or Record(config)
         self._owns_record = record is None
         self.io = IoThread()
-        self.progress: Callable[[], Progress] = Progress
+        self.progress: Callable[[], ReportRequest] = lambda: ReportRequest(
+            state=IslandState.WAITING
+        )
         self.on_join: Callable[[JoinReply], None] = lambda reply: None
         self.reports = Reports()
         self._wires = wires
@@ -230,9 +230,10 @@ class Connection:
         config = self.config
         self._registration = Registration(
             self._wires.coordinator(),
-            Island(
+            JoinRequest(
+                protocol_version=PROTOCOL_VERSION,
                 run=config.run.name,
-                island_id=config.island_id,
+                island=config.island_id,
                 identity_json=identity_json(config),
                 plan_json=plan.to_json(),
                 corpus_sha256=data_digest,
@@ -240,15 +241,11 @@ class Connection:
                 start_id=secrets.token_hex(16),
                 start_step=start_step,
                 tokenizer_digest=tokenizer_digest,
-                needs_syncer=config.outer.exchange == "syncer",
                 tokens_per_inner_step=config.island.tokens_per_inner_step,
             ),
+            needs_syncer=config.outer.exchange == "syncer",
             rpc_deadline_s=config.transport.rpc_timeout.seconds,
-            policy=RetryPolicy(
-                first_wait_s=config.transport.retry.first_wait.seconds,
-                max_wait_s=config.transport.retry.max_wait.seconds,
-                budget_s=config.transport.unreachable.seconds,
-            ),
+            policy=retry_policy(config.transport),
             rng=self._rng,
             reports=self.reports,
         )
@@ -289,12 +286,13 @@ class Connection:
             for fragment in plan.fragments
             for lane in fragment.lanes
         }
-        addresses, moved = [each.address for each in reply.syncers], None
+        addresses = [each.address for each in reply.syncers]
+        moved: list[Moved] | None = None
         if config.outer.exchange == "syncer":
             wires = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
         else:
             wires = [self._wires.own_peer(address) for address in addresses]
-            moved = self._peer or _NothingMoved()
+            moved = [] if self._peer is None else [self._peer]  # the leader's has all the traffic
         self._exchange = Exchange(
             plan,
             lanes,
@@ -308,10 +306,8 @@ class Connection:
                 error_feedback=config.outer.error_feedback,
                 error_feedback_decay=config.outer.error_feedback_decay,
                 rpc_deadline_s=config.transport.rpc_timeout.seconds,
-                unreachable_s=config.transport.unreachable.seconds,
+                policy=retry_policy(config.transport),
                 seed=config.run.seed,
-                first_wait_s=config.transport.retry.first_wait.seconds,
-                max_wait_s=config.transport.retry.max_wait.seconds,
                 on_arrival=config.outer.is_on_arrival,
             ),
             rng=self._rng,
@@ -410,7 +406,7 @@ class Connection:
                 is_ours = isinstance(error, DilocoError)
                 code = error.exit_code if isinstance(error, DilocoError) else 1
                 reason = str(error) if is_ours else repr(error)
-                at_most_s, last = _LAST_WORD_S, replace(last, state=IslandState.FAILED)
+                at_most_s, last.state = _LAST_WORD_S, IslandState.FAILED
             told = self.io.run(
                 self._registration.leave(
                     code,

@@ -11,12 +11,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
+from diloco.island.outer_loop import OuterLoop
 from diloco.island.profile import StepProfile, memory_used
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protocol.run.loss_history import LossWatch
@@ -36,42 +36,6 @@ from diloco.telemetry.wandb import WandbRun, WandbSink
 
 #: Inner steps over which the training loss is averaged, at least, before it is compared.
 _LEAST_WATCHED = 10
-
-
-class Figures(Protocol):
-    """What a record reads of an outer loop; `DiLoCo` has it."""
-
-    @property
-    def inner_step(self) -> int:
-        """Completed inner steps."""
-
-    @property
-    def schedule_step(self) -> float:
-        """Inner steps of the whole run that lie behind."""
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds for which outcomes were waited for."""
-
-    @property
-    def overwritten_steps(self) -> float:
-        """Inner steps whose local effect a merge replaced."""
-
-    @property
-    def dropped_tokens(self) -> float:
-        """Tokens that no version will have."""
-
-    @property
-    def left_tokens(self) -> float:
-        """Tokens that no version has yet."""
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that this rank has sent."""
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes that this rank has received."""
 
 
 class Record:
@@ -148,7 +112,7 @@ class Record:
         """Record an event."""
         self._sink.write(event)
 
-    def begin(self, outer: Figures, config: Config, device: torch.device) -> None:
+    def begin(self, outer: OuterLoop, config: Config, device: torch.device) -> None:
         """Let wall time run from now: the first inner step follows.
 
         Args:
@@ -206,7 +170,7 @@ class Record:
             self._watch_loss(inner_step, loss)
         return loss
 
-    def stepped(self, outer: Figures, moved: tuple[int, int]) -> None:
+    def stepped(self, outer: OuterLoop, moved: tuple[int, int]) -> None:
         """Record what followed an inner step; the next one begins now.
 
         Args:
@@ -279,9 +243,7 @@ class Record:
         """Record a held-out loss."""
         self.write(Evaluated(inner_step, parameters, nats_per_byte))
 
-    def ended(
-        self, outer: Figures, moved: tuple[int, int], digests: tuple[str, ...], *, wall_s: float
-    ) -> None:
+    def ended(self, outer: OuterLoop, moved: tuple[int, int], *, wall_s: float) -> None:
         """Record the sums of the rank's life; `outer`'s bytes are its own."""
         self._tell_moved(outer.inner_step, moved)
         self.write(memory_used(outer.inner_step, self._device))
@@ -296,9 +258,9 @@ class Record:
                 utilisation=self.meter.utilisation(wall_s),
                 goodput=self.meter.goodput(wall_s),
                 overwritten_steps=outer.overwritten_steps,
-                bytes_up=outer.bytes_up,
-                bytes_down=outer.bytes_down,
-                digests=digests,
+                bytes_up=outer.exchange.bytes_up,
+                bytes_down=outer.exchange.bytes_down,
+                digests=outer.digests,
                 dropped_tokens=outer.dropped_tokens,
                 left_tokens=outer.left_tokens,
                 tflops_per_s=self.compute.tflops_per_s(self.meter.tokens, self.meter.inner_s),

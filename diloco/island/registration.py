@@ -79,52 +79,6 @@ class IslandState(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The progress of an island in one report; sums since its start.
-
-    Loss in nats a token; tokens and bytes of the whole island; `blocked_s` and `utilisation` of
-    its leader; `step_s`: duration of recent inner steps, `left_s`: to the end of the run, as the
-    last inner steps went; 0: not known.
-    """
-
-    state: IslandState = IslandState.WAITING
-    inner_step: int = 0
-    loss_nats: float = 0.0
-    tokens_per_s: float = 0.0
-    tokens: int = 0
-    fragments_in_flight: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    blocked_s: float = 0.0
-    utilisation: float = 0.0
-    step_s: float = 0.0
-    left_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Island:
-    """The facts about an island that its join request has.
-
-    `start_id` is random, one a start: a repeated join of one start gets one incarnation.
-    `start_step` is where a new run begins: 0, or a warm start's position. `needs_syncer` is false
-    where the islands merge among themselves. `tokens_per_inner_step` bounds what its contributions
-    may weigh.
-    """
-
-    run: str
-    island_id: str
-    identity_json: str
-    plan_json: str
-    corpus_sha256: str
-    num_ranks: int
-    start_id: str
-    start_step: int = 0
-    tokenizer_digest: str = ""
-    needs_syncer: bool = True
-    tokens_per_inner_step: int = 0
-
-
 class TextWord(Protocol):
     """What an island tells and hears of its text, where it is shared out again as islands come."""
 
@@ -168,16 +122,22 @@ class Registration:
     def __init__(
         self,
         transport: Transport,
-        island: Island,
+        request: JoinRequest,
         *,
+        needs_syncer: bool = True,
         rpc_deadline_s: float,
         policy: RetryPolicy,
         rng: random.Random,
         reports: Reports | None = None,
     ) -> None:
-        """Assign only; `policy.budget_s` is how long the coordinator may stay away at a join."""
+        """Assign only; `policy.budget_s` is how long the coordinator may stay away at a join.
+
+        The `start_id` of the request is random, one a start: a repeated join of one start gets one
+        incarnation. `needs_syncer` is false where the islands merge among themselves.
+        """
         self._transport = transport
-        self._island = island
+        self._request = request
+        self._needs_syncer = needs_syncer
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
@@ -203,37 +163,24 @@ class Registration:
                 another version.
             CoordinatorUnavailable: If it gave no answer, or no syncer appeared, in time.
         """
-        island = self._island
-        request = JoinRequest(
-            protocol_version=PROTOCOL_VERSION,
-            run=island.run,
-            island=island.island_id,
-            identity_json=island.identity_json,
-            plan_json=island.plan_json,
-            corpus_sha256=island.corpus_sha256,
-            num_ranks=island.num_ranks,
-            start_id=island.start_id,
-            start_step=island.start_step,
-            tokenizer_digest=island.tokenizer_digest,
-            tokens_per_inner_step=island.tokens_per_inner_step,
-        ).SerializeToString()
+        island, request = self._request.island, self._request.SerializeToString()
         waited_s = 0.0
         while True:
             reply = JoinReply.FromString(await self._call("control.join", request, self._policy))
             if reply.status != JOIN_STATUS_ACCEPTED:
                 refusal = _REFUSALS.get(reply.status, ConfigError)
                 raise refusal(
-                    f"the coordinator at {self._transport.peer} refuses island "
-                    f"{island.island_id!r}: {reply.message}",
-                    island_id=island.island_id,
+                    f"the coordinator at {self._transport.peer} refuses island {island!r}: "
+                    f"{reply.message}",
+                    island_id=island,
                 )
             self._grant.CopyFrom(reply.grant)
-            if reply.syncers or not island.needs_syncer:
+            if reply.syncers or not self._needs_syncer:
                 return reply
             if waited_s > self._policy.budget_s:
                 raise CoordinatorUnavailable(
                     f"the coordinator at {self._transport.peer} accepted island "
-                    f"{island.island_id!r}, but its syncers did not all register within "
+                    f"{island!r}, but its syncers did not all register within "
                     f"{self._policy.budget_s:g} s: see the coordinator's log"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
@@ -241,7 +188,7 @@ class Registration:
 
     def start_reporting(
         self,
-        progress: Callable[[], Progress],
+        progress: Callable[[], ReportRequest],
         on_stop: Callable[[DilocoError], None],
         graceful_stop: GracefulStop,
     ) -> None:
@@ -271,7 +218,7 @@ class Registration:
         exit_code: int,
         reason: str,
         *,
-        last: Progress,
+        last: ReportRequest,
         at_most_s: float,
         is_stopped: bool = False,
         is_early: bool = False,
@@ -314,9 +261,9 @@ class Registration:
         await self._transport.close()
         if reply is None or not reply.stop:
             return None
-        return _stop_error(reply, self._island.island_id)
+        return _stop_error(reply, self._request.island)
 
-    async def _last_report(self, last: Progress, policy: RetryPolicy) -> ReportReply | None:
+    async def _last_report(self, last: ReportRequest, policy: RetryPolicy) -> ReportReply | None:
         """Report; again and again, as long as the coordinator has not heard of a cut."""
         with contextlib.suppress(TransportError):
             if self.reports.cut.number == self._told_cut:
@@ -324,7 +271,7 @@ class Registration:
             return await retry(lambda: self.report(last), policy, self._rng)
         return None
 
-    async def report(self, progress: Progress) -> ReportReply:
+    async def report(self, progress: ReportRequest) -> ReportReply:
         """Report once.
 
         Raises:
@@ -333,22 +280,11 @@ class Registration:
         request = ReportRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
-            inner_step=progress.inner_step,
-            loss_nats=progress.loss_nats,
-            tokens_per_s=progress.tokens_per_s,
-            tokens=progress.tokens,
-            fragments_in_flight=progress.fragments_in_flight,
-            bytes_up=progress.bytes_up,
-            bytes_down=progress.bytes_down,
-            blocked_s=progress.blocked_s,
-            utilisation=progress.utilisation,
-            step_s=progress.step_s,
-            left_s=progress.left_s,
-            state=progress.state,
             checkpoint_steps=self.reports.checkpoint_steps,
             alarms=map(alarm_message, self.alarms.holding(loop_now())),
             held_out=self.reports.held_out,
         )
+        request.MergeFrom(progress)
         promise = self._graceful_stop.promise() if self._is_held and self._graceful_stop else None
         if promise is not None:
             request.has_hold, request.hold_step = True, promise
@@ -376,7 +312,7 @@ class Registration:
 
     async def _report_forever(
         self,
-        progress: Callable[[], Progress],
+        progress: Callable[[], ReportRequest],
         on_stop: Callable[[DilocoError], None],
         graceful_stop: GracefulStop,
     ) -> None:
@@ -392,7 +328,7 @@ class Registration:
             else:
                 is_reached = True
                 if reply.stop:  # first: who holds must not take it for a stop that is taken back
-                    on_stop(_stop_error(reply, self._island.island_id))
+                    on_stop(_stop_error(reply, self._request.island))
                     return
                 for text in news_of_away(self._away, reply.away):
                     logger.warning("%s", text)
@@ -428,11 +364,11 @@ class Registration:
             return await retry(attempt, policy, self._rng, attempt_s=self._rpc_deadline_s)
         except (HandlerFailed, OutOfRange) as error:
             peer, log = f"the coordinator at {self._transport.peer}", "the coordinator's log"
-            raise program_error(error, peer, method, log, self._island.island_id) from error
+            raise program_error(error, peer, method, log, self._request.island) from error
         except TransportError as error:
             raise CoordinatorUnavailable(
                 f"the coordinator at {self._transport.peer} gave no answer to {method} of island "
-                f"{self._island.island_id!r}: {error}. Check --coordinator and that "
+                f"{self._request.island!r}: {error}. Check --coordinator and that "
                 f"`diloco coordinator` runs; of a run that has ended nobody answers, and nothing "
                 f"is left to do"
             ) from error

@@ -74,9 +74,9 @@ from diloco.island.lanes.shards import LaneShards
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts
-from diloco.island.registration import IslandState, Progress
+from diloco.island.registration import IslandState
 from diloco.protocol.island.soundness import Mend, StepBound
-from diloco.protos.control_pb2 import JoinReply
+from diloco.protos.control_pb2 import JoinReply, ReportRequest
 from diloco.telemetry.events import Event
 
 logger = logging.getLogger(__name__)
@@ -422,7 +422,7 @@ class DiLoCo:
         if due:  # no collective in a step that has none anyway
             word = self._sum(self._stopping.word(self.inner_step))
             self._connection.io.drive(self._stopping.passing(self.inner_step, word))
-        self._record.stepped(self, self.island_bytes)
+        self._record.stepped(self._loop, self.island_bytes)
         return self._take_events()
 
     def finish(self) -> list[Event]:
@@ -466,7 +466,7 @@ class DiLoCo:
         self._sum()
         self._state = IslandState.STOPPED if is_stopping else IslandState.FINISHED
         if not is_stopping:
-            self._record.ended(self, self.island_bytes, self.digests, wall_s=wall_s)
+            self._record.ended(self._loop, self.island_bytes, wall_s=wall_s)
         return self._take_events()
 
     @contextlib.contextmanager
@@ -701,7 +701,7 @@ class DiLoCo:
         self._is_ready = True
         self._graceful_stop.begin(self._loop.inner_step, self._loop.first_checkpoint_step)
         self._groups.barrier()
-        self._record.begin(self, self._connection.config, self._trained.device)
+        self._record.begin(self._loop, self._connection.config, self._trained.device)
         self._state = IslandState.TRAINING
 
     def _check_open(self) -> None:
@@ -754,19 +754,19 @@ class DiLoCo:
         self.island_bytes = (moved[0], moved[1])
         return word
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> ReportRequest:
         """Return what a report says; called in the IO thread."""
         meter, is_training = self._record.meter, self._tokens > 0
-        moved = self.island_bytes if is_training else (self.bytes_up, self.bytes_down)
-        return Progress(
+        up, down = self.island_bytes if is_training else (self.bytes_up, self.bytes_down)
+        return ReportRequest(
             state=self._state,
             inner_step=self.inner_step,
             loss_nats=self._record.loss_nats,
             tokens_per_s=meter.tokens_per_s,
             tokens=self._tokens,
             fragments_in_flight=self.num_in_flight,
-            bytes_up=moved[0],
-            bytes_down=moved[1],
+            bytes_up=up,
+            bytes_down=down,
             blocked_s=self.blocked_s,
             utilisation=meter.utilisation(self._record.wall_s),
             step_s=self._exchange.step_s,

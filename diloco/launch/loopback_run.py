@@ -43,6 +43,7 @@ from diloco.telemetry.events import Event
 from diloco.trainer.trainer import InnerMetrics
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import Server, Transport
+from diloco.transport.retry import RetryPolicy
 from diloco.versions.store import FragmentStore
 
 _T = TypeVar("_T")
@@ -359,7 +360,7 @@ class _Island:
                 error_feedback=config.outer.error_feedback,
                 error_feedback_decay=config.outer.error_feedback_decay,
                 rpc_deadline_s=_DEADLINE_S,
-                unreachable_s=_DEADLINE_S,
+                policy=RetryPolicy(max_wait_s=1.0, budget_s=_DEADLINE_S),
                 seed=config.run.seed,
                 on_arrival=config.outer.is_on_arrival,
             ),

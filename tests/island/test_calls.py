@@ -63,7 +63,8 @@ class Longest(random.Random):
 
 def test_waits_between_calls_are_those_of_the_rules(tmp_path: Path) -> None:
     setting = Setting({"w": [16.0]}, lambda *_: None, tmp_path, inner_steps=1)
-    rules = ExchangeRules("float32", False, 60.0, 20.0, seed=0, first_wait_s=1.0, max_wait_s=4.0)
+    policy = RetryPolicy(first_wait_s=1.0, max_wait_s=4.0, budget_s=20.0)
+    rules = ExchangeRules("float32", False, 60.0, policy, seed=0)
     silent = Silent()
 
     async def ask() -> float:

@@ -38,6 +38,7 @@ from diloco.syncer.polls import Polls
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import Buffer, IncomingCall, Reply, Transport
 from diloco.transport.errors import ConnectError, PeerReset
+from diloco.transport.retry import RetryPolicy
 from diloco.transport.shaping.link import Link, LinkQueue
 from diloco.transport.shaping.shaped import ShapedTransport
 from diloco.transport.transfer import Transfer
@@ -144,7 +145,7 @@ def make_exchange(
         "error_feedback": setting.error_feedback,
         "error_feedback_decay": setting.error_feedback_decay,
         "rpc_deadline_s": 60.0,
-        "unreachable_s": 600.0,
+        "policy": RetryPolicy(max_wait_s=1.0, budget_s=600.0),
         "seed": 0,
     }
     return Exchange(

@@ -46,6 +46,7 @@ from diloco.transport.contracts import Buffer, Reply
 from diloco.transport.errors import ConnectError
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
+from diloco.transport.retry import RetryPolicy
 from diloco.transport.transfer import Transfer
 from diloco.versions.pins import restore
 from diloco.versions.publication import PublicationRules
@@ -270,7 +271,7 @@ def island(
                 "int4",
                 error_feedback,
                 30.0,
-                unreachable_s,
+                RetryPolicy(max_wait_s=1.0, budget_s=unreachable_s),
                 seed=0,
                 on_arrival=bool(total_tokens),
             ),

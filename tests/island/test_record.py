@@ -26,8 +26,8 @@ def outer(**values: Any) -> Any:
         "overwritten_steps": 0.0,
         "dropped_tokens": 0.0,
         "left_tokens": 0.0,
-        "bytes_up": 0,
-        "bytes_down": 0,
+        "exchange": SimpleNamespace(bytes_up=0, bytes_down=0),
+        "digests": (),
     }
     return SimpleNamespace(**{**zero, **values})
 
@@ -125,11 +125,10 @@ def test_figures_at_the_end_of_an_island(rank: Rank) -> None:
             overwritten_steps=1.5,
             dropped_tokens=96.0,
             left_tokens=32.0,
-            bytes_up=70,
-            bytes_down=80,
+            exchange=SimpleNamespace(bytes_up=70, bytes_down=80),
+            digests=("d0", "d1"),
         ),
         (70, 80),
-        ("d0", "d1"),
         wall_s=rank.record.wall_s,
     )
 

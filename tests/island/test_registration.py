@@ -18,18 +18,19 @@ from diloco.errors import (
     RunStopped,
 )
 from diloco.island.graceful_stop import GracefulStop
-from diloco.island.registration import Island, IslandState, Progress, Registration
+from diloco.island.registration import IslandState, Registration
 from diloco.outer.schedule import Schedule
 from diloco.protocol.run.absences import ALL_BACK
 from diloco.protos import control_pb2 as control
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
-from diloco.transport.contracts import IncomingCall, Reply
+from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
 from diloco.transport.retry import RetryPolicy
 
 BUDGET_S = 30.0
-ISLAND = Island(
+ISLAND = control.JoinRequest(
+    protocol_version=PROTOCOL_VERSION,
     run="demo",
-    island_id="east",
+    island="east",
     identity_json='{"run.seed":1}',
     plan_json="{}",
     corpus_sha256="5a",
@@ -186,7 +187,7 @@ def test_stop_in_a_report_becomes_the_error_of_its_exit_code(
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        progress = Progress(IslandState.TRAINING, inner_step=5, loss_nats=2.5)
+        progress = control.ReportRequest(state=IslandState.TRAINING, inner_step=5, loss_nats=2.5)
         registration.start_reporting(lambda: progress, stops.append, graceful_stop())
         await asyncio.sleep(10)
 
@@ -221,7 +222,7 @@ def test_reports_survive_a_coordinator_that_is_away() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, stops.append, graceful_stop())
+        registration.start_reporting(control.ReportRequest, stops.append, graceful_stop())
         await asyncio.sleep(2.5)
         await coordinator.server.stop(0)
         await asyncio.sleep(20)
@@ -240,7 +241,7 @@ def test_what_is_due_is_reported_at_once_and_not_in_a_stream() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, graceful_stop())
+        registration.start_reporting(control.ReportRequest, lambda error: None, graceful_stop())
         for wait_s in (0.5, 0.2, 0.9):
             await asyncio.sleep(wait_s)
             counts.append(len(coordinator.of(control.ReportRequest)))
@@ -256,9 +257,9 @@ def test_leave_stops_reports_and_says_the_last_word() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, graceful_stop())
+        registration.start_reporting(control.ReportRequest, lambda error: None, graceful_stop())
         await asyncio.sleep(1.5)
-        last = Progress(IslandState.FINISHED, inner_step=9)
+        last = control.ReportRequest(state=IslandState.FINISHED, inner_step=9)
         await registration.leave(0, "finished", last=last, at_most_s=5.0)
         await asyncio.sleep(10)
 
@@ -276,11 +277,11 @@ def test_a_part_that_is_being_written_is_said_until_it_is_written() -> None:
     async def story(registration: Registration) -> None:
         await registration.join()
         registration.reports.cut = control.CutPart(number=2, is_being_written=True)
-        await registration.report(Progress())
-        await registration.report(Progress())
+        await registration.report(control.ReportRequest())
+        await registration.report(control.ReportRequest())
         registration.reports.cut = written
-        await registration.report(Progress())
-        await registration.report(Progress())
+        await registration.report(control.ReportRequest())
+        await registration.report(control.ReportRequest())
 
     run(coordinator, story, up=True)
     cuts = [report.cut for report in coordinator.of(control.ReportRequest)]
@@ -307,7 +308,7 @@ def test_an_island_that_is_asked_to_stop_promises_and_hears_where() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, line)
+        registration.start_reporting(control.ReportRequest, lambda error: None, line)
         await asyncio.sleep(2.5)
         line.begin(0)
         assert not line.passing(4)
@@ -338,7 +339,7 @@ def test_who_is_away_is_said_once_and_that_nobody_is_any_more(
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, graceful_stop())
+        registration.start_reporting(control.ReportRequest, lambda error: None, graceful_stop())
         await asyncio.sleep(len(away) + 1.5)
 
     run(coordinator, story, up=True)
@@ -353,7 +354,7 @@ def test_a_stop_that_is_taken_back_voids_the_promise_and_the_next_one_gets_anoth
     async def story(registration: Registration) -> None:
         await registration.join()
         line.begin(0)
-        registration.start_reporting(Progress, lambda error: None, line)
+        registration.start_reporting(control.ReportRequest, lambda error: None, line)
         await asyncio.sleep(1.5)
         assert line.passing(4)
         await asyncio.sleep(1.0)
@@ -374,7 +375,7 @@ def test_who_holds_hears_of_the_end_of_the_run_and_does_not_go_on() -> None:
     async def story(registration: Registration) -> None:
         await registration.join()
         line.begin(0)
-        registration.start_reporting(Progress, stops.append, line)
+        registration.start_reporting(control.ReportRequest, stops.append, line)
         await asyncio.sleep(3.5)
 
     run(coordinator, story, up=True)
@@ -387,11 +388,11 @@ def test_reports_name_the_checkpoints_that_are_kept() -> None:
 
     async def story(registration: Registration) -> None:
         await registration.join()
-        registration.start_reporting(Progress, lambda error: None, graceful_stop())
+        registration.start_reporting(control.ReportRequest, lambda error: None, graceful_stop())
         await asyncio.sleep(0.5)
         registration.reports.checkpoint_steps = (40, 80)
         await registration.leave(
-            0, "stopped", last=Progress(inner_step=80), at_most_s=5.0, is_stopped=True
+            0, "stopped", last=control.ReportRequest(inner_step=80), at_most_s=5.0, is_stopped=True
         )
 
     run(coordinator, story, up=True)
@@ -404,11 +405,12 @@ def test_leave_gives_up_in_time_and_says_nothing_when_it_never_joined() -> None:
     coordinator = FakeCoordinator()
 
     async def story(registration: Registration) -> None:
-        await coordinator.registration().leave(1, "never joined", last=Progress(), at_most_s=5.0)
+        last = control.ReportRequest()
+        await coordinator.registration().leave(1, "never joined", last=last, at_most_s=5.0)
         await registration.join()
         await coordinator.server.stop(0)
         began = asyncio.get_running_loop().time()
-        await registration.leave(20, "failed", last=Progress(), at_most_s=5.0)
+        await registration.leave(20, "failed", last=control.ReportRequest(), at_most_s=5.0)
         assert asyncio.get_running_loop().time() - began <= 5.0
 
     run(coordinator, story, up=True)

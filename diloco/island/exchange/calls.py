@@ -40,11 +40,9 @@ class ExchangeRules:
         uplink_codec: Codec of contributions (`lane_codec`).
         error_feedback: Whether the quantisation error joins the next contribution.
         rpc_deadline_s: Bound of one call; a call may wait for a slow link.
-        unreachable_s: Seconds without any answer, of syncers or coordinator, after which the island
-            gives up (exit 30).
+        policy: Waits between calls without an answer; its budget is of syncers and coordinator:
+            after so long without any answer the island gives up (exit 30).
         seed: Of the run; stochastic rounding draws from it.
-        first_wait_s: Wait after the first call without an answer, at most.
-        max_wait_s: Longest wait between two calls.
         on_arrival: Whether rounds open and versions come at any time, and some are left out.
         error_feedback_decay: Share of the quantisation error that joins it.
     """
@@ -52,10 +50,8 @@ class ExchangeRules:
     uplink_codec: str
     error_feedback: bool
     rpc_deadline_s: float
-    unreachable_s: float
+    policy: RetryPolicy
     seed: int
-    first_wait_s: float = 0.1
-    max_wait_s: float = 1.0
     on_arrival: bool = False
     error_feedback_decay: float = 1.0
 

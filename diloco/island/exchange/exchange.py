@@ -32,7 +32,6 @@ from diloco.protos.control_pb2 import Grant
 from diloco.tasks import Tasks, wait_for
 from diloco.telemetry.events import AnchorMended, Event
 from diloco.transport.contracts import Transport
-from diloco.transport.retry import RetryPolicy
 
 #: Limits of what is sent where nothing is known of the steps that made it.
 ANYWHERE = (math.inf, 0.0)
@@ -59,21 +58,6 @@ class SyncerConnection:
     data: Transport
 
 
-@dataclass(frozen=True, slots=True)
-class _OfAll:
-    """The bytes that the calls to all syncers have moved."""
-
-    calls: Sequence[Moved]
-
-    @property
-    def bytes_up(self) -> int:
-        return sum(each.bytes_up for each in self.calls)
-
-    @property
-    def bytes_down(self) -> int:
-        return sum(each.bytes_down for each in self.calls)
-
-
 class Exchange:
     """One rank's exchange with the syncers; it polls from `enter` or `restore` until `stop`.
 
@@ -92,7 +76,7 @@ class Exchange:
         rules: ExchangeRules,
         rng: random.Random,
         on_event: Callable[[Event], None],
-        moved: Moved | None = None,
+        moved: Sequence[Moved] | None = None,
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
@@ -110,7 +94,8 @@ class Exchange:
         self._reach = SyncerReach()
         self._links = [self._link(each, rng) for each in connections]
         self._link_of = {p: link for link in self._links for p in link.fragments}
-        self._moved: Moved = moved or _OfAll([link.calls for link in self._links])
+        calls = [link.calls for link in self._links]
+        self._moved: Sequence[Moved] = calls if moved is None else moved
         self.step_s = 0.0
         self.num_heard = 0
 
@@ -121,11 +106,7 @@ class Exchange:
             connection.data,
             grant,
             rpc_deadline_s=rules.rpc_deadline_s,
-            policy=RetryPolicy(
-                first_wait_s=rules.first_wait_s,
-                max_wait_s=rules.max_wait_s,
-                budget_s=rules.unreachable_s,
-            ),
+            policy=rules.policy,
             rng=rng,
             reach=self._reach,
             on_event=self._on_event,
@@ -181,12 +162,12 @@ class Exchange:
     @property
     def bytes_up(self) -> int:
         """Bytes sent so far."""
-        return self._moved.bytes_up
+        return sum(each.bytes_up for each in self._moved)
 
     @property
     def bytes_down(self) -> int:
         """Bytes received so far."""
-        return self._moved.bytes_down
+        return sum(each.bytes_down for each in self._moved)
 
     # -- called in the loop ----------------------------------------------------------------------
 

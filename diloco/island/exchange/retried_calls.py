@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import Message
 
+from diloco.config.network import TransportConfig
 from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.island.exchange.damage import LineDamage
 from diloco.loop_clock import loop_now
@@ -46,6 +47,15 @@ def program_error(
             f"differ between the sites, install the same everywhere"
         )
     return DilocoError(text, island_id=island)
+
+
+def retry_policy(settings: TransportConfig) -> RetryPolicy:
+    """Return how long calls are tried, by the configuration of the transport."""
+    return RetryPolicy(
+        first_wait_s=settings.retry.first_wait.seconds,
+        max_wait_s=settings.retry.max_wait.seconds,
+        budget_s=settings.unreachable.seconds,
+    )
 
 
 class _Progress:

@@ -32,6 +32,7 @@ from diloco.durable import (
 )
 from diloco.errors import ConfigError, IslandFailed
 from diloco.forecast.build import build_publication_rules
+from diloco.island.exchange.retried_calls import retry_policy
 from diloco.island.peer.calls import PeerCalls
 from diloco.island.peer.peer import Peer, PeerRules
 from diloco.island.peer.replica import STAGED
@@ -44,7 +45,6 @@ from diloco.security.security import Security
 from diloco.state_dir import Held, StateDir, Timeline, hold, read_bound, read_timeline
 from diloco.transport.contracts import Transport
 from diloco.transport.libp2p.address import is_peer_address
-from diloco.transport.retry import RetryPolicy
 from diloco.versions.pins import restore, set_aside
 from diloco.versions.record import RecordInvalid
 
@@ -162,11 +162,7 @@ def _build_calls(
         reply.grant,
         connect,
         rpc_deadline_s=transport.rpc_timeout.seconds,
-        policy=RetryPolicy(
-            first_wait_s=transport.retry.first_wait.seconds,
-            max_wait_s=transport.retry.max_wait.seconds,
-            budget_s=transport.unreachable.seconds,
-        ),
+        policy=retry_policy(transport),
         rng=rng,
     )
 
