@@ -1,24 +1,25 @@
-"""Injectors of each kind of fault, and how they know that it took effect.
+"""What does each kind of fault, and how it is known that it took effect.
 
-An injector is asked to `begin` again and again until its target is there, and to `end` until it
-is over; both say whether they are done. It has `fired` when what it did is known to have met its
-target: the process is dead or stopped, a call was met, a publication was kept back.
+A fault has `fired` when what was done is known to have met its target: the process is dead or
+stopped, a call was met, a publication was kept back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import resource
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from diloco.chaos.environment import ChaosEnvironment, is_frozen, send
-from diloco.chaos.injector import Injector
+from diloco.chaos.injector import Doing, Injector
 from diloco.chaos.plan import COORDINATOR, CORRUPTING, Kind, TimedFault
-from diloco.chaos.store_damage import Flip, TornNewest, Truncate
+from diloco.chaos.store_damage import DAMAGES
 from diloco.chaos.storm import Storm
 from diloco.durable import read_json, write_json
 from diloco.faults.process import (
@@ -41,125 +42,62 @@ _LOOK_S = 0.002
 _CERTIFICATE_DAYS = 30
 
 
-class Kill(Injector):
-    """SIGKILL; coordinator and island are started again at the end, others by their supervisor."""
-
-    number = signal.SIGKILL
-
-    def begin(self) -> bool:
-        """Send the signal."""
-        environment, target = self.environment, self.fault.target
-        pid = environment.pid(target)
-        if pid is None:
-            return False
-        self.note = f"process {pid}"
-        if target in environment.run.islands:
-            environment.away.add(target)
-            environment.run.take_down(target, self.number)
-            self.fired = True
-        elif target == COORDINATOR and self.fault.lasts_s:
-            environment.run.take_down(target, self.number)
-            self.fired = True
-        else:
-            self.fired = send(pid, self.number)
-        return self.fired
-
-    def end(self) -> bool:
-        """Bring back what nobody else does."""
-        environment, target = self.environment, self.fault.target
-        is_ours = target in environment.away or (target == COORDINATOR and self.fault.lasts_s > 0)
-        if is_ours and not environment.run.bring_back(target):
-            return False
-        environment.away.discard(target)
-        return True
+def _kill(injector: Injector, number: int) -> Iterator[None]:
+    """End the target; coordinator and island are started again, others by their supervisor."""
+    environment, target = injector.environment, injector.fault.target
+    pid, run = environment.pid(target), environment.run
+    if pid is None:
+        return
+    injector.note = f"process {pid}"
+    is_ours = target in run.islands or (target == COORDINATOR and injector.fault.lasts_s > 0)
+    if target in run.islands:
+        environment.away.add(target)
+    if is_ours:
+        run.take_down(target, number)
+    elif not send(pid, number):
+        return
+    injector.fired = True
+    yield
+    while is_ours and not run.bring_back(target):
+        yield
+    environment.away.discard(target)
 
 
-class Restart(Kill):
-    """SIGTERM: an end in order, then another start."""
-
-    number = signal.SIGTERM
-
-
-class Freeze(Injector):
+def _freeze(injector: Injector) -> Iterator[None]:
     """SIGSTOP to all processes of the target, SIGCONT at the end."""
-
-    def begin(self) -> bool:
-        """Stop them."""
-        self._pids = self.environment.pids(self.fault.target)
-        for pid in self._pids:
-            send(pid, signal.SIGSTOP)
-        until = time.monotonic() + _STOPPED_S
-        while not (stopped := all(map(is_frozen, self._pids))) and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        self.fired = bool(self._pids) and stopped
-        self.note = f"{len(self._pids)} processes"
-        return bool(self._pids)
-
-    def end(self) -> bool:
-        """Let them go on; those that were killed meanwhile are gone."""
-        for pid in self._pids:
-            send(pid, signal.SIGCONT)
-        return True
+    pids = injector.environment.pids(injector.fault.target)
+    if not pids:
+        return
+    for pid in pids:
+        send(pid, signal.SIGSTOP)
+    until = time.monotonic() + _STOPPED_S
+    while not (stopped := all(map(is_frozen, pids))) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    injector.fired, injector.note = stopped, f"{len(pids)} processes"
+    yield
+    for pid in pids:  # those that were killed meanwhile are gone
+        send(pid, signal.SIGCONT)
 
 
-class DiskFullInjector(Injector):
-    """The syncer may write no byte to any file: every write ends with EFBIG, as on a full disk."""
+def _fill_disk(injector: Injector) -> Iterator[None]:
+    """Let the syncer write no byte to any file: every write ends with EFBIG, as on a full disk.
 
-    def begin(self) -> bool:
-        """Set the limit."""
-        self._pid = self.environment.serving_pid(self.fault.target)
-        if self._pid is None or not _limit_files(self._pid, is_full=True):
-            return False
-        self._newest = self._written()
-        return True
-
-    def end(self) -> bool:
-        """Lift it; it took effect if no record was written, or the syncer ended of it."""
-        assert self._pid is not None
-        newest, is_same = self._written(), self.environment.pid(self.fault.target) == self._pid
-        # One of a fragment was perhaps renamed just when the limit came.
-        num_written = [newest[p] - before for p, before in self._newest.items() if p in newest]
-        self.fired = not is_same or max(num_written, default=0) <= 1
-        self.note = "the syncer went on" if is_same else "the syncer ended and was started again"
-        if is_same:
-            _limit_files(self._pid, is_full=False)
-        return True
-
-    def _written(self) -> dict[int, int]:
-        """Newest version of each of its fragments."""
-        return {p: v[-1] for p, v in self.environment.versions(self.fault.target).items() if v}
-
-
-class ConnectStorm(Injector):
-    """Strangers connect by the thousand, and the server's certificate changes under them."""
-
-    def begin(self) -> bool:
-        """Let them come, once it serves."""
-        target, config = self.fault.target, self.environment.run.config
-        self._endpoint = endpoint = self.environment.endpoint(target)
-        if endpoint is None:
-            return False
-        certs = Path(config.transport.certs) if config.transport.certs else None
-        island = sorted(config.islands)[self.fault.seed % len(config.islands)]
-        certificate = certs / f"island-{island}.pem" if certs else None
-        self._storm = Storm(endpoint.address, certificate=certificate)
-        self._storm.begin()
-        if certs is not None:
-            ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
-            ca.issue("coordinator", _CERTIFICATE_DAYS, again=True)
-        return True
-
-    def end(self) -> bool:
-        """Send them away; it took effect if some of them were let in."""
-        self._storm.end()
-        self.fired = self._storm.num_connected > 0
-        assert self._endpoint is not None
-        self.is_same = self.environment.serving_pid(self.fault.target) == self._endpoint.pid
-        self.note = (
-            f"{self._storm.num_connected} connections, {self._storm.num_handshakes} whole "
-            f"handshakes, {'the same process serves' if self.is_same else 'the process ended'}"
-        )
-        return True
+    It took effect if no record was written, or the syncer ended of it.
+    """
+    environment, target = injector.environment, injector.fault.target
+    pid = environment.serving_pid(target)
+    if pid is None or not _limit_files(pid, is_full=True):
+        return
+    before = {p: v[-1] for p, v in environment.versions(target).items() if v}
+    yield
+    newest = {p: v[-1] for p, v in environment.versions(target).items() if v}
+    is_same = environment.pid(target) == pid
+    # One of a fragment was perhaps renamed just when the limit came.
+    num_written = [newest[p] - version for p, version in before.items() if p in newest]
+    injector.fired = not is_same or max(num_written, default=0) <= 1
+    injector.note = "the syncer went on" if is_same else "the syncer ended and was started again"
+    if is_same:
+        _limit_files(pid, is_full=False)
 
 
 def _limit_files(pid: int, *, is_full: bool) -> bool:
@@ -171,69 +109,67 @@ def _limit_files(pid: int, *, is_full: bool) -> bool:
     return False
 
 
-class EntryInjector(Injector):
-    """A fault that a process has from within, by its entry of a file that it reads once a second.
+def _storm(injector: Injector) -> Iterator[None]:
+    """Have strangers connect by the thousand, while the server's certificate changes.
+
+    It took effect if some of them were let in.
+    """
+    environment, target = injector.environment, injector.fault.target
+    config, endpoint = environment.run.config, environment.endpoint(target)
+    if endpoint is None:
+        return
+    certs = Path(config.transport.certs) if config.transport.certs else None
+    island = sorted(config.islands)[injector.fault.seed % len(config.islands)]
+    storm = Storm(endpoint.address, certificate=certs / f"island-{island}.pem" if certs else None)
+    storm.begin()
+    if certs is not None:
+        ca = RunCa(certs, lambda: datetime.datetime.now(datetime.UTC))
+        ca.issue("coordinator", _CERTIFICATE_DAYS, again=True)
+    yield
+    storm.end()
+    injector.fired = storm.num_connected > 0
+    injector.is_same = environment.serving_pid(target) == endpoint.pid
+    injector.note = (
+        f"{storm.num_connected} connections, {storm.num_handshakes} whole handshakes, "
+        f"{'the same process serves' if injector.is_same else 'the process ended'}"
+    )
+
+
+def _write_entry(
+    injector: Injector, place: tuple[Path, str], value: object, counted: str, noted: str = ""
+) -> Iterator[None]:
+    """Do a fault from within a process, by its entry of a file that it reads once a second.
 
     Args:
-        environment: The run.
-        fault: The fault.
+        injector: Of the fault.
         place: The file, and the name of the entry.
         value: The entry.
         counted: What the process counts when it meets the fault.
         noted: What it counts as well, for the note; empty: nothing.
     """
+    (path, who), environment = place, injector.environment
+    target, directory = injector.fault.target, environment.chaos_dir
+    if environment.pid(target) is None or not is_read(directory, who):
+        return
+    before = fired(directory, who)
 
-    def __init__(
-        self,
-        environment: ChaosEnvironment,
-        fault: TimedFault,
-        place: tuple[Path, str],
-        value: object,
-        counted: str,
-        noted: str = "",
-    ) -> None:
-        """Do nothing yet."""
-        super().__init__(environment, fault)
-        self.place = place
-        self._path, self._who = place
-        self._value, self._counted, self._noted = value, counted, noted
+    def met() -> Counter[str]:
+        return fired(directory, who) - before
 
-    def begin(self) -> bool:
-        """Write the file, once somebody reads it."""
-        target, chaos_dir = self.fault.target, self.environment.chaos_dir
-        if self.environment.pid(target) is None or not is_read(chaos_dir, self._who):
-            return False
-        self._before = fired(self.environment.chaos_dir, self._who)
-        self._told_s = 0.0
-        write_json(self._path, {**(read_json(self._path) or {}), self._who: self._value})
-        return True
-
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether its target has been starting again, or silent, and is to come back."""
-        met = self._met[self._counted]
-        return not (self._told_s or met or self.environment.is_gone(self.fault.target))
-
-    @property
-    def _met(self) -> Counter[str]:
-        """How often it was met, as its target has told so far."""
-        return fired(self.environment.chaos_dir, self._who) - self._before
-
-    def end(self) -> bool:
-        """Take it back, and wait until it is known what it did."""
-        if not self._told_s:
-            self._told_s = time.monotonic() + _TOLD_S
-            values = read_json(self._path) or {}
-            values.pop(self._who, None)
-            write_json(self._path, values)
-        if time.monotonic() < self._told_s:
-            return False
-        met = self._met
-        self.fired, self.note = met[self._counted] > 0, f"{met[self._counted]} times"
-        self.had_chance = self.fired or not self.environment.is_gone(self.fault.target)
-        if self._noted:
-            self.note += f", {met[self._noted]} {self._noted}"
-        return True
+    # Its target has been starting again, or silent, and is to come back.
+    injector.is_unmet = lambda: not (met()[counted] or environment.is_gone(target))
+    write_json(path, {**(read_json(path) or {}), who: value})
+    yield
+    injector.is_unmet = lambda: False
+    write_json(path, {n: each for n, each in (read_json(path) or {}).items() if n != who})
+    until = time.monotonic() + _TOLD_S
+    while time.monotonic() < until:  # until it is known what it did
+        yield
+    told = met()
+    injector.fired, injector.note = told[counted] > 0, f"{told[counted]} times"
+    injector.had_chance = injector.fired or not environment.is_gone(target)
+    if noted:
+        injector.note += f", {told[noted]} {noted}"
 
 
 #: On a thin line a bit flips about every so many bytes of one way.
@@ -251,48 +187,53 @@ _RATES = {
     Kind.DUPLICATE: Fault.DUPLICATE,
     Kind.REORDER: Fault.REORDER,
 }
-_INJECTORS: dict[Kind, type[Injector]] = {
-    Kind.KILL: Kill,
-    Kind.RESTART: Restart,
-    Kind.FREEZE: Freeze,
-    Kind.TRUNCATE: Truncate,
-    Kind.FLIP: Flip,
-    Kind.TORN_NEWEST: TornNewest,
-    Kind.DISK_FULL: DiskFullInjector,
-    Kind.CONNECT_STORM: ConnectStorm,
+_DOINGS: dict[Kind, Doing] = {
+    Kind.KILL: functools.partial(_kill, number=signal.SIGKILL),
+    Kind.RESTART: functools.partial(_kill, number=signal.SIGTERM),
+    Kind.FREEZE: _freeze,
+    Kind.DISK_FULL: _fill_disk,
+    Kind.CONNECT_STORM: _storm,
+    **DAMAGES,
 }
 
 
 def injector_of(environment: ChaosEnvironment, fault: TimedFault) -> Injector:
     """Prepare to do a fault."""
-    if (injector := _INJECTORS.get(fault.kind)) is not None:
-        return injector(environment, fault)
+    if (doing := _DOINGS.get(fault.kind)) is not None:
+        return Injector(environment, fault, doing)
+    place, value, counted, noted = _entry_of(environment, fault)
+    doing = functools.partial(_write_entry, place=place, value=value, counted=counted, noted=noted)
+    return Injector(environment, fault, doing, place)
+
+
+def _entry_of(
+    environment: ChaosEnvironment, fault: TimedFault
+) -> tuple[tuple[Path, str], object, str, str]:
+    """Give the arguments of `_write_entry`: place, value, what is counted and what is noted."""
     directory, target, kind = environment.chaos_dir, fault.target, fault.kind
-    value: object = fault.clock_s
+    strength = fault.strength
     if kind is Kind.CLOCK:
-        return EntryInjector(environment, fault, (clock_path(directory), target), value, "clock")
+        return (clock_path(directory), target), strength.clock.seconds, "clock", ""
     if kind in CORRUPTING:
-        value = {"how": fault.how, "seed": fault.seed}
+        value: object = {"how": strength.how, "seed": fault.seed}
         if kind is Kind.FLIP_BIT:
-            value = {
-                "number": fault.number, "what": fault.what, "bit": fault.bit, "seed": fault.seed
-            }  # fmt: skip
-        place = training_path(directory), training_name(target)
-        return EntryInjector(environment, fault, place, value, kind.value)
+            own = {"what": strength.what, "bit": strength.bit}
+            value = {"number": fault.number, "seed": fault.seed, **own}
+        return (training_path(directory), training_name(target)), value, kind.value, ""
     place = links_path(directory), target
     if kind in _GATES:
-        return EntryInjector(environment, fault, place, {"gate": _GATES[kind]}, "held")
+        return place, {"gate": _GATES[kind]}, "held", ""
     if kind is Kind.THIN_LINE:
-        rate_bps = fault.bandwidth_bps / environment.run.config.islands[target].ranks
+        rate_bps = strength.bandwidth.bps / environment.run.config.islands[target].ranks
         value = {"rate_bps": rate_bps, "damage_every_bytes": _DAMAGE_EVERY_BYTES}
-        return EntryInjector(environment, fault, place, value, SLOWED, FLIPPED)
+        return place, value, SLOWED, FLIPPED
     is_partial = kind in (Kind.CORRUPT, Kind.DUPLICATE, Kind.REORDER)
     value = {
-        "rates": {_RATES[kind]: fault.share if is_partial else 1.0},
+        "rates": {_RATES[kind]: strength.share if is_partial else 1.0},
         "seed": fault.seed,
         # What has a digest: initial parameters are taken once, before anything happens here.
         "methods": _WITH_DIGESTS if kind is Kind.CORRUPT else [],
-        "delay_s": fault.delay_s,
-        "slow_bps": fault.bandwidth_bps,
+        "delay_s": strength.delay.seconds,
+        "slow_bps": strength.bandwidth.bps,
     }
-    return EntryInjector(environment, fault, place, value, _RATES[kind].value)
+    return place, value, _RATES[kind].value, ""

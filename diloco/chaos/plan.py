@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -95,13 +95,8 @@ ENDING = frozenset(
 #: Over at once: there is nothing to end later.
 _AT_ONCE = frozenset({Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST, Kind.FLIP_BIT})
 
-KindName: TypeAlias = Literal[
-    "kill", "restart", "freeze", "truncate", "flip", "torn-newest", "disk-full", "clock",
-    "connect-storm", "flip-bit", "poison", "cut", "cut-requests", "cut-replies", "delay",
-    "throttle", "thin-line", "corrupt", "duplicate", "reorder",
-]  # fmt: skip
-
-
+#: As a file names it, which has no enumerations.
+NamedKind: TypeAlias = Annotated[Kind, Field(strict=False)]
 Durations: TypeAlias = Annotated[tuple[Time, Time], BeforeValidator(tuples)]
 Texts: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
@@ -133,7 +128,7 @@ class Strength(Section):
 class FaultConfig(Strength):
     """One fault."""
 
-    kind: KindName = Field(description="What happens")
+    kind: NamedKind = Field(description="What happens")
     target: str = Field(
         min_length=1,
         description="To whom: coordinator, syncer (of several: syncer-0 ...), NAME, NAME/R",
@@ -151,7 +146,7 @@ class FaultConfig(Strength):
 class MixConfig(Strength):
     """Faults drawn at random."""
 
-    kinds: dict[KindName, float] = Field(
+    kinds: dict[NamedKind, float] = Field(
         default={}, description="Kind -> its weight; empty: nothing is drawn"
     )
     targets: Texts = Field(
@@ -234,21 +229,15 @@ class PlanConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class TimedFault:
-    """A fault of one run; durations in seconds, bandwidth in bits per second."""
+    """A fault of one run; durations in seconds."""
 
     number: int
     kind: Kind
     target: str
     at_s: float
     lasts_s: float
-    delay_s: float
-    bandwidth_bps: float
-    share: float
-    clock_s: float
     seed: int
-    what: str = "model"
-    bit: int = 30
-    how: str = "scale"
+    strength: Strength = field(default_factory=Strength)
 
     @property
     def role(self) -> str:
@@ -305,41 +294,30 @@ def expand(
     Raises:
         ConfigError: If a target is none of this run, or the kind is none for it.
     """
-    faults = sorted([*_explicit(plan), *_drawn(plan, islands, syncers)], key=lambda each: each[0])
+    explicit = [(fault.at.seconds, fault) for fault in plan.fault]
+    faults = sorted([*explicit, *_drawn(plan, islands, syncers)], key=lambda each: each[0])
     free_from: dict[str, float] = {}
     timed = []
     for at_s, fault in faults:
         _check_target(fault, islands, syncers)
-        kind = Kind(fault.kind)
-        lasts_s = 0.0 if kind in _AT_ONCE else fault.lasts.seconds
-        if kind.is_of_a_link:
+        lasts_s = 0.0 if fault.kind in _AT_ONCE else fault.lasts.seconds
+        if fault.kind.is_of_a_link:
             at_s = max(at_s, free_from.get(fault.target, 0.0))
             free_from[fault.target] = at_s + lasts_s + _BETWEEN_LINK_FAULTS_S
-        timed.append((at_s, lasts_s, kind, fault))
+        timed.append((at_s, lasts_s, fault))
     timed.sort(key=lambda each: each[0])
     return tuple(
         TimedFault(
             number=number,
-            kind=kind,
+            kind=fault.kind,
             target=fault.target,
             at_s=at_s,
             lasts_s=lasts_s,
-            delay_s=fault.delay.seconds,
-            bandwidth_bps=fault.bandwidth.bps,
-            share=fault.share,
-            clock_s=fault.clock.seconds,
             seed=_hash(plan.seed, number, "seed") >> 32,
-            what=fault.what,
-            bit=fault.bit,
-            how=fault.how,
+            strength=fault,
         )
-        for number, (at_s, lasts_s, kind, fault) in enumerate(timed)
+        for number, (at_s, lasts_s, fault) in enumerate(timed)
     )
-
-
-def _explicit(plan: PlanConfig) -> Iterator[tuple[float, FaultConfig]]:
-    for fault in plan.fault:
-        yield fault.at.seconds, fault
 
 
 def _drawn(
@@ -351,7 +329,7 @@ def _drawn(
         (kind, target, weight)
         for kind, weight in sorted(mix.kinds.items())
         for target in targets
-        if Kind(kind) in _kinds_of(target)
+        if kind in _kinds_of(target)
     ]
     if mix.kinds and not pairs:
         raise ConfigError(f"mix: none of {[*mix.kinds]} can happen to {[*targets]}")
@@ -373,13 +351,7 @@ def _drawn(
                 target=target,
                 at=Duration(f"{at_s}s"),
                 lasts=Duration(f"{lasts_s:.3f}s"),
-                delay=mix.delay,
-                bandwidth=mix.bandwidth,
-                share=mix.share,
-                clock=mix.clock,
-                what=mix.what,
-                bit=mix.bit,
-                how=mix.how,
+                **{name: getattr(mix, name) for name in Strength.model_fields},
             ),
         )
         number += 1
@@ -415,7 +387,7 @@ def _check_target(fault: FaultConfig, islands: Mapping[str, int], syncers: Seque
             f"target {fault.target!r} of a fault of kind {fault.kind}: must be coordinator, "
             f"{', '.join(syncers)}, an island, or ISLAND/RANK; islands of the run: {names}"
         )
-    if Kind(fault.kind) not in _kinds_of(fault.target):
+    if fault.kind not in _kinds_of(fault.target):
         kinds = ", ".join(sorted(_kinds_of(fault.target)))
         raise ConfigError(f"{fault.kind} cannot happen to {fault.target}: choose among {kinds}")
 

@@ -268,7 +268,19 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _fault_dict(history: FaultHistory) -> dict[str, Any]:
-    return {**asdict(history), "fault": {**asdict(history.fault), "kind": history.fault.kind.value}}
+    fault, strength = history.fault, history.fault.strength
+    return {
+        **{name: value for name, value in asdict(history).items() if name != "fault"},
+        "fault": {
+            **{name: getattr(fault, name) for name in ("number", "target", "at_s", "lasts_s")},
+            "kind": fault.kind.value,
+            "delay_s": strength.delay.seconds,
+            "bandwidth_bps": strength.bandwidth.bps,
+            "clock_s": strength.clock.seconds,
+            "seed": fault.seed,
+            **{name: getattr(strength, name) for name in ("share", "what", "bit", "how")},
+        },
+    }
 
 
 #: Told what is done, how much of it, of how much.

@@ -253,7 +253,7 @@ class Director:
     @staticmethod
     def _keeps(injector: Injector, beyond_s: float) -> bool:
         """Let a fault go on that has met nobody: else it would not have taken effect."""
-        if not injector.is_awaiting:
+        if not injector.is_unmet():
             return False
         injector.kept_s = beyond_s
         return True

@@ -18,7 +18,7 @@ from diloco.chaos.report import is_alone, report_on
 
 TOKENS = 10
 ISLANDS = ("east", "west")
-KILL = TimedFault(0, Kind.KILL, "west", 3.0, 0.0, 0.0, 1.0, 0.1, 0.0, 0)
+KILL = TimedFault(0, Kind.KILL, "west", 3.0, 0.0, 0)
 NUM_VERSIONS = 4
 H = 2
 

@@ -22,7 +22,7 @@ from diloco.chaos.environment import ChaosEnvironment, is_frozen, ranks_of
 from diloco.chaos.fault_log import FaultLog, read_fault_log
 from diloco.chaos.injector import Injector
 from diloco.chaos.injectors import injector_of
-from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, TimedFault
+from diloco.chaos.plan import COORDINATOR, SYNCER, Kind, Strength, TimedFault
 from diloco.chaos.runner import Director
 from diloco.config.load import load_config
 from diloco.durable import read_json
@@ -46,6 +46,9 @@ from tests.versions.test_store import FRAGMENT, assert_same, commit
 from tests.waiting import exit_code, wait_until
 
 READ_S = 0.05
+STRENGTH = Strength.model_validate(
+    {"delay": "10ms", "bandwidth": "1Mbit/s", "share": 1.0, "clock": "1h"}
+)
 SLEEPS = "import time; time.sleep(60)"
 #: Writes what version 0 is as the next one every now and then, and goes on when it cannot: its
 #: number is then tried again. That it could not is told by a file, which takes no byte.
@@ -107,9 +110,8 @@ class Scene:
         return process
 
     def injector_of(self, kind: Kind, target: str, **values: float) -> Injector:
-        fault = TimedFault(
-            0, kind, target, 0.0, values.pop("lasts_s", 0.0), 0.01, 1e6, 1.0, 3600.0, 77
-        )
+        strength = STRENGTH.model_copy(update={"share": values.pop("share", 1.0)})
+        fault = TimedFault(0, kind, target, 0.0, values.pop("lasts_s", 0.0), 77, strength)
         return injector_of(self.environment, fault)
 
     def close(self) -> None:
@@ -430,9 +432,9 @@ def test_a_link_is_met_by_its_fault(scene: Scene, kind: Kind) -> None:
     scene.island("exec sleep 60")
     links = link_faults({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
-    injector = scene.injector_of(kind, "east", lasts_s=0.5)
-    if kind is Kind.REORDER:  # there must be calls that overtake those that are held
-        object.__setattr__(injector.fault, "share", 0.5)
+    # To reorder, there must be calls that overtake those that are held.
+    share = 0.5 if kind is Kind.REORDER else 1.0
+    injector = scene.injector_of(kind, "east", lasts_s=0.5, share=share)
 
     async def call_until_it_ends() -> None:
         loop = asyncio.get_running_loop()
@@ -499,7 +501,7 @@ def test_a_link_fault_waits_until_a_rank_that_lives_has_read_the_file(scene: Sce
 
 def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) -> None:
     first = scene.hold(SYNCER)
-    fault = TimedFault(0, Kind.KILL, SYNCER, 0.0, 0.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    fault = TimedFault(0, Kind.KILL, SYNCER, 0.0, 0.0, 77, STRENGTH)
     with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
         director = Director(scene.environment, log, [fault], lambda done, all_of: None, 60.0)
         director._begin(0.0)
@@ -515,7 +517,7 @@ def test_who_is_back_when_the_run_is_over_is_seen(scene: Scene, tmp_path: Path) 
 def test_a_run_does_not_outrun_its_faults(scene: Scene, tmp_path: Path) -> None:
     scene.hold(SYNCER)
     config = scene.environment.run.config
-    fault = TimedFault(0, Kind.KILL, SYNCER, 3000.0, 1000.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    fault = TimedFault(0, Kind.KILL, SYNCER, 3000.0, 1000.0, 77, STRENGTH)
     scene.island("exec sleep 60")
     config.telemetry_dir.mkdir(parents=True)
     with (
@@ -559,7 +561,7 @@ def test_faults_of_one_link_come_one_after_the_other(scene: Scene, tmp_path: Pat
     links = link_faults({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
     faults = [
-        TimedFault(number, kind, "east", 0.0, 0.1, 0.01, 1e6, 1.0, 3600.0, 77)
+        TimedFault(number, kind, "east", 0.0, 0.1, 77, STRENGTH)
         for number, kind in enumerate((Kind.DELAY, Kind.DUPLICATE))
     ]
     seen = []
@@ -591,7 +593,7 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
     path = links_path(scene.environment.chaos_dir)
     links = link_faults({VARIABLE: str(scene.environment.chaos_dir)}, "east", "127.0.0.1:1")
     transport = links.around(cast(Transport, Echo()), carries_fragments=True)
-    fault = TimedFault(0, Kind.DELAY, "east", 0.0, 1.0, 0.01, 1e6, 1.0, 3600.0, 77)
+    fault = TimedFault(0, Kind.DELAY, "east", 0.0, 1.0, 77, STRENGTH)
     wait_until(lambda: faults_of_process.is_read(scene.environment.chaos_dir, "east"))
 
     with FaultLog(tmp_path / "faults.jsonl", time.monotonic, time.time) as log:
@@ -602,7 +604,7 @@ def test_a_fault_that_met_nobody_goes_on_until_it_is_met_or_cannot_be(
         assert "east" in (read_json(path) or {}) and director._under_way
 
         if end == "met":  # by a call of the next second, when its rank has read the file
-            while injector.is_awaiting:
+            while injector.is_unmet():
                 asyncio.run(transport.call("fragment.submit", b"", b"", deadline_s=20.0))
         elif end == "gone":
             island.kill()
