@@ -8,9 +8,7 @@ the island's mesh is called.
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +18,12 @@ from blake3 import blake3
 
 from diloco.baseline.gradients import GradientSum, ParameterMean
 from diloco.baseline.group import NCCL, TRANSPORT
-from diloco.baseline.site import BaselineSite, Channel, GroupSite, SiteOrder
+from diloco.baseline.site import BaselineSite, Channel, GroupSite, SiteOrder, run_member
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
 from diloco.data.open import open_data
-from diloco.errors import DilocoError
 from diloco.forecast.build import link_profile
-from diloco.launch.process.ending import exit_at_once
-from diloco.launch.process.logs import log_to
 from diloco.security.security import Security
 from diloco.trainer.models.families import build_model, initialise_, shape_of
 from diloco.trainer.parallel.mesh import IslandMesh
@@ -190,26 +185,16 @@ def _open_site(
     )
 
 
-def main(order: dict[str, Any]) -> int:
-    """Train as one member; returns the exit code."""
-    log_to(None, logging.INFO)
-    channel = Channel()
-    try:
-        config = load_config(order["config"], island=order["site"]["island"])
-        site_order, hop = SiteOrder(**order["site"]), order["hop"]
-        device = _device_of(site_order, hop)
-        site = _open_site(config, site_order, channel, hop, device)
-        result = _Member(config, site, Method(**order["method"]), device).train()
-        channel.say(result)
-        site.close()
-    except DilocoError as error:
-        logger.error("member stops, exit_code=%d: %s", error.exit_code, error)
-        return error.exit_code
-    except Exception:
-        logger.exception("member failed")
-        return 1
-    return 0
+def train(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Train as one member; returns what it has to say."""
+    config = load_config(order["config"], island=order["site"]["island"])
+    site_order, hop = SiteOrder(**order["site"]), order["hop"]
+    device = _device_of(site_order, hop)
+    site = _open_site(config, site_order, channel, hop, device)
+    result = _Member(config, site, Method(**order["method"]), device).train()
+    site.close()
+    return result
 
 
 if __name__ == "__main__":
-    exit_at_once(main(json.loads(sys.argv[1])))
+    run_member(train, logging.INFO)

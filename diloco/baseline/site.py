@@ -7,15 +7,16 @@ for `diloco bench allreduce` alike.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,11 @@ from diloco.baseline.reduction import (
     Inside,
 )
 from diloco.compression.registry import get_codec
+from diloco.errors import DilocoError
 from diloco.forecast.build import carrier_link
 from diloco.io_thread import IoThread
-from diloco.launch.process.ending import end_with_starter
+from diloco.launch.process.ending import end_with_starter, exit_at_once
+from diloco.launch.process.logs import log_to
 from diloco.launch.rank.device import backend_of
 from diloco.launch.rank.job import Job, meet
 from diloco.security.access import guarded
@@ -43,6 +46,8 @@ from diloco.transport.contracts import Server, Transport
 from diloco.transport.identity import Role
 from diloco.transport.shaping.link import LinkProfile
 from diloco.transport.shaping.shaped import ShapedTransport
+
+logger = logging.getLogger(__name__)
 
 #: Of the values that are reduced.
 FLOAT_BYTES = 4
@@ -120,6 +125,61 @@ class Channel:
         return heard
 
 
+def run_member(
+    work: Callable[[dict[str, Any], Channel], Mapping[str, Any]], level: int = logging.WARNING
+) -> NoReturn:
+    """Be a rank that `BaselineProcesses` started: do `work`, say what it returns, and end.
+
+    Args:
+        work: Gets the order, and the channel to the process that gave it.
+        level: Of what is logged.
+    """
+    log_to(None, level)
+    torch.set_num_threads(1)
+    channel, code = Channel(), 0
+    try:
+        channel.say(work(json.loads(sys.argv[1]), channel))
+    except DilocoError as error:
+        code = error.exit_code
+        logger.error("rank stops, exit_code=%d: %s", code, error)
+    except Exception:
+        code = 1
+        logger.exception("rank failed")
+    exit_at_once(code)
+
+
+def meet_others(
+    channel: Channel,
+    job: Job,
+    host: str,
+    *,
+    island: str = "",
+    address: str = "",
+    backend: str = "gloo",
+) -> list[dict[str, Any]]:
+    """Say where this rank is, learn where all are, and make the default process group.
+
+    Args:
+        channel: To the parent.
+        job: Which rank of how many; rank 0 serves the store.
+        host: Of rank 0.
+        island: Whose ranks are one job; empty: those of all islands.
+        address: That others are to know of this rank.
+        backend: Of the group.
+
+    Returns:
+        What every rank has said, with its `island` and `island_rank`.
+    """
+    listener = socket.create_server((host, 0)) if job.island_rank == 0 else None
+    store = f"tcp://{host}:{listener.getsockname()[1]}" if listener else ""
+    channel.say({"address": address, "store": store})
+    places: list[dict[str, Any]] = channel.hear()
+    store = next(p["store"] for p in places if p["store"] and island in ("", p["island"]))
+    served = f"?descriptor={listener.detach()}" if listener else ""
+    meet(replace(job, rendezvous=store + served), backend)
+    return places
+
+
 class BaselineSite:
     """One member, open; it ends with its process."""
 
@@ -157,13 +217,8 @@ class BaselineSite:
         )
         self.io.run(server.start())
         self._server: Server = server
-        listener = socket.create_server(("127.0.0.1", 0)) if place.own.island_rank == 0 else None
-        store = f"tcp://127.0.0.1:{listener.getsockname()[1]}" if listener else ""
-        channel.say({"address": server.address, "store": store})
-        places = channel.hear()
-        store = next(p["store"] for p in places if p["island"] == place.own.island and p["store"])
-        served = f"?descriptor={listener.detach()}" if listener else ""
-        meet(Job(place.own.island_rank, place.num_ranks, store + served))
+        job, island = Job(place.own.island_rank, place.num_ranks, ""), place.own.island
+        places = meet_others(channel, job, "127.0.0.1", island=island, address=server.address)
         addresses = {BaselineMember(p["island"], p["island_rank"]): p["address"] for p in places}
         self.exchange.connect(self._open_transports(addresses, profile))
         self._inside = self._groups()
@@ -262,13 +317,8 @@ class GroupSite:
         """
         self.place, self.order = order.place, order
         members = self.place.members
-        index, (host, _) = members.index(self.place.own), split_address(order.bind)
-        listener = socket.create_server((host, 0)) if index == 0 else None
-        store = f"tcp://{host}:{listener.getsockname()[1]}" if listener else ""
-        channel.say({"store": store})
-        (store,) = (place["store"] for place in channel.hear() if place["store"])
-        served = f"?descriptor={listener.detach()}" if listener else ""
-        meet(Job(index, len(members), store + served), backend_of(device))
+        job = Job(members.index(self.place.own), len(members), "")
+        meet_others(channel, job, split_address(order.bind)[0], backend=backend_of(device))
         self._inside: Inside | None = None
         self._hop: GroupHop | None = None
         if dist.is_initialized():

@@ -60,11 +60,6 @@ class ReductionTime:
         return (self.num_islands - 1) * self.rtt_s
 
     @property
-    def one_after_the_other_s(self) -> float:
-        """Hierarchical, nothing overlapped: inside + between + latency."""
-        return self.inside_s + self.between_s + self.latency_s
-
-    @property
     def hierarchical_s(self) -> float:
         """Hierarchical, C chunks: max(in, between) + min(in, between) / C + latency."""
         longer, shorter = max(self.inside_s, self.between_s), min(self.inside_s, self.between_s)

@@ -1,25 +1,16 @@
-"""Processes of a bench, of one thread each: jobs, and ranks of a process group."""
+"""Jobs of a bench, each in a process of one thread."""
 
 from __future__ import annotations
 
-import json
-import logging
 import multiprocessing
 import multiprocessing.sharedctypes
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 
-from diloco.baseline.site import Channel
-from diloco.errors import DilocoError
-from diloco.launch.process.ending import exit_at_once
-from diloco.launch.process.logs import log_to
 from diloco.system import usable_cpus
-
-logger = logging.getLogger(__name__)
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -70,23 +61,3 @@ def _prepare(done: multiprocessing.sharedctypes.Synchronized[int]) -> None:
     global _done
     _done = done
     torch.set_num_threads(1)
-
-
-def run_member(work: Callable[[dict[str, Any], Channel], Mapping[str, Any]]) -> NoReturn:
-    """Be a rank that `BaselineProcesses` started: do `work`, say what it returns, and end.
-
-    Args:
-        work: Gets the order, and the channel to the process that gave it.
-    """
-    log_to(None, logging.WARNING)
-    torch.set_num_threads(1)
-    channel, code = Channel(), 0
-    try:
-        channel.say(work(json.loads(sys.argv[1]), channel))
-    except DilocoError as error:
-        code = error.exit_code
-        logger.error("rank stops, exit_code=%d: %s", code, error)
-    except Exception:
-        code = 1
-        logger.exception("rank failed")
-    exit_at_once(code)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from diloco.baseline.reduction import GradientReduction, all_reduce, padded_numel
-from diloco.baseline.site import BaselineSite, Channel, SiteOrder
-from diloco.bench.processes import run_member
+from diloco.baseline.site import BaselineSite, Channel, SiteOrder, run_member
 from diloco.errors import DilocoError
 from diloco.security.security import Security
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES

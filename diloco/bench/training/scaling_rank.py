@@ -6,24 +6,21 @@ Trains every strategy of its number of ranks, one after the other, in one proces
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from diloco.baseline.site import Channel
-from diloco.bench.processes import run_member
+from diloco.baseline.site import Channel, meet_others, run_member
 from diloco.bench.run_values import ISLAND
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError
+from diloco.launch.rank.job import Job
 from diloco.trainer.island_trainer import island_trainer
 from diloco.trainer.parallel.mesh import make_mesh
 
-_PATIENCE = timedelta(seconds=120)
 _NANO = 1e-9
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 _INTERFACES = "/proc/thread-self/net/dev"
@@ -113,28 +110,9 @@ def _clocks() -> tuple[float, float, float, float]:
     return time.monotonic(), time.process_time(), time.thread_time(), run_delay_s()
 
 
-def _join(order: dict[str, Any], channel: Channel) -> None:
-    """Meet the other ranks: the first has the store, and says at which port."""
-    island_rank, num_ranks = order["island_rank"], order["num_ranks"]
-    store = (
-        TCPStore(order["host"], 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
-        if island_rank == 0
-        else None
-    )
-    channel.say({"port": store.port if store else 0})
-    places = channel.hear()
-    if num_ranks == 1:
-        return
-    (port,) = (place["port"] for place in places if place["island_rank"] == 0)
-    store = store or TCPStore(order["host"], port, is_master=False, timeout=_PATIENCE)
-    dist.init_process_group(
-        "gloo", store=store, rank=island_rank, world_size=num_ranks, timeout=_PATIENCE
-    )
-
-
 def train(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Train every strategy of this number of ranks, as one of them."""
-    _join(order, channel)
+    meet_others(channel, Job(order["island_rank"], order["num_ranks"], ""), order["host"])
     same = {key: order[key] for key in ("interface", "warmup_steps", "timed_steps")}
     found = {name: measure(path, **same) for name, path in order["run_files"].items()}
     if dist.is_initialized():
