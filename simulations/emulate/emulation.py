@@ -213,8 +213,7 @@ class Emulation:
         for index, wire in enumerate(self.network.wires):
             for way in WAYS:
                 text = shown[wire.direction(way)[0]]
-                bucket, lost = kernel.parse_counters(text, kernel.device(index))
-                seen = Carried(bucket.bytes, bucket.packets, bucket.dropped, lost)
+                seen = Carried(*kernel.parse_counters(text, kernel.device(index)))
                 if line := reports.get(f"{wire.name} {way}"):
                     lost = line["lost_packets"] + line["outage_packets"]
                     seen = replace(seen, lost=lost, late=tuple(line["late"]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from diloco.simulations.emulate.network import EmulatedNetwork, Wire, WireState
 from diloco.transport.shaping.link import Link
@@ -110,18 +109,12 @@ def qdisc_lines(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class QdiscCounters:
-    """What the bucket of one direction has seen; packets of the wire."""
+def parse_counters(text: str, name: str) -> tuple[int, int, int, int]:
+    """Read `tc -s -j qdisc show` of a device.
 
-    bytes: int
-    packets: int
-    dropped: int
-
-
-def parse_counters(text: str, name: str) -> tuple[QdiscCounters, int]:
-    """Read `tc -s -j qdisc show`: the bucket of a device, and how many packets netem lost."""
+    Returns:
+        Of the bucket bytes, packets of the wire and those that it dropped; packets netem lost.
+    """
     rows = {row["kind"]: row for row in json.loads(text) if row.get("dev") == name}
-    bucket = rows["tbf"]
-    lost = rows["netem"]["drops"] if "netem" in rows else 0
-    return QdiscCounters(bucket["bytes"], bucket["packets"], bucket["drops"]), lost
+    bucket, lost = rows["tbf"], rows["netem"]["drops"] if "netem" in rows else 0
+    return bucket["bytes"], bucket["packets"], bucket["drops"], lost

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from diloco.simulations.emulate.packets import VNET_BYTES, num_packets, without
@@ -121,13 +121,3 @@ def late_quantile_s(late: Sequence[int], share: float) -> float:
         if seen >= wanted > 0:
             return bound
     return 0.0
-
-
-def parse_settings(values: Mapping[str, object]) -> LineSettings:
-    """Read what `asdict` wrote."""
-    return LineSettings(
-        delay_s=float(str(values["delay_s"])),
-        jitter_s=float(str(values["jitter_s"])),
-        loss=float(str(values["loss"])),
-        is_up=bool(values["is_up"]),
-    )

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.simulations.emulate.line import EmulatedLine, parse_settings
+from diloco.simulations.emulate.line import EmulatedLine, LineSettings
 from diloco.simulations.emulate.namespaces import inside
 from diloco.simulations.emulate.packets import MAX_FRAME_BYTES
 from diloco.simulations.emulate.realtime import be_realtime
@@ -72,7 +72,7 @@ class Relay:
         self.lines: dict[str, EmulatedLine] = {}
         self._ways: list[tuple[int, int, EmulatedLine]] = []
         for spec in specs:
-            line = EmulatedLine(parse_settings(spec["settings"]), seed=spec["seed"])
+            line = EmulatedLine(LineSettings(**spec["settings"]), seed=spec["seed"])
             self.lines[spec["name"]] = line
             source = self._open(spec["source"], spec["device"])
             target = self._open(spec["target"], spec["device"])
@@ -122,7 +122,7 @@ def _put_out(target: int, line: EmulatedLine) -> None:
 
 def _answer(relay: Relay, message: Message) -> Mapping[str, object]:
     if message["do"] == "change":
-        relay.lines[message["name"]].change(parse_settings(message["settings"]))
+        relay.lines[message["name"]].change(LineSettings(**message["settings"]))
         return {}
     return {name: line.report() for name, line in relay.lines.items()}
 
