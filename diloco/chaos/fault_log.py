@@ -115,18 +115,12 @@ class RunHistory:
     Attributes:
         faults: In the order of the plan.
         published: (time, fragment, version) as first seen.
-        training_s: When every island had begun; None: that never came.
         over_s: When all islands had ended; None: the run was given up.
-        over_unix_s: The same, as events tell time.
-        training_unix_s: The same of `training_s`.
     """
 
     faults: list[FaultHistory]
     published: list[tuple[float, int, int]] = field(default_factory=list)
-    training_s: float | None = None
-    training_unix_s: float | None = None
     over_s: float | None = None
-    over_unix_s: float | None = None
 
 
 def read_fault_log(lines: Sequence[Mapping[str, Any]], faults: Sequence[TimedFault]) -> RunHistory:
@@ -135,10 +129,8 @@ def read_fault_log(lines: Sequence[Mapping[str, Any]], faults: Sequence[TimedFau
     for line in lines:
         t = float(line["t"])
         match line["what"]:
-            case "training":
-                history.training_s, history.training_unix_s = t, line["unix_s"]
             case "over":
-                history.over_s, history.over_unix_s = t, line["unix_s"]
+                history.over_s = t
             case "published":
                 history.published.append((t, line["fragment"], line["version"]))
             case "begun":

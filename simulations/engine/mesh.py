@@ -8,9 +8,9 @@ shaped in the process (`transport.link`) are the puller's alone, which is the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from diloco.simulations.engine.network import Network, Outage, Path, Pipe, Tcp
+from diloco.simulations.engine.network import Network, Path, Pipe, Tcp
 from diloco.transport.shaping.link import Link, LinkProfile
 
 
@@ -21,7 +21,6 @@ class Mesh:
         self,
         network: Network,
         profiles: Mapping[str, LinkProfile],
-        outages: Sequence[Outage],
         tcp: Tcp | None,
         *,
         is_shaped: bool,
@@ -31,7 +30,6 @@ class Mesh:
         Args:
             network: Of the run.
             profiles: By island.
-            outages: When all lines are down.
             tcp: Ceilings of a connection; None: none.
             is_shaped: Whether lines are those that a process shapes.
         """
@@ -42,8 +40,6 @@ class Mesh:
             for n, p in profiles.items()
         }
         self._downs = {n: Pipe(f"{n}-down", p.down.bandwidth_bps) for n, p in profiles.items()}
-        for pipe in (*self._ups.values(), *self._downs.values()):
-            network.go_down(pipe, outages)
 
     def control_s(self, island: str) -> tuple[float, float]:
         """Give the seconds of a call to the coordinator on its way there and back."""

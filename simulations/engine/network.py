@@ -1,9 +1,9 @@
-"""Links under the virtual clock: transfers that share them, and what TCP and accidents leave.
+"""Links under the virtual clock: transfers that share them, and what TCP leaves of them.
 
 A transfer crosses one or more pipes (an island's own direction of its line, the uplink of a site
 that others share) and takes of each what max-min fairness gives it: all rates grow together, each
 by its number of streams, until a pipe is full or a transfer is at its own ceiling; those stay, the
-others go on. Rates change when a transfer begins or ends and when a pipe goes down or comes back.
+others go on. Rates change when a transfer begins or ends.
 
 Bandwidth, delay, jitter and loss are those of `transport.link.Link`; the ceilings of TCP are
 `diloco.baseline.time_model.tcp_bps`. As in `transport.link`, a turn of 64 KiB that is lost takes
@@ -13,13 +13,12 @@ the link twice, and the last one, if it is, arrives a round trip later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import simpy
 
 from diloco.baseline.time_model import MSS_BYTES, PACKET_BYTES, tcp_bps
-from diloco.errors import ConfigError
 from diloco.simulations.engine.clock import Engine
 from diloco.transport.shaping.link import Link
 from diloco.transport.shaping.shaped import TURN_BYTES
@@ -41,26 +40,6 @@ class Tcp:
     window_bytes: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """A pipe that carries nothing for a while; what is on its way waits."""
-
-    begin_s: float
-    end_s: float
-
-    def __post_init__(self) -> None:
-        """Refuse what has no length.
-
-        Raises:
-            ConfigError: Naming both moments and their range.
-        """
-        if not 0 <= self.begin_s < self.end_s < math.inf:
-            raise ConfigError(
-                f"outage [{self.begin_s}, {self.end_s}) s must begin at 0 or later, have a length "
-                "and an end"
-            )
-
-
 class Pipe:
     """Something of a capacity that transfers share."""
 
@@ -69,12 +48,6 @@ class Pipe:
         self.name = name
         self.bandwidth_bps = bandwidth_bps
         self.carried_bits = 0.0
-        self.outages_now = 0
-
-    @property
-    def capacity_bps(self) -> float:
-        """What it carries now."""
-        return 0.0 if self.outages_now else self.bandwidth_bps
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +118,6 @@ class Network:
             rates[flow.name] = rates.get(flow.name, 0.0) + flow.rate_bps
         return rates
 
-    def go_down(self, pipe: Pipe, outages: Iterable[Outage]) -> None:
-        """Have a pipe go down and come back, when the last of outages that overlap has ended."""
-        for outage in outages:
-            self._engine.call_at(outage.begin_s, lambda: self._switch(pipe, 1))
-            self._engine.call_at(outage.end_s, lambda: self._switch(pipe, -1))
-
     def send(self, path: Path, num_bytes: float, streams: int = 1) -> simpy.Event:
         """Put bytes on a path; the event is triggered when the last of them has left."""
         self._settle()
@@ -197,11 +164,6 @@ class Network:
         arrival = max(arrival, self._delivered.get(path.name, 0.0))
         self._delivered[path.name] = arrival
         return arrival
-
-    def _switch(self, pipe: Pipe, outages: int) -> None:
-        self._settle()
-        pipe.outages_now += outages
-        self._share_soon()
 
     def _settle(self) -> None:
         """Take off what was sent since rates were last known."""
@@ -261,7 +223,7 @@ def share_fairly(flows: Sequence[_Flow]) -> None:
 
     Source: Bertsekas and Gallager, Data Networks, section 6.5.2.
     """
-    room = {id(pipe): pipe.capacity_bps for flow in flows for pipe in flow.pipes}
+    room = {id(pipe): pipe.bandwidth_bps for flow in flows for pipe in flow.pipes}
     growing = list(flows)
     while growing:
         weights: dict[int, int] = {}

@@ -74,9 +74,7 @@ def peers_survive(machines: int, copies: int, lost: int) -> float:
     return sum(not any(group <= way for group in groups) for way in ways) / len(ways)
 
 
-def lost_to_checkpoints(
-    write: float, interval: float, read: float, num_moments: int = 999
-) -> float:
+def lost_to_checkpoints(write: float, interval: float, read: float) -> float:
     """Give what a failure loses on average over all moments of an interval, reading included.
 
     A checkpoint is of the moment at which its writing begins, and there when it ends.

@@ -125,7 +125,7 @@ class Exchanging:
 class Sums:
     """What an island has done until a moment; durations in seconds, sizes in bytes."""
 
-    at_s: float = 0.0
+    wall_s: float = 0.0
     inner_steps: int = 0
     compute_s: float = 0.0
     blocked_s: float = 0.0
@@ -133,12 +133,11 @@ class Sums:
     bytes_up: float = 0.0
     bytes_down: float = 0.0
     merges: int = 0
-    overwritten_steps: int = 0
     lost_steps: int = 0
 
-    def copy(self, at_s: float) -> Sums:
+    def copy(self, wall_s: float) -> Sums:
         """Give what they are at a moment."""
-        return replace(self, at_s=at_s)
+        return replace(self, wall_s=wall_s)
 
 
 class RoundServer(Protocol):
@@ -428,13 +427,12 @@ class SimulatedIsland:
             carried.settle(is_merged=False, is_included=False)
             return
         target = ledger.target or Target(ledger.version + 1, is_flush=bool(sent and sent.is_flush))
-        settled = ledger.settle(
+        ledger.settle(
             verdict,
             attempt=attempt,
             local_mix=0.0 if target.is_flush else self._common.local_mix,
             merged=target,
         )
-        self.sums.overwritten_steps += settled.overwritten_steps
         self.sums.merges += 1
         yield from self._copy(p, "merge", self._costs_of(p).distribute_s)
         carried.settle(is_merged=True, is_included=verdict is Verdict.INCLUDED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -23,7 +23,7 @@ from diloco.outer.fragments import Plan
 from diloco.simulations.engine.clock import Engine
 from diloco.simulations.engine.lives import Absence, Failures, check_absences
 from diloco.simulations.engine.mesh import Mesh
-from diloco.simulations.engine.network import Network, Outage, Path, Pipe, Tcp
+from diloco.simulations.engine.network import Network, Path, Pipe, Tcp
 from diloco.simulations.engine.timeline import Span
 from diloco.simulations.runs.actors import Publication, SimulatedSyncer
 from diloco.simulations.runs.costs import MEASURED, HostCosts
@@ -35,7 +35,6 @@ from diloco.simulations.runs.islands import (
     IslandTraining,
     ServerT,
     SimulatedIsland,
-    StepDraws,
     Sums,
 )
 from diloco.simulations.runs.peer import SimulatedPeer
@@ -151,11 +150,9 @@ def simulate_run(
     links: Mapping[str, LinkProfile] | LinkProfile | None = None,
     seed: int = 0,
     costs: HostCosts = MEASURED,
-    step_noise: float = 0.0,
     rounds: int = 0,
     warm_up_rounds: int = 1,
     syncer_link: LinkProfile | None = None,
-    outages: Sequence[Outage] = (),
     tcp: Tcp | None = None,
     absences: Mapping[str, Sequence[Absence]] | None = None,
     failures: Failures | None = None,
@@ -168,15 +165,12 @@ def simulate_run(
         config: The run; its islands, model, schedule, codecs, quorum, deadlines and syncers count.
         step_s: Seconds of an undisturbed inner step of every island.
         links: Of every island, or the one that all have a line of; None: `transport.link`.
-        seed: Of step times, jitter and loss.
+        seed: Of jitter, loss and failures.
         costs: What hosts take besides inner steps.
-        step_noise: Standard deviation of a step's duration over its mean (normal, cut at 10 % of
-            it).
         rounds: Simulate only so many times H inner steps, without a flush; 0: the whole run.
         warm_up_rounds: At the beginning that are not steady; of a short run at most half of it.
         syncer_link: The line of the site where syncers are, which all islands share; None: it is
             no bottleneck, and adds no delay.
-        outages: When that line, or where there is none every island's, carries nothing.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
         absences: When islands are away, by island, ascending; on arrival also from the start.
         failures: Draws when all others are away; None: they never are.
@@ -186,7 +180,7 @@ def simulate_run(
     Raises:
         ConfigError: If something is missing or impossible, by its dotted path.
     """
-    _check(config, step_s, step_noise, rounds)
+    _check(config, step_s, rounds)
     if config.outer.exchange == "allreduce" and syncer_link is not None:
         raise ConfigError(
             'syncer_link: outer.exchange = "allreduce" has no syncers, whose line it could be: '
@@ -213,19 +207,16 @@ def simulate_run(
         engine,
         Network(engine),
         _profiles(config, links),
-        {
-            name: _training(engine, config, name, step_s[name], step_noise)
-            for name in config.islands
-        },
+        step_s,
         away,
         warm_up_rounds,
         not rounds and config.outer.flush and not config.outer.is_on_arrival,
         [],
     )
     if config.outer.exchange == "allreduce":
-        mesh = Mesh(parts.network, parts.profiles, outages, tcp, is_shaped=is_shaped)
+        mesh = Mesh(parts.network, parts.profiles, tcp, is_shaped=is_shaped)
         return _run_allreduce(parts, mesh)
-    return _run_syncers(parts, SharedLine(parts.network, syncer_link, outages), tcp)
+    return _run_syncers(parts, SharedLine(syncer_link), tcp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +230,7 @@ class _RunParts:
     engine: Engine
     network: Network
     profiles: Mapping[str, LinkProfile]
-    trainings: Mapping[str, IslandTraining]
+    step_s: Mapping[str, float]
     absences: Mapping[str, Iterable[Absence]]
     warm_up_rounds: int
     is_flushed: bool
@@ -265,12 +256,13 @@ class _RunParts:
         record: Callable[[Span], None],
     ) -> Callable[..., SimulatedIsland]:
         """Give what makes the starts of an island."""
+        island = self.config.islands[name]
         return functools.partial(
             SimulatedIsland,
             self.engine,
             self.network,
             name,
-            self.trainings[name],
+            IslandTraining(island.tokens_per_inner_step, island.ranks, lambda: self.step_s[name]),
             common,
             self.costs,
             paths,
@@ -424,29 +416,18 @@ def run_to_the_end(
 
 
 def _figures(first: Sums, last: Sums, period: int) -> IslandFigures:
-    inner_steps = last.inner_steps - first.inner_steps
-    return IslandFigures(
-        inner_steps,
-        last.at_s - first.at_s,
-        last.compute_s - first.compute_s,
-        last.blocked_s - first.blocked_s,
-        last.copied_s - first.copied_s,
-        last.bytes_up - first.bytes_up,
-        last.bytes_down - first.bytes_down,
-        last.merges - first.merges,
-        last.lost_steps - first.lost_steps,
-        inner_steps / period,
-    )
+    moved = {
+        each.name: getattr(last, each.name) - getattr(first, each.name) for each in fields(Sums)
+    }
+    return IslandFigures(**moved, rounds=moved["inner_steps"] / period)
 
 
-def _check(config: Config, step_s: Mapping[str, float], step_noise: float, rounds: int) -> None:
+def _check(config: Config, step_s: Mapping[str, float], rounds: int) -> None:
     for name in sorted(config.islands):
         if name not in step_s:
             raise ConfigError(f"step_s.{name} is missing: give the seconds of an inner step")
         if not 0 < step_s[name] < float("inf"):
             raise ConfigError(f"step_s.{name} = {step_s[name]} must be over 0 and finite")
-    if not 0 <= step_noise < 1:
-        raise ConfigError(f"step_noise = {step_noise} is outside [0, 1)")
     if rounds < 0:
         raise ConfigError(f"rounds = {rounds} must be 0, the whole run, or more")
 
@@ -481,14 +462,6 @@ def _profiles(
     if missing := sorted(set(config.islands) - links.keys()):
         raise ConfigError(f"links.{missing[0]} is missing: give the link of every island")
     return dict(links)
-
-
-def _training(
-    engine: Engine, config: Config, name: str, step_s: float, noise: float
-) -> IslandTraining:
-    island = config.islands[name]
-    draws = StepDraws(step_s, noise, engine.stream("step", name))
-    return IslandTraining(island.tokens_per_inner_step, island.ranks, draws)
 
 
 class Recorder:

@@ -10,7 +10,7 @@ import simpy
 
 from diloco.simulations.engine.clock import Engine, Steps
 from diloco.simulations.engine.lives import Absence
-from diloco.simulations.engine.network import Network, Outage, Path, Pipe, Tcp
+from diloco.simulations.engine.network import Path, Pipe, Tcp
 from diloco.simulations.runs.actors import SimulatedSyncer
 from diloco.simulations.runs.islands import SimulatedIsland
 from diloco.simulations.runs.peer import SimulatedPeer
@@ -106,31 +106,22 @@ class Site:
 class SharedLine:
     """The line of the syncers' site, if it is one that islands share."""
 
-    def __init__(
-        self, network: Network, link: LinkProfile | None, outages: Sequence[Outage]
-    ) -> None:
-        """Take the line, None where it is no bottleneck, and when it is down."""
-        self._network, self._link, self._outages = network, link, outages
-        self._in = self._out = None
+    def __init__(self, link: LinkProfile | None) -> None:
+        """Take the line; None where it is no bottleneck."""
+        self._link = link
         if link is not None:
             self._in = Pipe("syncer-in", link.down.bandwidth_bps)
             self._out = Pipe("syncer-out", link.up.bandwidth_bps)
-            for pipe in (self._in, self._out):
-                network.go_down(pipe, outages)
 
     def paths(self, island: str, profile: LinkProfile, tcp: Tcp | None) -> tuple[Path, Path]:
         """Give the two directions of an island's way to the syncers."""
-        up_pipe = Pipe(f"{island}-up", profile.up.bandwidth_bps)
-        down_pipe = Pipe(f"{island}-down", profile.down.bandwidth_bps)
         up, down = profile.up, profile.down
-        ups, downs = [up_pipe], [down_pipe]
-        if self._link is not None and self._in is not None and self._out is not None:
+        ups = [Pipe(f"{island}-up", up.bandwidth_bps)]
+        downs = [Pipe(f"{island}-down", down.bandwidth_bps)]
+        if self._link is not None:
             up, down = _through(up, self._link.down), _through(down, self._link.up)
             ups.append(self._in)
             downs.append(self._out)
-        else:
-            for pipe in (up_pipe, down_pipe):
-                self._network.go_down(pipe, self._outages)
         rtt_s = up.delay_s + down.delay_s
         return (
             Path(f"{island}-up", tuple(ups), up, rtt_s, tcp),

@@ -10,7 +10,6 @@ and where errors are too large, `residual` says with what the missing part goes.
 
 from __future__ import annotations
 
-import fnmatch
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.bench.network.emulating import ISLANDS, check_text, measure_inside
-from diloco.errors import ConfigError
+from diloco.report.row_choice import matching
 from diloco.report.rows import Column, Report, Requirement
 from diloco.simulations.runs.costs import HostCosts
 from diloco.simulations.runs.run_model import run_plan
@@ -122,11 +121,7 @@ def chosen_points(
     Raises:
         ConfigError: If a pattern matches none.
     """
-    names = [point.name for point in points]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(f"--rows {pattern} matches no point; points are {', '.join(names)}")
-    wanted = {name for pattern in patterns or ["*"] for name in fnmatch.filter(names, pattern)}
+    wanted = matching([point.name for point in points], patterns, what="point")
     return tuple(point for point in points if point.name in wanted)
 
 

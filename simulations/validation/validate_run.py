@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.bench.network.emulating import ISLANDS, run_watched
+from diloco.bench.run_values import MODEL_10M, run_values
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.durable import read_json, write_json
@@ -26,8 +27,6 @@ from diloco.faults.process import STEP_VARIABLE
 from diloco.launch.process.emulated import Emulated
 from diloco.report.summary import event_lines
 
-#: 9,933,696 parameters.
-_MODEL = {"dim": 384, "num_layers": 6, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 1024}
 _SEQUENCE_LENGTH = 16
 _PROFILE = "validated"
 
@@ -98,40 +97,32 @@ class ValidationSetting:
 
 def run_config(setting: ValidationSetting, point: ValidationPoint, state_dir: Path) -> Config:
     """Give the run of a point."""
-    num_rounds = setting.rounds + 1
-    return Config.model_validate(
-        {
-            "run": {
-                "name": "validate",
-                "seed": 1,
-                # Long enough that all that is sent in whole rounds is merged.
-                "inner_steps": num_rounds * point.inner_steps_per_round + point.overlap_steps,
-            },
-            "model": _MODEL,
-            "data": {"sequence_length": _SEQUENCE_LENGTH},
-            "inner": {"optimizer": {"lr": 1e-4, "schedule": "constant"}},
-            "outer": {
-                "preset": "streaming" if point.num_fragments > 1 else "classic",
-                "inner_steps_per_round": point.inner_steps_per_round,
-                "num_fragments": point.num_fragments,
-                "overlap_steps": point.overlap_steps,
-                "exchange": point.exchange,
-                "uplink_codec": point.codec,
-                "downlink_codec": point.codec,
-                "round_deadline": "600s",
-                "flush": False,
-            },
-            "coordinator": {"state_dir": str(state_dir)},
-            "transport": {
-                "link": _PROFILE if point.bandwidth and not setting.is_emulated else "",
-                "rpc_timeout": "600s",
-            },
-            "evaluation": {"num_sequences": 1},
-            "islands": {
-                name: {"ranks": 1, "tokens_per_inner_step": _SEQUENCE_LENGTH} for name in ISLANDS
-            },
-        }
+    outer = {
+        "preset": "streaming" if point.num_fragments > 1 else "classic",
+        "inner_steps_per_round": point.inner_steps_per_round,
+        "num_fragments": point.num_fragments,
+        "overlap_steps": point.overlap_steps,
+        "exchange": point.exchange,
+        "uplink_codec": point.codec,
+        "downlink_codec": point.codec,
+        "round_deadline": "600s",
+        "flush": False,
+    }
+    link = _PROFILE if point.bandwidth and not setting.is_emulated else ""
+    values = run_values(
+        "validate",
+        MODEL_10M,
+        outer,
+        # Long enough that all that is sent in whole rounds is merged.
+        inner_steps=(setting.rounds + 1) * point.inner_steps_per_round + point.overlap_steps,
+        sequence_length=_SEQUENCE_LENGTH,
+        tokens=_SEQUENCE_LENGTH,
+        islands=ISLANDS,
+        state_dir=state_dir,
+        inner={"optimizer": {"lr": 1e-4, "schedule": "constant"}},
+        transport={"link": link, "rpc_timeout": "600s"},
     )
+    return Config.model_validate(values)
 
 
 def run_path(directory: Path, setting: ValidationSetting, point: ValidationPoint) -> Path:

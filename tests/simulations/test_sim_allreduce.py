@@ -31,9 +31,9 @@ def config(*overrides: str) -> Config:
     return load_config(RUNS / "demo.toml", ['outer.exchange="allreduce"', *overrides])
 
 
-def run(chosen: Config, **options: object) -> SimulatedRun:
+def run(chosen: Config, links: LinkProfile = PROFILE, **options: object) -> SimulatedRun:
     step_s = dict.fromkeys(chosen.islands, 0.1)
-    return simulate_run(chosen, step_s=step_s, links=PROFILE, **options)  # type: ignore[arg-type]
+    return simulate_run(chosen, step_s=step_s, links=links, **options)  # type: ignore[arg-type]
 
 
 async def real_blocked_s(setting: Setting) -> dict[str, list[float]]:
@@ -166,7 +166,9 @@ def test_a_run_whose_island_stays_away_ends_as_its_rounds_say() -> None:
 
 def test_a_seed_decides_everything() -> None:
     demo = config()
-    first, again, other = (run(demo, seed=s, step_noise=0.1, rounds=3) for s in (1, 1, 2))
+    line = Link(5e6, 0.03, jitter_s=0.01)
+    jittery = LinkProfile("jittery", line, line, "this test")
+    first, again, other = (run(demo, seed=s, links=jittery, rounds=3) for s in (1, 1, 2))
 
     assert first == again
     assert first.wall_s != other.wall_s

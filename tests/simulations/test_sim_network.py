@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.errors import ConfigError
 from diloco.simulations.engine.clock import Engine
 from diloco.simulations.engine.lives import Failures, Weibull
-from diloco.simulations.engine.network import Network, Outage, Path, Pipe, Tcp
+from diloco.simulations.engine.network import Network, Path, Pipe, Tcp
 from diloco.transport.shaping.link import Link
 
 
@@ -73,25 +72,6 @@ def test_a_shared_uplink_is_divided_and_a_thin_line_leaves_its_rest_to_others() 
     thin, fat = path("a", Pipe("thin", 2e6), hub), path("b", Pipe("fat", 8e6), hub)
 
     assert arrivals((0.0, thin, 0.25e6, 1), (0.0, fat, 0.75e6, 1)) == pytest.approx([1.0, 1.0])
-
-
-def test_an_outage_delays_what_is_on_its_way_by_its_length() -> None:
-    engine = Engine(0)
-    network, pipe = Network(engine), Pipe("p", 8e6)
-    network.go_down(pipe, [Outage(0.5, 3.0)])
-
-    assert arrivals_on(engine, network, (0.0, path("a", pipe), 1e6, 1)) == pytest.approx([3.5])
-
-
-def test_outages_that_overlap_are_one_and_those_without_a_length_are_refused() -> None:
-    engine = Engine(0)
-    network, pipe = Network(engine), Pipe("p", 8e6)
-    network.go_down(pipe, [Outage(0.5, 3.0), Outage(1.0, 2.0)])
-
-    assert arrivals_on(engine, network, (0.0, path("a", pipe), 1e6, 1)) == pytest.approx([3.5])
-    for begin_s, end_s in ((2.0, 1.0), (-1.0, 1.0), (0.0, math.nan), (0.0, math.inf)):
-        with pytest.raises(ConfigError, match="must begin at 0 or later"):
-            Outage(begin_s, end_s)
 
 
 def test_headers_take_their_share_of_a_line_however_many_transfers_share_it() -> None:
