@@ -7,7 +7,7 @@ that order, so its first chunk is complete first and is reduced under the rest o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ class GradientSum:
         reduction: GradientReduction,
         *,
         weight: float,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Listen to the gradients of a model.
 
@@ -37,14 +36,13 @@ class GradientSum:
             parameters: Of the whole model, in its order; whole tensors of float32, on one device.
             reduction: Over the members, for that device.
             weight: This member's part of the sum: weights of all members add up to 1.
-            clock: Monotonic seconds.
         """
         self._parameters = list(reversed(list(parameters)))
         for parameter in self._parameters:
             if isinstance(parameter, DTensor) or parameter.dtype != torch.float32:
                 raise ValueError("a baseline's ranks hold whole float32 parameters")
         self._flat = _flat_of(self._parameters, reduction)
-        self._reduction, self._weight, self._clock = reduction, weight, clock
+        self._reduction, self._weight = reduction, weight
         self._views: dict[nn.Parameter, Tensor] = {}
         self._chunks: dict[nn.Parameter, range] = {}
         size, first = reduction.chunk_numel, 0
@@ -80,9 +78,9 @@ class GradientSum:
         for parameter in list(self._missing):
             self._views[parameter].zero_()
             self._counted(parameter)
-        began = self._clock()
+        began = time.perf_counter()
         self._reduction.finish()
-        self.exposed_s += self._clock() - began
+        self.exposed_s += time.perf_counter() - began
         for parameter, view in self._views.items():
             parameter.grad = view
 

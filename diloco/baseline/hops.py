@@ -7,6 +7,7 @@ islands that have the same one: its column.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -139,7 +140,7 @@ def _lost(
 def end_reduction(exchange: ValueExchange, io: IoThread) -> None:
     """Go on to the exchange's next reduction, after all that was posted."""
     io.post(exchange.end, exchange.reduction)
-    io.run(_nothing())
+    io.run(asyncio.sleep(0))
 
 
 async def unwrapped(work: Coroutine[Any, Any, None]) -> None:
@@ -148,7 +149,3 @@ async def unwrapped(work: Coroutine[Any, Any, None]) -> None:
         await work
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
-
-
-async def _nothing() -> None:
-    """End of what was posted before."""

@@ -15,7 +15,9 @@ As the hierarchical all-reduce of NeMo 25.02 / Megatron-Core 0.11 (NVIDIA, long-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -179,23 +181,17 @@ class HierarchicalReduction:
                 dist.all_gather_single(whole, shard.clone(), group=self._inside.gather)
 
 
-class _named:
-    """Says which island's collective failed, and what that means."""
-
-    def __init__(self, phase: str, group: BaselineGroup) -> None:
-        self._phase, self._group = phase, group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            island = self._group.own.island
-            raise IslandFailed(
-                f"the {self._phase} inside island {island} failed: {error}. One of its "
-                f"{self._group.num_ranks} ranks is gone, and a baseline does not go on without a "
-                f"member: see their logs, then start it again"
-            ) from error
+@contextmanager
+def _named(phase: str, group: BaselineGroup) -> Iterator[None]:
+    """Say which island's collective failed, and what that means."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise IslandFailed(
+            f"the {phase} inside island {group.own.island} failed: {error}. One of its "
+            f"{group.num_ranks} ranks is gone, and a baseline does not go on without a member: see "
+            f"their logs, then start it again"
+        ) from error
 
 
 def _chunk(values: Tensor, chunk: int, chunk_numel: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from diloco.simulations.engine.figures import SMALL, TITLE, dress, new_figure
+from diloco.report.figures import SMALL, TITLE, dress, new_figure
 from diloco.simulations.engine.timeline import Span, SpanKind
 from diloco.simulations.engine.trace import tracks_of
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
+from diloco.report.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.goodput.closed_form import fleet_goodput
 from diloco.simulations.goodput.decoupled_table import GoodputCell
 from diloco.simulations.goodput.scenario import Goodput

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
+from diloco.report.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.lab.run import Result
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.report.figures import COLOURS, SMALL, dress, new_figure
 from diloco.report.rows import machine
 from diloco.report.statistics import Spread
-from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.lab.cache import Cache
 from diloco.simulations.lab.experiment import Experiment, RowConfig, Size
 from diloco.simulations.lab.report import summary

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.outer.schedule import Schedule
-from diloco.simulations.engine.figures import SMALL, TITLE, dress, new_figure
+from diloco.report.figures import SMALL, TITLE, dress, new_figure
 from diloco.simulations.planner.prediction import Prediction
 from diloco.simulations.runs.fragment_peer import peer_name
 

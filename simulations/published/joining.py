@@ -51,13 +51,12 @@ class Joining:
         return self.pace >= 0.85 and self.counted >= 0.85 * self.counted_before
 
 
-def simulate_join(scenario: Scenario, copy_steps: float, seed: int = 1) -> Joining:
+def simulate_join(scenario: Scenario, copy_steps: float) -> Joining:
     """Have the last island of a scenario come when the others have made some rounds.
 
     Args:
         scenario: Decoupled. The middle has as much bandwidth as all its islands.
         copy_steps: Inner steps for which a copy of the model in float32 takes an island's line.
-        seed: Of steps.
     """
     step_s = scenario.step_s
     bandwidth_bps = _COPY_BITS * scenario.params / (copy_steps * step_s)
@@ -68,7 +67,7 @@ def simulate_join(scenario: Scenario, copy_steps: float, seed: int = 1) -> Joini
         scenario,
         at_bandwidth(scenario.profile, bandwidth_bps),
         layered_plan(scenario),
-        seed,
+        1,  # a seed
         syncer_bps=scenario.islands * bandwidth_bps,
         end_s=joins_at + max(period_s, (copy_steps + 3) * step_s),
         absences={new: [Absence(0.0, joins_at)]},

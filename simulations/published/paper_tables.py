@@ -18,7 +18,6 @@ from diloco.simulations.scenarios import wallclock
 from diloco.simulations.scenarios.bandwidth import (
     GRID,
     TARGETS,
-    GridRule,
     bandwidth_curve,
     needed_bps,
     on_grid,
@@ -82,7 +81,6 @@ def streaming_table4(
     *,
     buckets: int = 0,
     release: str = "backward",
-    rule: GridRule = "below",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[BandwidthCell]:
     """Compute the 75 cells of Streaming DiLoCo's Table 4 by simulation (target A1).
@@ -90,7 +88,6 @@ def streaming_table4(
     Args:
         buckets: Pieces of a payload; 0, the scenario's default: one a layer.
         release: When they are released, the scenario's default.
-        rule: Which rate of the grid is shown.
         on_progress: Told how many curves of how many are done.
     """
     cells = []
@@ -108,7 +105,7 @@ def streaming_table4(
         )
         curve = bandwidth_curve(scenario, rounds=_TABLE_ROUNDS)
         for target, paper in zip(TARGETS, row, strict=True):
-            ours = on_grid(curve, target, rule) or GRID[-1]
+            ours = on_grid(curve, target) or GRID[-1]
             cells.append(BandwidthCell(model, method, target, float(paper), ours / 1e9))
         on_progress(done, len(curves))
     return cells

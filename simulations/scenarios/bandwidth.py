@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -81,10 +81,8 @@ def needed_bps(curve: Curve, target: float, least_bps: float = LEAST_BPS) -> flo
     return high
 
 
-def on_grid(
-    curve: Curve, target: float, rule: GridRule = "below", grid: Sequence[float] = GRID
-) -> float | None:
-    """Find the rate of an ascending grid that stands for a target.
+def on_grid(curve: Curve, target: float, rule: GridRule = "below") -> float | None:
+    """Find the rate of `GRID` that stands for a target.
 
     Returns:
         Bits a second; None: no rate of the grid reaches it. The first one where all do.
@@ -93,13 +91,13 @@ def on_grid(
         ConfigError: If the target is no share.
     """
     _check(target)
-    low, high = -1, len(grid)  # curve(grid[low]) < target <= curve(grid[high])
+    low, high = -1, len(GRID)  # curve(GRID[low]) < target <= curve(GRID[high])
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if curve(grid[middle]) >= target else (middle, high)
-    if high == len(grid):
+        low, high = (low, middle) if curve(GRID[middle]) >= target else (middle, high)
+    if high == len(GRID):
         return None
-    return grid[max(low, 0)] if rule == "below" else grid[high]
+    return GRID[max(low, 0)] if rule == "below" else GRID[high]
 
 
 def _check(target: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.simulations.engine.figures import COLOURS, SMALL, dress, new_figure
+from diloco.report.figures import COLOURS, SMALL, dress, new_figure
 from diloco.simulations.scenarios.bandwidth import GRID, bandwidth_curve
 from diloco.simulations.scenarios.scenario import Scenario
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.bench.network.emulating import ISLANDS, check_text, measure_inside
+from diloco.bench.network.emulating import ISLANDS, check_text, measure_inside, network_toml
 from diloco.report.row_choice import matching
 from diloco.report.rows import Column, Report, Requirement
 from diloco.simulations.runs.costs import HostCosts
@@ -241,22 +241,10 @@ def _measure_emulated(
         "points": [asdict(point) for point in points],
     }
     module = "diloco.simulations.validation.validate_run"
+    toml = network_toml(points[0].bandwidth, points[0].rtt_ms / 2, ISLANDS)
     with tempfile.TemporaryDirectory(prefix="diloco-validate-") as place:
-        found, record = measure_inside(
-            points[0].name, network_toml(points[0]), module, orders, Path(place), on_look
-        )
+        found, record = measure_inside(points[0].name, toml, module, orders, Path(place), on_look)
     return {} if found else {point.name: check_text(record["check"]) for point in points}
-
-
-def network_toml(point: ValidationPoint) -> str:
-    """Write the file of the emulated network: both islands have a link of their own to the core."""
-    way = f'{{ bandwidth = "{point.bandwidth}", delay = "{point.rtt_ms / 2:g}ms" }}'
-    sites = "".join(f'[islands.{island}]\nlink = "measured"\n' for island in ISLANDS)
-    return (
-        f'topology = "star"\n[tcp]\ncongestion_control = "cubic"\nmax_buffer = "64MiB"\n'
-        f'slow_start_after_idle = false\n[links.measured]\nsource = "diloco sim validate"\n'
-        f"up = {way}\ndown = {way}\n{sites}"
-    )
 
 
 # -- predicting ------------------------------------------------------------------------------------

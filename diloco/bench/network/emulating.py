@@ -50,17 +50,8 @@ class LinkRow:
 
     @property
     def toml(self) -> str:
-        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
-        lost = f", loss = {self.loss:g}" if self.loss else ""
-        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms"{lost} }}'
-        sites = "".join(f"[islands.{island}]\n" for island in ISLANDS)
-        return (
-            f'topology = "mesh"\ncoordinator_at = "{ISLANDS[0]}"\nlink = "measured"\n'
-            f'[tcp]\ncongestion_control = "cubic"\nmax_buffer = "64MiB"\n'
-            f"slow_start_after_idle = false\n"
-            f'[links.measured]\nsource = "diloco bench"\n'
-            f"up = {way}\ndown = {way}\n{sites}"
-        )
+        """Write the file of the emulated network."""
+        return network_toml(self.bandwidth, self.rtt_ms / 2, ISLANDS, loss=self.loss, is_mesh=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +83,46 @@ class LinkSpec:
 
     @property
     def toml(self) -> str:
-        """Write the file of the emulated network: long fat paths need buffers and no idle start."""
-        way = f'{{ bandwidth = "{self.bandwidth}", delay = "{self.rtt_ms / 2:g}ms", '
-        way += f"loss = {self.loss} }}"
-        sites = "".join(f'[islands.site-{n}]\nlink = "measured"\n' for n in range(self.islands))
-        return (
-            f'topology = "star"\n[tcp]\ncongestion_control = "{self.congestion_control}"\n'
-            f'max_buffer = "64MiB"\nslow_start_after_idle = false\n'
-            f'[links.measured]\nsource = "diloco bench wan"\nup = {way}\ndown = {way}\n{sites}'
+        """Write the file of the emulated network."""
+        sites = [f"site-{n}" for n in range(self.islands)]
+        return network_toml(
+            self.bandwidth,
+            self.rtt_ms / 2,
+            sites,
+            loss=self.loss,
+            congestion_control=self.congestion_control,
         )
+
+
+def network_toml(
+    bandwidth: str,
+    delay_ms: float,
+    islands: Sequence[str],
+    *,
+    loss: float = 0.0,
+    congestion_control: str = "cubic",
+    is_mesh: bool = False,
+) -> str:
+    """Write the file of an emulated network: long fat paths need buffers and no idle start.
+
+    Args:
+        bandwidth: Of every link, each way.
+        delay_ms: Of a link, one way.
+        islands: Their names.
+        loss: Share of the packets that a link loses, each way.
+        congestion_control: Of every route.
+        is_mesh: Whether links join the islands, the first of which has the coordinator; else each
+            has one to a core that has it.
+    """
+    way = f'{{ bandwidth = "{bandwidth}", delay = "{delay_ms:g}ms", loss = {loss:g} }}'
+    place = f'"mesh"\ncoordinator_at = "{islands[0]}"\nlink = "measured"' if is_mesh else '"star"'
+    link = "" if is_mesh else 'link = "measured"\n'
+    sites = "".join(f"[islands.{island}]\n{link}" for island in islands)
+    return (
+        f'topology = {place}\n[tcp]\ncongestion_control = "{congestion_control}"\n'
+        f'max_buffer = "64MiB"\nslow_start_after_idle = false\n'
+        f'[links.measured]\nsource = "diloco bench"\nup = {way}\ndown = {way}\n{sites}'
+    )
 
 
 def measure_inside(

@@ -21,7 +21,6 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +115,12 @@ async def _send_lanes(order: Order) -> tuple[list[float], float]:
         began = time.monotonic()
         for number in range(order["bursts"]):
             await asyncio.sleep(began + number * order["every_s"] - time.monotonic())
-            seconds.append(await _timed(lambda: _together(submit, order["parts"])))
+            burst = time.monotonic()
+            await asyncio.gather(*(submit() for _ in range(order["parts"])))
+            seconds.append(time.monotonic() - burst)
     finally:
         await transport.close()
     return seconds, receiver_cpu_s
-
-
-async def _together(work: Callable[[], Awaitable[None]], count: int) -> None:
-    await asyncio.gather(*(work() for _ in range(count)))
-
-
-async def _timed(work: Callable[[], Awaitable[None]]) -> float:
-    began = time.monotonic()
-    await work()
-    return time.monotonic() - began
 
 
 # -- plain TCP -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,26 +162,8 @@ def _requirement(setting: MemorySetting, local_mix: float, measured: MeasuredMem
 # -- the island, in a process of its own -----------------------------------------------------------
 
 
-class MeasuredDevice(Protocol):
-    """Where parameters lie; `peak_bytes` is the most since `reset_peak`."""
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of tensors there now."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of tensors there at most."""
-
-    def place(self, values: Tensor) -> Tensor:
-        """Put a copy of a CPU tensor there."""
-
-    def reset_peak(self) -> None:
-        """Count the peak from now on."""
-
-
 class CudaDevice:
-    """The current CUDA device, as PyTorch's allocator counts it."""
+    """The current CUDA device, as PyTorch's allocator counts it; as `CountedDevice`."""
 
     @property
     def live_bytes(self) -> int:
@@ -236,7 +218,7 @@ def measure(run_file: Path) -> MeasuredMemory:
     """
     config = diloco.load_config(run_file, island=ISLAND)
     is_cuda = torch.cuda.is_available()
-    device: MeasuredDevice = CudaDevice() if is_cuda else CountedDevice()
+    device: CudaDevice | CountedDevice = CudaDevice() if is_cuda else CountedDevice()
     found = MeasuredMemory("cuda" if is_cuda else "counted")
     generator = torch.Generator().manual_seed(config.run.seed)
     shapes = parameter_shapes(LlamaShape.from_config(config.model))

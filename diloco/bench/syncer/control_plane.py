@@ -10,7 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from diloco.config.load import resolved_toml
@@ -108,12 +108,8 @@ class Spent:
 
     def __sub__(self, before: Spent) -> Spent:
         """Return what was spent since."""
-        return Spent(
-            self.loop_s - before.loop_s,
-            self.tensors_s - before.tensors_s,
-            self.wire_s - before.wire_s,
-            self.kernel_s - before.kernel_s,
-        )
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return Spent(*(now - then for now, then in pairs))
 
 
 class SyncerProcess:

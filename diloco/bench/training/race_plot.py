@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.report.figures import SMALL, TITLE, dress, new_figure
+
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73")
-_SMALL, _TITLE, _DPI = 8.0, 10.0, 150
 #: Key of a row, what it is, whether its axis is logarithmic (bytes differ by orders of magnitude).
 _PANELS = (
     ("wall_s", "wall time\n[s]", False),
@@ -32,13 +33,11 @@ def write_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def race_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw a panel a figure, a group of bars a link, a bar a method, its value above it."""
-    from matplotlib.figure import Figure
-
     measured = [row for row in rows if row["wall_s"] is not None]
     links = list(dict.fromkeys(row["link"] for row in measured))
     methods = list(dict.fromkeys(row["method"] for row in measured))
     width_in = max(6.0, 1.5 + 2.2 * len(links))
-    figure = Figure(figsize=(width_in, 7.5), dpi=_DPI, layout="constrained")
+    figure = new_figure(width_in, 7.5)
     panels = figure.subplots(len(_PANELS), 1, sharex=True)
     for axes, (key, title, is_log) in zip(panels, _PANELS, strict=True):
         for index, method in enumerate(methods):
@@ -51,27 +50,19 @@ def race_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
                 color=_COLOURS[index % len(_COLOURS)],
                 label=method,
             )
-            axes.bar_label(bars, fmt=_label, fontsize=_SMALL - 1.5, padding=1)
-        _dress(axes, title, is_log=is_log)
+            axes.bar_label(bars, fmt=_label, fontsize=SMALL - 1.5, padding=1)
+        dress(axes, "", title, grid="y")
+        axes.margins(y=0.15)
+        if is_log:
+            axes.set_yscale("log")
     _zoom(panels[-1], [row["nats_per_byte"] for row in measured])
     panels[-1].set_xticks(range(len(links)), links)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=4, fontsize=_SMALL, frameon=False
+        handles, labels, loc="outside lower center", ncols=4, fontsize=SMALL, frameon=False
     )
-    figure.suptitle("the same model, tokens and links", fontsize=_TITLE)
+    figure.suptitle("the same model, tokens and links", fontsize=TITLE)
     return figure
-
-
-def _dress(axes: Axes, title: str, *, is_log: bool) -> None:
-    axes.set_ylabel(title, fontsize=_SMALL)
-    axes.tick_params(labelsize=_SMALL, length=2)
-    axes.grid(visible=True, axis="y", color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if is_log:
-        axes.set_yscale("log")
-    axes.margins(y=0.15)
 
 
 def _zoom(axes: Axes, losses: Sequence[float]) -> None:
@@ -80,7 +71,7 @@ def _zoom(axes: Axes, losses: Sequence[float]) -> None:
         return
     low, high = min(losses), max(losses)
     axes.set_ylim(0.97 * low, high + 0.25 * (high - 0.97 * low))
-    axes.set_ylabel("held-out loss\n[nats a byte], cut axis", fontsize=_SMALL)
+    axes.set_ylabel("held-out loss\n[nats a byte], cut axis", fontsize=SMALL)
 
 
 def _label(value: float) -> str:

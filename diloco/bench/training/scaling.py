@@ -23,7 +23,7 @@ from typing import Any
 from diloco.baseline.group import BaselineMember
 from diloco.baseline.members import BaselineProcesses
 from diloco.baseline.time_model import step_s, tcp_bps
-from diloco.bench.network.emulating import check_text, measure_inside
+from diloco.bench.network.emulating import check_text, measure_inside, network_toml
 from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
 from diloco.bench.training.scaling_rank import run_delay_s
 from diloco.config.load import config_of, resolved_toml
@@ -240,16 +240,6 @@ def row_figures(
     }
 
 
-def links_toml(setting: ScalingSetting, num_ranks: int) -> str:
-    """Write the file of the emulated network: every rank joined to a switch by the same link."""
-    way = f'{{ bandwidth = "{setting.bandwidth}", delay = "{setting.rtt_ms / 4:g}ms" }}'
-    ranks = "".join(f'[islands.{NODE.format(r)}]\nlink = "inside"\n' for r in range(num_ranks))
-    return (
-        'topology = "star"\n[tcp]\nslow_start_after_idle = false\n'
-        f'[links.inside]\nsource = "diloco bench scaling"\nup = {way}\ndown = {way}\n{ranks}'
-    )
-
-
 def _order(setting: ScalingSetting, rows: Sequence[ScalingRow]) -> dict[str, Any]:
     """Say what `measure_ranks` is to train."""
     by_ranks: dict[str, dict[str, str]] = {}
@@ -271,7 +261,8 @@ def _measure_emulated(
     on_look: Callable[[], None],
 ) -> dict[str, Any]:
     """Train all rows in one emulated network, checked first."""
-    toml = links_toml(setting, max(row.num_ranks for row in rows))
+    nodes = [NODE.format(rank) for rank in range(max(row.num_ranks for row in rows))]
+    toml = network_toml(setting.bandwidth, setting.rtt_ms / 4, nodes)  # two links between two ranks
     found, record = measure_inside("ranks", toml, __name__, order, place, on_look)
     if not found:
         raise IslandFailed(

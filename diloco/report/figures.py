@@ -1,4 +1,4 @@
-"""What the pictures of simulations share: sizes of type, colours, a quiet axis.
+"""What pictures share: sizes of type, colours, a quiet axis.
 
 Figures are drawn off screen; no state of pyplot is touched.
 """
@@ -24,7 +24,12 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def dress(
-    axes: Axes, x: str, y: str = "", title: str = "", *, grid: Literal["both", "x", "none"] = "both"
+    axes: Axes,
+    x: str,
+    y: str = "",
+    title: str = "",
+    *,
+    grid: Literal["both", "x", "y", "none"] = "both",
 ) -> None:
     """Give axes their words and a quiet grid behind what is drawn."""
     axes.set_xlabel(x, fontsize=SMALL)
