@@ -157,7 +157,7 @@ class Director:
         environment: The run.
         log: Where all is noted.
         faults: In the order of their times.
-        on_progress: Told of them.
+        on_progress: Called with the number of those that are over, and of all.
         duration_s: In which they come. A run that would end before the last of them is not
             outrun: a fault comes at its share of that time, counted by what has been trained.
     """

@@ -118,7 +118,7 @@ def check(
 
     Args:
         emulation: In use.
-        on_measure: Hears what is measured next.
+        on_measure: Called with what is measured next.
         on_look: Called often meanwhile; what it raises ends the measuring.
 
     Returns:

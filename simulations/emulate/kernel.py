@@ -1,4 +1,4 @@
-"""What `ip` and `tc` are told, and what they say: text only. Nothing here runs them.
+"""Input of `ip` and `tc`, and their output: text only. Nothing here runs them.
 
 The rate of a direction is a token bucket at its source. What holds packets back comes before it
 (netem) or behind it (the relay, which reads the device).
@@ -58,7 +58,7 @@ def veth_lines(network: EmulatedNetwork, name_of: dict[str, str]) -> list[str]:
 def interface(network: EmulatedNetwork, node: str) -> str:
     """Name the device that has a node's address: its first wire's, the loopback without any.
 
-    Programs that are told an interface and take its first address (gloo, NCCL) get that one.
+    Programs that get an interface and take its first address (gloo, NCCL) get that one.
     """
     indices = (i for i, wire in enumerate(network.wires) if node in (wire.near, wire.far))
     return next((device(i) for i in indices), "lo")

@@ -1,7 +1,7 @@
 """The syncer of a run under the virtual clock: the project's own rounds, fed with simulated time.
 
 Who is counted, when a round opens, closes and expires is decided by `diloco.protocol.rounds.state`
-and `diloco.protocol.rounds.timing`; what an island hears by the real poll messages and `is_news`.
+and `diloco.protocol.rounds.timing`; what an island learns by the real poll messages and `is_news`.
 Here is only when things happen: one worker a syncer, whose time `HostCosts` says. What the real
 syncer would take in its place is said in `islands`.
 """
@@ -144,20 +144,20 @@ class SimulatedSyncer:
     # -- what islands ask ------------------------------------------------------------------------
 
     def stepped(self, island: str, step_s: float) -> None:
-        """Hear how long an island's inner steps take."""
+        """Record how long an island's inner steps take."""
         if self._rules.timing is not None and step_s > 0:
             self._steps.stepped(island, step_s)
             for served in self._served.values():
                 self._perform(served, served.rounds.tick(self._engine.now))
 
     def granted(self, island: str, incarnation: int) -> None:
-        """Hear of a start of an island."""
+        """Record a start of an island."""
         self._steps.forget(island)
         for served in self._served.values():
             self._perform(served, served.rounds.granted(island, incarnation, self._engine.now))
 
     def live(self, island: str, *, is_live: bool) -> None:
-        """Hear that an island's lease has ended, or begun; a scheduled run waits for it anyway."""
+        """Record that an island's lease ended, or began; a scheduled run waits for it anyway."""
         if self._rules.min_members is None:
             return
         self._live = self._live | {island} if is_live else self._live - {island}

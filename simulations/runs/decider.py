@@ -113,7 +113,7 @@ class SimulatedDecider:
         )
 
     def declare(self, lanes: Sequence[LaneArrival]) -> Call[tuple[Admission, Outcome | None]]:
-        """Hear of a contribution that its island holds; returns the answer, and its end if any."""
+        """Record a contribution that its island holds; returns the answer, and its end if any."""
         first = lanes[0]
         standing = self._standings[first.key.fragment_id]
         with self._loop.request() as turn:
@@ -140,7 +140,7 @@ class SimulatedDecider:
         assignment_id: bytes,
         prepared: Prepared,
     ) -> Steps:
-        """Hear that an island has staged a result durably."""
+        """Record that an island has staged a result durably."""
         standing = self._standings[fragment_id]
         with self._loop.request() as turn:
             yield turn

@@ -50,7 +50,7 @@ from diloco.versions.publication import PublicationRules
 
 _T = TypeVar("_T")
 
-#: Flushes of a disk between a close and what islands hear: staging, the journal, promotion.
+#: Flushes of a disk between a close and its announcement: staging, the journal, promotion.
 FLUSHES_A_ROUND = 3
 
 
@@ -73,7 +73,7 @@ class PeerSetting:
         costs: What hosts take.
         first_wait_s: After a pull that brought nothing.
         max_wait_s: The longest such wait.
-        record: Hears of spans.
+        record: Called with every span.
         peers: Every island's peers, by fragment.
     """
 
@@ -139,7 +139,7 @@ class SimulatedFragmentPeer:
             worker: Does the work on all fragments of this island's peer.
             lines: By holder, the last turns of all that is pulled from there, one after the other.
             sums: The island's, which count what crosses its line.
-            on_change: Told of what the island's ranks may see.
+            on_change: Called when what the island's ranks see may have changed.
         """
         self._setting, self._engine, self._costs = setting, setting.engine, setting.costs
         self.name, self.fragment = name, fragment
@@ -220,7 +220,7 @@ class SimulatedFragmentPeer:
     # -- the island's contribution ---------------------------------------------------------------
 
     def contribute(self, own: Own) -> None:
-        """Make `own` what the island contributes, or declines; the decider is told of it."""
+        """Make `own` what the island contributes, or declines, and declare it."""
         self.own = own
         self._crew.spawn(self._declare(own))
         self.changed.set()

@@ -158,10 +158,10 @@ class RoundServer(Protocol):
         """Whether what is published stays the newest until somebody contributes, or for good."""
 
     def granted(self, island: str, incarnation: int) -> None:
-        """Hear of a start of an island."""
+        """Record a start of an island."""
 
     def stepped(self, island: str, step_s: float) -> None:
-        """Hear how long an island's inner steps take."""
+        """Record how long an island's inner steps take."""
 
     def answer(
         self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]

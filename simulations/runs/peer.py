@@ -77,7 +77,7 @@ class SimulatedPeer:
         return all(state.is_open or state.is_flush for state in self.states)
 
     def stepped(self, island: str, step_s: float) -> None:
-        """Hear how long inner steps take; no deadline of an all-reduce depends on it."""
+        """Ignore how long inner steps take: no deadline of an all-reduce depends on it."""
 
     def fetched(self, island: str, fragment_id: int, version: int) -> None:
         """Record that the island has a version; nothing waits for it here."""
@@ -96,7 +96,7 @@ class SimulatedPeer:
     def receive(
         self, island: str, incarnation: int, sent: Outstanding, spread_s: float = 0.0
     ) -> Generator[simpy.Event, Any, Admission]:  # what it is sent is of the events' own types
-        """Take the island's contribution; the decider is told of it."""
+        """Take the island's contribution, and declare it to the decider."""
         peer = self._fragments[sent.key.fragment_id]
         own = peer.own
         if own is not None and sent.key <= own.key and own.end_of(sent.key) is not None:

@@ -174,7 +174,7 @@ def simulate_scenario(
         syncer_bps: Of the line at the middle of a star, each way.
         end_s: Seconds until which islands train that do not wait, for two rounds at least.
         absences: When islands are away that do not wait, by name.
-        on_progress: Told of inner steps.
+        on_progress: Called after inner steps.
     """
     engine, names, spans = Engine(seed), island_names(scenario), list[Span]()
     record, network = Recorder(spans), Network(engine)

@@ -135,7 +135,7 @@ def run_validation(
 
     Args:
         sweep: What, and where it is kept.
-        on_progress: Hears what begins, and of runs done and in all.
+        on_progress: Called with what begins, and the numbers of runs done and in all.
         on_look: Called often; what it raises ends every process.
 
     Raises:

@@ -70,7 +70,7 @@ def planned_s(
 ) -> float:
     """Give the seconds in which `diloco plan` has the run of a point end.
 
-    It is told the link and the inner steps; what hosts take is its own assumption, not calibrated.
+    Inputs are the link and the inner steps; what hosts take is its own assumption, not calibrated.
     """
     config = run_config(setting, point, Path("unused"))
     link = _link(point, is_emulated=False)

@@ -1,7 +1,7 @@
 """Rows "publish" of `diloco bench syncer`: a round from submit to published, and its arithmetic.
 
 Two islands and a syncer, a process each, over loopback without shaping. The clock starts when the
-islands begin to encode, lane by lane, and stops when the last of them hears that the next version
+islands begin to encode, lane by lane, and stops when the last of them learns that the next version
 is published. Besides it, alone on one thread: 2 encodes, 3 decodes (both contributions, and what
 is published), the outer step, and the downlink's encode, of the same lanes by the same codec.
 Rounds and codecs take turns, so that other load on the machine meets both. Processes learn what
@@ -122,7 +122,7 @@ class SentTimes:
 def measure_publish(
     setting: PublishSetting, on_round: Callable[[int, int], None]
 ) -> tuple[list[dict[str, Any]], list[Requirement]]:
-    """Measure rounds with the store and without; `on_round` hears of rounds done, and in all.
+    """Measure rounds with the store and without; `on_round` gets rounds done, and in all.
 
     Raises:
         DilocoError: If a process fails.

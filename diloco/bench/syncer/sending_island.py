@@ -1,4 +1,4 @@
-"""An island that trains nothing: it sends payloads to a syncer and hears what became of them."""
+"""An island that trains nothing: it sends payloads to a syncer and waits for the outcome."""
 
 from __future__ import annotations
 
