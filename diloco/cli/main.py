@@ -26,9 +26,6 @@ from diloco.cli.research import (
     emulate,
     lab,
     sim,
-    sim_goodput,
-    sim_utilization,
-    sim_validate,
 )
 from diloco.cli.run import (
     certs,
@@ -132,9 +129,6 @@ for panel, commands in _PANELS.items():
             app.add_typer(body, name=name, rich_help_panel=panel)
         else:
             app.command(name, rich_help_panel=panel)(body)
-sim_goodput.register(sim.sim)
-sim_utilization.register(sim.sim)
-sim_validate.register(sim.sim)
 
 #: What is typed for example, at the end of each command's help.
 EXAMPLES = {

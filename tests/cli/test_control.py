@@ -14,12 +14,12 @@ from typing import cast
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
 from diloco.cli.run import control, island
 from diloco.cli.run.control import as_plain
+from diloco.cli.terminal.fitted_table import FittedTable
 from diloco.cli.terminal.tables import (
     fragments_table,
     island_text,
@@ -113,9 +113,9 @@ def shown(renderable: object, width: int = 200) -> str:
     return console.export_text()
 
 
-def rows(table: Table) -> list[list[object]]:
+def rows(table: FittedTable) -> list[list[str]]:
     """Cells of every row."""
-    return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)]
+    return [[cell.plain for cell in row] for row in table.rows]
 
 
 @pytest.fixture

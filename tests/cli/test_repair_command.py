@@ -87,7 +87,7 @@ def test_an_island_is_asked_through_the_coordinator_and_the_end_is_waited_for(
 ) -> None:
     told: list[tuple[str, int, str]] = []
     monkeypatch.setattr(
-        "diloco.cli.operate.operate.repair_from_island",
+        "diloco.cli.operate.repair.repair_from_island",
         lambda address, fragment, island, *_: told.append((address, fragment, island)),
     )
 

@@ -145,9 +145,9 @@ def test_a_syncer_that_is_lost_is_missed_by_a_coordinator_that_never_knew_of_it(
             (1, [1 - kept]),
         ]
         assert status.syncers[0].age_s < 60 and status.syncers[1].age_s == math.inf
-        assert list(syncers_table(status).columns[4].cells)[1] == "never"
+        assert syncers_table(status).rows[1][4].plain == "never"
         versions = ["9", "-"] if kept == 0 else ["-", "9"]
-        assert list(fragments_table(status).columns[1].cells) == versions
+        assert [row[1].plain for row in fragments_table(status).rows] == versions
         assert run_text(status).endswith(
             f"; versions {', '.join(versions)}; tokens merged - of 100"
         )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco.cli.terminal.report_tables import print_rows
+from diloco.cli.terminal.fitted_table import print_rows
 from diloco.report.rows import Column
 from tests.trainer.layout_case import INNER_STEPS
 from tests.trainer.layouts import CASES, LARGEST_DIFFERENCES, case_of, names

@@ -1,107 +1,110 @@
-"""What an operator does to a run under way: `diloco pause`, `drain`, `kick`, `set` and the like."""
+"""What an operator does to a run under way: `diloco pause`, `drain`, `kick`, `set` and the like.
+
+A command here is its options, its help and what it sends to the coordinator.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
-from diloco.cli.run.control import send_operation, talk
-from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens
+from diloco.cli.run.control import send_operation
+from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens, with_options
+from diloco.errors import ConfigError
+from diloco.transport.addresses import is_loopback, split_address
 
 Island = Annotated[str, typer.Argument(metavar="ISLAND", help="Name of the island.")]
+Arguments: TypeAlias = dict[str, str]
 
 
-def pause(
-    address: Address, certs: Certs = "", tokens: Tokens = "", insecure: Insecure = False
-) -> None:
+def _operation(declared: Callable[..., Arguments]) -> Callable[..., None]:
+    """Make a command of the function of its name, which makes arguments of its options."""
+
+    def send(
+        address: str, certs: str, tokens: str, insecure: bool, **options: str | bool | Path
+    ) -> None:
+        arguments = declared(address, **options)
+        command = declared.__name__.rstrip("_")
+        send_operation(address, command, arguments, certs, tokens, insecure)
+
+    return with_options(send, declared, _of_operator)
+
+
+def _of_operator(certs: Certs = "", tokens: Tokens = "", insecure: Insecure = False) -> None:
+    """Options that every command has."""
+
+
+@_operation
+def pause(address: Address) -> Arguments:
     """Let no round open until `diloco unpause`; open rounds end as ever.
 
     Islands that merge on arrival train on meanwhile, others wait at their next merge. Like all
     commands of an operator it is written down before it is answered, and typed again it changes
     nothing; from another machine it takes the operator's certificate or token.
     """
-    send_operation(address, "pause", {}, certs, tokens, insecure)
+    return {}
 
 
-def unpause(
-    address: Address, certs: Certs = "", tokens: Tokens = "", insecure: Insecure = False
-) -> None:
+@_operation
+def unpause(address: Address) -> Arguments:
     """Let rounds open again after `diloco pause`."""
-    send_operation(address, "unpause", {}, certs, tokens, insecure)
+    return {}
 
 
-def drain(
-    address: Address,
-    island: Island,
-    certs: Certs = "",
-    tokens: Tokens = "",
-    insecure: Insecure = False,
-) -> None:
+@_operation
+def drain(address: Address, island: Island) -> Arguments:
     """Have an island leave for good: it sends and merges what is outstanding, then ends with 0.
 
     For runs whose islands merge on arrival. No new round counts it; started again it is welcome.
     """
-    send_operation(address, "drain", {"island": island}, certs, tokens, insecure)
+    return {"island": island}
 
 
+@_operation
 def kick(
     address: Address,
     island: Island,
-    reason: Annotated[str, typer.Option(help="Why; the island is told.")] = "",
+    reason: Annotated[str, typer.Option(help="Why; the island's log has it.")] = "",
     undo: Annotated[bool, typer.Option("--undo", help="Let it join again.")] = False,
-    certs: Certs = "",
-    tokens: Tokens = "",
-    insecure: Insecure = False,
-) -> None:
+) -> Arguments:
     """Take an island out at once: nothing that it has not yet merged counts any more.
 
     Its present start is fenced and ends with exit code 41 at its next report, later ones are
     refused until --undo. A scheduled run goes on without it.
     """
-    arguments = {"island": island}
-    if reason:
-        arguments["reason"] = reason
-    if undo:
-        arguments["undo"] = "true"
-    send_operation(address, "kick", arguments, certs, tokens, insecure)
+    given = {"island": island, "reason": reason, "undo": "true" if undo else ""}
+    return {name: value for name, value in given.items() if value}
 
 
+@_operation
 def set_(
     address: Address,
     setting: Annotated[
         str, typer.Argument(metavar="KEY=VALUE", help="Such as outer.optimizer.lr=0.5.")
     ],
-    certs: Certs = "",
-    tokens: Tokens = "",
-    insecure: Insecure = False,
-) -> None:
+) -> Arguments:
     """Change a policy of the run under way, such as the outer learning rate.
 
     Checked as the run file is. Rules of rounds count from each fragment's next opening, and the
     header of every version says under which revision it was made. It stays so over restarts. Which
     keys can be changed is said when another one is given.
     """
-    from diloco.errors import ConfigError
-
     key, sign, value = setting.partition("=")
     if not (sign and key.strip()):
         raise ConfigError(f"{setting!r}: write KEY=VALUE, such as outer.optimizer.lr=0.5")
-    send_operation(
-        address, "set", {"key": key.strip(), "value": value.strip()}, certs, tokens, insecure
-    )
+    return {"key": key.strip(), "value": value.strip()}
 
 
+@_operation
 def stop(
     address: Address,
     now: Annotated[
-        bool, typer.Option("--now", help="Without a checkpoint: every island is told to end.")
+        bool, typer.Option("--now", help="Without a checkpoint: every island ends at once.")
     ] = False,
-    certs: Certs = "",
-    tokens: Tokens = "",
-    insecure: Insecure = False,
-) -> None:
+) -> Arguments:
     """Stop the run with a checkpoint, as Ctrl-C at its coordinator does.
 
     Every island saves and leaves, at one inner step or with a cut; then syncer and coordinator end,
@@ -109,10 +112,10 @@ def stop(
     where no island could write a checkpoint, they end at once: nothing published is lost, and the
     run goes on where it was when coordinator and islands are started again.
     """
-    arguments = {"now": "true"} if now else {}
-    send_operation(address, "stop", arguments, certs, tokens, insecure)
+    return {"now": "true"} if now else {}
 
 
+@_operation
 def backup(
     address: Address,
     directory: Annotated[
@@ -122,10 +125,7 @@ def backup(
     with_secret: Annotated[
         bool, typer.Option("--with-secret", help="The secret that signs the islands' grants, too.")
     ] = False,
-    certs: Certs = "",
-    tokens: Tokens = "",
-    insecure: Insecure = False,
-) -> None:
+) -> Arguments:
     """Copy the state of a run under way: the journal, the plan, the newest records and the pins.
 
     The copy is a coordinator.state_dir, from which the run can go on. What is not in it is said.
@@ -133,35 +133,11 @@ def backup(
     """
     if not directory.is_absolute() and _is_here(address):
         directory = directory.absolute()
-    arguments = {"directory": str(directory)}
-    if with_secret:
-        arguments["with_secret"] = "true"
-    send_operation(address, "backup", arguments, certs, tokens, insecure)
+    return {"directory": str(directory)} | ({"with_secret": "true"} if with_secret else {})
 
 
 def _is_here(address: str) -> bool:
-    from diloco.transport.addresses import is_loopback, split_address
-
     try:
         return is_loopback(split_address(address)[0])
     except ValueError:  # of another kind, or none: that is said when it is used
         return False
-
-
-def repair_from_island(
-    address: str, fragment: int, island: str, certs: str, tokens: str, insecure: bool
-) -> None:
-    """Have a fragment repaired, and print how that ended; an error says why it could not be."""
-    from diloco.coordinator.status import operate, wait_for_repair
-
-    arguments = {"fragment": str(fragment), "island": island}
-    talk(
-        address,
-        (
-            lambda transport: operate(transport, "repair", arguments),
-            lambda transport: wait_for_repair(transport, fragment, island),
-        ),
-        certs,
-        tokens,
-        insecure,
-    )

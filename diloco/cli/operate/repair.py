@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.terminal.options import Certs, Insecure, Tokens
+from diloco.cli.run.control import talk
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.cli.terminal.options import AsJson, Certs, Insecure, Tokens
+from diloco.cli.terminal.progress import output
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.versions.repair import RepairFinding
 
 
 def repair(
@@ -21,7 +29,7 @@ def repair(
             "its coordinator.",
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON values.")] = False,
+    as_json: AsJson = False,
     fragment: Annotated[
         int | None, typer.Option(min=0, help="Damaged fragment of a run under way.")
     ] = None,
@@ -48,11 +56,13 @@ def repair(
     log says so.
     """
     if fragment is not None or from_island:
-        _from_island(run, fragment, from_island, certs, tokens, insecure)
+        if fragment is None or not from_island:
+            raise ConfigError(
+                "--fragment and --from-island belong together: diloco repair HOST:PORT --fragment "
+                "P --from-island NAME (diloco status HOST:PORT says which fragment is damaged)"
+            )
+        repair_from_island(run, fragment, from_island, certs, tokens, insecure)
         return
-    from rich.console import Console
-    from rich.table import Table
-
     from diloco.checkpoint.export import find_run
     from diloco.report.repair import repair_run
     from diloco.versions.repair import Condition
@@ -62,27 +72,34 @@ def repair(
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:
-        table = Table("fragment", "what", "condition", "detail", box=None)
-        for finding in found:
-            number = str(finding.fragment_id) if finding.fragment_id >= 0 else "-"
-            table.add_row(number, finding.what, finding.condition, finding.detail)
-        console = Console(highlight=False, markup=False, soft_wrap=True)
-        console.print(table)
+        columns: dict[str, Callable[[RepairFinding], object]] = {
+            "fragment": lambda f: f.fragment_id if f.fragment_id >= 0 else "-",
+            "what": lambda f: f.what,
+            "condition": lambda f: f.condition,
+            "detail": lambda f: f.detail,
+        }
+        console = output()
+        console.print(FittedTable.of(found, columns))
         num_repaired = sum(finding.condition is Condition.REPAIRED for finding in found)
         console.print(f"{len(found)} parts, {num_repaired} repaired, {len(remains)} damaged")
     if remains:
         raise typer.Exit(1)
 
 
-def _from_island(
-    address: str, fragment: int | None, island: str, certs: str, tokens: str, insecure: bool
+def repair_from_island(
+    address: str, fragment: int, island: str, certs: str, tokens: str, insecure: bool
 ) -> None:
-    from diloco.cli.operate.operate import repair_from_island
-    from diloco.errors import ConfigError
+    """Have a fragment repaired, and print how that ended; an error says why it could not be."""
+    from diloco.coordinator.status import operate, wait_for_repair
 
-    if fragment is None or not island:
-        raise ConfigError(
-            "--fragment and --from-island belong together: diloco repair HOST:PORT --fragment P "
-            "--from-island NAME (diloco status HOST:PORT says which fragment is damaged)"
-        )
-    repair_from_island(address, fragment, island, certs, tokens, insecure)
+    arguments = {"fragment": str(fragment), "island": island}
+    talk(
+        address,
+        (
+            lambda transport: operate(transport, "repair", arguments),
+            lambda transport: wait_for_repair(transport, fragment, island),
+        ),
+        certs,
+        tokens,
+        insecure,
+    )

@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.cli.terminal.options import AsJson, Run
+from diloco.cli.terminal.progress import counting, notes, output
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.coordinator.journal import AuditRow
@@ -18,16 +21,14 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
 
 def replay(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
-    ],
+    run: Run,
     fragment: Annotated[
         int | None, typer.Option("--fragment", metavar="P", help="Only this fragment.")
     ] = None,
     first: Annotated[
         int, typer.Option("--from", metavar="V", min=1, help="First version of each fragment.")
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON values.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make every version of a stopped run again, from its audit log and what its store keeps.
 
@@ -40,39 +41,32 @@ def replay(
     Exits with 1 if a version is damaged or different. What cannot be made again is only told, but
     for a run with outer.keep_contributions = "all": there it exits with 1, too.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from diloco.checkpoint.export import find_run
-    from diloco.cli.terminal.progress import counting
     from diloco.report.replay import replay_run
 
-    with counting(Console(stderr=True, quiet=as_json)) as show:
+    with counting(notes("-" if as_json else "")) as show:
         done = replay_run(find_run(run), fragment=fragment, first=first, on_progress=show)
     counts = Counter(each.verdict for each in done.versions)
     wrong = sum(each.is_wrong for each in done.versions)
     if as_json:
         typer.echo(json.dumps(asdict(done)))
     else:
-        console = Console(highlight=False, markup=False, soft_wrap=True)
-        table = Table("fragment", "timeline", "versions", "verdict", "detail", box=None)
-        for row in _rows(done.versions):
-            table.add_row(*row)
-        console.print(table)
+        console = output()
+        headings = ["fragment", "timeline", "versions", "verdict", "detail"]
+        console.print(FittedTable.with_rows(headings, _rows(done.versions)))
         for entry in done.audit_log:
             console.print(_told(entry))
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         console.print(f"{len(done.versions)} versions: {said or 'none'}")
     unknown = sum(each.is_unknown for each in done.versions) if done.keeps_all else 0
-    stderr = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if wrong:
-        stderr.print(
+        notes().print(
             f"{wrong} versions are not what was published. What is damaged and can be made again "
             f"is: diloco repair {run}. To go back to before them: diloco coordinator RUN.toml "
             "--resume"
         )
     if unknown:
-        stderr.print(
+        notes().print(
             f"{unknown} versions cannot be made again, though outer.keep_contributions is "
             f'"all": what they were made of is missing in {run}. If the run kept less when it '
             f"began, ask for what came later: diloco replay {run} --from V"

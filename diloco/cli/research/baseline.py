@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.terminal.options import Overrides, RunFile, size_of
+from diloco.cli.terminal.options import AsJson, Overrides, RunFile, size_of
+from diloco.cli.terminal.progress import output, stoppable
+from diloco.errors import ConfigError
+from diloco.transport.units import format_bytes, format_duration
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.baseline.local import BaselineOptions
@@ -18,24 +21,20 @@ if TYPE_CHECKING:  # commands import what they need when they run
 def baseline(
     run_file: RunFile,
     name: Annotated[
-        str,
-        typer.Option(
-            "--name", metavar="NAME", help="flat, hierarchical, local-sgd or post-local-sgd."
-        ),
+        str, typer.Option(metavar="NAME", help="flat, hierarchical, local-sgd or post-local-sgd.")
     ] = "hierarchical",
     overrides: Overrides = None,
     codec: Annotated[
-        str, typer.Option("--codec", metavar="NAME", help="Of what crosses between islands.")
+        str, typer.Option(metavar="NAME", help="Of what crosses between islands.")
     ] = "float32",
     chunk: Annotated[
-        str, typer.Option("--chunk", metavar="SIZE", help="Float32 values reduced at once.")
+        str, typer.Option(metavar="SIZE", help="Float32 values reduced at once.")
     ] = "4MiB",
     streams: Annotated[
         int, typer.Option(metavar="N", min=1, max=256, help="Parts under way at once, a rank.")
     ] = 8,
     hop: Annotated[
-        str,
-        typer.Option("--hop", metavar="NAME", help="Between islands: transport, gloo or nccl."),
+        str, typer.Option(metavar="NAME", help="Between islands: transport, gloo or nccl.")
     ] = "transport",
     every: Annotated[
         int,
@@ -45,12 +44,9 @@ def baseline(
         int, typer.Option(metavar="T", min=0, help="post-local-sgd: steps of data parallel before.")
     ] = 0,
     out: Annotated[
-        str,
-        typer.Option("--out", metavar="DIR", help="For logs and summary; empty: STATE_DIR-NAME."),
+        str, typer.Option(metavar="DIR", help="For logs and summary; empty: STATE_DIR-NAME.")
     ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train the run's model on this machine in another way, to be compared with.
 
@@ -67,13 +63,10 @@ def baseline(
     bit, without shaping, encryption or authentication. --hop nccl is that on CUDA devices, of which
     every rank needs one: the phases of a chunk follow each other there, under the backward.
     """
-    from rich.console import Console
-
     from diloco.baseline.local import BaselineOptions, check_baseline, run_baseline
     from diloco.compression.registry import get_codec
     from diloco.config.load import load_config
     from diloco.launch.process.emulated import Emulated
-    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.launch.rank.inputs import open_inputs
 
     config = load_config(run_file, overrides or ())
@@ -85,24 +78,17 @@ def baseline(
         config = emulated.placed(config)
     directory = _empty_place(out or f"{config.coordinator.state_dir}-{name}")
     open_inputs(config, may_download=True)
-    console = Console(quiet=as_json, markup=False)
-    console.print(f"baseline {name} of run {config.run.name}; logs in {directory}", highlight=False)
-    try:
-        with note_signals() as request:
-            summary = run_baseline(
-                config, options, directory, emulated=emulated, on_look=request.check
-            )
-    except Interrupted as interrupted:
-        raise typer.Exit(interrupted.exit_code) from None
+    console = output("-" if as_json else "")
+    console.print(f"baseline {name} of run {config.run.name}; logs in {directory}")
+    with stoppable() as request:
+        summary = run_baseline(config, options, directory, emulated=emulated, on_look=request.check)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
-    console.print(_text(summary, options), highlight=False, soft_wrap=True)
+    console.print(_text(summary, options))
 
 
 def _empty_place(path: str) -> Path:
     """Refuse a directory in which something would be overwritten."""
-    from diloco.errors import ConfigError
-
     directory = Path(path)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is not empty: remove it, or give another --out")
@@ -110,8 +96,6 @@ def _empty_place(path: str) -> Path:
 
 
 def _chunk_bytes(text: str) -> int:
-    from diloco.errors import ConfigError
-
     least, most = 256 << 10, 256 << 20  # a part costs a call, about a millisecond of CPU
     size = size_of("--chunk", text)
     if not least <= size <= most or size % 4:
@@ -122,8 +106,6 @@ def _chunk_bytes(text: str) -> int:
 
 
 def _text(summary: dict[str, Any], options: BaselineOptions) -> str:
-    from diloco.transport.units import format_bytes, format_duration
-
     moved = ", ".join(
         f"{name} {format_bytes(each['bytes_up'])} up" for name, each in summary["islands"].items()
     )

@@ -6,7 +6,6 @@ A command here is its options and what its help says; the bench of its name is `
 from __future__ import annotations
 
 import importlib
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
-from diloco.cli.terminal.progress import counting, progress_console
+from diloco.cli.terminal.fitted_table import print_rows
+from diloco.cli.terminal.options import (
+    Emulate,
+    JsonTarget,
+    Require,
+    Rows,
+    plot_option,
+    with_options,
+    write_json,
+)
+from diloco.cli.terminal.progress import counting, notes, output, stoppable
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.report.rows import Report, Watch
@@ -24,18 +32,6 @@ bench = typer.Typer(
     help="Measure the outer loop: what it costs, how busy it keeps an island.",
     no_args_is_help=True,
 )
-
-Require = Annotated[
-    bool,
-    typer.Option("--require", help="Exit with 1 if a figure misses its bar; the last line says."),
-]
-Rows = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
-]
-Emulate = Annotated[
-    bool, typer.Option("--emulate", help="Links of network namespaces (root), not of the process.")
-]
 
 
 def measured_by(module: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -54,20 +50,12 @@ def measured_by(module: str) -> Callable[[Callable[..., None]], Callable[..., No
 
             report = report_of(measure, json_target)
             if picture := own.get("plot"):
-                notes = progress_console(json_target)
-                notes.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+                notes(json_target).print(f"picture: {picture}")
             show_report(report, json_target, require=require)
 
-        parameters = [
-            parameter
-            for each in (declared, _shared)
-            for parameter in inspect.signature(each, eval_str=True).parameters.values()
-        ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
-        command.__doc__ = declared.__doc__
-        bench.command(declared.__name__)(command)
-        return command
+        made = with_options(command, declared, _shared)
+        bench.command(declared.__name__)(made)
+        return made
 
     return add
 
@@ -78,19 +66,14 @@ def _shared(json_target: JsonTarget = "", require: Require = False) -> None:
 
 def report_of(measure: Callable[[Watch], Report], json_target: str) -> Report:
     """Measure or check; a signal ends it, and all its processes."""
-    from diloco.launch.process.ending import Interrupted, note_signals
-
     began = time.monotonic()
-    try:
-        with note_signals() as request, counting(progress_console(json_target)) as show:
+    with stoppable() as request, counting(notes(json_target)) as show:
 
-            def watch(what: str, done: int, total: int) -> None:
-                request.check()
-                show(what, done, total)
+        def watch(what: str, done: int, total: int) -> None:
+            request.check()
+            show(what, done, total)
 
-            measured = measure(watch)
-    except Interrupted as interrupted:
-        raise typer.Exit(interrupted.exit_code) from None
+        measured = measure(watch)
     return replace(measured, wall_s=time.monotonic() - began)
 
 
@@ -329,17 +312,13 @@ def show_report(report: Report, json_target: str, *, require: bool) -> None:
     Raises:
         typer.Exit: With code 1 if `require` and a bar was missed, or none could be judged.
     """
-    from rich.console import Console
-
-    from diloco.cli.terminal.report_tables import print_rows
-
-    console = Console(quiet=json_target == "-")
+    console = output(json_target)
     for title, rows in report.tables.items():
         print_rows(console, report.columns, rows, title)
     for requirement in report.requirements:
         missed = "yellow" if requirement.is_stretch else "red"
         style = "green" if requirement.is_met else missed
-        console.print(requirement.as_text(), style=style, highlight=False, soft_wrap=True)
+        console.print(requirement.as_text(), style=style)
     write_json(report.as_dict(), json_target)
     if not require:
         return

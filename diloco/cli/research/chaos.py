@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
+from diloco.cli.terminal.fitted_table import print_rows
 from diloco.cli.terminal.options import JsonTarget, write_json
+from diloco.cli.terminal.progress import counting, notes, output, stoppable
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.chaos.report import ChaosReport
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="What happens to which run.")]
@@ -49,38 +50,30 @@ def chaos(
     token accounted for, no island that ends unasked, versions that can be recomputed. Exits with 1
     if one did not; the last line says which.
     """
-    from rich.console import Console
-
     from diloco.chaos.plan import load_plan
     from diloco.chaos.report import run_plan
-    from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, note_signals
 
     plan = load_plan(plan_file)
     directory = Path(tempfile.mkdtemp(prefix="diloco-chaos-"))
     try:
-        with (
-            note_signals() as request,
-            counting(Console(stderr=True, quiet=json_target == "-")) as show,
-        ):
+        with stoppable() as request, counting(notes(json_target)) as show:
             report = run_plan(plan, directory, request, show)
-    except Interrupted as interrupted:
+    except typer.Exit:
         shutil.rmtree(directory)
-        raise typer.Exit(interrupted.exit_code) from None
+        raise
     is_kept = keep or bool(report.broken)
     if not is_kept:
         shutil.rmtree(directory)
-    console = Console(quiet=json_target == "-")
+    console = output(json_target)
     _show(report, console)
     write_json(report.as_dict(), json_target)
     if is_kept:
-        console.print(f"kept: {directory}", highlight=False, soft_wrap=True)
+        console.print(f"kept: {directory}")
     _judge(report, require=require, is_quiet=json_target == "-")
 
 
 def _show(report: ChaosReport, console: Console) -> None:
     from diloco.chaos.report import ACCIDENT_COLUMNS, FAULT_COLUMNS, ISLAND_COLUMNS
-    from diloco.cli.terminal.report_tables import print_rows
 
     fired = sum(history.fired for history in report.faults)
     title = f"faults: {len(report.faults)} planned, {fired} took effect in {report.wall_s:.0f} s"
@@ -93,11 +86,9 @@ def _show(report: ChaosReport, console: Console) -> None:
         accidents = [asdict(accident) for accident in report.accidents]
         print_rows(console, ACCIDENT_COLUMNS, accidents, "what faults of islands cost")
     for finding in report.findings:
-        style = "green" if finding.holds else "red"
-        console.print(finding.text, style=style, highlight=False, soft_wrap=True)
+        console.print(finding.text, style="green" if finding.holds else "red")
     for requirement in report.requirements:
-        style = "green" if requirement.is_met else "yellow"
-        console.print(requirement.as_text(), style=style, highlight=False, soft_wrap=True)
+        console.print(requirement.as_text(), style="green" if requirement.is_met else "yellow")
 
 
 def _judge(report: ChaosReport, *, require: bool, is_quiet: bool) -> None:

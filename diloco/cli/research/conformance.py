@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import typer
+from rich.text import Text
 
 from diloco.cli.research.bench import report_of
+from diloco.cli.terminal.fitted_table import FittedTable
 from diloco.cli.terminal.options import JsonTarget, write_json
+from diloco.cli.terminal.progress import output
+from diloco.extras import is_installed
 
 if TYPE_CHECKING:  # the command imports what it needs when it runs
-    from rich.console import OverflowMethod
-
     from diloco.report.rows import Report, Watch
 
 #: Published cases that take seconds; `diloco sim check` has all.
@@ -42,7 +44,6 @@ def conformance(json_target: JsonTarget = "") -> None:
 
     def check(watch: Watch) -> Report:
         from diloco.conformance.check import run
-        from diloco.extras import is_installed
 
         can_simulate = is_installed("simpy")
         return run(watch, _numbers if can_simulate else "type pip install 'diloco[sim]'")
@@ -56,26 +57,14 @@ def conformance(json_target: JsonTarget = "") -> None:
 
 def _show(report: Report, json_target: str) -> None:
     """Print a row a check, and below the table what differs, in full."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(quiet=json_target == "-", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in report.columns:
-        is_text = column.key == "said"
-        overflow: OverflowMethod = "fold" if is_text else "ellipsis"
-        table.add_column(column.heading, no_wrap=not is_text, overflow=overflow)
+    console = output(json_target)
     failed = [row for row in report.rows if row["result"] == "fail"]
-    for row in report.rows:
-        cells = [column.cell(row) for column in report.columns]
-        if row in failed:
-            cells[-1] = "see below"
-        table.add_row(*map(Text, cells), style=_STYLES[row["result"]])
-    console.print(table)
+    shown = [{**row, "said": "see below"} if row in failed else row for row in report.rows]
+    rows = [[Text(c.cell(row), _STYLES[row["result"]]) for c in report.columns] for row in shown]
+    console.print(FittedTable.with_rows([c.heading for c in report.columns], rows, ()))
     for row in failed:
         where = f"{row['check']}, {row['transport']}, {row['device']}: "
-        console.print(Text(where, "bold red") + Text(row["said"]), soft_wrap=True)
+        console.print(Text.assemble((where, "bold red"), row["said"]))
     counts = [f"{sum(r['result'] == each for r in report.rows)} {each}" for each in _STYLES]
     console.print(f"{', '.join(counts)}; {report.wall_s:.0f} s")
 

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from diloco.cli.terminal.fitted_table import FittedTable
 from diloco.cli.terminal.options import JsonTarget, write_json
+from diloco.cli.terminal.progress import notes, output
+from diloco.errors import ConfigError
+from diloco.launch.process.ending import Interrupted, note_signals
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.launch.process.ending import StopRequest
     from diloco.simulations.emulate.check import LinkFinding
     from diloco.simulations.emulate.config import Wan
@@ -36,8 +40,7 @@ def emulate(
         str,
         typer.Option(
             metavar="ISLAND",
-            help="Run the command in this island, not where the coordinator is; without a "
-            "command: $SHELL.",
+            help="Run in this island, not where the coordinator is; without a command: $SHELL.",
         ),
     ] = "",
     json_target: JsonTarget = "",
@@ -53,16 +56,13 @@ def emulate(
     Read the check: rates within 5 %, round trips within 2 ms + 2 %, loss within 20 % of itself.
     Needs root.
     """
-    from rich.console import Console
-
-    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.simulations.emulate.config import load_wan
     from diloco.simulations.emulate.emulation import Emulation
 
     wan = load_wan(wan_file)
     words = _words(wan, command, shell, with_check=check)
     # The command's output is its own: what is said in addition goes to standard error.
-    console = Console(stderr=bool(words), quiet=json_target == "-", markup=False, highlight=False)
+    console = notes(json_target) if words else output(json_target)
     record: dict[str, Any] = {}
     with note_signals() as request:
         try:
@@ -83,8 +83,6 @@ def _words(wan: Wan, command: list[str] | None, shell: str, *, with_check: bool)
     Raises:
         ConfigError: If there is no such island, or nothing to do.
     """
-    from diloco.errors import ConfigError
-
     if shell and shell not in wan.config.islands:
         names = ", ".join(sorted(wan.config.islands))
         raise ConfigError(f"--shell {shell}: not an island of {wan.path}; islands: {names}")
@@ -133,7 +131,7 @@ def _use(
     for (link, way), now in emulation.carried().items():
         carried = now.since(before[link, way])
         record["carried"].append({"link": link, "way": way, **carried.as_dict()})
-        console.print(f"{link} {way}: {carried.as_text()}", soft_wrap=True)
+        console.print(f"{link} {way}: {carried.as_text()}")
     return code
 
 
@@ -147,31 +145,26 @@ def _show(emulation: Emulation, console: Console) -> None:
         role = " + ".join(filter(None, ["island" if node in network.islands else "", role]))
         console.print(
             f"{node:16} {network.address(node):12} {role or 'router':20} "
-            f"ip netns exec {spaces.name(node)}",
-            soft_wrap=True,
+            f"ip netns exec {spaces.name(node)}"
         )
     if not emulation.is_realtime:
         console.print(
             "warning: the relay has no real-time priority here (it needs CAP_SYS_NICE): packets "
             "are late when the machine is busy; look at --check",
             style="yellow",
-            soft_wrap=True,
         )
 
 
 def _checked(emulation: Emulation, request: StopRequest, console: Console) -> list[LinkFinding]:
     """Measure and print."""
-    from rich.table import Table
-
     from diloco.simulations.emulate.check import check
 
     with console.status("measuring") as status:
         findings = check(emulation, on_measure=status.update, on_look=request.check)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("link", "way", "figure", "asked for", "measured", "off", "allowed", "tries", ""):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        style = "" if finding.is_met else "red"
-        table.add_row(*finding.cells(), "ok" if finding.is_met else "MISSED", style=style)
-    console.print(table)
+    headings = ("link", "way", "figure", "asked for", "measured", "off", "allowed", "tries", "")
+    rows = [
+        [Text(c, "" if f.is_met else "red") for c in (*f.cells(), "ok" if f.is_met else "MISSED")]
+        for f in findings
+    ]
+    console.print(FittedTable.with_rows(headings, rows))
     return findings

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
+from diloco.cli.terminal.fitted_table import FittedTable, print_rows
 from diloco.cli.terminal.options import JsonTarget, plot_option, writable, write_json
+from diloco.cli.terminal.progress import counting, notes, output
+from diloco.errors import ConfigError
+from diloco.extras import require as require_package
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.simulations.lab.config import Flags
@@ -110,9 +115,7 @@ def run_lab(
     does of real and simulated runs; for that a point is trained again. What takes no virtual time,
     such as encoding, is not in it.
     """
-    from diloco.cli.terminal.progress import counting, progress_console
     from diloco.cli.terminal.timelines import write_timelines
-    from diloco.errors import ConfigError
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.plot import lab_figure
     from diloco.simulations.lab.point import points_of
@@ -135,7 +138,7 @@ def run_lab(
         )
     threads = max(point.lab.threads for point in points)
     num_processes = processes or max(1, usable_cpus() // threads)
-    console = progress_console(json_target)
+    console = notes(json_target)
     with counting(console) as show:
         finished = run_points(
             points, Cache(cache), num_processes=num_processes, show=show, timeline=watched
@@ -146,7 +149,7 @@ def run_lab(
     if watched is not None:
         what = f"{lab_file or run_file}, laboratory"
         written = write_timelines(watched.spans, what, trace=trace, picture=timeline)
-        console.print(f"written: {written}", highlight=False, soft_wrap=True)
+        console.print(f"written: {written}")
     if json_target != "-":
         _show(results, finished.num_cached, plot, cache)
     write_json(
@@ -163,7 +166,6 @@ def _flags(
     Raises:
         ConfigError: If a sweep is not KEY=[A,B].
     """
-    from diloco.errors import ConfigError
     from diloco.simulations.lab.config import LAB, Flags
 
     overrides = [text.removeprefix(LAB) for text in settings if text.startswith(LAB)]
@@ -191,9 +193,6 @@ def _flags(
 
 def _show(results: list[Result], num_cached: int, plot: str, cache: Path) -> None:
     """Print the readings of one point, or the points of a sweep."""
-    from rich.console import Console
-
-    from diloco.cli.terminal.report_tables import print_rows
     from diloco.simulations.lab.report import (
         READING_COLUMNS,
         point_columns,
@@ -201,18 +200,18 @@ def _show(results: list[Result], num_cached: int, plot: str, cache: Path) -> Non
         reading_rows,
     )
 
-    console = Console()
+    console = output()
     if len(results) == 1:
         print_rows(console, READING_COLUMNS, reading_rows(results[0]))
-        console.print(_summary(results[0]), highlight=False, soft_wrap=True)
+        console.print(_summary(results[0]))
     else:
         columns, rows = point_columns(results), point_rows(results)
         shown = [c for c in columns if any(row[c.key] not in (None, "", 0.0) for row in rows)]
         print_rows(console, shown, rows)
     if num_cached:
-        console.print(f"{num_cached} of the points were found in {cache}", highlight=False)
+        console.print(f"{num_cached} of the points were found in {cache}")
     if plot:
-        console.print(f"picture: {plot}", highlight=False, soft_wrap=True)
+        console.print(f"picture: {plot}")
 
 
 def _summary(result: Result) -> str:
@@ -240,13 +239,8 @@ def suite(
         typer.Option("--quick", help="Two seeds, short runs, fewer rows: under six minutes."),
     ] = False,
     out: Annotated[
-        str,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Where RESULTS.md and plots/ go; empty: runs/lab-suite.",
-        ),
-    ] = "",
+        Path, typer.Option(metavar="DIR", help="Where RESULTS.md and plots/ go.")
+    ] = Path("runs/lab-suite"),
     cache: CacheDir = _CACHE,
     processes: Processes = 0,
     json_target: JsonTarget = "",
@@ -265,8 +259,6 @@ def suite(
     Read "found": excess of the held-out loss, paired by seed; the verdict is computed from it, and
     RESULTS.md says why we think that a claim did not reproduce.
     """
-    from diloco.cli.terminal.progress import counting, progress_console
-    from diloco.extras import require as require_package
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments
     from diloco.simulations.lab.results import run_suite, write_results
@@ -275,21 +267,17 @@ def suite(
     require_package("diloco lab suite, which draws its results,", "matplotlib")
     began, size = time.monotonic(), QUICK if quick else FULL
     experiments = load_experiments(names or [], size, is_quick=quick)
-    console = progress_console(json_target)
+    console = notes(json_target)
     with counting(console) as show:
         found, num_cached = run_suite(
             experiments, Cache(cache), num_processes=processes or usable_cpus(), show=show
         )
     words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
-    target = Path(out) if out else Path("runs") / "lab-suite"
-    path = write_results(found, size, target, " ".join(words))
+    path = write_results(found, size, out, " ".join(words))
     if json_target != "-":
         _show_verdicts(found)
-        console.print(
-            f"{path}; {num_cached} points were found in {cache}; {time.monotonic() - began:.0f} s",
-            highlight=False,
-            soft_wrap=True,
-        )
+        seconds = time.monotonic() - began
+        console.print(f"{path}; {num_cached} points were found in {cache}; {seconds:.0f} s")
     write_json({**_figures(found), "wall_s": time.monotonic() - began}, json_target)
     if require and any(verdict.has_held is False for each in found for verdict in each.verdicts):
         raise typer.Exit(1)
@@ -317,18 +305,11 @@ def _figures(found: Sequence[Found]) -> dict[str, Any]:
 
 def _show_verdicts(found: Sequence[Found]) -> None:
     """Print a line a claim."""
-    from rich.console import Console
-    from rich.table import Table
-
     styles = {"reproduced": "green", "not reproduced": "red", "not run": "dim"}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("target", "claim", "found", "verdict"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for each in found:
+        claims = [(verdict.check.says, verdict.found, verdict.word) for verdict in each.verdicts]
+        claims += [(part.what, "", "not run") for part in each.experiment.config.not_run]
         targets = ", ".join(each.experiment.config.targets)
-        for verdict in each.verdicts:
-            word = f"[{styles[verdict.word]}]{verdict.word}[/]"
-            table.add_row(targets, verdict.check.says, verdict.found, word)
-        for part in each.experiment.config.not_run:
-            table.add_row(targets, part.what, "", "[dim]not run[/]")
-    Console().print(table)
+        rows += [(targets, *claim, Text(word, styles[word])) for *claim, word in claims]
+    output().print(FittedTable.with_rows(["target", "claim", "found", "verdict"], rows))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from diloco.cli.run.plan_tables import print_rows
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.errors import ConfigError
+from diloco.transport.units import format_duration, parse_duration
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.simulations.engine.lives import Absence, Failures
     from diloco.simulations.runs.run_model import SimulatedRun
 
@@ -76,9 +77,7 @@ def read_absences(texts: Sequence[str]) -> dict[str, list[Absence]]:
     Raises:
         ConfigError: If a text is none.
     """
-    from diloco.errors import ConfigError
     from diloco.simulations.engine.lives import Absence
-    from diloco.transport.units import parse_duration
 
     found: dict[str, list[Absence]] = {}
     for text in texts:
@@ -125,26 +124,20 @@ def lost_of(run: SimulatedRun) -> dict[str, Any]:
 
 def show_lost(console: Console, lost: Mapping[str, Any]) -> None:
     """Print what absences cost, an island a row."""
-    from diloco.transport.units import format_duration
-
-    columns = ["island", "times away", "in all", "rounds without", "steps lost", "blocked"]
-    rows = [
-        [
-            name,
-            str(island["absences"]),
-            format_duration(island["away_s"]),
-            f"{island['rounds_without']} of {island['rounds']}",
-            str(island["lost_steps"]),
-            format_duration(island["blocked_s"]),
-        ]
-        for name, island in lost["islands"].items()
-    ]
+    columns: dict[str, Callable[[tuple[str, Mapping[str, Any]]], object]] = {
+        "island": lambda of: of[0],
+        "times away": lambda of: of[1]["absences"],
+        "in all": lambda of: format_duration(of[1]["away_s"]),
+        "rounds without": lambda of: f"{of[1]['rounds_without']} of {of[1]['rounds']}",
+        "steps lost": lambda of: of[1]["lost_steps"],
+        "blocked": lambda of: format_duration(of[1]["blocked_s"]),
+    }
     console.print()
-    print_rows(console, (columns, rows))
+    console.print(FittedTable.of(lost["islands"].items(), columns))
     wall_s, stalled_s = lost["wall_s"], lost["stalled_s"]
     console.print(
         f"\nOf {format_duration(wall_s)} no island trained for {format_duration(stalled_s)} "
         f"({stalled_s / wall_s:.1%})."
     )
     if lost["lost"]:
-        console.print(f"The run did not come to its end: {lost['lost']}.", markup=False)
+        console.print(f"The run did not come to its end: {lost['lost']}.")

@@ -11,16 +11,17 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from diloco.cli.terminal.fitted_table import FittedTable
 from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
-from diloco.cli.terminal.section_flags import ScenarioFile, given_keys, section_command
+from diloco.cli.terminal.progress import Show, counting, notes, output
+from diloco.cli.terminal.section_flags import ScenarioFile, given_keys
+from diloco.errors import ConfigError
 from diloco.transport.units import format_bytes
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-    from rich.table import Table
-
-    from diloco.cli.terminal.progress import Show
     from diloco.simulations.goodput.config import GoodputConfig
     from diloco.simulations.goodput.decoupled_table import GoodputCell
     from diloco.simulations.goodput.scenario import Goodput
@@ -34,13 +35,8 @@ _CHECK_WIDTHS = (3, 33, 9, 8, 17, 4)
 _VERDICTS = {"pass": "green", "miss": "yellow", "FAIL": "bold red"}
 
 
-def register(sim: typer.Typer) -> None:
-    """Add the commands of this module to `diloco sim`."""
-    sim.command(cls=section_command(_section))(goodput)
-    sim.command()(check)
-
-
-def _section() -> type[GoodputConfig]:
+def section() -> type[GoodputConfig]:
+    """Load what `diloco sim goodput` has a flag of each key of."""
     from diloco.simulations.goodput.config import GoodputConfig
 
     return GoodputConfig
@@ -68,14 +64,13 @@ def goodput(
     without. The times of reconfigurations are fitted to Decoupled DiLoCo's Table 1 (all 30 cells
     by the same ones): put your own in.
     """
-    from diloco.cli.terminal.progress import counting, progress_console
     from diloco.simulations.goodput.config import load_goodput
 
     flags = given_keys(context)
     _check_table(table, flags)
     config = load_goodput(scenario_file, flags, has_both=bool(table))
-    console, began = _console(json_target), time.monotonic()
-    with counting(progress_console(json_target)) as show:
+    console, began = output(json_target), time.monotonic()
+    with counting(notes(json_target)) as show:
         cells, result = _simulated(config, table, show)
     wall_s, peak_bytes = time.monotonic() - began, _peak_memory_bytes()
     if result is None:
@@ -112,8 +107,6 @@ def check(
     check --target NAME makes its rows alone. A miss is a published figure that ours is known not to
     reach, and why; it fails when ours moves.
     """
-    from diloco.cli.terminal.progress import counting, progress_console
-    from diloco.errors import ConfigError
     from diloco.simulations.published import check as checking
 
     for name in targets or []:
@@ -121,9 +114,9 @@ def check(
             known = ", ".join(checking.CHECKS)
             raise ConfigError(f"--target {name}: there is none; targets are {known}")
     began = time.monotonic()
-    with counting(progress_console(json_target)) as show:
+    with counting(notes(json_target)) as show:
         rows = checking.check(targets or [], show)
-    console = _console(json_target)
+    console = output(json_target)
     _show_rows(rows, console)
     counts, wall_s = Counter(row.verdict for row in rows), time.monotonic() - began
     known = f", {counts['miss']} known not to" if counts["miss"] else ""
@@ -135,8 +128,6 @@ def check(
 
 def _check_table(table: str, flags: Mapping[str, Any]) -> None:
     """Refuse a table that there is not, and what it says itself."""
-    from diloco.errors import ConfigError
-
     if table not in ("", DECOUPLED_TABLE):
         raise ConfigError(f"--table {table}: there is none; choose {DECOUPLED_TABLE}")
     odd = [path for path in flags if not path.startswith(_OF_TABLE) or path == "failures.elastic"]
@@ -166,7 +157,7 @@ def _draw(
     from diloco.simulations.goodput.plots import cells_figure, goodput_figure
 
     (goodput_figure(result) if result else cells_figure(cells)).savefig(plot)
-    console.print(f"picture: {plot}", soft_wrap=True)
+    console.print(f"picture: {plot}")
 
 
 def _show_cells(cells: Sequence[GoodputCell], console: Console) -> None:
@@ -175,16 +166,12 @@ def _show_cells(cells: Sequence[GoodputCell], console: Console) -> None:
     for cell in cells:
         rows.setdefault(cell.row, []).append(cell)
     sizes = [f"{cell.num_chips / 1000:,.0f}k" for cell in next(iter(rows.values()))]
-    table = _table("goodput, %: ours (published)", *sizes)
-    for row, of_row in rows.items():
-        ours = [f"{cell.simulated:.1f} ({cell.published})" for cell in of_row]
-        table.add_row(row, *ours)
-    console.print(table)
+    shown = [[row, *(f"{c.simulated:.1f} ({c.published})" for c in of)] for row, of in rows.items()]
+    console.print(FittedTable.with_rows(["goodput, %: ours (published)", *sizes], shown))
     worst = max(cells, key=lambda cell: abs(cell.off))
     console.print(
         f"{sum(abs(cell.off) <= 3.0 for cell in cells)} of {len(cells)} within 3 points; the worst "
-        f"is off by {worst.off:+.2f} ({worst.row}, {worst.num_chips:,} chips)",
-        soft_wrap=True,
+        f"is off by {worst.off:+.2f} ({worst.row}, {worst.num_chips:,} chips)"
     )
 
 
@@ -192,26 +179,23 @@ def _show_goodput(result: Goodput, console: Console) -> None:
     """Print what a scenario comes to, a figure a line."""
     config, chips, learners = result.config, result.chips, result.learners
     days = chips.duration_s / 86400.0
-    table = _table("", "figure")
-    for name, figure in (
-        ("goodput", f"[bold]{result.goodput:.1%}[/]"),
-        ("  chips: what failures leave", f"{chips.goodput:.1%}"),
-        ("    in closed form", f"{result.closed_form:.1%}"),
-        ("  learners: what waiting leaves", f"{learners.goodput:.1%}"),
-        ("at least one learner trains", f"{chips.uptime:.4%}"),
-        (f"nobody trains, in {days:.4g} days", f"{chips.nobody_s:,.1f} s"),
-        ("fewer than the quorum train", f"{chips.below_quorum_s:,.1f} s"),
-        ("chips that fail a day", f"{chips.num_failures / days:,.0f}"),
-        (
-            "reconfigurations a learner and day",
-            f"{chips.num_reconfigurations / days / config.learners:,.1f}",
+    figures = {
+        "goodput": Text(f"{result.goodput:.1%}", "bold"),
+        "  chips: what failures leave": f"{chips.goodput:.1%}",
+        "    in closed form": f"{result.closed_form:.1%}",
+        "  learners: what waiting leaves": f"{learners.goodput:.1%}",
+        "at least one learner trains": f"{chips.uptime:.4%}",
+        f"nobody trains, in {days:.4g} days": f"{chips.nobody_s:,.1f} s",
+        "fewer than the quorum train": f"{chips.below_quorum_s:,.1f} s",
+        "chips that fail a day": f"{chips.num_failures / days:,.0f}",
+        "reconfigurations a learner and day": (
+            f"{chips.num_reconfigurations / days / config.learners:,.1f}"
         ),
-        ("learners counted a round", f"{learners.contributors:.2f} of {config.learners}"),
-        ("  rounds of one learner only", f"{learners.solo:.1%}"),
-        ("  contributions counted", f"{learners.counted:.1%}"),
-    ):
-        table.add_row(name, figure)
-    console.print(table)
+        "learners counted a round": f"{learners.contributors:.2f} of {config.learners}",
+        "  rounds of one learner only": f"{learners.solo:.1%}",
+        "  contributions counted": f"{learners.counted:.1%}",
+    }
+    console.print(FittedTable.with_rows(["", "figure"], figures.items()))
 
 
 def _show_rows(rows: Sequence[CheckRow], console: Console) -> None:
@@ -225,28 +209,12 @@ def _show_rows(rows: Sequence[CheckRow], console: Console) -> None:
         for width in _CHECK_WIDTHS:
             table.add_column(width=width, overflow="fold")
         for row in of_source:
-            verdict = f"[{_VERDICTS[row.verdict]}]{row.verdict}[/]"
+            verdict = Text(row.verdict, _VERDICTS[row.verdict])
             table.add_row(row.target, row.what, row.published, row.allowed, row.ours, verdict)
         console.print(table)
         for row in of_source:
             if row.missed:
                 console.print(f"    {row.target} misses it: {row.missed}", style="yellow")
-
-
-def _table(*columns: str) -> Table:
-    """Lay out columns, figures to the right."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
-
-
-def _console(json_target: str) -> Console:
-    from rich.console import Console
-
-    return Console(quiet=json_target == "-", highlight=False)
 
 
 def _peak_memory_bytes() -> int:

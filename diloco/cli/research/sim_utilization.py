@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
+from diloco.cli.terminal.fitted_table import FittedTable, print_rows
 from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
-from diloco.cli.terminal.section_flags import ScenarioFile, given_keys, is_typed, section_command
+from diloco.cli.terminal.progress import Show, counting, notes, output
+from diloco.cli.terminal.section_flags import ScenarioFile, given_keys, is_typed
+from diloco.errors import ConfigError
+from diloco.report.rows import Column
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import JustifyMethod
-    from rich.table import Table
-
-    from diloco.cli.terminal.progress import Show
     from diloco.simulations.published.paper_tables import BandwidthCell
     from diloco.simulations.scenarios.scenario import Scenario
 
@@ -26,8 +26,6 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitt
 
 def _several(rounds: int) -> int:
     """Refuse one round, which only warms up."""
-    from diloco.errors import ConfigError
-
     if rounds == 1:
         raise ConfigError("--rounds 1: the first only warms up; give 2 or more, or 0")
     return rounds
@@ -49,14 +47,8 @@ _LEAST_EXACT, _LEAST_NEAR = 60, 73
 _TABLES = ("streaming-table4",)
 
 
-def register(sim: typer.Typer) -> None:
-    """Add the commands of this module to `diloco sim`."""
-    kind = section_command(_section, {"bits": ("bits_up", "bits_down")})
-    sim.command("utilization", cls=kind)(utilization)
-    sim.command("bandwidth", cls=kind)(bandwidth)
-
-
-def _section() -> type[Scenario]:
+def section() -> type[Scenario]:
+    """Load what both commands have a flag of each key of."""
     from diloco.simulations.scenarios.scenario import Scenario
 
     return Scenario
@@ -91,7 +83,6 @@ def utilization(
     those on unlimited lines. To predict a run file with its own model, codecs and hosts: diloco
     plan.
     """
-    from diloco.errors import ConfigError
     from diloco.simulations.scenarios.scenario import make_scenarios
 
     if table and table not in _TABLES:
@@ -141,7 +132,6 @@ def bandwidth(
     A dash: no bandwidth is enough, delays alone are too long. 1e-06 (with --grid 0.1): the least
     that is looked at, which is enough.
     """
-    from diloco.errors import ConfigError
     from diloco.simulations.scenarios.bandwidth import GRID
     from diloco.simulations.scenarios.scenario import make_scenarios
 
@@ -155,15 +145,13 @@ def bandwidth(
     if is_typed(context, "grid_rule") and not grid:
         raise ConfigError("--grid-rule is of --grid: add it; without, the rate is found exactly")
     scenarios = make_scenarios(scenario_file, keys)
-    with _counting(json_target) as show:
+    with counting(notes(json_target)) as show:
         rows = [
             _needed(scenario, shares, grid_rule if grid else "", rounds, seed, show)
             for scenario in scenarios
         ]
-    columns = [
-        ("method", "method", ""),
-        *((f"gbps_at_{target:g}", f"{target:.0%}", ".3g") for target in shares),
-    ]
+    columns = [Column("method", "method")]
+    columns += [Column(f"gbps_at_{target:g}", f"{target:.0%}", ".3g") for target in shares]
     setting = {
         "command": "sim bandwidth",
         "unit": "Gbit/s",
@@ -171,8 +159,7 @@ def bandwidth(
         "rows": rows,
     }
     _show(columns, rows, json_target, setting)
-    if json_target != "-":
-        typer.echo("Gbit/s of every line, each way")
+    output(json_target).print("Gbit/s of every line, each way")
 
 
 def _needed(
@@ -202,16 +189,16 @@ def _needed(
 
 
 _COLUMNS = [
-    ("method", "method", ""),
-    ("period", "H", "d"),
-    ("fragments", "P", "d"),
-    ("overlap_steps", "tau", "d"),
-    ("bits_up", "bits", "g"),
-    ("utilisation", "utilisation", ".1%"),
-    ("formula", "formula", ".1%"),
-    ("stall_s", "stall, s", ".3g"),
-    ("gbit_up", "Gbit up", ".3g"),
-    ("pace", "pace", ".0%"),
+    Column("method", "method"),
+    Column("period", "H", "d"),
+    Column("fragments", "P", "d"),
+    Column("overlap_steps", "tau", "d"),
+    Column("bits_up", "bits", "g"),
+    Column("utilisation", "utilisation", ".1%"),
+    Column("formula", "formula", ".1%"),
+    Column("stall_s", "stall, s", ".3g"),
+    Column("gbit_up", "Gbit up", ".3g"),
+    Column("pace", "pace", ".0%"),
 ]
 
 
@@ -223,7 +210,7 @@ def _rows(
     from diloco.simulations.scenarios.utilization import simulate
 
     rows = []
-    with _counting(json_target) as show:
+    with counting(notes(json_target)) as show:
         for scenario in scenarios:
             told = functools.partial(show, f"{scenario.method}: inner steps")
             figures = simulate(scenario, rounds=rounds, seed=seed, on_progress=told)
@@ -257,15 +244,12 @@ def _described(scenario: Scenario) -> dict[str, Any]:
 
 def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -> None:
     """Compute a paper's table, show it next to ours, and judge."""
-    from rich.console import Console
-
-    from diloco.errors import ConfigError
     from diloco.simulations.published.paper_tables import streaming_table4, table4_counts
 
     if unknown := values.keys() - {"buckets", "release"}:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in sorted(unknown))
         raise ConfigError(f"{names}: the table says that itself; leave it out")
-    with _counting(json_target) as show:
+    with counting(notes(json_target)) as show:
         cells = streaming_table4(
             buckets=values.get("buckets", 0),
             release=values.get("release", "backward"),
@@ -296,40 +280,29 @@ def _show_table(values: Mapping[str, Any], json_target: str, *, require: bool) -
             for cell in cells
         ],
     }
-    console = Console(quiet=json_target == "-")
+    console = output(json_target)
     console.print(_cells_table(cells))
-    console.print(
-        "Gbit/s that each utilisation needs; paper: Table 4 of arXiv 2501.18512, to one decimal",
-        style="dim",
-        highlight=False,
-    )
+    source = "paper: Table 4 of arXiv 2501.18512, to one decimal"
+    console.print(f"Gbit/s that each utilisation needs; {source}", style="dim")
     write_json(content, json_target)
     typer.echo(said, err=json_target == "-")
     if require and not is_met:
         raise typer.Exit(1)
 
 
-def _cells_table(cells: Sequence[BandwidthCell]) -> Table:
+def _cells_table(cells: Sequence[BandwidthCell]) -> FittedTable:
     """Lay out three rows a model and method: the paper's figures, ours, and their ratio."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("model", "method", ""):
-        table.add_column(heading, no_wrap=True)
     targets = list(dict.fromkeys(cell.target for cell in cells))
-    for target in targets:
-        table.add_column(f"{target:.0%}", justify="right", no_wrap=True)
+    rows: list[list[str | Text]] = []
     for start in range(0, len(cells), len(targets)):
         row = cells[start : start + len(targets)]
-        table.add_row(row[0].model, row[0].method, "paper", *(f"{c.paper:.1f}" for c in row))
-        table.add_row("", "", "ours", *(f"{c.ours:.1f}" for c in row))
-        table.add_row("", "", "ratio", *(_ratio_text(c) for c in row))
-    return table
-
-
-def _ratio_text(cell: BandwidthCell) -> str:
-    style = "yellow" if cell.grid_steps else "dim"
-    return f"[{style}]{cell.ratio:.2f}[/{style}]"
+        rows.append([row[0].model, row[0].method, "paper", *(f"{c.paper:.1f}" for c in row)])
+        rows.append(["", "", "ours", *(f"{c.ours:.1f}" for c in row)])
+        styles = ["yellow" if cell.grid_steps else "dim" for cell in row]
+        ratios = [Text(f"{c.ratio:.2f}", s) for c, s in zip(row, styles, strict=True)]
+        rows.append(["", "", "ratio", *ratios])
+    headings = ["model", "method", "", *(f"{target:.0%}" for target in targets)]
+    return FittedTable.with_rows(headings, rows)
 
 
 def _plot(
@@ -337,7 +310,7 @@ def _plot(
 ) -> None:
     from diloco.simulations.scenarios.utilization_plot import write_plot
 
-    with _counting(json_target) as show:
+    with counting(notes(json_target)) as show:
         write_plot(
             scenarios, Path(path), rounds=rounds, seed=seed, on_progress=lambda *at: show(*at)
         )
@@ -345,8 +318,6 @@ def _plot(
 
 
 def _shares(text: str) -> list[float]:
-    from diloco.errors import ConfigError
-
     try:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
@@ -357,29 +328,10 @@ def _shares(text: str) -> list[float]:
 
 
 def _show(
-    columns: Sequence[tuple[str, str, str]],
+    columns: Sequence[Column],
     rows: Sequence[Mapping[str, Any]],
     json_target: str,
     content: Mapping[str, Any],
 ) -> None:
-    """Print a table, figures to the right; None is a dash."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for _, heading, form in columns:
-        justify: JustifyMethod = "right" if form else "left"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not form)
-    for row in rows:
-        cells = [(row[key], form) for key, _, form in columns]
-        table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
-    Console(quiet=json_target == "-").print(table)
+    print_rows(output(json_target), columns, rows)
     write_json(content, json_target)
-
-
-def _counting(json_target: str) -> contextlib.AbstractContextManager[Show]:
-    from rich.console import Console
-
-    from diloco.cli.terminal.progress import counting
-
-    return counting(Console(stderr=True, quiet=json_target == "-"))

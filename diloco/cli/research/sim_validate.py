@@ -7,26 +7,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from diloco.cli.research.bench import Require, show_report
+from diloco.cli.research.bench import show_report
 from diloco.cli.research.sim_failures import Away, MeanRepair, MeanTimeBetween, Shape
-from diloco.cli.terminal.options import JsonTarget, Overrides, plot_option, writable, write_json
-from diloco.cli.terminal.progress import progress_console
+from diloco.cli.terminal.fitted_table import print_rows
+from diloco.cli.terminal.options import (
+    Emulate,
+    JsonTarget,
+    Overrides,
+    Require,
+    Rows,
+    plot_option,
+    writable,
+    write_json,
+)
+from diloco.cli.terminal.progress import counting, notes, output, stoppable, waiting
+from diloco.errors import ConfigError
+from diloco.report.rows import Column, Report
+from diloco.state_dir import StateDir
+from diloco.transport.units import parse_duration
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.config.schema import Config
-    from diloco.report.rows import Report
     from diloco.simulations.engine.timeline import Span
     from diloco.simulations.runs.run_model import SimulatedRun
     from diloco.simulations.validation.validate import Sweep
-
-
-def register(sim: typer.Typer) -> None:
-    """Add the commands of this module to `diloco sim`."""
-    sim.command()(trace)
-    sim.command()(validate)
 
 
 def trace(
@@ -85,12 +91,8 @@ def trace(
     its training stood still for others. Where nobody waits (outer.merge = "on_arrival") there is
     hardly a moment in which no island trains.
     """
-    from rich.console import Console
-
     from diloco.cli.research.sim_failures import read_absences, read_failures
-    from diloco.cli.terminal.progress import waiting
     from diloco.cli.terminal.timelines import write_timelines
-    from diloco.errors import ConfigError
     from diloco.simulations.engine.trace import shown
     from diloco.simulations.runs.lanes import spans_by_lane
     from diloco.simulations.runs.run_model import simulate_run
@@ -103,8 +105,7 @@ def trace(
             f"{run} is a run that was made: --step-time, --link, --rounds, --set, failures and "
             f"--away are of runs to simulate; give the run file in its place"
         )
-    console = Console(stderr=True, quiet=json_target == "-")
-    with waiting(console, f"{'reading' if run.is_dir() else 'simulating'} {run}"):
+    with waiting(notes(json_target), f"{'reading' if run.is_dir() else 'simulating'} {run}"):
         simulated = None
         if not run.is_dir():
             failures = read_failures(mean_time_between, mean_repair, shape)
@@ -126,17 +127,11 @@ def trace(
 
 
 def validate(
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only these points, with * and ?; repeatable."),
-    ] = None,
+    rows: Rows = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Four points, few rounds: three minutes.")
     ] = False,
-    emulate: Annotated[
-        bool,
-        typer.Option("--emulate", help="Links of network namespaces (root), not of the process."),
-    ] = False,
+    emulate: Emulate = False,
     directory: Annotated[
         Path, typer.Option("--dir", help="Where measured points and their events are kept.")
     ] = Path("runs/validate"),
@@ -197,7 +192,7 @@ def validate(
     sweep = Sweep(setting, points, directory.resolve(), not (quick or rows))
     if fresh:
         forget(sweep)
-    console = progress_console(json_target)
+    console = notes(json_target)
     report = _validated(sweep, console)
     _explain(report, console)
     show_report(report, json_target, require=require)
@@ -205,19 +200,23 @@ def validate(
 
 def _validated(sweep: Sweep, console: Console) -> Report:
     """Make the runs that are missing, showing progress, and judge all."""
-    from diloco.cli.terminal.progress import counting
-    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.simulations.validation.validate import missing_points, run_validation
 
     known = len(sweep.calibrations) + len(sweep.points) - len(missing_points(sweep))
     if known:
-        said = f"{known} runs were measured before, in {sweep.directory}; --fresh measures them "
-        console.print(f"{said}again", highlight=False, soft_wrap=True)
-    try:
-        with note_signals() as request, counting(console) as show:
-            return run_validation(sweep, on_progress=show, on_look=request.check)
-    except Interrupted as interrupted:
-        raise typer.Exit(interrupted.exit_code) from None
+        where = f"in {sweep.directory}; --fresh measures them again"
+        console.print(f"{known} runs were measured before, {where}")
+    with stoppable() as request, counting(console) as show:
+        return run_validation(sweep, on_progress=show, on_look=request.check)
+
+
+_SUMS = [
+    Column("island", "who"),
+    Column("kind", "what"),
+    Column("times", "times", ",d"),
+    Column("seconds", "seconds", ".3f"),
+    Column("share", "share", ".1%"),
+]
 
 
 def _explain(report: Report, console: Console) -> None:
@@ -227,15 +226,12 @@ def _explain(report: Report, console: Console) -> None:
     for row in report.rows:
         if row["check"] != "ok":
             said = f"{row['point']}: the emulated link is not as told, no figure: {row['check']}"
-            console.print(said, highlight=False, soft_wrap=True)
+            console.print(said)
     if text := residual_text(report.setting["residual"]):
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text)
 
 
 def _seconds(option: str, text: str, *, is_positive: bool = False) -> float:
-    from diloco.errors import ConfigError
-    from diloco.transport.units import parse_duration
-
     try:
         return parse_duration(text, is_positive=is_positive)
     except ValueError as error:
@@ -244,9 +240,7 @@ def _seconds(option: str, text: str, *, is_positive: bool = False) -> float:
 
 def _real_spans(directory: Path) -> list[Span]:
     from diloco.config.load import load_config
-    from diloco.errors import ConfigError
     from diloco.simulations.engine.trace import run_spans
-    from diloco.state_dir import StateDir
 
     resolved = StateDir(directory).resolved
     if not resolved.exists():
@@ -259,7 +253,6 @@ def _real_spans(directory: Path) -> list[Span]:
 
 def _config_of(run_file: Path, overrides: Sequence[str], step_time: str, link: str) -> Config:
     from diloco.config.load import load_config
-    from diloco.errors import ConfigError
 
     if not step_time:
         raise ConfigError(
@@ -274,27 +267,16 @@ def _show_sums(
     spans: Sequence[Span], json_target: str, written: str, kind: str, failing: SimulatedRun | None
 ) -> None:
     """Say how much of the time each island spent on what, and what absences cost, if any."""
-    from rich.console import Console
-    from rich.table import Table
-
     from diloco.cli.research.sim_failures import lost_of, show_lost
     from diloco.simulations.engine.trace import sums_of
 
     sums = sums_of(spans)
-    console: Console = Console(quiet=json_target == "-", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("who", "what"):
-        table.add_column(heading)
-    for heading in ("times", "seconds", "share"):
-        table.add_column(heading, justify="right")
-    for row in sums:
-        cells = (f"{row['times']:,d}", f"{row['seconds']:.3f}", f"{row['share']:.1%}")
-        table.add_row(str(row["island"]), str(row["kind"]), *cells)
-    console.print(table)
+    console = output(json_target)
+    print_rows(console, _SUMS, sums)
     message: dict[str, Any] = {"kind": kind, "sums": sums}
     if failing is not None:
         message["failures"] = lost_of(failing)
         show_lost(console, message["failures"])
     if written:
-        console.print(f"written: {written}", soft_wrap=True)
+        console.print(f"written: {written}")
     write_json(message, json_target)

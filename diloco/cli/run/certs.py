@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli.terminal.fitted_table import FittedTable
 from diloco.cli.terminal.options import RunFile, Tokens
+from diloco.cli.terminal.progress import output
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.security.run_ca import IssuedEntry, RunCa
@@ -101,8 +104,6 @@ def rotate(
     `rotate NAME` for each name, and its file to its site; `rotate ca --finish`, and ca.pem to every
     site. A server takes up to six seconds to listen with changed files.
     """
-    from diloco.errors import ConfigError
-
     ca = _ca(directory)
     if name == _CA:
         if finish and days:
@@ -181,9 +182,6 @@ def show(directory: _Directory = _DIRECTORY) -> None:
 
     At a site, where the key of the CA is not, it shows what lies there.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from diloco.security.run_ca import site_certificates
     from diloco.transport.security.tls import CA_FILE, KEY_FILE, WARN_DAYS
 
@@ -193,18 +191,20 @@ def show(directory: _Directory = _DIRECTORY) -> None:
             typer.echo(f"{file}: {state}")
         raise typer.Exit(0 if all(state.startswith("valid") for state in found.values()) else 1)
     ca, now = _ca(directory), _now()
-    table = Table("identity", "serial", "expires (UTC)", "state", title=f"run {ca.run}")
-    needy = []
-    for entry in ca.entries():
-        state = _state(entry, now)
-        is_in_force = entry.is_current and not entry.is_revoked
-        if is_in_force and (state.startswith("expire") or not entry.is_of_newest_ca):
-            needy.append(entry.identity.short)
-        serial = f"{entry.serial:x}"
-        table.add_row(
-            entry.identity.short, f"{serial[:8]}..", f"{entry.expires:%Y-%m-%d %H:%M}", state
-        )
-    Console().print(table)
+    columns: dict[str, Callable[[IssuedEntry], object]] = {
+        "identity": lambda entry: entry.identity.short,
+        "serial": lambda entry: f"{entry.serial:x}"[:8] + "..",
+        "expires (UTC)": lambda entry: f"{entry.expires:%Y-%m-%d %H:%M}",
+        "state": lambda entry: _state(entry, now),
+    }
+    typer.echo(f"run {ca.run}")
+    output().print(FittedTable.of(ca.entries(), columns))
+    needy = [
+        entry.identity.short
+        for entry in ca.entries()
+        if entry.is_current and not entry.is_revoked
+        if _state(entry, now).startswith("expire") or not entry.is_of_newest_ca
+    ]
     typer.echo(f"the CA itself expires at {ca.expires:%Y-%m-%d}")
     if (ca.expires - now).days < WARN_DAYS:
         needy.insert(0, _CA)

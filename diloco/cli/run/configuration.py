@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from diloco.cli.terminal.options import Overrides
+from diloco.cli.terminal.progress import output
 
 #: What people set first: the keys of shipped run files, and those of a site of one's own.
 FIRST_KEYS = (
@@ -87,14 +89,11 @@ def config(
 
 
 def _explain(*, every: bool) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
     from diloco.config.classes import explain
     from diloco.config.schema import Config
     from diloco.extensions import KINDS, extensions
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     rows = explain(Config)
     for row in rows:
         if every or row.path in FIRST_KEYS:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from diloco.cli.terminal.options import Address, Certs, Insecure, Overrides, RunFile, Tokens
+from diloco.cli.terminal.options import Address, AsJson, Certs, Insecure, Overrides, RunFile, Tokens
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from google.protobuf.message import Message
@@ -59,7 +61,6 @@ def coordinator(
     """
     from diloco.cli.run.doctor import show_at_start
     from diloco.config.load import load_config
-    from diloco.errors import ConfigError
     from diloco.launch.coordinator import run_coordinator
 
     if at_step is not None and not resume:
@@ -77,20 +78,19 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Look every second until the run ends, or Ctrl-C.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one line a look, instead of tables.")
-    ] = False,
+    as_json: AsJson = False,
     certs: Certs = "",
     tokens: Tokens = "",
     insecure: Insecure = False,
 ) -> None:
     """Show a run: its islands and their throughput, its fragments and their versions.
 
-    From another machine the coordinator tells it to the operator alone: --certs (made by `diloco
+    From another machine the coordinator answers the operator alone: --certs (made by `diloco
     certs init`), --tokens (`diloco certs token operator`), or both, as the run file says. A run
-    with transport.insecure = true and no tokens tells it on the coordinator's own machine only.
+    with transport.insecure = true and no tokens answers on the coordinator's own machine only.
 
     --watch ends with the run: exit code 0 after a good end or a stop, else that of the failure.
+    --json prints one line a look.
     """
     transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
     try:
@@ -102,7 +102,6 @@ def status(
 
 async def _show(transport: Transport, *, watch: bool, as_json: bool) -> int:
     """Show the run; returns the exit code of a failed one that was watched to its end."""
-    from rich.console import Console
     from rich.live import Live
 
     from diloco.cli.terminal.tables import status_view
@@ -179,7 +178,6 @@ def operator_transport(address: str, *, certs: str, tokens: str, insecure: bool)
 
 
 def _check_address(address: str) -> None:
-    from diloco.errors import ConfigError
     from diloco.transport.addresses import split_address, split_candidates
     from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
 

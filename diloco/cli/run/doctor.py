@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from diloco.cli.terminal.options import Overrides
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.cli.terminal.options import AsJson, Overrides
+from diloco.cli.terminal.progress import output
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.doctor.diagnosis import SiteFinding
@@ -28,9 +33,7 @@ def doctor(
         str,
         typer.Option(metavar="HOST:PORT", help="Where the coordinator is, as it printed it."),
     ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print facts and findings as JSON instead.")
-    ] = False,
+    as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
     """Look for what would break a run at this site or slow it down, and say how to fix it.
@@ -47,7 +50,6 @@ def doctor(
     from diloco.config.load import load_config
     from diloco.doctor.diagnosis import State, diagnose
     from diloco.doctor.machine_facts import gather
-    from diloco.errors import ConfigError
 
     if run_file is None and (island or coordinator or overrides):
         raise ConfigError("--island, --coordinator and --set are of a run: diloco doctor RUN.toml")
@@ -75,24 +77,18 @@ def show_at_start(peers: str) -> None:
 
 
 def _show(findings: list[SiteFinding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from diloco.bounded_text import MOST_ENDING, bounded_text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    for finding in findings:
-        # Peers' words among them, which are neither markup nor commands of a terminal.
-        found = Text(bounded_text(finding.found, MOST_ENDING))
-        table.add_row(finding.what, Text(finding.state, style=_STYLES[finding.state]), found)
-    console = Console(highlight=False)
-    console.print(table)
+    columns: dict[str, Callable[[SiteFinding], object]] = {
+        "": lambda finding: finding.what,
+        "state": lambda finding: Text(finding.state, _STYLES[finding.state]),
+        # What peers sent is neither markup nor commands of a terminal.
+        "found": lambda finding: bounded_text(finding.found, MOST_ENDING),
+    }
+    console = output()
+    console.print(FittedTable.of(findings, columns))
     # Commands stand alone on their lines, unbroken, so that they can be copied.
     for finding in findings:
         if finding.fix:
             fix = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in finding.fix)
-            console.print(f"\n{finding.what}:\n  {fix}", soft_wrap=True, markup=False)
+            console.print(f"\n{finding.what}:\n  {fix}")

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from diloco.cli.terminal.options import size_of
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.cli.terminal.options import Run, size_of
+from diloco.cli.terminal.progress import counting, notes, output
 from diloco.errors import ConfigError
+from diloco.transport.units import format_bytes
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.table import Table
-
     from diloco.checkpoint.export import Export
+    from diloco.checkpoint.published import PublishedFragment
 
 Layout: TypeAlias = Literal["hf", "dcp"]
 
 
 def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
-    ],
+    run: Run,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Directory to write; default: STATE_DIR/export."),
@@ -52,10 +53,7 @@ def export(
 
     Reads the durable records only, so the run may be under way; says which versions it took.
     """
-    from rich.console import Console
-
     from diloco.checkpoint.export import MAX_FILE_BYTES, export_run, find_run
-    from diloco.cli.terminal.progress import counting
 
     if shard_bytes and layout != "hf":
         raise ConfigError(
@@ -64,7 +62,7 @@ def export(
     max_file_bytes = size_of("--shard-bytes", shard_bytes) if shard_bytes else MAX_FILE_BYTES
     state = find_run(run)
     default = state.root / ("export" if at_step is None else f"export-step-{at_step:012d}")
-    with counting(Console(stderr=True)) as show:
+    with counting(notes()) as show:
         made = export_run(
             state,
             out or default,
@@ -78,12 +76,15 @@ def export(
 
 
 def _show(made: Export, layout: Layout) -> None:
-    from rich.console import Console
-
-    from diloco.transport.units import format_bytes
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(_table(made))
+    columns: dict[str, Callable[[PublishedFragment], object]] = {
+        "fragment": lambda fragment: fragment.fragment_id,
+        "version": lambda fragment: fragment.version,
+        "inner step": lambda fragment: fragment.inner_step,
+        "flush": lambda fragment: "yes" if fragment.is_flush else "no",
+        "digest": lambda fragment: fragment.digest[:12],
+    }
+    console = output()
+    console.print(FittedTable.of(made.fragments, columns))
     num_bytes = sum(file["bytes"] for file in made.files.values())
     console.print(
         f"{made.num_parameters:,} parameters of run {made.run}, {format_bytes(num_bytes)} in "
@@ -102,21 +103,6 @@ def _show(made: Export, layout: Layout) -> None:
             f"The tokenizer is not on this machine; where it is, add it: transformers.AutoTokenizer"
             f'.from_pretrained("{made.absent_tokenizer}").save_pretrained("{made.directory}")'
         )
-
-
-def _table(made: Export) -> Table:
-    from rich.table import Table
-
-    table = Table("fragment", "version", "inner step", "flush", "digest", box=None)
-    for fragment in made.fragments:
-        table.add_row(
-            str(fragment.fragment_id),
-            str(fragment.version),
-            str(fragment.inner_step),
-            "yes" if fragment.is_flush else "no",
-            fragment.digest[:12],
-        )
-    return table
 
 
 def _standing(made: Export) -> str:

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from diloco.cli.terminal.section_flags import is_typed
+from diloco.errors import ConfigError
+from diloco.extras import require
+from diloco.transport.units import format_bandwidth, format_duration, parse_duration
+from diloco.transport.units import parse_bandwidth as parse_rate
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.config.schema import Config
@@ -98,7 +102,6 @@ def init(
     `diloco plan` says what the run takes before it runs.
     """
     from diloco.config.load import config_of
-    from diloco.errors import ConfigError
     from diloco.init.answers import Answers, check, read_coordinator, read_sites
     from diloco.init.files import NEXT_STEPS, RUN_FILE, all_files, write
 
@@ -165,8 +168,6 @@ def is_terminal() -> bool:
 
 def _asking(context: typer.Context, *, yes: bool) -> Callable[[str, str, list[str]], list[str]]:
     """Give what asks for values, separated by spaces, of options that were not typed."""
-    from diloco.errors import ConfigError
-
     if not yes and not is_terminal():
         raise ConfigError("nobody is here to be asked: add --yes, which takes defaults")
 
@@ -181,8 +182,6 @@ def _asking(context: typer.Context, *, yes: bool) -> Callable[[str, str, list[st
 
 
 def _check_choices(option: str, given: list[str] | tuple[()], known: tuple[str, ...]) -> None:
-    from diloco.errors import ConfigError
-
     for text in given:
         if text not in known:
             raise ConfigError(f"{option} {text}: choose {', '.join(known)}")
@@ -199,14 +198,11 @@ def _values(answers: Answers) -> dict[str, object]:
 
 def _fitted(answers: Answers, config: Config, bandwidth: str, rtt: str) -> Answers:
     """Choose H and tau for the link, by the time that inner steps are estimated to take."""
-    from diloco.extras import require
     from diloco.forecast.forecast import forecast
     from diloco.init.answers import fitting_schedule
 
     require("--bandwidth", "simpy", "leave it out: H and tau are then a usual start")
     from diloco.simulations.planner.assumptions import PlanOptions, estimated_step, parsed
-    from diloco.transport.units import format_bandwidth, format_duration, parse_duration
-    from diloco.transport.units import parse_bandwidth as parse_rate
 
     bandwidth_bps = parsed("--bandwidth", bandwidth, parse_rate)
     rtt_s = parsed("--rtt", rtt, parse_duration)

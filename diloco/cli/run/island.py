@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.terminal.options import Overrides, RunFile
+from diloco.cli.terminal.progress import notes, waiting
+from diloco.errors import ConfigError, CoordinatorUnavailable
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.config.schema import Config
@@ -102,12 +104,8 @@ def island(
 @contextlib.contextmanager
 def _showing(config: Config, name: str, address: str) -> Iterator[None]:
     """Show where the island stands, as the coordinator has heard it, while the island lives."""
-    from rich.console import Console
-
-    from diloco.cli.terminal.progress import waiting
     from diloco.cli.terminal.tables import island_text
     from diloco.coordinator.status import ask_run_state
-    from diloco.errors import CoordinatorUnavailable
     from diloco.io_thread import IoThread
     from diloco.security.security import Security
     from diloco.transport.identity import Role
@@ -133,7 +131,7 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
 
     io.start()
     try:
-        with waiting(Console(stderr=True), tell, every_s=_LINE_EVERY_S):
+        with waiting(notes(), tell, every_s=_LINE_EVERY_S):
             yield
     finally:
         io.run(transport.close())
@@ -148,7 +146,6 @@ def _found_text(config: Config) -> str:
     """
     from diloco.checkpoint.checkpoints import valid_steps
     from diloco.checkpoint.mirror import Mirror
-    from diloco.errors import ConfigError
 
     directory = config.checkpoint_dir / config.island_id
     steps = valid_steps(config.checkpoint_dir, config.island_id)

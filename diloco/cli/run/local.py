@@ -6,23 +6,23 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from diloco.cli.terminal.options import Overrides, RunFile
+from diloco.cli.terminal.options import AsJson, Overrides, RunFile
+from diloco.cli.terminal.progress import notes, output, waiting
+from diloco.errors import ConfigError, CoordinatorUnavailable
+from diloco.launch.process.ending import Interrupted, note_signals
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.config.schema import Config
     from diloco.launch.local import LocalRun
     from diloco.launch.process.emulated import Emulated
     from diloco.launch.process.ending import StopRequest
-    from diloco.protos.control_pb2 import StatusReply
-    from diloco.transport.contracts import Transport
 
 _LINE_EVERY_S = 10.0
 _SHOWN_LINES = 6
@@ -53,9 +53,7 @@ def local(
         int | None,
         typer.Option("--at", metavar="STEP", min=0, help="With --resume: from that checkpoint."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run everything on this machine: coordinator, syncer, and all islands.
 
@@ -67,15 +65,12 @@ def local(
     Under `diloco emulate WAN.toml --` each island is in a network namespace of its own, and
     transport.link shapes nothing.
     """
-    from rich.console import Console
-
     from diloco.cli.run.report import show_report
     from diloco.config.load import load_config
     from diloco.launch.local import without_links
     from diloco.launch.process.emulated import Emulated
-    from diloco.launch.process.ending import Interrupted, note_signals
 
-    console = Console(quiet=as_json, markup=False)  # logs and keys have brackets of their own
+    console = output("-" if as_json else "")
     config = load_config(run_file, overrides or ())
     if islands:
         config = without_links(config, islands)
@@ -89,15 +84,13 @@ def local(
         except Interrupted:
             code, is_stopped = 0, True
     if is_stopped:
-        said = _stopped_text(config, command)
-        Console(stderr=True, markup=False).print(said, highlight=False, soft_wrap=True)
+        notes().print(_stopped_text(config, command))
         raise typer.Exit(128 + request.number)
     if code != 0:
-        said = _failure_text(config, command)
-        Console(stderr=True, markup=False).print(said, highlight=False, style="red")
+        notes().print(_failure_text(config, command), style="red")
         raise typer.Exit(code)
     if request.number:
-        console.print(_FINISHED_BEFORE, highlight=False, soft_wrap=True)
+        console.print(_FINISHED_BEFORE)
     extra = {} if emulated is None else {"emulation": emulated.description}
     show_report(config, console, extra, as_json=as_json)
 
@@ -110,8 +103,6 @@ def _prepare(
     Returns:
         Inner step of the checkpoint to resume from; None for a new run.
     """
-    from diloco.cli.terminal.progress import waiting
-    from diloco.errors import ConfigError
     from diloco.forecast.disk import check_room
     from diloco.launch.local import (
         check_no_events,
@@ -127,11 +118,7 @@ def _prepare(
     state_dir = Path(config.coordinator.state_dir)
     step = None
     if resume:
-
-        def announce(text: str) -> None:
-            console.print(text, highlight=False, soft_wrap=True)
-
-        step = find_resume_step(config, at, announce, start=command)
+        step = find_resume_step(config, at, console.print, start=command)
     else:
         check_place(state_dir, fresh=fresh)
         check_no_events(config)
@@ -145,7 +132,7 @@ def _prepare(
     if not resume:
         moved = make_room(state_dir)
         if moved is not None:
-            console.print(f"the earlier run is now in {moved}", highlight=False)
+            console.print(f"the earlier run is now in {moved}")
     return step
 
 
@@ -165,7 +152,6 @@ def _run(
     emulated: Emulated | None,
 ) -> tuple[int, bool]:
     """Run every process to its end; returns the first failure or 0, and whether it was stopped."""
-    from diloco.cli.terminal.progress import waiting
     from diloco.launch.local import LocalRun
 
     with LocalRun(config, request, resume_step, emulated) as run:
@@ -174,9 +160,7 @@ def _run(
             run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "
-            f"{config.coordinator.state_dir}",
-            highlight=False,
-            soft_wrap=True,
+            f"{config.coordinator.state_dir}"
         )
         code = _watch(run, console)
         if code == 0:
@@ -190,6 +174,7 @@ def _watch(run: LocalRun, console: Console) -> int:
     from rich.live import Live
 
     from diloco.cli.terminal.tables import run_text, status_view
+    from diloco.coordinator.status import ask_status
     from diloco.io_thread import IoThread
     from diloco.security.security import Security
     from diloco.transport.identity import Role
@@ -205,7 +190,7 @@ def _watch(run: LocalRun, console: Console) -> int:
         nonlocal is_told
         if run.request.number and not is_told:
             is_told = True
-            console.print(_STOPPING, highlight=False, soft_wrap=True)
+            console.print(_STOPPING)
 
     def line() -> None:
         nonlocal last_line
@@ -213,45 +198,25 @@ def _watch(run: LocalRun, console: Console) -> int:
         if time.monotonic() - last_line < _LINE_EVERY_S:
             return
         last_line = time.monotonic()
-        if (reply := io.run(_status(transport))) is not None:
-            console.print(run_text(reply), highlight=False, soft_wrap=True)
+        console.print(run_text(io.run(ask_status(transport))))
 
-    # A terminal that was closed shows nothing any more: no reason for the run to fail.
+    def draw() -> None:
+        show_stop()
+        live.update(status_view(io.run(ask_status(transport))), refresh=True)
+
+    def look() -> None:
+        # The coordinator may be starting again; a terminal may have been closed: no reason to fail.
+        with contextlib.suppress(OSError, CoordinatorUnavailable):
+            show()
+
+    live = Live(console=console, auto_refresh=False)
+    show, shown = (draw, live) if console.is_terminal else (line, contextlib.nullcontext())
     try:
-        if not console.is_terminal:
-            return run.wait(_surviving(line))
-        with Live(console=console, auto_refresh=False) as live:
-
-            def draw() -> None:
-                show_stop()
-                if (reply := io.run(_status(transport))) is not None:
-                    live.update(status_view(reply), refresh=True)
-
-            return run.wait(_surviving(draw))
+        with shown:
+            return run.wait(look)
     finally:
         io.run(transport.close())
         io.stop()
-
-
-def _surviving(show: Callable[[], None]) -> Callable[[], None]:
-    """Make a function that shows something survive that nobody can see it."""
-
-    def shown() -> None:
-        with contextlib.suppress(OSError):
-            show()
-
-    return shown
-
-
-async def _status(transport: Transport) -> StatusReply | None:
-    """Ask the coordinator; None while it does not answer (it may be starting again)."""
-    from diloco.coordinator.status import ask_status
-    from diloco.errors import CoordinatorUnavailable
-
-    try:
-        return await ask_status(transport)
-    except CoordinatorUnavailable:
-        return None
 
 
 def _failure_text(config: Config, command: str) -> str:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from diloco.cli.run import plan_options as options
 from diloco.cli.terminal.options import JsonTarget, Overrides, RunFile, plot_option, write_json
-from diloco.cli.terminal.progress import progress_console
+from diloco.cli.terminal.progress import counting, notes, output, stoppable, waiting
 from diloco.cli.terminal.section_flags import is_typed
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.config.schema import Config
     from diloco.forecast.forecast import Forecast
     from diloco.simulations.planner.assumptions import Assumptions, PlanOptions
@@ -159,12 +159,8 @@ def _show_plan(
         needing: Options that have no effect where no time is predicted.
         shown: Where it goes.
     """
-    from rich.console import Console
-
     from diloco.cli.run.plan_predicted import show_planned, show_suggestion
     from diloco.cli.run.plan_tables import show_forecast
-    from diloco.cli.terminal.progress import waiting
-    from diloco.errors import ConfigError
     from diloco.forecast.disk import check_directories
     from diloco.forecast.forecast import forecast
     from diloco.simulations.planner.capacity import check_capacity
@@ -187,21 +183,20 @@ def _show_plan(
         penalties = load_penalties(wanted.lab)
     check_directories(config)
     foreseen = forecast(config)
-    notes = progress_console(shown.json_target)
-    steps = _measured_steps(config, foreseen, told, notes) if measuring.steps else {}
-    path = _measured_path(measuring, notes)
-    console = Console(highlight=False, soft_wrap=True, quiet=shown.json_target == "-")
+    aside, console = notes(shown.json_target), output(shown.json_target)
+    steps = _measured_steps(config, foreseen, told, aside) if measuring.steps else {}
+    path = _measured_path(measuring, aside)
     show_forecast(console, foreseen)
     if problem := config.outer.sparse_problem:
-        console.print(f"\nWarning: {problem}", markup=False)
+        console.print(f"\nWarning: {problem}")
     assumed = assume(config, foreseen, told, steps=steps, path=path)
-    with waiting(notes, "simulating the run"):
+    with waiting(aside, "simulating the run"):
         planned = plan_run(config, foreseen, assumed)
     show_planned(console, planned, foreseen)
     if planned.prediction is None and needing:
         raise ConfigError(f"{needing[0]}: no time is predicted: {planned.why_not}")
     if wanted is not None:
-        suggestion = _suggested(load, assumed, wanted, penalties, notes)
+        suggestion = _suggested(load, assumed, wanted, penalties, aside)
         planned = replace(planned, suggestion=suggestion)
         show_suggestion(console, suggestion, str(shown.run_file))
     if shown.plot:
@@ -218,17 +213,14 @@ def _draw(config: Config, planned: Planned, plot: str, console: Console) -> None
 
     schedule = build_schedule(config.outer, config.run.inner_steps)
     plan_figure(config.run.name, schedule, planned.prediction).savefig(plot)
-    console.print(f"\npicture: {plot}", markup=False)
+    console.print(f"\npicture: {plot}")
 
 
 def _open_inputs(config: Config, *, is_aside: bool) -> None:
     """Say what text and warm start are, as far as they are here."""
-    from rich.console import Console
-
-    from diloco.cli.terminal.progress import waiting
     from diloco.launch.rank.inputs import open_inputs
 
-    with waiting(Console(stderr=True), "opening text and warm start"):
+    with waiting(notes(), "opening text and warm start"):
         lines = open_inputs(config, may_download=False)
     for line in lines:
         typer.echo(line, err=is_aside)
@@ -243,43 +235,35 @@ def _check_combination(
     context: typer.Context, option: str, is_given: bool, names: Sequence[str]
 ) -> None:
     """Refuse options that mean something with another one only."""
-    from diloco.errors import ConfigError
-
     if not is_given and (alone := _typed(context, names)):
         raise ConfigError(f"{', '.join(alone)}: of {option}, without which nothing changes: add it")
 
 
 def _measured_steps(
-    config: Config, foreseen: Forecast, told: PlanOptions, notes: Console
+    config: Config, foreseen: Forecast, told: PlanOptions, aside: Console
 ) -> dict[str, MeasuredStep]:
     """Time inner steps of the islands of which nothing was told, one after the other."""
-    from diloco.cli.terminal.progress import waiting
-    from diloco.launch.process.ending import Interrupted, note_signals
     from diloco.simulations.planner.assumptions import told_steps
     from diloco.simulations.planner.measure import measure_step
 
     steps = {}
-    try:
-        with note_signals() as request:
-            for island in sorted(config.islands.keys() - told_steps(config, told)):
-                with waiting(notes, f"timing inner steps of island {island}"):
-                    planned = foreseen.ranks[island]
-                    steps[island] = measure_step(config, island, planned, request.check)
-    except Interrupted as interrupted:
-        raise typer.Exit(interrupted.exit_code) from None
+    with stoppable() as request:
+        for island in sorted(config.islands.keys() - told_steps(config, told)):
+            with waiting(aside, f"timing inner steps of island {island}"):
+                planned = foreseen.ranks[island]
+                steps[island] = measure_step(config, island, planned, request.check)
     return steps
 
 
-def _measured_path(measuring: _Measuring, notes: Console) -> MeasuredPath | None:
+def _measured_path(measuring: _Measuring, aside: Console) -> MeasuredPath | None:
     """Time the way to the receiver at the coordinator's site, or to the coordinator."""
-    from diloco.cli.terminal.progress import waiting
     from diloco.simulations.planner.measure import measure_rate_bps, measure_rtt_s
     from diloco.simulations.planner.planned import MeasuredPath
 
     address, probe = measuring.coordinator or measuring.probe, measuring.probe
     if not address:
         return None
-    with waiting(notes, f"timing the way to {address}"):
+    with waiting(aside, f"timing the way to {address}"):
         rtt_s = measure_rtt_s(address)
         return MeasuredPath(rtt_s, measure_rate_bps(probe) if probe else 0.0)
 
@@ -289,12 +273,11 @@ def _suggested(
     assumed: Assumptions,
     wanted: _Wanted,
     penalties: Penalties,
-    notes: Console,
+    aside: Console,
 ) -> Suggestion:
-    from diloco.cli.terminal.progress import counting
     from diloco.simulations.planner.suggestion import Search
 
-    with counting(notes) as show:
+    with counting(aside) as show:
         return Search(load, assumed, wanted.grid).suggest(
             penalties, wanted.most_penalty, lambda done, total: show("settings", done, total)
         )
@@ -302,8 +285,6 @@ def _suggested(
 
 def _share(option: str, text: str) -> float:
     """Read a percentage, over 0."""
-    from diloco.errors import ConfigError
-
     try:
         value = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
     except ValueError:

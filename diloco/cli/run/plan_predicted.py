@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from diloco.cli.run.plan_tables import Rows, print_rows
+from rich.console import Console
+
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.transport.units import format_bandwidth, format_bytes, format_duration
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.forecast.forecast import Forecast
     from diloco.simulations.planner.planned import Planned
-    from diloco.simulations.planner.prediction import Prediction
+    from diloco.simulations.planner.prediction import Prediction, SyncerPrediction
     from diloco.simulations.planner.suggestion import Candidate, Influence, Suggestion
 
 _SHOWN_INFLUENCES = 3
@@ -19,32 +21,30 @@ _SHOWN_INFLUENCES = 3
 
 def show_planned(console: Console, planned: Planned, forecast: Forecast) -> None:
     """Print assumptions, and what follows from them."""
-    console.print("\n[bold]Taken for granted[/]")
+    console.print("\nTaken for granted", style="bold")
     for line in planned.assumed.origins:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
     if planned.prediction is None:
-        console.print(f"\nNo time is predicted: {planned.why_not}.", markup=False)
+        console.print(f"\nNo time is predicted: {planned.why_not}.")
     else:
         _show_prediction(console, planned.prediction, is_scheduled=forecast.arrival is None)
     if planned.alternatives:
-        console.print("\n[bold]The same tokens on the same links[/]\n")
-        print_rows(console, _alternative_rows(planned, forecast))
+        console.print("\nThe same tokens on the same links\n", style="bold")
+        console.print(_alternative_table(planned, forecast))
 
 
 def show_suggestion(console: Console, suggestion: Suggestion, run: str) -> None:
     """Print the earliest settings, what to type, and what decides."""
-    from diloco.transport.units import format_duration
-
     chosen, own = suggestion.chosen, suggestion.own
     console.print(
-        f"\n[bold]Suggested[/], of {suggestion.num_tried} settings that were simulated; each row "
+        f"\nSuggested, of {suggestion.num_tried} settings that were simulated; each row "
         f"ends earlier than all below it, which cost less loss:\n"
     )
-    print_rows(console, _candidate_rows(suggestion))
+    console.print(_candidate_table(suggestion))
     changes = chosen.setting.overrides(besides=own.setting)
     if changes:
         typed = " ".join(f"--set {change}" for change in changes)
-        console.print(f"\ndiloco plan {run} {typed}", markup=False)
+        console.print(f"\ndiloco plan {run} {typed}")
         console.print(
             f"ends after {format_duration(chosen.wall_s)} at {chosen.penalty:.2%} of the loss, as "
             f"it is after {format_duration(own.wall_s)} at "
@@ -52,17 +52,15 @@ def show_suggestion(console: Console, suggestion: Suggestion, run: str) -> None:
         )
     else:
         console.print("\nThe run as it is ends as early as any, at no more loss.")
-    console.print(_decides(suggestion), markup=False)
+    console.print(_decides(suggestion))
 
 
 def _show_prediction(console: Console, predicted: Prediction, *, is_scheduled: bool) -> None:
-    from diloco.transport.units import format_bandwidth, format_duration
-
     console.print(
-        f"\n[bold]Predicted[/]: {format_duration(predicted.wall_s)} in all, utilisation "
+        f"\nPredicted: {format_duration(predicted.wall_s)} in all, utilisation "
         f"{predicted.utilisation:.1%}, {format_duration(predicted.round_s)} a round.\n"
     )
-    print_rows(console, _island_rows(predicted))
+    console.print(_island_table(predicted))
     if predicted.enough_bps is not None:
         console.print(
             f"\nFrom {format_bandwidth(predicted.enough_bps)} each way of every island on, the "
@@ -75,87 +73,68 @@ def _show_prediction(console: Console, predicted: Prediction, *, is_scheduled: b
         )
     if predicted.syncers:
         console.print("\nSyncers carry, with headers and code not counted:\n")
-        print_rows(console, _syncer_rows(predicted))
+        console.print(FittedTable.of(predicted.syncers, _SYNCERS))
 
 
-def _island_rows(predicted: Prediction) -> Rows:
-    from diloco.transport.units import format_duration
-
-    columns = ["island", "step", "utilised", "waits a round", "up, mean/peak", "down, mean/peak"]
-    return columns, [
-        [
+def _island_table(predicted: Prediction) -> FittedTable:
+    headings = ["island", "step", "utilised", "waits a round", "up, mean/peak", "down, mean/peak"]
+    rows = [
+        (
             name,
             format_duration(island.step_s),
             f"{island.utilisation:.1%}",
             format_duration(island.blocked_s),
             _rates(island.mean_up_bps, island.peak_up_bps),
             _rates(island.mean_down_bps, island.peak_down_bps),
-        ]
+        )
         for name, island in predicted.islands.items()
     ]
+    return FittedTable.with_rows(headings, rows)
 
 
-def _syncer_rows(predicted: Prediction) -> Rows:
-    from diloco.transport.units import format_bytes
-
-    columns = ["syncer", "cores", "memory", "disk", "written/s", "in, mean/peak", "out, mean/peak"]
-    return columns, [
-        [
-            str(syncer.syncer_id),
-            f"{syncer.cores:.2g}",
-            format_bytes(syncer.memory_bytes),
-            format_bytes(syncer.store_bytes),
-            format_bytes(round(syncer.written_bytes_per_s)),
-            _rates(syncer.mean_in_bps, syncer.peak_in_bps),
-            _rates(syncer.mean_out_bps, syncer.peak_out_bps),
-        ]
-        for syncer in predicted.syncers
-    ]
+#: Heading -> what gives the cell.
+_SYNCERS: Mapping[str, Callable[[SyncerPrediction], object]] = {
+    "syncer": lambda syncer: syncer.syncer_id,
+    "cores": lambda syncer: f"{syncer.cores:.2g}",
+    "memory": lambda syncer: format_bytes(syncer.memory_bytes),
+    "disk": lambda syncer: format_bytes(syncer.store_bytes),
+    "written/s": lambda syncer: format_bytes(round(syncer.written_bytes_per_s)),
+    "in, mean/peak": lambda syncer: _rates(syncer.mean_in_bps, syncer.peak_in_bps),
+    "out, mean/peak": lambda syncer: _rates(syncer.mean_out_bps, syncer.peak_out_bps),
+}
 
 
-def _alternative_rows(planned: Planned, forecast: Forecast) -> Rows:
-    from diloco.transport.units import format_bytes, format_duration
-
-    columns = ["", "takes", "times as long", "utilised", "an island sends"]
-    rows, own = [], planned.prediction
+def _alternative_table(planned: Planned, forecast: Forecast) -> FittedTable:
+    own, ways = planned.prediction, []
     if own is not None:
-        rows.append(
-            [
-                "this run",
-                format_duration(own.wall_s),
-                "1",
-                f"{own.utilisation:.1%}",
-                format_bytes(forecast.directions[0].bytes_up),
-            ]
+        ways = [("this run", own.wall_s, own.utilisation, forecast.directions[0].bytes_up)]
+    ways += [(o.name, o.wall_s, o.utilisation, round(o.bytes_up)) for o in planned.alternatives]
+    rows = [
+        (
+            name,
+            format_duration(wall_s),
+            "-" if own is None else f"{wall_s / own.wall_s:.3g}",
+            f"{utilisation:.1%}",
+            format_bytes(bytes_up),
         )
-    for other in planned.alternatives:
-        times = "-" if own is None else f"{other.wall_s / own.wall_s:.3g}"
-        rows.append(
-            [
-                other.name,
-                format_duration(other.wall_s),
-                times,
-                f"{other.utilisation:.1%}",
-                format_bytes(round(other.bytes_up)),
-            ]
-        )
-    return columns, rows
+        for name, wall_s, utilisation, bytes_up in ways
+    ]
+    headings = ["", "takes", "times as long", "utilised", "an island sends"]
+    return FittedTable.with_rows(headings, rows)
 
 
-def _candidate_rows(suggestion: Suggestion) -> Rows:
-    columns = ["H", "P", "tau", "up", "down", "lanes", "takes", "utilised", "loss"]
+def _candidate_table(suggestion: Suggestion) -> FittedTable:
     rows = [_candidate_row(each) for each in suggestion.front]
     if suggestion.own.setting not in [each.setting for each in suggestion.front]:
         rows.append(_candidate_row(suggestion.own))
         if not suggestion.is_own_known:
             rows[-1][-1] = "not known"
         rows[-1][-1] += " (as it is)"
-    return columns, rows
+    headings = ["H", "P", "tau", "up", "down", "lanes", "takes", "utilised", "loss"]
+    return FittedTable.with_rows(headings, rows)
 
 
 def _candidate_row(candidate: Candidate) -> list[str]:
-    from diloco.transport.units import format_duration
-
     setting = candidate.setting
     return [
         str(setting.inner_steps_per_round),
@@ -186,8 +165,6 @@ def _decides(suggestion: Suggestion) -> str:
 
 
 def _influence_text(influence: Influence, suggestion: Suggestion) -> str:
-    from diloco.transport.units import format_duration
-
     chosen = suggestion.chosen
     text = f"20 % {'more' if influence.is_more else 'less'}: {influence.name}: "
     if influence.wall_s is not None:
@@ -202,8 +179,6 @@ def _influence_text(influence: Influence, suggestion: Suggestion) -> str:
 
 def _rates(mean_bps: float, peak_bps: float) -> str:
     """Write two bandwidths with the unit of the larger one."""
-    from diloco.transport.units import format_bandwidth
-
     number, unit = format_bandwidth(peak_bps).split()
     scale = peak_bps / float(number)
     mean = f"{mean_bps / scale:.2g}" if mean_bps > 1e-3 * peak_bps else "<0.001"

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.transport.units import format_bytes, format_duration
+
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
-    from diloco.forecast.forecast import ArrivalForecast, Forecast
-
-#: Headings, and rows of as many cells.
-Rows = tuple[list[str], list[list[str]]]
+    from diloco.forecast.forecast import (
+        ArrivalForecast,
+        DirectionForecast,
+        Forecast,
+        FragmentForecast,
+        SyncerForecast,
+    )
 
 
 def show_forecast(console: Console, planned: Forecast) -> None:
     """Print what follows from the file alone."""
-    from diloco.transport.units import format_bytes
-
     flushed = ", then a flush of every fragment" if planned.is_flushed else ""
     length = f"{planned.inner_steps} inner steps, {planned.num_sends} sends"
     if planned.arrival is not None:
         length = f"until {planned.arrival.total_tokens:,} tokens are merged"
     console.print(
-        f"Run [bold]{planned.run}[/]: {planned.parameters:,} parameters in "
+        f"Run {planned.run}: {planned.parameters:,} parameters in "
         f"{len(planned.fragments)} fragments; {length}{flushed}."
     )
     tokens = ", ".join(f"{name} {number:,}" for name, number in planned.tokens.items())
     console.print(f"Tokens: {tokens}; together {sum(planned.tokens.values()):,}.\n")
-    print_rows(console, _fragment_rows(planned))
+    console.print(FittedTable.of(planned.fragments, _FRAGMENTS))
     console.print(
         f"A round of {planned.inner_steps_per_round} inner steps moves "
         f"{format_bytes(planned.round_bytes_up)} up and {format_bytes(planned.round_bytes_down)} "
         f"down an island.\n"
     )
     if planned.arrival is None:
-        print_rows(console, _send_rows(planned))
+        console.print(_send_table(planned))
     else:
         console.print(_arrival_text(planned, planned.arrival))
     console.print(f"\nOne island's traffic over the run{_link_text(planned)}:\n")
-    print_rows(console, _direction_rows(planned))
+    console.print(FittedTable.of(planned.directions, _DIRECTIONS))
     console.print("\nA rank of each island takes, estimated from shapes, on its device:\n")
-    print_rows(console, _rank_rows(planned))
+    console.print(_rank_table(planned))
     console.print("\nand next to it:\n")
-    print_rows(console, _host_rows(planned))
+    console.print(_host_table(planned))
     disk = planned.disk
     console.print(
         f"\nOn disk, at most: {format_bytes(disk.island_bytes)} an island ({disk.num_checkpoints} "
@@ -63,7 +67,7 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     _print_memory_needs(console, planned)
     if len(planned.syncers) > 1:
         console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")
-        print_rows(console, _syncer_rows(planned))
+        console.print(FittedTable.of(planned.syncers, _SYNCERS))
     for island, num_bytes in planned.kept_bytes.items():
         console.print(
             f"In the memory of island {island}'s hosts: {format_bytes(num_bytes)} for each of the "
@@ -79,7 +83,6 @@ def show_forecast(console: Console, planned: Forecast) -> None:
 def _print_memory_needs(console: Console, planned: Forecast) -> None:
     """Say what comes besides the table for a moment: on devices, and for copies of checkpoints."""
     from diloco.checkpoint.host_memory import available_bytes
-    from diloco.transport.units import format_bytes
 
     on_device = max(rank.outer_device_bytes for rank in planned.ranks.values())
     console.print(
@@ -102,58 +105,53 @@ def _print_memory_needs(console: Console, planned: Forecast) -> None:
             )
 
 
-def _rank_rows(planned: Forecast) -> Rows:
-    from diloco.transport.units import format_bytes
-
-    columns = ["island", "peak", "parameters", "gradients", "optimizer", "gathered", "activations"]
-    return columns, [
-        [
-            name,
-            *(
-                format_bytes(number)
-                for number in (
-                    rank.peak_bytes,
-                    rank.parameter_bytes,
-                    rank.gradient_bytes,
-                    rank.optimizer_bytes,
-                    rank.gathered_bytes,
-                    rank.activation_bytes,
-                )
-            ),
-        ]
+def _rank_table(planned: Forecast) -> FittedTable:
+    sizes = ("peak", "parameter", "gradient", "optimizer", "gathered", "activation")
+    rows = [
+        [name, *(format_bytes(getattr(rank, f"{size}_bytes")) for size in sizes)]
         for name, rank in planned.ranks.items()
     ]
+    headings = ["parameters", "gradients", "optimizer", "gathered", "activations"]
+    return FittedTable.with_rows(["island", "peak", *headings], rows)
 
 
-def _host_rows(planned: Forecast) -> Rows:
-    from diloco.transport.units import format_bytes
-
-    columns = ["island", "outer loop, in host memory", "operations an inner step"]
-    return columns, [
+def _host_table(planned: Forecast) -> FittedTable:
+    rows = [
         [name, format_bytes(rank.outer_host_bytes), f"{rank.flops_per_inner_step:.3g}"]
         for name, rank in planned.ranks.items()
     ]
+    headings = ["island", "outer loop, in host memory", "operations an inner step"]
+    return FittedTable.with_rows(headings, rows)
 
 
-def _syncer_rows(planned: Forecast) -> Rows:
-    from diloco.transport.units import format_bytes
-
-    columns = ["syncer", "parameters", "on disk", "fragments"]
-    return columns, [
-        [
-            str(syncer.syncer_id),
-            f"{syncer.parameters:,}",
-            format_bytes(syncer.store_bytes),
-            ", ".join(map(str, syncer.fragment_ids)),
-        ]
-        for syncer in planned.syncers
-    ]
+#: Heading -> what gives the cell.
+_SYNCERS: Mapping[str, Callable[[SyncerForecast], object]] = {
+    "syncer": lambda syncer: syncer.syncer_id,
+    "parameters": lambda syncer: f"{syncer.parameters:,}",
+    "on disk": lambda syncer: format_bytes(syncer.store_bytes),
+    "fragments": lambda syncer: ", ".join(map(str, syncer.fragment_ids)),
+}
+_FRAGMENTS: Mapping[str, Callable[[FragmentForecast], object]] = {
+    "fragment": lambda fragment: fragment.fragment_id,
+    "parameters": lambda fragment: f"{fragment.parameters:,}",
+    "lanes": lambda fragment: fragment.lanes,
+    "up": lambda fragment: format_bytes(fragment.bytes_up),
+    "down": lambda fragment: format_bytes(fragment.bytes_down),
+    "in float32": lambda fragment: format_bytes(fragment.float32_bytes),
+    "tensors": lambda fragment: len(fragment.tensors),
+}
+_DIRECTIONS: Mapping[str, Callable[[DirectionForecast], object]] = {
+    "": lambda way: way.name,
+    "up": lambda way: format_bytes(way.bytes_up),
+    "down": lambda way: format_bytes(way.bytes_down),
+    "exchanges": lambda way: f"{way.transfers:,}",
+    "on this link": lambda way: "-" if way.transfer_s is None else format_duration(way.transfer_s),
+    "times as much": lambda way: f"{way.times:.1f}",
+}
 
 
 def _arrival_text(planned: Forecast, arrival: ArrivalForecast) -> str:
     """Say what stands in place of a schedule, and where its grace is 0."""
-    from diloco.transport.units import format_bytes, format_duration
-
     text = (
         f"There is no schedule: nobody waits for anybody. A fragment opens at most once in "
         f"{planned.inner_steps_per_round} inner steps of the fastest island, for about "
@@ -175,27 +173,7 @@ def _arrival_text(planned: Forecast, arrival: ArrivalForecast) -> str:
     )
 
 
-def _fragment_rows(planned: Forecast) -> Rows:
-    from diloco.transport.units import format_bytes
-
-    columns = ["fragment", "parameters", "lanes", "up", "down", "in float32", "tensors"]
-    rows = [
-        [
-            str(fragment.fragment_id),
-            f"{fragment.parameters:,}",
-            str(fragment.lanes),
-            format_bytes(fragment.bytes_up),
-            format_bytes(fragment.bytes_down),
-            format_bytes(fragment.float32_bytes),
-            str(len(fragment.tensors)),
-        ]
-        for fragment in planned.fragments
-    ]
-    return columns, rows
-
-
-def _send_rows(planned: Forecast) -> Rows:
-    columns = ["inner step", "merged after", "sent fragments"]
+def _send_table(planned: Forecast) -> FittedTable:
     rows: list[list[str]] = []
     previous = 0
     for send in planned.sends:
@@ -207,43 +185,7 @@ def _send_rows(planned: Forecast) -> Rows:
     if planned.is_flushed:
         last = str(planned.inner_steps)
         rows.append([last, last, "all (flush, published in float32)"])
-    return columns, rows
-
-
-def _direction_rows(planned: Forecast) -> Rows:
-    from diloco.transport.units import format_bytes, format_duration
-
-    columns = ["", "up", "down", "exchanges", "on this link", "times as much"]
-    rows = [
-        [
-            direction.name,
-            format_bytes(direction.bytes_up),
-            format_bytes(direction.bytes_down),
-            f"{direction.transfers:,}",
-            "-" if direction.transfer_s is None else format_duration(direction.transfer_s),
-            f"{direction.times:.1f}",
-        ]
-        for direction in planned.directions
-    ]
-    return columns, rows
-
-
-def print_rows(console: Console, rows: Rows) -> None:
-    """Print a table, figures to the right; a narrow terminal folds cells and loses nothing."""
-    from rich.table import Table
-
-    columns, cells = rows
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for index, column in enumerate(columns):
-        is_text = index in (0, len(columns) - 1) and not _is_figure(cells, index)
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
-    for row in cells:
-        table.add_row(*row)
-    console.print(table, soft_wrap=False)
-
-
-def _is_figure(cells: Sequence[Sequence[str]], index: int) -> bool:
-    return index > 0 and all(row[index][:1].isdigit() or row[index] == "-" for row in cells)
+    return FittedTable.with_rows(["inner step", "merged after", "sent fragments"], rows)
 
 
 def _link_text(planned: Forecast) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
-from diloco.cli.terminal.options import Overrides, RunFile
+from diloco.cli.terminal.options import AsJson, Overrides, RunFile
+from diloco.cli.terminal.progress import notes, output, waiting
+from diloco.errors import ConfigError
+from diloco.extras import is_installed
+from diloco.state_dir import StateDir, holder
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
-
     from diloco.config.schema import Config
     from diloco.report.summary import Summary
 
@@ -21,9 +24,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
 def report(
     run_file: RunFile,
     overrides: Overrides = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Sum up a run that has ended, and draw its plots, as `diloco local` does at its end.
 
@@ -31,13 +32,11 @@ def report(
     telemetry.dir, those of other machines copied there. Writes summary.json and plots to
     coordinator.state_dir; the exit code is 1 if something is wrong with the run.
     """
-    from rich.console import Console
-
     from diloco.config.load import load_config
 
     config = load_config(run_file, overrides or ())
     _check_ended(config, str(run_file))
-    show_report(config, Console(quiet=as_json, markup=False), {}, as_json=as_json)
+    show_report(config, output("-" if as_json else ""), {}, as_json=as_json)
 
 
 def _check_ended(config: Config, run_file: str) -> None:
@@ -46,9 +45,6 @@ def _check_ended(config: Config, run_file: str) -> None:
     Raises:
         ConfigError: Saying what to do.
     """
-    from diloco.errors import ConfigError
-    from diloco.state_dir import StateDir, holder
-
     state = StateDir(Path(config.coordinator.state_dir))
     if not state.journal.exists():
         raise ConfigError(
@@ -78,10 +74,6 @@ def show_report(
     Raises:
         Exit: If something is wrong with the run.
     """
-    from rich.console import Console
-
-    from diloco.cli.terminal.progress import waiting
-    from diloco.extras import is_installed
     from diloco.report.summary import read_events
     from diloco.telemetry.plots import write_plots
 
@@ -99,12 +91,11 @@ def show_report(
         without = ""
         with waiting(console, "drawing plots"):
             plots = write_plots(events, state_dir / "plots")
-    console.print(summary.as_text(), highlight=False)
+    console.print(summary.as_text(), highlight=False, soft_wrap=False)
     shown, what = ", ".join(map(str, [path, *plots])), "summary and plots" if plots else "summary"
     console.print(f"{what}: {shown}{without}", highlight=False, markup=False, soft_wrap=True)
     if summary.problems:
-        said = f"The run has ended, but: {'; '.join(summary.problems)}"
-        Console(stderr=True, markup=False).print(said, highlight=False, style="red", soft_wrap=True)
+        notes().print(f"The run has ended, but: {'; '.join(summary.problems)}", style="red")
         raise typer.Exit(1)
 
 
@@ -115,7 +106,6 @@ def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) 
     from diloco.island.layout import build_schedule
     from diloco.outer.fragments import Plan
     from diloco.report.summary import summarise
-    from diloco.state_dir import StateDir
     from diloco.versions.store import FragmentStore
 
     state = StateDir(Path(config.coordinator.state_dir))

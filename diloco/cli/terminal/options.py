@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from diloco.errors import ConfigError
+from diloco.extras import require
+from diloco.transport.units import parse_bytes
 
 #: Formats of pictures.
 _PICTURES = (".png", ".svg", ".pdf")
@@ -20,8 +25,6 @@ def writable(option: typer.CallbackParam, target: str) -> str:
     Raises:
         ConfigError: Naming the option.
     """
-    from diloco.errors import ConfigError
-
     path, said = Path(target), f"{option.opts[0]} {target}:"
     if target in ("", "-"):
         return target
@@ -36,9 +39,6 @@ def writable(option: typer.CallbackParam, target: str) -> str:
 
 def _picture(option: typer.CallbackParam, target: str) -> str:
     """Refuse what is no file of a format that pictures have, or cannot be drawn here."""
-    from diloco.errors import ConfigError
-    from diloco.extras import require
-
     if target and Path(target).suffix not in _PICTURES:
         formats = ", ".join(_PICTURES)
         raise ConfigError(f"{option.opts[0]} {target}: give a path that ends with {formats}")
@@ -52,6 +52,18 @@ def plot_option(what: str, name: str = "--plot") -> Any:
     return typer.Option(
         name, metavar="PATH", callback=_picture, help=f"Draw {what}, as .png, .svg or .pdf."
     )
+
+
+def with_options(
+    call: Callable[..., None], *declared: Callable[..., object]
+) -> Callable[..., None]:
+    """Give `call` the options that functions declare, and the name and help of the first one."""
+    signatures = [inspect.signature(each, eval_str=True) for each in declared]
+    parameters = [each for of in signatures for each in of.parameters.values()]
+    vars(call)["__signature__"] = inspect.Signature(parameters)
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    call.__name__, call.__doc__ = declared[0].__name__, declared[0].__doc__
+    return call
 
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run.")]
@@ -69,8 +81,22 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
 ]
-
-
+#: Of commands that print JSON alone, instead of words.
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run file, or the coordinator.state_dir of a run.")
+]
+Require = Annotated[
+    bool,
+    typer.Option("--require", help="Exit with 1 if a figure misses its bar; the last line says."),
+]
+Rows = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Only these rows, with * and ?; repeatable."),
+]
+Emulate = Annotated[
+    bool, typer.Option("--emulate", help="Links of network namespaces (root), not of the process.")
+]
 JsonTarget = Annotated[
     str,
     typer.Option(
@@ -98,9 +124,6 @@ def size_of(option: str, text: str) -> int:
     Raises:
         ConfigError: Naming the option.
     """
-    from diloco.errors import ConfigError
-    from diloco.transport.units import parse_bytes
-
     try:
         return parse_bytes(text, is_positive=True)
     except ValueError as error:

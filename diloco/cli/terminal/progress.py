@@ -10,10 +10,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # commands import what they need when they run
-    from rich.console import Console
+import typer
+from rich.console import Console
+
+from diloco.launch.process.ending import Interrupted, StopRequest, note_signals
 
 _LINE_EVERY_S = 10.0
 _LOOK_S = 1.0
@@ -22,11 +23,25 @@ _LOOK_S = 1.0
 Show = Callable[[str, int, int], None]
 
 
-def progress_console(json_target: str) -> Console:
-    """Standard error, so that progress never mixes with what is asked for."""
-    from rich.console import Console
+def output(json_target: str = "") -> Console:
+    """Standard output for text as it is; nothing goes there where JSON is all that is wanted."""
+    return Console(quiet=json_target == "-", markup=False, highlight=False, soft_wrap=True)
 
-    return Console(stderr=True, quiet=json_target == "-")
+
+def notes(json_target: str = "") -> Console:
+    """Standard error, likewise: progress never mixes with what is asked for."""
+    quiet = json_target == "-"
+    return Console(stderr=True, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[StopRequest]:
+    """Note signals; where the work takes one for its end, the command ends with its exit code."""
+    try:
+        with note_signals() as request:
+            yield request
+    except Interrupted as interrupted:
+        raise typer.Exit(interrupted.exit_code) from None
 
 
 @contextlib.contextmanager

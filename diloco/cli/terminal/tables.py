@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from rich.console import Group, JustifyMethod, RenderableType
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
-from diloco.protos.control_pb2 import FragmentStatus, IslandStatus, StatusReply
+from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.protos.control_pb2 import FragmentStatus, IslandStatus, StatusReply, SyncerStatus
 from diloco.transport.units import format_bytes, format_duration
 
 _STATE_STYLE = {"running": "green", "finished": "bold green", "failed": "bold red"}
@@ -16,23 +17,22 @@ _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
 #: State of an island that has joined and does not train yet (`IslandState`).
 _WAITING = "waiting"
-_TEXTS = frozenset(
-    {"island", "state", "lease", "phase", "digest", "contributors", "address", "fragments"}
-)
 #: Leases that end when nothing is heard.
 _RUNNING = frozenset({"active", "draining"})
 
 
-def status_view(reply: StatusReply) -> RenderableType:
+def status_view(reply: StatusReply) -> Group:
     """Show all: run, islands, fragments, several syncers, what was refused, who is away, alarms."""
-    parts: list[RenderableType] = [run_line(reply), islands_table(reply), fragments_table(reply)]
+    texts = [refusals_line(reply)] if reply.refusals else []
+    texts += [Text(line, style="red") for line in reply.away]
+    texts += [Text(line, style="bold red") for line in alarm_lines(reply)]
+    tables = [islands_table(reply), fragments_table(reply)]
     if len(reply.syncers) > 1:
-        parts.append(syncers_table(reply))
-    if reply.refusals:
-        parts.append(refusals_line(reply))
-    parts.extend(Text(line, style="red") for line in reply.away)
-    parts.extend(Text(line, style="bold red") for line in alarm_lines(reply))
-    return Group(*parts)
+        tables.append(syncers_table(reply))
+    texts.insert(0, run_line(reply))
+    for text in texts:  # whatever the console does with others
+        text.no_wrap, text.overflow = False, "fold"
+    return Group(texts[0], *tables, *texts[1:])
 
 
 def run_line(reply: StatusReply) -> Text:
@@ -65,23 +65,22 @@ def run_line(reply: StatusReply) -> Text:
     return line
 
 
-def islands_table(reply: StatusReply) -> Table:
+def islands_table(reply: StatusReply) -> FittedTable:
     """Show one row an island, in the order of island slots."""
-    table = _table(
+    headings = [
         "island", "incarnation", "lease", "state", "inner step", "loss", "tokens/s", "in flight",
-        "up", "down", "blocked", "utilisation", "left", "heard",
-    )  # fmt: skip
-    for island in sorted(reply.islands, key=lambda island: island.island_slot):
-        table.add_row(*_island_cells(island, reply.inner_steps))
-    return table
+        "up", "down", "blocked", "utilisation", "left", "report",
+    ]  # fmt: skip
+    islands = sorted(reply.islands, key=lambda island: island.island_slot)
+    rows = [_island_cells(island, reply.inner_steps) for island in islands]
+    return FittedTable.with_rows(headings, rows, {1, *range(4, len(headings))})
 
 
-def fragments_table(reply: StatusReply) -> Table:
+def fragments_table(reply: StatusReply) -> FittedTable:
     """Show one row a fragment: its newest published version and its current attempt."""
-    table = _table("fragment", "version", "attempt", "phase", "published", "digest", "contributors")
-    for fragment_id, fragment in _fragments(reply):
-        table.add_row(str(fragment_id), *_fragment_cells(fragment))
-    return table
+    headings = ["fragment", "version", "attempt", "phase", "published", "digest", "contributors"]
+    rows = [(p, *_fragment_cells(fragment)) for p, fragment in _fragments(reply)]
+    return FittedTable.with_rows(headings, rows, {1, 2, 4})
 
 
 def _fragments(reply: StatusReply) -> list[tuple[int, FragmentStatus | None]]:
@@ -91,18 +90,16 @@ def _fragments(reply: StatusReply) -> list[tuple[int, FragmentStatus | None]]:
     return [(p, known.get(p)) for p in sorted(there)]
 
 
-def syncers_table(reply: StatusReply) -> Table:
-    """Show one row a syncer: one that is not heard of stalls its own fragments."""
-    table = _table("syncer", "address", "epoch", "fragments", "heard")
-    for syncer in reply.syncers:
-        table.add_row(
-            str(syncer.syncer_id),
-            syncer.address or _UNKNOWN,
-            str(syncer.syncer_epoch or _UNKNOWN),
-            ", ".join(map(str, syncer.fragment_ids)) or _UNKNOWN,
-            f"{_seconds(syncer.age_s)} ago" if syncer.age_s < math.inf else "never",
-        )
-    return table
+def syncers_table(reply: StatusReply) -> FittedTable:
+    """Show one row a syncer: one that does not report stalls its own fragments."""
+    columns: dict[str, Callable[[SyncerStatus], object]] = {
+        "syncer": lambda syncer: syncer.syncer_id,
+        "address": lambda syncer: syncer.address or _UNKNOWN,
+        "epoch": lambda syncer: syncer.syncer_epoch or _UNKNOWN,
+        "fragments": lambda syncer: ", ".join(map(str, syncer.fragment_ids)) or _UNKNOWN,
+        "report": lambda s: f"{_seconds(s.age_s)} ago" if s.age_s < math.inf else "never",
+    }
+    return FittedTable.of(reply.syncers, columns)
 
 
 def refusals_line(reply: StatusReply) -> Text:
@@ -179,15 +176,6 @@ def island_text(island: IslandStatus, inner_steps: int) -> str:
         f"{report.state}, step {_step(report.inner_step, inner_steps)} "
         f"{loss}{report.tokens_per_s:,.0f} tokens/s{left}"
     )
-
-
-def _table(*columns: str) -> Table:
-    """Lay out columns, figures to the right; a narrow terminal folds them and loses nothing."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for column in columns:
-        justify: JustifyMethod = "left" if column in _TEXTS else "right"
-        table.add_column(column, justify=justify, overflow="fold")
-    return table
 
 
 def _island_cells(island: IslandStatus, inner_steps: int) -> tuple[str, ...]:

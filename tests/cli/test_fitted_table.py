@@ -12,7 +12,7 @@ from diloco.bench.outer_loop.codec import _COLUMNS as CODEC
 from diloco.bench.syncer.syncer import _COLUMNS as SYNCER
 from diloco.bench.training.plain import _COLUMNS as PLAIN
 from diloco.bench.training.race import _COLUMNS as RACE
-from diloco.cli.terminal.report_tables import print_rows
+from diloco.cli.terminal.fitted_table import print_rows
 from diloco.report.rows import Column
 
 WORDS = st.lists(st.text("abcxyz", min_size=1, max_size=12), min_size=1, max_size=4).map(" ".join)
