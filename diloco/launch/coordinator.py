@@ -21,6 +21,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,7 +152,8 @@ async def run_coordinator(
                 await retry_disk_full_async(
                     "the configuration", functools.partial(_claim, config, state, membership)
                 )
-                return await _coordinate_on(config, state, journal, announce, linger_s)
+                signals = note_signals_async(num_graceful=1)
+                return await _Run(config, state, journal, announce, linger_s, signals).coordinate()
     except Held as error:
         raise ConfigError(
             f"another coordinator runs in {config.coordinator.state_dir} ({error}): watch it with "
@@ -215,131 +217,225 @@ def _check_same_policy(
         )
 
 
-async def _coordinate_on(
-    config: Config,
-    state: StateDir,
-    journal: Journal,
-    announce: Callable[[str], None],
-    linger_s: float,
-) -> int:
-    """Serve until the end, and through returns of the run by itself; returns the exit code.
+@dataclass(slots=True)
+class _Run:
+    """A run whose state directory this process holds, through all its timelines."""
 
-    A return that was decided is made first, so that a coordinator that was killed at any moment of
-    it goes on with it. Each timeline begins as after a restart, with what the journal remembers.
-    """
-    signals = note_signals_async(num_graceful=1)
-    while True:
-        membership = read_membership(config, journal)
-        if membership.is_returning:
-            await _return(config, state, journal, membership, announce, signals)
-            membership = read_membership(config, journal)
-        config = _with_settings(config, membership, lambda line: None)
-        code = await _coordinate(config, state, journal, membership, announce, linger_s, signals)
-        if not membership.is_returning or signals.asked.is_set():
-            return code
+    config: Config
+    state: StateDir
+    journal: Journal
+    announce: Callable[[str], None]
+    linger_s: float
+    signals: StopRequest
+    membership: Membership = field(init=False)
 
+    async def coordinate(self) -> int:
+        """Serve until the end, and through returns of the run by itself; returns the exit code.
 
-async def _return(
-    config: Config,
-    state: StateDir,
-    journal: Journal,
-    membership: Membership,
-    announce: Callable[[str], None],
-    signals: StopRequest,
-) -> None:
-    """Begin a new timeline from the last good checkpoint.
+        A return that was decided is made first, so that a coordinator that was killed at any moment
+        of it goes on with it. Each timeline begins as after a restart, with what the journal has.
+        """
+        while True:
+            self.membership = read_membership(self.config, self.journal)
+            if self.membership.is_returning:
+                await self._return()
+                self.membership = read_membership(self.config, self.journal)
+            self.config = _with_settings(self.config, self.membership, lambda line: None)
+            code = await self._coordinate()
+            if not self.membership.is_returning or self.signals.asked.is_set():
+                return code
 
-    Or end the run: where none is whole, or where so many returns did not help.
-    """
-    decided = membership.candidates.pending
-    assert decided is not None
-    if entries := membership.lost_by_returns(terms_of(config).judging):
-        pass  # a coordinator that was killed had not looked at it yet
-    elif (step := choose_good(config, state, membership, announce)) is not None:
-        entries = membership.resumed(step, is_return=True)
-    else:
-        entries = membership.candidates.given_up() + membership.failed(
-            f"{decided.why}; no checkpoint that was judged good is whole (the coordinator's log "
-            f"says what is torn)",
-            AggregationError.exit_code,
-        )
-    await retry_disk_full_async(
-        "the return to a good checkpoint",
-        lambda: journal.write(entries, told=audit_entries_of(entries)),
-        given_up=signals.forced,
-    )
+    async def _return(self) -> None:
+        """Begin a new timeline from the last good checkpoint.
 
-
-async def _coordinate(
-    config: Config,
-    state: StateDir,
-    journal: Journal,
-    membership: Membership,
-    announce: Callable[[str], None],
-    linger_s: float,
-    signals: StopRequest,
-) -> int:
-    """Stop the syncers of an earlier timeline, then serve until the end; returns the exit code."""
-    read_by_syncers: dict[Path, bytes] = {}
-    security = Security.of(config, Role.COORDINATOR)
-    coordinator = _build_coordinator(
-        config, membership, journal, state, read_by_syncers, security.tls
-    )
-    if security.insecure:
-        announce(f"warning: {INSECURE_WARNING}")
-    if problem := config.outer.sparse_problem:
-        announce(f"warning: {problem}")
-    decider = _build_decider(config, coordinator, membership, journal, state)
-    supervisors = [
-        SyncerSupervisor(
-            each,
-            on_hopeless=coordinator.fail,
-            on_ended=lambda reason: coordinator.alarms.raise_(
-                Alarm(AlarmKind.SYNCER_ENDS, bounded_text(reason)), loop_now()
-            ),
-            before_start=functools.partial(_write_again, read_by_syncers),
-        )
-        for each in state.of_syncers(config.coordinator.num_syncers)
-    ]
-    if _is_over(membership):
-        await _stop_syncers(state, supervisors, journal, signals.forced)
-        return _show_end(
-            config, state, journal, membership, coordinator.run_status, signals, announce
-        )
-    if not _is_served(state, membership):
-        await _stop_syncers(state, supervisors, journal, signals.forced)
-    await retry_disk_full_async(
-        "the timeline",
-        lambda: _timeline(membership).write(state.timeline),
-        given_up=signals.forced,
-    )
-    for path in (state.resolved, state.secret, state.timeline):
-        read_by_syncers[path] = path.read_bytes()
-    async with _serving(config, state, security, coordinator, decider, signals) as address:
-        announce(f"coordinator of run {config.run.name!r} listens on {address}")
-        if security.added is not None:
-            announce(f"for its commands: {config.transport.kind}://{address}")
-        if membership.is_finished:
-            announce(
-                f"the run has finished, but for {', '.join(membership.members.away)}: "
-                f"waiting for up to {RETURN_S:g} s, so that it can fetch the end"
+        Or end the run: where none is whole, or where so many returns did not help.
+        """
+        membership = self.membership
+        decided = membership.candidates.pending
+        assert decided is not None
+        if entries := membership.lost_by_returns(terms_of(self.config).judging):
+            pass  # a coordinator that was killed had not looked at it yet
+        elif (step := choose_good(self.config, self.state, membership, self.announce)) is not None:
+            entries = membership.resumed(step, is_return=True)
+        else:
+            entries = membership.candidates.given_up() + membership.failed(
+                f"{decided.why}; no checkpoint that was judged good is whole (the coordinator's "
+                f"log says what is torn)",
+                AggregationError.exit_code,
             )
-        await first_of(
-            coordinator.ended.wait(),
-            coordinator.watch(),
-            _asked_to_stop(coordinator, membership, signals, announce),
-            *([decider.watch()] if decider else [s.run() for s in supervisors]),
+        await self._retry(
+            "the return to a good checkpoint",
+            lambda: self.journal.write(entries, told=audit_entries_of(entries)),
         )
-        if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
-            await _linger(membership, linger_s)
-        # They are served meanwhile: they have last reports.
-        given_up = coordinator.ended if coordinator.is_halting else signals.forced
-        await _stop_syncers(state, supervisors, journal, given_up)
-        await _let_watchers_see(coordinator.run_status, signals)
-    coordinator.alarms.write()  # of last reports
-    if membership.is_returning and not signals.asked.is_set():
-        return 0  # it goes on
-    return _show_end(config, state, journal, membership, coordinator.run_status, signals, announce)
+
+    async def _coordinate(self) -> int:
+        """Stop the syncers of an earlier timeline, serve until the end; returns the exit code."""
+        config, state, membership = self.config, self.state, self.membership
+        read_by_syncers: dict[Path, bytes] = {}
+        security = Security.of(config, Role.COORDINATOR)
+        coordinator = self._build_coordinator(read_by_syncers, security.tls)
+        if security.insecure:
+            self.announce(f"warning: {INSECURE_WARNING}")
+        if problem := config.outer.sparse_problem:
+            self.announce(f"warning: {problem}")
+        decider = self._build_decider(coordinator)
+        supervisors = [
+            SyncerSupervisor(
+                each,
+                on_hopeless=coordinator.fail,
+                on_ended=lambda reason: coordinator.alarms.raise_(
+                    Alarm(AlarmKind.SYNCER_ENDS, bounded_text(reason)), loop_now()
+                ),
+                before_start=functools.partial(_write_again, read_by_syncers),
+            )
+            for each in state.of_syncers(config.coordinator.num_syncers)
+        ]
+        if _is_over(membership):
+            await _stop_syncers(state, supervisors, self.journal, self.signals.forced)
+            return self._show_end(coordinator.run_status)
+        if not _is_served(state, membership):
+            await _stop_syncers(state, supervisors, self.journal, self.signals.forced)
+        await self._retry("the timeline", lambda: _timeline(membership).write(state.timeline))
+        for path in (state.resolved, state.secret, state.timeline):
+            read_by_syncers[path] = path.read_bytes()
+        async with self._serving(security, coordinator, decider) as address:
+            self.announce(f"coordinator of run {config.run.name!r} listens on {address}")
+            if security.added is not None:
+                self.announce(f"for its commands: {config.transport.kind}://{address}")
+            if membership.is_finished:
+                self.announce(
+                    f"the run has finished, but for {', '.join(membership.members.away)}: "
+                    f"waiting for up to {RETURN_S:g} s, so that it can fetch the end"
+                )
+            await first_of(
+                coordinator.ended.wait(),
+                coordinator.watch(),
+                _asked_to_stop(coordinator, membership, self.signals, self.announce),
+                *([decider.watch()] if decider else [s.run() for s in supervisors]),
+            )
+            if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
+                await _linger(membership, self.linger_s)
+            # They are served meanwhile: they have last reports.
+            given_up = coordinator.ended if coordinator.is_halting else self.signals.forced
+            await _stop_syncers(state, supervisors, self.journal, given_up)
+            await _let_watchers_see(coordinator.run_status, self.signals)
+        coordinator.alarms.write()  # of last reports
+        if membership.is_returning and not self.signals.asked.is_set():
+            return 0  # it goes on
+        return self._show_end(coordinator.run_status)
+
+    async def _retry(self, what: str, work: Callable[[], None]) -> None:
+        """Write something, and again while the disk is full, until a stop is forced."""
+        await retry_disk_full_async(what, work, given_up=self.signals.forced)
+
+    def _build_coordinator(
+        self, read_by_syncers: dict[Path, bytes], tls: Tls | None
+    ) -> Coordinator:
+        state = self.state
+        if tls is not None:
+            of_files, of_run = tls.is_revoked, self.membership.settings.is_revoked
+            tls.is_revoked = lambda serial: of_files(serial) or of_run(serial)
+
+        def keep(config: Config) -> None:
+            content = resolved_toml(config).encode()
+            write_durably(state.resolved, [content])
+            read_by_syncers[state.resolved] = content
+
+        return Coordinator(
+            membership=self.membership,
+            journal=self.journal,
+            secret=load_or_create_secret(state.secret),
+            terms=terms_of(self.config),
+            unix_clock=wall_clock(os.environ, "coordinator"),
+            operations=Operations(self.config, on_config=keep, backup=Backups(state).make),
+            certificate_problem=lambda: "" if tls is None else tls.problem,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _serving(
+        self, security: Security, coordinator: Coordinator, decider: Decider | None
+    ) -> AsyncIterator[str]:
+        """Serve islands, operators and metrics where an earlier start did; gives the address."""
+        config = self.config
+        earlier = read_endpoint(self.state.coordinator)
+        server = await listen(
+            config.coordinator.listen,
+            earlier.address if earlier else "",
+            repeated_when_full({**coordinator.handlers, **(decider.handlers if decider else {})}),
+            security=security,
+            chunk_bytes=config.transport.chunk.num_bytes,
+            limits=limits_of(config),
+            on_refused=coordinator.refused,
+        )
+        try:
+            protection = metrics_protection(config, security)
+            is_restart = earlier is not None
+            async with _serving_metrics(config, coordinator, protection, is_restart=is_restart):
+                endpoint = Endpoint(local_address(server.address), os.getpid())
+                await self._retry(
+                    "the coordinator's address", lambda: endpoint.write(self.state.coordinator)
+                )
+                yield coordinator_address(server.address, config.coordinator)
+        finally:
+            await server.stop(_DRAIN_S)
+            if decider is not None:
+                decider.stop()
+
+    def _build_decider(self, coordinator: Coordinator) -> Decider | None:
+        """Build what decides the rounds, where the islands merge among themselves."""
+        outer = self.config.outer
+        if outer.exchange == "syncer":
+            return None
+        from diloco.coordinator.decided_rounds import DeciderRules
+        from diloco.coordinator.decider import Decider
+
+        coordinator.run_status.instead_of_syncer = "none: the islands merge among themselves"
+        decider = Decider(
+            membership=self.membership,
+            journal=self.journal,
+            secret=load_or_create_secret(self.state.secret),
+            rules=DeciderRules(
+                outer.round_deadline.seconds,
+                outer.downlink,
+                outer.retained_versions,
+                weights_of(self.config),
+            ),
+            decider_id=secrets.token_hex(16),
+            is_granted=coordinator.is_island,
+            on_status=coordinator.fragment_stands,
+            on_lost=coordinator.lose,
+            on_refused=coordinator.refused,
+        )
+        coordinator.on_operated = decider.name_again
+        return decider
+
+    def _show_end(self, run_status: RunStatus) -> int:
+        """Say how it ended and what to type next; returns the exit code."""
+        config, membership, announce = self.config, self.membership, self.announce
+        if membership.fatal_reason:
+            announce(f"the run {membership.run!r} failed: {membership.fatal_reason}")
+            if read_membership(config, self.journal).fatal_reason:
+                announce(_next_text(config, membership))
+            else:  # of this coordinator alone; it has said itself that the run goes on
+                announce(f"the islands: {commands_of_islands(config)}")
+            return membership.fatal_exit_code
+        if membership.is_finished:
+            said = f"the run {membership.run!r} has finished"
+            merged = run_status.merged_tokens  # 0 where no syncer has reported to this start
+            if config.outer.is_on_arrival and merged:
+                said += f": every fragment has merged {merged:,} tokens, planned were "
+                said += f"{config.total_tokens:,}"
+            announce(said)
+            return 0
+        if membership.is_stopped:
+            announce(_stopped_text(config, self.state, membership))
+        else:
+            announce(
+                f"coordinator and syncer of run {membership.run!r} stopped; nothing is lost: start "
+                f"it again with the same command"
+                + (", it goes on stopping" if membership.is_stopping else "")
+            )
+        return self.signals.exit_code
 
 
 def _write_again(contents: Mapping[Path, bytes]) -> None:
@@ -351,71 +447,6 @@ def _write_again(contents: Mapping[Path, bytes]) -> None:
         logger.error("%s is not what was written there: it is written again", path)
         with contextlib.suppress(OSError):  # the syncer says what is wrong with it
             write_durably(path, [content], mode=0o600)
-
-
-def _build_coordinator(
-    config: Config,
-    membership: Membership,
-    journal: Journal,
-    state: StateDir,
-    read_by_syncers: dict[Path, bytes],
-    tls: Tls | None,
-) -> Coordinator:
-    if tls is not None:
-        of_files, of_run = tls.is_revoked, membership.settings.is_revoked
-        tls.is_revoked = lambda serial: of_files(serial) or of_run(serial)
-
-    def keep(config: Config) -> None:
-        content = resolved_toml(config).encode()
-        write_durably(state.resolved, [content])
-        read_by_syncers[state.resolved] = content
-
-    return Coordinator(
-        membership=membership,
-        journal=journal,
-        secret=load_or_create_secret(state.secret),
-        terms=terms_of(config),
-        unix_clock=wall_clock(os.environ, "coordinator"),
-        operations=Operations(config, on_config=keep, backup=Backups(state).make),
-        certificate_problem=lambda: "" if tls is None else tls.problem,
-    )
-
-
-@contextlib.asynccontextmanager
-async def _serving(
-    config: Config,
-    state: StateDir,
-    security: Security,
-    coordinator: Coordinator,
-    decider: Decider | None,
-    signals: StopRequest,
-) -> AsyncIterator[str]:
-    """Serve islands, operators and metrics where an earlier start did; gives the address."""
-    earlier = read_endpoint(state.coordinator)
-    server = await listen(
-        config.coordinator.listen,
-        earlier.address if earlier else "",
-        repeated_when_full({**coordinator.handlers, **(decider.handlers if decider else {})}),
-        security=security,
-        chunk_bytes=config.transport.chunk.num_bytes,
-        limits=limits_of(config),
-        on_refused=coordinator.refused,
-    )
-    try:
-        protection = metrics_protection(config, security)
-        is_restart = earlier is not None
-        async with _serving_metrics(config, coordinator, protection, is_restart=is_restart):
-            endpoint = Endpoint(local_address(server.address), os.getpid())
-            await retry_disk_full_async(
-                "the coordinator's address",
-                lambda: endpoint.write(state.coordinator),
-                given_up=signals.forced,
-            )
-            yield coordinator_address(server.address, config.coordinator)
-    finally:
-        await server.stop(_DRAIN_S)
-        if decider is not None:
-            decider.stop()
 
 
 @contextlib.asynccontextmanager
@@ -446,41 +477,6 @@ async def _serving_metrics(
         yield
     finally:
         await metrics.stop()
-
-
-def _build_decider(
-    config: Config,
-    coordinator: Coordinator,
-    membership: Membership,
-    journal: Journal,
-    state: StateDir,
-) -> Decider | None:
-    """Build what decides the rounds, where the islands merge among themselves."""
-    outer = config.outer
-    if outer.exchange == "syncer":
-        return None
-    from diloco.coordinator.decided_rounds import DeciderRules
-    from diloco.coordinator.decider import Decider
-
-    coordinator.run_status.instead_of_syncer = "none: the islands merge among themselves"
-    decider = Decider(
-        membership=membership,
-        journal=journal,
-        secret=load_or_create_secret(state.secret),
-        rules=DeciderRules(
-            outer.round_deadline.seconds,
-            outer.downlink,
-            outer.retained_versions,
-            weights_of(config),
-        ),
-        decider_id=secrets.token_hex(16),
-        is_granted=coordinator.is_island,
-        on_status=coordinator.fragment_stands,
-        on_lost=coordinator.lose,
-        on_refused=coordinator.refused,
-    )
-    coordinator.on_operated = decider.name_again
-    return decider
 
 
 async def _asked_to_stop(
@@ -589,42 +585,6 @@ def _is_served(state: StateDir, membership: Membership) -> bool:
 
 def _timeline(membership: Membership) -> Timeline:
     return Timeline(membership.timeline, membership.resume_step)
-
-
-def _show_end(
-    config: Config,
-    state: StateDir,
-    journal: Journal,
-    membership: Membership,
-    run_status: RunStatus,
-    signals: StopRequest,
-    announce: Callable[[str], None],
-) -> int:
-    """Say how it ended and what to type next; returns the exit code."""
-    if membership.fatal_reason:
-        announce(f"the run {membership.run!r} failed: {membership.fatal_reason}")
-        if read_membership(config, journal).fatal_reason:
-            announce(_next_text(config, membership))
-        else:  # of this coordinator alone; it has said itself that the run goes on
-            announce(f"the islands: {commands_of_islands(config)}")
-        return membership.fatal_exit_code
-    if membership.is_finished:
-        said = f"the run {membership.run!r} has finished"
-        merged = run_status.merged_tokens  # 0 where nobody has told this start
-        if config.outer.is_on_arrival and merged:
-            said += f": every fragment has merged {merged:,} tokens, planned were "
-            said += f"{config.total_tokens:,}"
-        announce(said)
-        return 0
-    if membership.is_stopped:
-        announce(_stopped_text(config, state, membership))
-    else:
-        announce(
-            f"coordinator and syncer of run {membership.run!r} stopped; nothing is lost: start it "
-            f"again with the same command"
-            + (", it goes on stopping" if membership.is_stopping else "")
-        )
-    return signals.exit_code
 
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:

@@ -21,6 +21,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -76,7 +77,6 @@ if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.syncer.rules import SyncerRules
     from diloco.syncer.syncer import Syncer
     from diloco.syncer.worker import Workers
-    from diloco.telemetry.protection import Protection
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,8 @@ async def _run_syncer(state: StateDir) -> int:
         )
         if stopping.is_set():
             return 0
-        return await _serve(config, state, security, secret, epoch, timeline, reporter, stopping)
+        process = _Process(config, state, security, secret, epoch, timeline, reporter, stopping)
+        return await process.serve()
     finally:
         await reporter.close()
 
@@ -202,45 +203,53 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
     await retry_disk_full_async("the plan", keep, given_up=stopping)
 
 
-async def _serve(
-    config: Config,
-    state: StateDir,
-    security: Security,
-    secret: bytes,
-    epoch: int,
-    timeline: Timeline,
-    reporter: Reporter,
-    stopping: asyncio.Event,
-) -> int:
-    plan = stored_plan(state)
-    num_threads = usable_cpus()
-    with syncer_workers(num_threads) as workers:
-        await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
-        if not any(state.store.glob("fragment-*")):  # a restart goes on, however full the disk is
-            num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
-            check_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
-            if not any(path for each in state.syncers for path in each.store.glob("fragment-*")):
-                check_syncer_memory(config, plan)  # later, others may have taken theirs
-        clock = wall_clock(os.environ, state.syncer_name)
-        events = _open_events(config, state, epoch, timeline, clock)
-        syncer = _build_syncer(
-            config, state, plan, secret, epoch, timeline, reporter, workers, events, clock
-        )
-        # It waits for room on its disk, and for the coordinator where there is something to found.
-        await first_of(
-            _start(syncer, reporter, config.transport.unreachable.seconds), stopping.wait()
-        )
-        if stopping.is_set():
-            await syncer.stop()
-            events.close()
-            return 0
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """What a syncer serves with, once it has its plan."""
+
+    config: Config
+    state: StateDir
+    security: Security
+    secret: bytes
+    epoch: int
+    timeline: Timeline
+    reporter: Reporter
+    stopping: asyncio.Event
+
+    async def serve(self) -> int:
+        """Serve until the end; returns the exit code."""
+        config, state, stopping = self.config, self.state, self.stopping
+        plan = stored_plan(state)
+        with syncer_workers(usable_cpus()) as workers:
+            await workers.notes.run(lambda: take_to_timeline(state, plan, self.timeline))
+            if not any(state.store.glob("fragment-*")):  # a restart goes on, however full it is
+                num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
+                check_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
+                if not any(path for s in state.syncers for path in s.store.glob("fragment-*")):
+                    check_syncer_memory(config, plan)  # later, others may have taken theirs
+            clock = wall_clock(os.environ, state.syncer_name)
+            events = self._open_events(clock)
+            syncer = self._build_syncer(plan, workers, events, clock)
+            # It waits for room on its disk, and for the coordinator if there is one to found.
+            await first_of(
+                _start(syncer, self.reporter, config.transport.unreachable.seconds), stopping.wait()
+            )
+            if stopping.is_set():
+                await syncer.stop()
+                events.close()
+                return 0
+            return await self._serve(plan, workers, syncer, events)
+
+    async def _serve(self, plan: Plan, workers: Workers, syncer: Syncer, events: Sink) -> int:
+        """Answer islands and report to the coordinator, until either says that this ends."""
+        config, state, reporter, stopping = self.config, self.state, self.reporter, self.stopping
         bound = read_bound(state.bound)
         coordinator = read_endpoint(state.coordinator)
         server = await listen(
             of_syncer(config.coordinator.syncer_listen, state.syncer_id),
             bound,
             syncer.handlers,
-            security=security.knowing(coordinator.address if coordinator else ""),
+            security=self.security.knowing(coordinator.address if coordinator else ""),
             chunk_bytes=config.transport.chunk.num_bytes,
             limits=limits_of(config),
             on_refused=syncer.meter.refusal,
@@ -252,19 +261,13 @@ async def _serve(
             Endpoint(address, os.getpid()).write(state.syncer)
 
         await retry_disk_full_async("the syncer's address", show_address, given_up=stopping)
-        logger.info("syncer serves, address=%s epoch=%d", address, epoch)
-        # Who comes back keeps nobody waiting: until codecs are compiled they give the same bytes.
+        logger.info("syncer serves, address=%s epoch=%d", address, self.epoch)
+        # An island that returns waits for nobody: codecs that are not compiled yet give the same.
         warming = asyncio.create_task(workers.transfers.run(lambda: _warm_up(config, plan)))
         reporting = asyncio.create_task(reporter.run(syncer, address))
         verifying = asyncio.create_task(syncer.verify_stores())
         try:
-            async with _serving_metrics(
-                of_syncer(config.telemetry.syncer_metrics, state.syncer_id),
-                syncer,
-                epoch,
-                metrics_protection(config, security),
-                is_restart=bound != "",
-            ):
+            async with self._serving_metrics(syncer, is_restart=bound != ""):
                 await first_of(
                     syncer.ended.wait(),
                     stopping.wait(),
@@ -274,7 +277,7 @@ async def _serve(
                         config.transport.unreachable.seconds,
                     ),
                 )
-                return await _end(syncer, reporter, stopping)
+                return await self._end(syncer)
         finally:
             await server.stop(_DRAIN_S)
             await syncer.stop()
@@ -285,28 +288,105 @@ async def _serve(
             events.close()
             await warming
 
+    @contextlib.asynccontextmanager
+    async def _serving_metrics(self, syncer: Syncer, *, is_restart: bool) -> AsyncIterator[None]:
+        """Serve metrics where the run asks for them."""
+        address = of_syncer(self.config.telemetry.syncer_metrics, self.state.syncer_id)
+        if not address:
+            yield
+            return
+        from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
 
-@contextlib.asynccontextmanager
-async def _serving_metrics(
-    address: str, syncer: Syncer, epoch: int, protection: Protection, *, is_restart: bool
-) -> AsyncIterator[None]:
-    """Serve metrics where the run asks for them."""
-    if not address:
-        yield
-        return
-    from diloco.telemetry.prometheus import MetricsServer, syncer_metrics
+        metrics = MetricsServer(
+            address,
+            lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=self.epoch),
+            setting="telemetry.syncer_metrics",
+            protection=metrics_protection(self.config, self.security),
+        )
+        try:
+            await metrics.start(is_restart=is_restart)
+            yield
+        finally:
+            await metrics.stop()
 
-    metrics = MetricsServer(
-        address,
-        lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=epoch),
-        setting="telemetry.syncer_metrics",
-        protection=protection,
-    )
-    try:
-        await metrics.start(is_restart=is_restart)
-        yield
-    finally:
-        await metrics.stop()
+    def _open_events(self, clock: Callable[[], float]) -> Sink:
+        """Open the file of what happens to rounds; a run that is under way goes on without.
+
+        Raises:
+            ConfigError: If it cannot be written to, at the first start.
+        """
+        config, state = self.config, self.state
+        directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
+        context = {"run": config.run.name, "syncer_epoch": self.epoch}
+        context["timeline"] = self.timeline.number
+        path = directory / f"events-{state.syncer_name}.jsonl"
+        sink = BackgroundSink("rounds", JsonlSink(path, context, clock))
+        try:
+            sink.open()
+        except OSError as error:
+            problem = f"telemetry.dir = {directory}: events of rounds cannot be written there"
+            if not state.bound.exists():
+                raise ConfigError(f"{problem}: {error}; give another directory") from error
+            logger.warning("the run goes on without them: %s: %s", problem, error)
+            return FanOut(())
+        return sink
+
+    async def _end(self, syncer: Syncer) -> int:
+        """Give the exit code; a run that is lost is still served, so that its islands learn why."""
+        if syncer.failure is not None:
+            return 1
+        if syncer.fatal is None:
+            logger.info("syncer stops")
+            return 0
+        self.reporter.fail(syncer.fatal.reason, syncer.fatal.exit_code)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), _FATAL_LINGER_S)
+        return syncer.fatal.exit_code
+
+    def _build_syncer(
+        self, plan: Plan, workers: Workers, events: Sink, clock: Callable[[], float]
+    ) -> Syncer:
+        import torch
+
+        from diloco.forecast.build import build_syncer_rules
+        from diloco.syncer.syncer import Syncer
+        from diloco.versions.store import FragmentStore
+
+        torch.set_num_threads(1)  # of one operation; lanes are merged side by side
+        config, state, reporter, outer = self.config, self.state, self.reporter, self.config.outer
+        stores = [
+            FragmentStore(
+                state.store,
+                fragment,
+                outer.retained_versions,
+                is_indexed=functools.partial(reporter.is_indexed, fragment.fragment_id),
+                snapshot_rounds=outer.snapshot_rounds,
+                keeps_all=outer.keep_contributions == "all",
+                num_threads=usable_cpus(),
+            )
+            for fragment in part_of(state, plan).fragments
+        ]
+        memory = syncer_memory(config, [store.fragment for store in stores])
+        at_once = memory.merges_at_once(usable_cpus(), available_bytes())
+        logger.info("merges of as many as %d fragments at once", at_once)
+        timeline = self.timeline.number
+        rules = build_syncer_rules(config, timeline=timeline, merges_at_once=at_once)
+        return Syncer(
+            plan,
+            rules,
+            stores,
+            syncer_epoch=self.epoch,
+            incarnations=_SeenIncarnations(state.incarnations),
+            is_granted=lambda grant: is_valid(
+                grant, self.secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
+            ),
+            workers=workers,
+            on_record=reporter.add_record,
+            on_change=reporter.changed,
+            orders=_Orders(state.orders, config, rules),
+            on_event=functools.partial(_on_event, events, reporter),
+            unix_clock=clock,
+        )
 
 
 async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> None:
@@ -325,46 +405,6 @@ async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> No
         syncer.indexed(*indexed_of(await reporter.learn_plan()))
 
     await first_of(hear(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
-
-
-def _open_events(
-    config: Config,
-    state: StateDir,
-    epoch: int,
-    timeline: Timeline,
-    clock: Callable[[], float],
-) -> Sink:
-    """Open the file of what happens to rounds; a run that is under way goes on without.
-
-    Raises:
-        ConfigError: If it cannot be written to, at the first start.
-    """
-    directory = Path(config.telemetry.dir) if config.telemetry.dir else state.root / "telemetry"
-    context = {"run": config.run.name, "syncer_epoch": epoch, "timeline": timeline.number}
-    path = directory / f"events-{state.syncer_name}.jsonl"
-    sink = BackgroundSink("rounds", JsonlSink(path, context, clock))
-    try:
-        sink.open()
-    except OSError as error:
-        problem = f"telemetry.dir = {directory}: events of rounds cannot be written there: {error}"
-        if not state.bound.exists():
-            raise ConfigError(f"{problem}; give another directory") from error
-        logger.warning("the run goes on without them: %s", problem)
-        return FanOut(())
-    return sink
-
-
-async def _end(syncer: Syncer, reporter: Reporter, stopping: asyncio.Event) -> int:
-    """Give the exit code; a run that is lost is still served, so that its islands hear why."""
-    if syncer.failure is not None:
-        return 1
-    if syncer.fatal is None:
-        logger.info("syncer stops")
-        return 0
-    reporter.fail(syncer.fatal.reason, syncer.fatal.exit_code)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stopping.wait(), _FATAL_LINGER_S)
-    return syncer.fatal.exit_code
 
 
 def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
@@ -425,62 +465,8 @@ def _has_records_of(state: StateDir, timeline: Timeline) -> bool:
     )
 
 
-def _build_syncer(
-    config: Config,
-    state: StateDir,
-    plan: Plan,
-    secret: bytes,
-    epoch: int,
-    timeline: Timeline,
-    reporter: Reporter,
-    workers: Workers,
-    events: Sink,
-    clock: Callable[[], float],
-) -> Syncer:
-    import torch
-
-    from diloco.forecast.build import build_syncer_rules
-    from diloco.syncer.syncer import Syncer
-    from diloco.versions.store import FragmentStore
-
-    torch.set_num_threads(1)  # of one operation; lanes are merged side by side
-    outer = config.outer
-    stores = [
-        FragmentStore(
-            state.store,
-            fragment,
-            outer.retained_versions,
-            is_indexed=functools.partial(reporter.is_indexed, fragment.fragment_id),
-            snapshot_rounds=outer.snapshot_rounds,
-            keeps_all=outer.keep_contributions == "all",
-            num_threads=usable_cpus(),
-        )
-        for fragment in part_of(state, plan).fragments
-    ]
-    memory = syncer_memory(config, [store.fragment for store in stores])
-    merges_at_once = memory.merges_at_once(usable_cpus(), available_bytes())
-    logger.info("merges of as many as %d fragments at once", merges_at_once)
-    rules = build_syncer_rules(config, timeline=timeline.number, merges_at_once=merges_at_once)
-    return Syncer(
-        plan,
-        rules,
-        stores,
-        syncer_epoch=epoch,
-        incarnations=_SeenIncarnations(state.incarnations),
-        is_granted=lambda grant: is_valid(
-            grant, secret, run=config.run.name, role=ROLE_ISLAND, now_unix_s=clock()
-        ),
-        workers=workers,
-        on_record=reporter.add_record,
-        on_change=reporter.changed,
-        orders=_Orders(state.orders, config, rules),
-        on_event=functools.partial(_hear, events, reporter),
-        unix_clock=clock,
-    )
-
-
-def _hear(events: Sink, reporter: Reporter, event: Event) -> None:
-    """Write what happens to rounds, and have the coordinator told what it shows of it."""
+def _on_event(events: Sink, reporter: Reporter, event: Event) -> None:
+    """Write what happens to rounds; the coordinator gets what it shows of it."""
     events.write(event)
     if reporter.alarms.on_event(event, loop_now()):
         reporter.changed()

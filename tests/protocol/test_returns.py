@@ -15,7 +15,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.audit_log import audit_entries_of
 from diloco.errors import AggregationError, Fenced, RunReturned
-from diloco.launch.coordinator import _return
+from diloco.launch.coordinator import _Run
 from diloco.protocol.run.candidates import JudgeRules
 from diloco.protos import control_pb2 as control
 from diloco.refusals import Cause
@@ -161,7 +161,9 @@ async def killed_before_it_looked(coord: CoordinatorInMemory, directory: Path) -
     config = load_config(write_run(directory / "run", {"east": "", "west": ""}))
     signals: Any = SimpleNamespace(forced=asyncio.Event())
     state = StateDir(directory)
-    await _return(config, state, coord.journal, coord.membership, lambda line: None, signals)
+    run = _Run(config, state, coord.journal, lambda line: None, 0.0, signals)
+    run.membership = coord.membership
+    await run._return()
     await coord.restart()
 
 
