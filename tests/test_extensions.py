@@ -22,6 +22,7 @@ from diloco.config.schema import Config
 from diloco.errors import AggregationError, CodecError, ConfigError
 from diloco.extensions import extensions
 from diloco.forecast.build import build_publication_rules
+from diloco.launch.rank.inputs import open_inputs
 from diloco.outer.combination import MergeRule, combine, get_rule
 from diloco.outer.units import Unit
 from diloco.security.security import Security
@@ -121,6 +122,20 @@ def test_what_is_no_codec_is_refused(
 
     with pytest.raises(ConfigError, match=message):
         get_codec("third")
+
+
+@pytest.mark.parametrize("group", ["codecs", "merge_rules", "transports"])
+def test_what_cannot_be_imported_is_said_before_the_text_is_opened(
+    lesson: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    key = {"codecs": "uplink_codec", "merge_rules": "merge_rule", "transports": "kind"}[group]
+    other_package(tmp_path, monkeypatch, f"diloco.{group}", {"broken": "other:THING"})
+    table = "transport" if key == "kind" else "outer"
+    config = load_config(RUN, [f"{table}.{key}=broken"])
+    monkeypatch.setattr("diloco.launch.rank.inputs.open_data", lambda _: pytest.fail("opened"))
+
+    with pytest.raises(ConfigError, match=r"cannot import the .* 'broken' of other 2.0"):
+        open_inputs(config, may_download=False)
 
 
 def test_a_joining_island_needs_the_same_packages(

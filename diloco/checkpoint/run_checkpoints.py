@@ -96,6 +96,19 @@ def read_membership(config: Config, journal: Journal) -> Membership:
     return membership
 
 
+def membership_of(config: Config) -> Membership | None:
+    """Read what the run's coordinator has noted, once it has ended; None if it noted nothing.
+
+    Raises:
+        ConfigError: If its journal is damaged.
+    """
+    state = StateDir(Path(config.coordinator.state_dir))
+    if not state.journal.exists():
+        return None
+    with open_journal(state.journal) as journal:
+        return read_membership(config, journal)
+
+
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"cannot read the journal {path}: {error}. Bring it back from a copy; or have it made "

@@ -40,7 +40,6 @@ from diloco.launch.process.children import end_all, last_words, spawn, wait_for_
 from diloco.launch.process.emulated import Emulated
 from diloco.launch.process.ending import Interrupted, StopRequest
 from diloco.launch.process.restarts import RestartBudget
-from diloco.protocol.run.membership import Membership
 from diloco.state_dir import (
     StateDir,
     holder,
@@ -431,16 +430,3 @@ def find_resume_step(
     with open_journal(state.journal) as journal:
         membership = read_membership(config, journal)
     return choose_checkpoint(config, state, membership, at, announce, start=start)
-
-
-def membership_of(config: Config) -> Membership | None:
-    """Read what the run's coordinator has noted, once it has ended; None if it noted nothing.
-
-    Raises:
-        ConfigError: If its journal is damaged.
-    """
-    state = StateDir(Path(config.coordinator.state_dir))
-    if not state.journal.exists():
-        return None
-    with open_journal(state.journal) as journal:
-        return read_membership(config, journal)

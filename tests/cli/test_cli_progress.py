@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
+import signal
+import threading
 
 import pytest
 from rich.console import Console
 
 from diloco.cli.terminal import progress
-from diloco.cli.terminal.progress import counting, waiting
+from diloco.cli.terminal.progress import answering, counting, waiting
 from tests.waiting import wait_until
 
 
@@ -34,6 +38,23 @@ def test_waiting_says_again_and_again_what_it_waits_for(
 
     assert len(looks) >= 3
     assert ("look 1 (0 s)\n" in file.getvalue()) != is_terminal
+
+
+def test_ctrl_c_is_answered_while_work_is_in_code_that_is_not_pythons() -> None:
+    ended: list[bytes] = []
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+
+    def work() -> None:
+        ended.append(hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000))  # seconds
+
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        answering(work)
+
+    assert not ended
+    assert answering(lambda: 3) == 3
+    with pytest.raises(ValueError, match="told"):
+        answering(lambda: int("told"))
 
 
 def test_what_is_over_at_once_leaves_nothing_in_a_log() -> None:

@@ -320,7 +320,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
             raise Interrupted(signal.SIGINT)
         return 0, False
 
-    monkeypatch.setattr("diloco.launch.local.membership_of", lambda _: finished)
+    monkeypatch.setattr("diloco.checkpoint.run_checkpoints.membership_of", lambda _: finished)
     monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
     monkeypatch.setattr(local_command, "_run", run)
     monkeypatch.setattr("diloco.cli.run.report.show_report", lambda *_, **__: None)

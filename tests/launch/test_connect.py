@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -53,6 +55,42 @@ def test_an_unknown_link_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"transport.link = 'warp'"):
         diloco.connect(config, "127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("stands", "said"),
+    [
+        ({"is_finished": True}, "has finished, nothing is left to train: .* diloco export"),
+        ({"fatal_reason": "quorum lost"}, "failed: quorum lost. Resume it: diloco coordinator"),
+        ({"is_stopped": True}, "is stopped after inner step 4. Resume it: diloco coordinator"),
+        ({}, ""),
+    ],
+    ids=["finished", "failed", "stopped", "killed"],
+)
+def test_a_loop_of_a_run_that_is_over_says_so_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stands: dict[str, object],
+    said: str,
+) -> None:
+    config = diloco.load_config(write_run(tmp_path, {"east": ""}), island="east")
+    state = StateDir(Path(config.coordinator.state_dir))
+    state.root.mkdir(parents=True)
+    state.journal.touch()
+    there = {"is_finished": False, "fatal_reason": "", "is_stopped": False, **stands}
+    membership = SimpleNamespace(
+        members=SimpleNamespace(away=()), stop_name="after inner step 4", **there
+    )
+    monkeypatch.setattr("diloco.launch.rank.connect.membership_of", lambda _: membership)
+
+    if there["is_finished"]:
+        with pytest.raises(ConfigError, match=said):
+            diloco.connect(config, "127.0.0.1:9")
+    else:
+        diloco.connect(config, "127.0.0.1:9")
+        assert re.search(said, caplog.text)
+        assert bool(caplog.text) == bool(said)
 
 
 @pytest.mark.parametrize("source", ["argument", "run file", "state_dir"])

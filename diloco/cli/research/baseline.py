@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diloco.cli.terminal.options import AsJson, Overrides, RunFile, size_of
-from diloco.cli.terminal.progress import output, stoppable
+from diloco.cli.terminal.progress import answering, output, stoppable
 from diloco.errors import ConfigError
 from diloco.transport.units import format_bytes, format_duration
 
@@ -77,7 +77,7 @@ def baseline(
     if (emulated := Emulated.surrounding(os.environ)) is not None:
         config = emulated.placed(config)
     directory = _empty_place(out or f"{config.coordinator.state_dir}-{name}")
-    open_inputs(config, may_download=True)
+    answering(lambda: open_inputs(config, may_download=True))
     console = output("-" if as_json else "")
     console.print(f"baseline {name} of run {config.run.name}; logs in {directory}")
     with stoppable() as request:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from diloco.cli.terminal.options import AsJson, Overrides, RunFile
-from diloco.cli.terminal.progress import notes, output, waiting
+from diloco.cli.terminal.progress import answering, notes, output, waiting
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.process.ending import Interrupted, note_signals
 
@@ -122,13 +122,18 @@ def _prepare(
     else:
         check_place(state_dir, fresh=fresh)
         check_no_events(config)
-    with waiting(console, "opening text and warm start"):
-        from diloco.forecast.forecast import forecast  # torch takes seconds to load
-        from diloco.launch.rank.inputs import open_inputs
 
+    def open_all() -> None:
+        from diloco.forecast.forecast import forecast  # torch takes seconds to load
+        from diloco.launch.rank.inputs import check_added, open_inputs
+
+        check_added(config)
         planned = forecast(config)
         check_room(config, planned.parameters, islands=config.islands, is_new=not resume)
         open_inputs(config, resume_step=step, may_download=True)
+
+    with waiting(console, "opening text and warm start"):
+        answering(open_all)
     if not resume:
         moved = make_room(state_dir)
         if moved is not None:
@@ -220,7 +225,7 @@ def _watch(run: LocalRun, console: Console) -> int:
 
 
 def _failure_text(config: Config, command: str) -> str:
-    from diloco.launch.local import membership_of
+    from diloco.checkpoint.run_checkpoints import membership_of
     from diloco.launch.process.logs import tail
 
     lines = ["The run failed. What the islands said last:"]
@@ -237,7 +242,7 @@ def _failure_text(config: Config, command: str) -> str:
 
 def _stopped_text(config: Config, command: str) -> str:
     """Say where a run stands that was asked to stop, and what to type next."""
-    from diloco.launch.local import membership_of
+    from diloco.checkpoint.run_checkpoints import membership_of
 
     membership = membership_of(config)
     if membership is not None and membership.is_finished:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diloco.cli.run import plan_options as options
 from diloco.cli.terminal.options import JsonTarget, Overrides, RunFile, plot_option, write_json
-from diloco.cli.terminal.progress import counting, notes, output, stoppable, waiting
+from diloco.cli.terminal.progress import answering, counting, notes, output, stoppable, waiting
 from diloco.cli.terminal.section_flags import is_typed
 from diloco.errors import ConfigError
 
@@ -221,7 +221,7 @@ def _open_inputs(config: Config, *, is_aside: bool) -> None:
     from diloco.launch.rank.inputs import open_inputs
 
     with waiting(notes(), "opening text and warm start"):
-        lines = open_inputs(config, may_download=False)
+        lines = answering(lambda: open_inputs(config, may_download=False))
     for line in lines:
         typer.echo(line, err=is_aside)
 

@@ -10,11 +10,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 import typer
 from rich.console import Console
 
 from diloco.launch.process.ending import Interrupted, StopRequest, note_signals
+
+_T = TypeVar("_T")
 
 _LINE_EVERY_S = 10.0
 _LOOK_S = 1.0
@@ -42,6 +46,20 @@ def stoppable() -> Iterator[StopRequest]:
             yield request
     except Interrupted as interrupted:
         raise typer.Exit(interrupted.exit_code) from None
+
+
+def answering(work: Callable[[], _T]) -> _T:
+    """Do work in a thread, so that Ctrl-C is answered while it is in code that is not Python's."""
+    done = Future[_T]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # raised where it is waited for
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="work", daemon=True).start()
+    return done.result()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ import logging
 import os
 import random
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
+from diloco.checkpoint.run_checkpoints import RESUME, membership_of
 from diloco.config.schema import Config
 from diloco.doctor.slow_tcp import slow_tcp
 from diloco.errors import ConfigError
@@ -23,6 +25,7 @@ from diloco.protocol.run.alarms import AlarmKind
 from diloco.protos.control_pb2 import JoinReply
 from diloco.security.address import find_coordinator
 from diloco.security.security import Security
+from diloco.state_dir import StateDir, holder
 from diloco.telemetry.events import AlarmRaised
 from diloco.transport.contracts import Transport
 from diloco.transport.identity import Role
@@ -49,7 +52,7 @@ def connect(config: Config, coordinator: str = "", *, record: Record | None = No
 
     Raises:
         ConfigError: If no island is selected, or no address is known, or it is none, or the
-            island's certificate cannot be used.
+            island's certificate cannot be used, or the run has finished here.
     """
     if not config.island_id:
         raise ConfigError(
@@ -57,6 +60,8 @@ def connect(config: Config, coordinator: str = "", *, record: Record | None = No
             f"{', '.join(sorted(config.islands))}"
         )
     address = find_coordinator(config, coordinator)
+    if record is None:
+        _check_not_over(config)
     security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
     wires = _Wires(config, address, security, link_profile(config))
     connection = Connection(config, wires, record)
@@ -67,6 +72,38 @@ def connect(config: Config, coordinator: str = "", *, record: Record | None = No
     if security.tls is not None:
         security.tls.on_failure = announce
     return connection
+
+
+def _check_not_over(config: Config) -> None:
+    """Say that a run is over, where its coordinator's directory is here and no coordinator runs.
+
+    What has failed or is stopped may be resumed at any moment: a warning, and the loop waits for a
+    coordinator.
+
+    Raises:
+        ConfigError: If the run has finished.
+    """
+    state = StateDir(Path(config.coordinator.state_dir))
+    if not state.journal.exists() or holder(state.coordinator_lock) is not None:
+        return
+    membership = membership_of(config)
+    if membership is None:
+        return
+    what, how = f"the run {config.run.name!r} in {state.root}", ""
+    if membership.is_finished and not membership.members.away:
+        raise ConfigError(
+            f"{what} has finished, nothing is left to train: take its parameters (diloco export "
+            f"{state.root}), or begin another run from them (run.warm_start)"
+        )
+    if membership.fatal_reason:
+        how = f"failed: {membership.fatal_reason}"
+    elif membership.is_stopped:
+        how = f"is stopped {membership.stop_name}"
+    if how:
+        logger.warning(
+            "%s %s. Resume it: %s; this loop waits for its coordinator for up to %g s",
+            what, how, RESUME, config.transport.unreachable.seconds,
+        )  # fmt: skip
 
 
 class _Wires:

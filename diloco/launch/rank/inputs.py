@@ -11,11 +11,14 @@ from collections.abc import Iterator
 
 from diloco.checkpoint.checkpoints import MANIFEST, found_directory, read_manifest
 from diloco.checkpoint.warm_start import find_warm_start, is_hub_model
+from diloco.compression.registry import get_codec
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.data.streams import StreamData
 from diloco.data.tokenizer import is_hub_tokenizer
+from diloco.outer.combination import get_rule
+from diloco.security.security import added_transport
 from diloco.trainer.models.families import check_mesh, shape_of
 
 
@@ -36,6 +39,7 @@ def open_inputs(
     Raises:
         ConfigError: As the ranks would, but for what was not looked at.
     """
+    check_added(config)
     left_out = () if may_download else tuple(_on_hub(config))
     lines = [f"{setting}: on the hub, not looked at until the run starts" for setting in left_out]
     if any(setting.startswith("data.") for setting in left_out):
@@ -56,6 +60,19 @@ def open_inputs(
         warm = find_warm_start(config)
         lines += [] if warm is None else [f"warm start: {warm.source}"]
     return tuple(lines)
+
+
+def check_added(config: Config) -> None:
+    """Import what other packages add of codec, merge rule and transport: it takes no text.
+
+    Raises:
+        ConfigError: If it cannot be imported, or is not what it must be.
+    """
+    outer = config.outer
+    for name in (outer.uplink_codec, outer.downlink_codec, *outer.codec_by_name):
+        get_codec(name.rpartition("=")[2])
+    get_rule(outer.merge_rule)
+    added_transport(config.transport.kind)
 
 
 def _on_hub(config: Config) -> Iterator[str]:

@@ -49,6 +49,7 @@ from diloco.launch.rank.device import (
     check_precision,
     rank_device,
 )
+from diloco.launch.rank.inputs import check_added
 from diloco.launch.rank.job import Job, limit_collectives, meet
 from diloco.launch.rank.lost_rank import find_loss
 from diloco.launch.rank.manifest import check_earlier_text, write_manifest
@@ -147,6 +148,7 @@ class _Rank:
     def _enter(self, connection: Connection) -> None:
         """Meet the other ranks, join the run, and take up where this start begins."""
         self._check_launch()
+        check_added(self._config)
         check_version(self._config.model.transformers)
         shape = shape_of(self._config.model)
         check_optimizer_names(shape, self._config.inner.optimizer)
