@@ -45,12 +45,7 @@ from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Plan
 from diloco.transport.contracts import Buffer
 
-_DTYPES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-}
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8"}
 _FLOAT32_BYTES = 4
 
 

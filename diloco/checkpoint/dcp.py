@@ -99,9 +99,7 @@ class DcpDirectory:
 
 
 def write_dcp(
-    directory: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Tensor],
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
 ) -> None:
     """Write a model to a new directory, one tensor at a time, a file each.
 

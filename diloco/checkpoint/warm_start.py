@@ -58,15 +58,8 @@ _SHOWN_PROBLEMS = 8
 #: What else is saved with a model's weights, by torchtitan and others.
 _NO_WEIGHTS = ("optimizer", "optim.", "lr_scheduler", "dataloader", "train_state", "rng", "outer.")
 #: Names of the head, where it is stored though it repeats the embedding.
-_HEADS = tuple(
-    f"{prefix}{name}"
-    for prefix in ("", "model.")
-    for name in (
-        "head.weight",
-        "lm_head.weight",
-        "output.weight",
-    )
-)
+_HEADS = tuple(f"{prefix}{name}.weight" for prefix in ("", "model.")
+               for name in ("head", "lm_head", "output"))  # fmt: skip
 
 _Shapes = Mapping[str, tuple[int, ...]]
 _Stored = Mapping[str, tuple[StoredTensor, ...]]

@@ -18,15 +18,7 @@ from rich.text import Text
 
 import diloco
 from diloco.cli.operate import operate, repair, replay
-from diloco.cli.research import (
-    baseline,
-    bench,
-    chaos,
-    conformance,
-    emulate,
-    lab,
-    sim,
-)
+from diloco.cli.research import baseline, bench, chaos, conformance, emulate, lab, sim
 from diloco.cli.run import (
     certs,
     configuration,

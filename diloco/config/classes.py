@@ -19,13 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_or
 
 import annotated_types
 from blake3 import blake3
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import (
     no_info_after_validator_function,

@@ -14,7 +14,6 @@ from diloco.config.hugging_face import with_sizes
 
 _LLAMA_3 = {
     "vocab_size": 128_256,
-    "num_kv_heads": 8,
     "max_sequence_length": 131_072,
     "rope_theta": 500_000.0,
     "rope_scaling": {
@@ -25,45 +24,23 @@ _LLAMA_3 = {
         "original_max_sequence_length": 8192,
     },
 }
+_WORDS: Mapping[str, Any] = {"vocab_size": 32_000}
+_DIMS = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
 #: 150M and 1B are those of OpenDiLoCo (arXiv 2407.07852), 10M is a small one in their manner. 10M
 #: (9.6M) and 150M (149.4M; 215.0M with embedding and head) count what is not embedding or head; 1B,
 #: the shape of TinyLlama, counts all: 1.10B. The last three are Llama 3.1 (arXiv 2407.21783).
 _MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "debug": {"dim": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 416},
-    "tiny": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96},
-    "10M": {
-        "vocab_size": 32_000,
-        "dim": 256,
-        "num_layers": 12,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "ffn_dim": 704,
-    },
-    "150M": {
-        "vocab_size": 32_000,
-        "dim": 1024,
-        "num_layers": 12,
-        "num_heads": 16,
-        "num_kv_heads": 16,
-        "ffn_dim": 2688,
-    },
-    "1B": {
-        "vocab_size": 32_000,
-        "dim": 2048,
-        "num_layers": 22,
-        "num_heads": 32,
-        "num_kv_heads": 4,
-        "ffn_dim": 5632,
-    },
-    "llama3-8B": {**_LLAMA_3, "dim": 4096, "num_layers": 32, "num_heads": 32, "ffn_dim": 14_336},
-    "llama3-70B": {**_LLAMA_3, "dim": 8192, "num_layers": 80, "num_heads": 64, "ffn_dim": 28_672},
-    "llama3-405B": {
-        **_LLAMA_3,
-        "dim": 16_384,
-        "num_layers": 126,
-        "num_heads": 128,
-        "ffn_dim": 53_248,
-    },
+    name: {**more, **dict(zip(_DIMS, dims, strict=True))}
+    for name, more, *dims in (
+        ("debug", {}, 128, 4, 4, 2, 416),
+        ("tiny", {}, 32, 2, 4, 2, 96),
+        ("10M", _WORDS, 256, 12, 4, 4, 704),
+        ("150M", _WORDS, 1024, 12, 16, 16, 2688),
+        ("1B", _WORDS, 2048, 22, 32, 4, 5632),
+        ("llama3-8B", _LLAMA_3, 4096, 32, 32, 8, 14_336),
+        ("llama3-70B", _LLAMA_3, 8192, 80, 64, 8, 28_672),
+        ("llama3-405B", _LLAMA_3, 16_384, 126, 128, 8, 53_248),
+    )
 }
 
 
@@ -260,15 +237,7 @@ class ModelConfig(Section):
     )
     preset: Local[
         Literal[
-            "debug",
-            "tiny",
-            "10M",
-            "150M",
-            "1B",
-            "llama3-8B",
-            "llama3-70B",
-            "llama3-405B",
-            "custom",
+            "debug", "tiny", "10M", "150M", "1B", "llama3-8B", "llama3-70B", "llama3-405B", "custom"
         ]
     ] = Field(
         default="custom",

@@ -24,20 +24,9 @@ Names: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(tuples
 
 #: Codecs of diloco itself; `diloco.compression.registry` has them.
 OWN_CODECS = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "int8",
-    "int4",
-    "e2m1",
-    "e3m0",
-    "int2",
-    "int4-stochastic",
-    "e2m1-stochastic",
-    "e3m0-stochastic",
-    "topk64",
-    "topk128",
-)
+    "float32", "float16", "bfloat16", "int8", "int4", "e2m1", "e3m0", "int2", "int4-stochastic",
+    "e2m1-stochastic", "e3m0-stochastic", "topk64", "topk128",
+)  # fmt: skip
 _CODECS = Named("diloco.codecs", OWN_CODECS)
 CodecName: TypeAlias = Annotated[str, _CODECS]
 _MERGE_RULES = Named("diloco.merge_rules", ("mean", "radial_directional"))

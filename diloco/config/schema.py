@@ -54,14 +54,10 @@ class RunConfig(Section):
         ge=1, le=MOST_STEPS, description="Inner steps of every island; ends the schedule"
     )
     min_islands: Annotated[Policy[int], Needs("outer.merge", "on_arrival")] = Field(
-        default=1,
-        ge=1,
-        description="Islands at work without which no round opens",
+        default=1, ge=1, description="Islands at work without which no round opens"
     )
     max_islands: Annotated[Policy[int], Needs("outer.merge", "on_arrival")] = Field(
-        default=0,
-        ge=0,
-        description="Most islands of the run; 0: as many as are configured",
+        default=0, ge=0, description="Most islands of the run; 0: as many as are configured"
     )
     open: Annotated[Policy[bool], Needs("outer.merge", "on_arrival")] = Field(
         default=False,

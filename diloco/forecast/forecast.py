@@ -302,9 +302,7 @@ def _directions(
         traffics["with a syncer"] = diloco_traffic(
             plan, schedule, uplink_codec=up, downlink_codec=down
         )
-    traffics |= {
-        "data parallel": data_parallel_traffic(plan, schedule.inner_steps),
-    }
+    traffics |= {"data parallel": data_parallel_traffic(plan, schedule.inner_steps)}
     own = _bytes(traffics["this run"])
     return tuple(
         DirectionForecast(

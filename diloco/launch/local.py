@@ -40,13 +40,7 @@ from diloco.launch.process.children import end_all, last_words, spawn, wait_for_
 from diloco.launch.process.emulated import Emulated
 from diloco.launch.process.ending import Interrupted, StopRequest
 from diloco.launch.process.restarts import RestartBudget
-from diloco.state_dir import (
-    StateDir,
-    holder,
-    make_directory,
-    read_endpoint,
-    stop_syncers,
-)
+from diloco.state_dir import StateDir, holder, make_directory, read_endpoint, stop_syncers
 
 logger = logging.getLogger(__name__)
 

@@ -21,15 +21,7 @@ from diloco.errors import ConfigError
 from diloco.launch.process.children import spawn
 from diloco.launch.process.logs import tail
 from diloco.launch.process.restarts import RestartBudget
-from diloco.state_dir import (
-    Held,
-    StateDir,
-    acquire,
-    holder,
-    read_endpoint,
-    stop_syncer,
-    write_pid,
-)
+from diloco.state_dir import Held, StateDir, acquire, holder, read_endpoint, stop_syncer, write_pid
 
 logger = logging.getLogger(__name__)
 

@@ -146,9 +146,7 @@ def _losses_text(i: IslandSummary) -> str:
 
 
 def arrival_text(
-    arrival: ArrivalSummary,
-    islands: Sequence[IslandSummary],
-    fragments: Sequence[FragmentSummary],
+    arrival: ArrivalSummary, islands: Sequence[IslandSummary], fragments: Sequence[FragmentSummary]
 ) -> str:
     """Say what a run came to in which nobody waited."""
     trained = sum(island.tokens for island in islands)

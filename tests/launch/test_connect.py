@@ -83,6 +83,7 @@ def test_a_loop_of_a_run_that_is_over_says_so_at_once(
         members=SimpleNamespace(away=()), stop_name="after inner step 4", **there
     )
     monkeypatch.setattr("diloco.launch.rank.connect.membership_of", lambda _: membership)
+    monkeypatch.setattr("diloco.launch.rank.connect.Connection", Mock())
 
     if there["is_finished"]:
         with pytest.raises(ConfigError, match=said):

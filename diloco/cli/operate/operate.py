@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from diloco.cli.run.control import send_operation
-from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens, with_options
+from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens, flag, with_options
 from diloco.errors import ConfigError
 from diloco.transport.addresses import is_loopback, split_address
 
@@ -68,7 +68,7 @@ def kick(
     address: Address,
     island: Island,
     reason: Annotated[str, typer.Option(help="Why; the island's log has it.")] = "",
-    undo: Annotated[bool, typer.Option("--undo", help="Let it join again.")] = False,
+    undo: Annotated[bool, flag("Let it join again.", "--undo")] = False,
 ) -> Arguments:
     """Take an island out at once: nothing that it has not yet merged counts any more.
 
@@ -101,9 +101,7 @@ def set_(
 @_operation
 def stop(
     address: Address,
-    now: Annotated[
-        bool, typer.Option("--now", help="Without a checkpoint: every island ends at once.")
-    ] = False,
+    now: Annotated[bool, flag("Without a checkpoint: every island ends at once.", "--now")] = False,
 ) -> Arguments:
     """Stop the run with a checkpoint, as Ctrl-C at its coordinator does.
 
@@ -119,11 +117,10 @@ def stop(
 def backup(
     address: Address,
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="On the coordinator's machine, and not there yet."),
+        Path, typer.Argument(metavar="DIR", help="On the coordinator's machine, and not there yet.")
     ],
     with_secret: Annotated[
-        bool, typer.Option("--with-secret", help="The secret that signs the islands' grants, too.")
+        bool, flag("The secret that signs the islands' grants, too.", "--with-secret")
     ] = False,
 ) -> Arguments:
     """Copy the state of a run under way: the journal, the plan, the newest records and the pins.

@@ -12,7 +12,7 @@ import typer
 
 from diloco.cli.run.control import talk
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import AsJson, Certs, Insecure, Tokens
+from diloco.cli.terminal.options import AsJson, Certs, Insecure, Tokens, option
 from diloco.cli.terminal.progress import output
 from diloco.errors import ConfigError
 
@@ -33,9 +33,7 @@ def repair(
     fragment: Annotated[
         int | None, typer.Option(min=0, help="Damaged fragment of a run under way.")
     ] = None,
-    from_island: Annotated[
-        str, typer.Option(metavar="NAME", help="Island that holds what its syncer has lost.")
-    ] = "",
+    from_island: Annotated[str, option("Island that holds what its syncer has lost.", "NAME")] = "",
     certs: Certs = "",
     tokens: Tokens = "",
     insecure: Insecure = False,

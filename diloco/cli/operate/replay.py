@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import AsJson, Run
+from diloco.cli.terminal.options import AsJson, Run, option
 from diloco.cli.terminal.progress import counting, notes, output
 
 if TYPE_CHECKING:  # commands import what they need when they run
@@ -22,12 +22,8 @@ if TYPE_CHECKING:  # commands import what they need when they run
 
 def replay(
     run: Run,
-    fragment: Annotated[
-        int | None, typer.Option("--fragment", metavar="P", help="Only this fragment.")
-    ] = None,
-    first: Annotated[
-        int, typer.Option("--from", metavar="V", min=1, help="First version of each fragment.")
-    ] = 1,
+    fragment: Annotated[int | None, option("Only this fragment.", "P")] = None,
+    first: Annotated[int, option("First version of each fragment.", "V", "--from", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Make every version of a stopped run again, from its audit log and what its store keeps.

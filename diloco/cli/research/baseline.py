@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli.terminal.options import AsJson, Overrides, RunFile, size_of
+from diloco.cli.terminal.options import AsJson, Overrides, RunFile, option, size_of
 from diloco.cli.terminal.progress import answering, output, stoppable
 from diloco.errors import ConfigError
 from diloco.transport.units import format_bytes, format_duration
@@ -21,31 +21,18 @@ if TYPE_CHECKING:  # commands import what they need when they run
 def baseline(
     run_file: RunFile,
     name: Annotated[
-        str, typer.Option(metavar="NAME", help="flat, hierarchical, local-sgd or post-local-sgd.")
+        str, option("flat, hierarchical, local-sgd or post-local-sgd.", "NAME")
     ] = "hierarchical",
     overrides: Overrides = None,
-    codec: Annotated[
-        str, typer.Option(metavar="NAME", help="Of what crosses between islands.")
-    ] = "float32",
-    chunk: Annotated[
-        str, typer.Option(metavar="SIZE", help="Float32 values reduced at once.")
-    ] = "4MiB",
-    streams: Annotated[
-        int, typer.Option(metavar="N", min=1, max=256, help="Parts under way at once, a rank.")
-    ] = 8,
-    hop: Annotated[
-        str, typer.Option(metavar="NAME", help="Between islands: transport, gloo or nccl.")
-    ] = "transport",
+    codec: Annotated[str, option("Of what crosses between islands.", "NAME")] = "float32",
+    chunk: Annotated[str, option("Float32 values reduced at once.", "SIZE")] = "4MiB",
+    streams: Annotated[int, option("Parts under way at once, a rank.", "N", min=1, max=256)] = 8,
+    hop: Annotated[str, option("Between islands: transport, gloo or nccl.", "NAME")] = "transport",
     every: Annotated[
-        int,
-        typer.Option(metavar="H", min=0, help="Local SGD: steps between averages; 0: the run's."),
+        int, option("Local SGD: steps between averages; 0: the run's.", "H", min=0)
     ] = 0,
-    first: Annotated[
-        int, typer.Option(metavar="T", min=0, help="post-local-sgd: steps of data parallel before.")
-    ] = 0,
-    out: Annotated[
-        str, typer.Option(metavar="DIR", help="For logs and summary; empty: STATE_DIR-NAME.")
-    ] = "",
+    first: Annotated[int, option("post-local-sgd: steps of data parallel before.", "T", min=0)] = 0,
+    out: Annotated[str, option("For logs and summary; empty: STATE_DIR-NAME.", "DIR")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Train the run's model on this machine in another way, to be compared with.

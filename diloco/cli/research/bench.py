@@ -19,6 +19,8 @@ from diloco.cli.terminal.options import (
     JsonTarget,
     Require,
     Rows,
+    flag,
+    option,
     plot_option,
     with_options,
     write_json,
@@ -29,8 +31,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.report.rows import Report, Watch
 
 bench = typer.Typer(
-    help="Measure the outer loop: what it costs, how busy it keeps an island.",
-    no_args_is_help=True,
+    help="Measure the outer loop: what it costs, how busy it keeps an island.", no_args_is_help=True
 )
 
 
@@ -143,14 +144,11 @@ def memory() -> None:
 @measured_by("outer_loop.guard")
 def guard(
     full: Annotated[
-        bool, typer.Option("--full", help="All faults, two to four islands: 90 cells, not 20.")
+        bool, flag("All faults, two to four islands: 90 cells, not 20.", "--full")
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", min=1, help="Of parameters and text.")] = 1,
+    seed: Annotated[int, option("Of parameters and text.", "N", min=1)] = 1,
     processes: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Cells trained at once, one thread each; 0: by CPUs."
-        ),
+        int, option("Cells trained at once, one thread each; 0: by CPUs.", "N", min=0)
     ] = 0,
 ) -> None:
     """Measure what one faulty island does to a run: what is refused, and what the model learns.
@@ -250,9 +248,7 @@ def plain(rows: Rows = None) -> None:
 @measured_by("training.race")
 def race(
     rows: Rows = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One link, few steps; the loss has no bar.")
-    ] = False,
+    quick: Annotated[bool, flag("One link, few steps; the loss has no bar.", "--quick")] = False,
     emulate: Emulate = False,
     plot: Annotated[str, plot_option("all figures")] = "",
 ) -> None:
@@ -277,13 +273,10 @@ def race(
 
 @measured_by("training.scaling")
 def scaling(
-    ranks: Annotated[
-        str, typer.Option("--ranks", metavar="N,N", help="Numbers of ranks besides one.")
-    ] = "2,4",
+    ranks: Annotated[str, option("Numbers of ranks besides one.", "N,N")] = "2,4",
     rows: Rows = None,
     emulate: Annotated[
-        bool,
-        typer.Option("--emulate", help="A namespace and a link for every rank (root)."),
+        bool, flag("A namespace and a link for every rank (root).", "--emulate")
     ] = False,
 ) -> None:
     """Measure how an island's speed grows with its ranks, by strategy.

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from diloco.cli.terminal.fitted_table import print_rows
-from diloco.cli.terminal.options import JsonTarget, write_json
+from diloco.cli.terminal.options import JsonTarget, flag, write_json
 from diloco.cli.terminal.progress import counting, notes, output, stoppable
 
 if TYPE_CHECKING:  # commands import what they need when they run
@@ -26,14 +26,14 @@ def chaos(
     json_target: JsonTarget = "",
     require: Annotated[
         bool,
-        typer.Option(
-            "--require",
-            help="Exit with 1, too, if a fault did not take effect or a figure that "
+        flag(
+            "Exit with 1, too, if a fault did not take effect or a figure that "
             "the plan's judge section asks for misses its bar.",
+            "--require",
         ),
     ] = False,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the run's directory; it is kept if anything broke.")
+        bool, flag("Keep the run's directory; it is kept if anything broke.", "--keep")
     ] = False,
 ) -> None:
     """Make a whole run on this machine while its processes, files and links are broken on purpose.

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import JsonTarget, write_json
+from diloco.cli.terminal.options import JsonTarget, flag, option, write_json
 from diloco.cli.terminal.progress import notes, output
 from diloco.errors import ConfigError
 from diloco.launch.process.ending import Interrupted, note_signals
@@ -31,16 +31,15 @@ def emulate(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Measure every link first; exit with 1 and run nothing if one is not as told.",
             "--check",
-            help="Measure every link first; exit with 1 and run nothing if one is not as told.",
         ),
     ] = False,
     shell: Annotated[
         str,
-        typer.Option(
-            metavar="ISLAND",
-            help="Run in this island, not where the coordinator is; without a command: $SHELL.",
+        option(
+            "Run in this island, not where the coordinator is; without a command: $SHELL.", "ISLAND"
         ),
     ] = "",
     json_target: JsonTarget = "",

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable, print_rows
-from diloco.cli.terminal.options import JsonTarget, plot_option, writable, write_json
+from diloco.cli.terminal.options import JsonTarget, flag, option, plot_option, writable, write_json
 from diloco.cli.terminal.progress import counting, notes, output
 from diloco.errors import ConfigError
 from diloco.extras import require as require_package
@@ -44,9 +44,7 @@ lab = typer.Typer(
     no_args_is_help=True,
 )
 
-CacheDir = Annotated[
-    Path, typer.Option("--cache", metavar="DIR", help="Where finished points are kept and found.")
-]
+CacheDir = Annotated[Path, option("Where finished points are kept and found.", "DIR", "--cache")]
 Processes = Annotated[
     int,
     typer.Option(
@@ -61,39 +59,23 @@ def run_lab(
     lab_file: Annotated[
         Path | None, typer.Argument(metavar="LAB.toml", help="The laboratory.")
     ] = None,
-    run_file: Annotated[
-        str, typer.Option("--run", metavar="RUN.toml", help="The run, instead of the file's.")
-    ] = "",
+    run_file: Annotated[str, option("The run, instead of the file's.", "RUN.toml", "--run")] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Override a value of the run, or of LAB.toml by lab.KEY=VALUE; repeatable.",
+            "KEY=VALUE",
             "--set",
-            metavar="KEY=VALUE",
-            help="Override a value of the run, or of LAB.toml by lab.KEY=VALUE; repeatable.",
         ),
     ] = None,
     sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sweep", metavar="KEY=[A,B]", help="Try each value, of run or lab.; repeatable."
-        ),
+        list[str] | None, option("Try each value, of run or lab.; repeatable.", "KEY=[A,B]")
     ] = None,
-    seeds: Annotated[
-        str, typer.Option("--seeds", metavar="N,N", help="Seeds of every point.")
-    ] = "",
-    islands: Annotated[
-        int | None,
-        typer.Option("--islands", metavar="N", help="Equal islands instead of the file's."),
-    ] = None,
+    seeds: Annotated[str, option("Seeds of every point.", "N,N")] = "",
+    islands: Annotated[int | None, option("Equal islands instead of the file's.", "N")] = None,
     plot: Annotated[str, plot_option("the losses")] = "",
     trace: Annotated[
-        str,
-        typer.Option(
-            "--trace",
-            metavar="PATH",
-            callback=writable,
-            help="Write the one run's timeline, Chrome's JSON.",
-        ),
+        str, option("Write the one run's timeline, Chrome's JSON.", "PATH", callback=writable)
     ] = "",
     timeline: Annotated[str, plot_option("it", "--timeline")] = "",
     cache: CacheDir = _CACHE,
@@ -231,21 +213,17 @@ def _summary(result: Result) -> str:
 @lab.command()
 def suite(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Only these experiments; none: all."),
+        list[str] | None, typer.Argument(metavar="NAME", help="Only these experiments; none: all.")
     ] = None,
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Two seeds, short runs, fewer rows: under six minutes."),
+        bool, flag("Two seeds, short runs, fewer rows: under six minutes.", "--quick")
     ] = False,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where RESULTS.md and plots/ go.")
-    ] = Path("runs/lab-suite"),
+    out: Annotated[Path, option("Where RESULTS.md and plots/ go.", "DIR")] = Path("runs/lab-suite"),
     cache: CacheDir = _CACHE,
     processes: Processes = 0,
     json_target: JsonTarget = "",
     require: Annotated[
-        bool, typer.Option("--require", help="Exit with 1 if a claim did not reproduce.")
+        bool, flag("Exit with 1 if a claim did not reproduce.", "--require")
     ] = False,
 ) -> None:
     """Run the experiments of configs/simulations/suite and write what reproduced.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 
 from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.cli.terminal.options import option
 from diloco.errors import ConfigError
 from diloco.transport.units import format_duration, parse_duration
 
@@ -20,33 +20,29 @@ _PANEL = "Islands that fail, join and leave, of a run to simulate"
 
 MeanTimeBetween = Annotated[
     str,
-    typer.Option(
-        metavar="TIME",
-        help="Of an island: mean life between two failures, drawn by --seed.",
+    option(
+        "Of an island: mean life between two failures, drawn by --seed.",
+        "TIME",
         rich_help_panel=_PANEL,
     ),
 ]
 MeanRepair = Annotated[
     str,
-    typer.Option(
-        metavar="TIME",
-        help="Mean time until it is started again, exponential; 30s.",
-        rich_help_panel=_PANEL,
+    option(
+        "Mean time until it is started again, exponential; 30s.", "TIME", rich_help_panel=_PANEL
     ),
 ]
 Shape = Annotated[
     float,
-    typer.Option(
-        metavar="X",
-        help="Weibull shape of lives; 1: exponential, above: they wear out.",
-        rich_help_panel=_PANEL,
+    option(
+        "Weibull shape of lives; 1: exponential, above: they wear out.", "X", rich_help_panel=_PANEL
     ),
 ]
 Away = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="ISLAND=FROM..TO",
-        help="Away then, and not drawn for; no FROM: it joins late, no TO: it leaves. Repeatable.",
+    option(
+        "Away then, and not drawn for; no FROM: it joins late, no TO: it leaves. Repeatable.",
+        "ISLAND=FROM..TO",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -114,12 +110,7 @@ def lost_of(run: SimulatedRun) -> dict[str, Any]:
         }
         for name, its in run.absences.items()
     }
-    return {
-        "wall_s": run.wall_s,
-        "stalled_s": run.stalled_s,
-        "lost": run.lost,
-        "islands": islands,
-    }
+    return {"wall_s": run.wall_s, "stalled_s": run.stalled_s, "lost": run.lost, "islands": islands}
 
 
 def show_lost(console: Console, lost: Mapping[str, Any]) -> None:

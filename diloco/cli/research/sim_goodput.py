@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
+from diloco.cli.terminal.options import JsonTarget, option, plot_option, write_json
 from diloco.cli.terminal.progress import Show, counting, notes, output
 from diloco.cli.terminal.section_flags import ScenarioFile, given_keys
 from diloco.errors import ConfigError
@@ -46,8 +46,7 @@ def goodput(
     context: typer.Context,
     scenario_file: ScenarioFile = None,
     table: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"{DECOUPLED_TABLE}: its 30 cells next to ours instead."),
+        str, option(f"{DECOUPLED_TABLE}: its 30 cells next to ours instead.", "NAME")
     ] = "",
     plot: Annotated[str, plot_option("goodput against chips")] = "",
     json_target: JsonTarget = "",
@@ -91,8 +90,7 @@ def goodput(
 
 def check(
     targets: Annotated[
-        list[str] | None,
-        typer.Option("--target", metavar="NAME", help="Only this one, such as A5; repeatable."),
+        list[str] | None, option("Only this one, such as A5; repeatable.", "NAME", "--target")
     ] = None,
     json_target: JsonTarget = "",
 ) -> None:

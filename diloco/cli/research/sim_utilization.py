@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable, print_rows
-from diloco.cli.terminal.options import JsonTarget, plot_option, write_json
+from diloco.cli.terminal.options import JsonTarget, flag, option, plot_option, write_json
 from diloco.cli.terminal.progress import Show, counting, notes, output
 from diloco.cli.terminal.section_flags import ScenarioFile, given_keys, is_typed
 from diloco.errors import ConfigError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.simulations.published.paper_tables import BandwidthCell
     from diloco.simulations.scenarios.scenario import Scenario
 
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of step times, jitter and loss.")]
+Seed = Annotated[int, option("Of step times, jitter and loss.", "N", min=0)]
 
 
 def _several(rounds: int) -> int:
@@ -33,12 +33,12 @@ def _several(rounds: int) -> int:
 
 Rounds = Annotated[
     int,
-    typer.Option(
-        metavar="N",
+    option(
+        "Simulated, of which the first warms up; 0: 3, or where several fragments are under "
+        "way at once 32, of which 16 do.",
+        "N",
         min=0,
         callback=_several,
-        help="Simulated, of which the first warms up; 0: 3, or where several fragments are under "
-        "way at once 32, of which 16 do.",
     ),
 ]
 
@@ -57,17 +57,13 @@ def section() -> type[Scenario]:
 def utilization(
     context: typer.Context,
     scenario_file: ScenarioFile = None,
-    table: Annotated[
-        str,
-        typer.Option("--table", metavar="NAME", help=f"A paper's, next to ours: {_TABLES[0]}."),
-    ] = "",
+    table: Annotated[str, option(f"A paper's, next to ours: {_TABLES[0]}.", "NAME")] = "",
     plot: Annotated[str, plot_option("utilisation against bandwidth")] = "",
     rounds: Rounds = 0,
     seed: Seed = 0,
     json_target: JsonTarget = "",
     require: Annotated[
-        bool,
-        typer.Option("--require", help="With --table: exit with 1 if too few cells are met."),
+        bool, flag("With --table: exit with 1 if too few cells are met.", "--require")
     ] = False,
 ) -> None:
     """Predict the share of the time in which islands compute, by method.
@@ -107,18 +103,17 @@ def bandwidth(
     context: typer.Context,
     scenario_file: ScenarioFile = None,
     targets: Annotated[
-        str, typer.Option(metavar="SHARES", help="Of the time in inner steps, with commas.")
+        str, option("Of the time in inner steps, with commas.", "SHARES")
     ] = "0.5,0.8,0.9,0.95,0.99",
     grid: Annotated[
-        bool,
-        typer.Option("--grid", help="On 50 rates from 0.1 to 1000 Gbit/s; without, by bisection."),
+        bool, flag("On 50 rates from 0.1 to 1000 Gbit/s; without, by bisection.", "--grid")
     ] = False,
     grid_rule: Annotated[
         str,
-        typer.Option(
-            metavar="RULE",
-            help="Of --grid: below, the largest rate that misses the target, as papers tabulate "
+        option(
+            "Of --grid: below, the largest rate that misses the target, as papers tabulate "
             "it; reaching, the smallest that does not.",
+            "RULE",
         ),
     ] = "below",
     rounds: Rounds = 0,

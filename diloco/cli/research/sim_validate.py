@@ -18,6 +18,8 @@ from diloco.cli.terminal.options import (
     Overrides,
     Require,
     Rows,
+    flag,
+    option,
     plot_option,
     writable,
     write_json,
@@ -43,20 +45,10 @@ def trace(
             help="A run file, to simulate; or the coordinator.state_dir of a run that was made.",
         ),
     ],
-    out: Annotated[
-        str,
-        typer.Option(
-            "--out", metavar="PATH", callback=writable, help="Write the trace, Chrome's JSON."
-        ),
-    ] = "",
+    out: Annotated[str, option("Write the trace, Chrome's JSON.", "PATH", callback=writable)] = "",
     plot: Annotated[str, plot_option("a timeline")] = "",
-    step_time: Annotated[
-        str,
-        typer.Option("--step-time", metavar="TIME", help='Of an inner step, such as "200ms".'),
-    ] = "",
-    link: Annotated[
-        str, typer.Option("--link", metavar="NAME", help="Of configs/links, not the file's own.")
-    ] = "",
+    step_time: Annotated[str, option('Of an inner step, such as "200ms".', "TIME")] = "",
+    link: Annotated[str, option("Of configs/links, not the file's own.", "NAME")] = "",
     rounds: Annotated[
         int, typer.Option("--rounds", min=0, help="Simulate H inner steps so often; 0: all.")
     ] = 0,
@@ -65,12 +57,8 @@ def trace(
     mean_repair: MeanRepair = "",
     shape: Shape = 1.0,
     away: Away = None,
-    begin: Annotated[
-        str, typer.Option("--from", metavar="TIME", help="Leave out what ended before.")
-    ] = "0s",
-    end: Annotated[
-        str, typer.Option("--to", metavar="TIME", help="Leave out what began later.")
-    ] = "",
+    begin: Annotated[str, option("Leave out what ended before.", "TIME", "--from")] = "0s",
+    end: Annotated[str, option("Leave out what began later.", "TIME", "--to")] = "",
     overrides: Overrides = None,
     json_target: JsonTarget = "",
 ) -> None:
@@ -128,19 +116,13 @@ def trace(
 
 def validate(
     rows: Rows = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Four points, few rounds: three minutes.")
-    ] = False,
+    quick: Annotated[bool, flag("Four points, few rounds: three minutes.", "--quick")] = False,
     emulate: Emulate = False,
     directory: Annotated[
         Path, typer.Option("--dir", help="Where measured points and their events are kept.")
     ] = Path("runs/validate"),
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what was measured before.")
-    ] = False,
-    step_time: Annotated[
-        str, typer.Option("--step-time", metavar="TIME", help="Of an inner step.")
-    ] = "100ms",
+    fresh: Annotated[bool, flag("Measure again what was measured before.", "--fresh")] = False,
+    step_time: Annotated[str, option("Of an inner step.", "TIME")] = "100ms",
     rounds: Annotated[
         int, typer.Option("--rounds", min=0, help="Measured rounds a point; 0: 5, quick 3.")
     ] = 0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import RunFile, Tokens
+from diloco.cli.terminal.options import RunFile, Tokens, flag, option
 from diloco.cli.terminal.progress import output
 from diloco.errors import ConfigError
 
@@ -22,9 +22,7 @@ certs = typer.Typer(
     help="Make and keep the certificates with which the sites of a run know each other.",
 )
 
-_Directory = Annotated[
-    Path, typer.Option("--dir", metavar="DIR", help="Directory of the CA and its certificates.")
-]
+_Directory = Annotated[Path, option("Directory of the CA and its certificates.", "DIR", "--dir")]
 _Name = Annotated[
     str, typer.Argument(metavar="NAME", help="coordinator, syncer, operator or island/NAME.")
 ]
@@ -91,9 +89,7 @@ def rotate(
         int | None,
         typer.Option(min=1, help="Days for which it is valid; usually 365, or 3650 for ca."),
     ] = None,
-    finish: Annotated[
-        bool, typer.Option("--finish", help="With ca: believe the earlier CA no longer.")
-    ] = False,
+    finish: Annotated[bool, flag("With ca: believe the earlier CA no longer.", "--finish")] = False,
 ) -> None:
     """Issue a new certificate with a new key in place of the old one.
 
@@ -127,9 +123,7 @@ def revoke(
         str, typer.Argument(metavar="HOST:PORT", help="Of the coordinator of the run under way.")
     ] = "",
     directory: _Directory = _DIRECTORY,
-    earlier: Annotated[
-        bool, typer.Option("--earlier", help="All but the newest, and not the token.")
-    ] = False,
+    earlier: Annotated[bool, flag("All but the newest, and not the token.", "--earlier")] = False,
     tokens: Tokens = "",
 ) -> None:
     """Take all certificates of an identity back, and its token.

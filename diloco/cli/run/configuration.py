@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from diloco.cli.terminal.options import Overrides
+from diloco.cli.terminal.options import Overrides, flag
 from diloco.cli.terminal.progress import output
 
 #: What people set first: the keys of shipped run files, and those of a site of one's own.
@@ -61,10 +61,9 @@ def config(
         Path | None, typer.Argument(metavar="RUN.toml", help="Resolve this run file.")
     ] = None,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="List the keys used first: class, default, range, meaning."),
+        bool, flag("List the keys used first: class, default, range, meaning.", "--explain")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="With --explain: every key.")] = False,
+    every: Annotated[bool, flag("With --explain: every key.", "--all")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Check a run file and print it with every default filled in, or explain the keys.

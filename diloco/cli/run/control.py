@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from diloco.cli.terminal.options import Address, AsJson, Certs, Insecure, Overrides, RunFile, Tokens
+from diloco.cli.terminal.options import (
+    Address,
+    AsJson,
+    Certs,
+    Insecure,
+    Overrides,
+    RunFile,
+    Tokens,
+    flag,
+    option,
+)
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
@@ -30,25 +40,19 @@ def coordinator(
     run_file: RunFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Take the run back to its newest complete checkpoint."),
+        bool, flag("Take the run back to its newest complete checkpoint.", "--resume")
     ] = False,
     resume_stopped: Annotated[
         bool,
-        typer.Option(
-            "--resume-stopped",
-            help="Do so if a graceful stop has ended it, else go on where it was: for supervisors, "
+        flag(
+            "Do so if a graceful stop has ended it, else go on where it was: for supervisors, "
             "which type the same command at every start.",
+            "--resume-stopped",
         ),
     ] = False,
     at_step: Annotated[
         int | None,
-        typer.Option(
-            "--at",
-            metavar="STEP",
-            min=0,
-            help="With --resume: to that checkpoint (inner step or cut).",
-        ),
+        option("With --resume: to that checkpoint (inner step or cut).", "STEP", "--at", min=0),
     ] = None,
 ) -> None:
     """Coordinate a run and keep its syncer alive; prints the address that islands need.
@@ -76,7 +80,7 @@ def coordinator(
 def status(
     address: Address,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look every second until the run ends, or Ctrl-C.")
+        bool, flag("Look every second until the run ends, or Ctrl-C.", "--watch")
     ] = False,
     as_json: AsJson = False,
     certs: Certs = "",
@@ -193,12 +197,7 @@ def _check_address(address: str) -> None:
 
 
 def send_operation(
-    address: str,
-    command: str,
-    arguments: dict[str, str],
-    certs: str,
-    tokens: str,
-    insecure: bool,
+    address: str, command: str, arguments: dict[str, str], certs: str, tokens: str, insecure: bool
 ) -> None:
     """Give the command, and print what was done and what comes next."""
     from diloco.coordinator.status import operate

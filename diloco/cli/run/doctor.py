@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import AsJson, Overrides
+from diloco.cli.terminal.options import AsJson, Overrides, option
 from diloco.cli.terminal.progress import output
 from diloco.errors import ConfigError
 
@@ -26,12 +26,10 @@ def doctor(
         Path | None, typer.Argument(metavar="RUN.toml", help="The run; none: the machine alone.")
     ] = None,
     island: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="This is the site of that island, not the coordinator's"),
+        str, option("This is the site of that island, not the coordinator's", "NAME")
     ] = "",
     coordinator: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="Where the coordinator is, as it printed it."),
+        str, option("Where the coordinator is, as it printed it.", "HOST:PORT")
     ] = "",
     as_json: AsJson = False,
     overrides: Overrides = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.cli.terminal.options import Run, size_of
+from diloco.cli.terminal.options import Run, flag, option, size_of
 from diloco.cli.terminal.progress import counting, notes, output
 from diloco.errors import ConfigError
 from diloco.transport.units import format_bytes
@@ -24,14 +24,10 @@ Layout: TypeAlias = Literal["hf", "dcp"]
 def export(
     run: Run,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Directory to write; default: STATE_DIR/export."),
+        Path | None, option("Directory to write; default: STATE_DIR/export.", "DIR")
     ] = None,
     at_step: Annotated[
-        int | None,
-        typer.Option(
-            "--at", metavar="STEP", help="Export the run checkpoint of that inner step instead."
-        ),
+        int | None, option("Export the run checkpoint of that inner step instead.", "STEP", "--at")
     ] = None,
     layout: Annotated[
         Layout,
@@ -41,13 +37,8 @@ def export(
             "under torchtitan's.",
         ),
     ] = "hf",
-    shard_bytes: Annotated[
-        str,
-        typer.Option("--shard-bytes", metavar="SIZE", help="Largest file of safetensors, as 5GB."),
-    ] = "",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an earlier export in that directory.")
-    ] = False,
+    shard_bytes: Annotated[str, option("Largest file of safetensors, as 5GB.", "SIZE")] = "",
+    force: Annotated[bool, flag("Replace an earlier export in that directory.", "--force")] = False,
 ) -> None:
     """Write the published parameters of a run: a model that others load.
 

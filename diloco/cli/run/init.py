@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from diloco.cli.terminal.options import flag, option
 from diloco.cli.terminal.section_flags import is_typed
 from diloco.errors import ConfigError
 from diloco.extras import require
@@ -30,38 +31,33 @@ def init(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Directory of the run; made if missing.")
     ],
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take defaults.")] = False,
+    yes: Annotated[bool, flag("Ask nothing; take defaults.", "--yes")] = False,
     detect: Annotated[
-        bool,
-        typer.Option(
-            "--detect", help="Look at this machine: its accelerators and cores become defaults."
-        ),
+        bool, flag("Look at this machine: its accelerators and cores become defaults.", "--detect")
     ] = False,
     name: Annotated[str, typer.Option(help="Of the run; left out: the last part of DIR.")] = "",
     islands: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "An island and its hosts; repeatable. Without hosts: on this machine.",
+            "NAME[=HOST,HOST]",
             "--island",
-            metavar="NAME[=HOST,HOST]",
-            help="An island and its hosts; repeatable. Without hosts: on this machine.",
         ),
     ] = None,
     gpus: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[ISLAND=]N", help="Accelerators of each host; 0: CPUs. Repeatable."),
+        list[str] | None, option("Accelerators of each host; 0: CPUs. Repeatable.", "[ISLAND=]N")
     ] = None,
     coordinator: Annotated[
         str,
-        typer.Option(
-            metavar="HOST[:PORT]",
-            help="Where the coordinator will be, as islands reach it; left out: the first host.",
+        option(
+            "Where the coordinator will be, as islands reach it; left out: the first host.",
+            "HOST[:PORT]",
         ),
     ] = "",
     bandwidth: Annotated[
-        str,
-        typer.Option(metavar="RATE", help="Of an island's link, each way: H and tau fit it."),
+        str, option("Of an island's link, each way: H and tau fit it.", "RATE")
     ] = "",
-    rtt: Annotated[str, typer.Option(metavar="TIME", help="Round trip of that link.")] = "100ms",
+    rtt: Annotated[str, option("Round trip of that link.", "TIME")] = "100ms",
     model: Annotated[
         str,
         typer.Option(
@@ -71,9 +67,9 @@ def init(
     ] = "debug",
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GLOB|hub:OWNER/NAME",
-            help="Text, JSON lines or Parquet at every site; left out: Python's own sources.",
+        option(
+            "Text, JSON lines or Parquet at every site; left out: Python's own sources.",
+            "GLOB|hub:OWNER/NAME",
         ),
     ] = None,
     tokenizer: Annotated[

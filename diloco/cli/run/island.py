@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli.terminal.options import Overrides, RunFile
+from diloco.cli.terminal.options import Overrides, RunFile, flag, option
 from diloco.cli.terminal.progress import notes, waiting
 from diloco.errors import ConfigError, CoordinatorUnavailable
 
@@ -22,42 +22,32 @@ _LINE_EVERY_S = 30.0
 
 def island(
     run_file: RunFile,
-    name: Annotated[
-        str, typer.Option("--island", metavar="NAME", help="Which island of the file this is.")
-    ],
+    name: Annotated[str, option("Which island of the file this is.", "NAME", "--island")],
     coordinator: Annotated[
         str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where the coordinator listens; left out: coordinator.address of the file, or "
+        option(
+            "Where the coordinator listens; left out: coordinator.address of the file, or "
             "what a coordinator on this machine recorded in state_dir.",
+            "HOST:PORT",
         ),
     ] = "",
     output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory of events and logs; left out: telemetry of the file."
-        ),
+        Path | None, option("Directory of events and logs; left out: telemetry of the file.", "DIR")
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="Check that a valid checkpoint of this island is here, and say which; whether "
+        flag(
+            "Check that a valid checkpoint of this island is here, and say which; whether "
             "the run is resumed, and where, is the coordinator's word.",
+            "--resume",
         ),
     ] = False,
-    nnodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Hosts of this island; left out: this one.")
-    ] = None,
+    nnodes: Annotated[int | None, option("Hosts of this island; left out: this one.", "N")] = None,
     node_rank: Annotated[
-        int, typer.Option(metavar="I", help="This one of them, from 0; host 0 has the first ranks.")
+        int, option("This one of them, from 0; host 0 has the first ranks.", "I")
     ] = 0,
     rdzv: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT", help="Where the hosts meet: an address of host 0, a free port."
-        ),
+        str, option("Where the hosts meet: an address of host 0, a free port.", "HOST:PORT")
     ] = "",
     overrides: Overrides = None,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli.terminal.options import AsJson, Overrides, RunFile
+from diloco.cli.terminal.options import AsJson, Overrides, RunFile, flag, option
 from diloco.cli.terminal.progress import answering, notes, output, waiting
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.process.ending import Interrupted, note_signals
@@ -38,21 +38,15 @@ def local(
     run_file: RunFile,
     overrides: Overrides = None,
     islands: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Dry run: only the first N islands, links not shaped; 0: all."
-        ),
+        int, option("Dry run: only the first N islands, links not shaped; 0: all.", "N")
     ] = 0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier run in state_dir aside first.")
+        bool, flag("Move an earlier run in state_dir aside first.", "--fresh")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run, from its newest whole checkpoint.")
+        bool, flag("Go on with the run, from its newest whole checkpoint.", "--resume")
     ] = False,
-    at: Annotated[
-        int | None,
-        typer.Option("--at", metavar="STEP", min=0, help="With --resume: from that checkpoint."),
-    ] = None,
+    at: Annotated[int | None, option("With --resume: from that checkpoint.", "STEP", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run everything on this machine: coordinator, syncer, and all islands.
@@ -104,12 +98,7 @@ def _prepare(
         Inner step of the checkpoint to resume from; None for a new run.
     """
     from diloco.forecast.disk import check_room
-    from diloco.launch.local import (
-        check_no_events,
-        check_place,
-        find_resume_step,
-        make_room,
-    )
+    from diloco.launch.local import check_no_events, check_place, find_resume_step, make_room
 
     if at is not None and not resume:
         raise ConfigError(f"--at {at} says where to resume: add --resume, or leave it out")

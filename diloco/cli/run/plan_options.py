@@ -6,132 +6,113 @@ import functools
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from diloco.cli.terminal.options import flag, option
 
 _known = functools.partial(
-    typer.Option, rich_help_panel="What is known of machines and links", show_default=False
+    option, rich_help_panel="What is known of machines and links", show_default=False
 )
-_measure = functools.partial(typer.Option, rich_help_panel="Measure what is not known")
+_MEASURE, _SUGGEST = "Measure what is not known", "Suggest"
+_measure = functools.partial(option, rich_help_panel=_MEASURE)
 _syncers = functools.partial(
-    typer.Option,
+    option,
     rich_help_panel="Machine of the syncers: needing more than it has is refused",
     show_default=False,
 )
-_suggest = functools.partial(typer.Option, rich_help_panel="Suggest")
+_suggest = functools.partial(option, rich_help_panel=_SUGGEST)
 
 StepTimes = Annotated[
     list[str] | None,
-    _known(
-        metavar="[ISLAND=]TIME",
-        help="Of an inner step: eu=0.8s, or 0.8s of all others; repeatable.",
-    ),
+    _known("Of an inner step: eu=0.8s, or 0.8s of all others; repeatable.", "[ISLAND=]TIME"),
 ]
 Links = Annotated[
     list[str] | None,
-    _known(
-        metavar="[ISLAND=]PROFILE",
-        help="Of configs/links, in place of transport.link; repeatable.",
-    ),
+    _known("Of configs/links, in place of transport.link; repeatable.", "[ISLAND=]PROFILE"),
 ]
 Bandwidths = Annotated[
     list[str] | None,
-    _known(
-        metavar="[ISLAND=]RATE",
-        help="Both ways, in place of the profile's: 200Mbit/s; repeatable.",
-    ),
+    _known("Both ways, in place of the profile's: 200Mbit/s; repeatable.", "[ISLAND=]RATE"),
 ]
 RoundTrips = Annotated[
     list[str] | None,
-    _known(
-        metavar="[ISLAND=]TIME",
-        help="Round trip, in place of the profile's: 80ms; repeatable.",
-    ),
+    _known("Round trip, in place of the profile's: 80ms; repeatable.", "[ISLAND=]TIME"),
 ]
 SyncerLink = Annotated[
     str,
-    _known(
-        metavar="PROFILE",
-        help="Line of the syncers' site, which islands share; left out: no bottleneck.",
-    ),
+    _known("Line of the syncers' site, which islands share; left out: no bottleneck.", "PROFILE"),
 ]
 TcpLoss = Annotated[
     float,
     _known(
-        metavar="SHARE",
-        help="Packets lost, which bound a connection of TCP (Mathis): 0.001; left out: no bound.",
+        "Packets lost, which bound a connection of TCP (Mathis): 0.001; left out: no bound.",
+        "SHARE",
     ),
 ]
 TcpWindow = Annotated[
-    str,
-    _known(
-        metavar="SIZE",
-        help="Most that a connection has on its way: 4MiB; left out: no bound.",
-    ),
+    str, _known("Most that a connection has on its way: 4MiB; left out: no bound.", "SIZE")
 ]
 Device = Annotated[
     str,
     _known(
-        metavar="NAME",
-        help="Whose peak an estimated step has: H100, A100, cpu ...; left out: H100 for "
+        "Whose peak an estimated step has: H100, A100, cpu ...; left out: H100 for "
         "islands.NAME.device = cuda, else cpu.",
+        "NAME",
     ),
 ]
 Mfu = Annotated[
-    float | None,
-    _known(metavar="SHARE", help="Of an accelerator's peak which is reached; left out: 0.4."),
+    float | None, _known("Of an accelerator's peak which is reached; left out: 0.4.", "SHARE")
 ]
 InsideBandwidth = Annotated[
-    str,
-    _known(
-        metavar="RATE",
-        help="Of a rank inside its island, for all-reduces; left out: no bottleneck.",
-    ),
+    str, _known("Of a rank inside its island, for all-reduces; left out: no bottleneck.", "RATE")
 ]
 Measure = Annotated[
     bool,
-    _measure("--measure", help="Time real inner steps here, of every island without --step-time."),
+    flag(
+        "Time real inner steps here, of every island without --step-time.",
+        "--measure",
+        rich_help_panel=_MEASURE,
+    ),
 ]
 CoordinatorAddress = Annotated[
     str,
     _measure(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="With --measure: time the round trip from here to there.",
+        "With --measure: time the round trip from here to there.", "HOST:PORT", "--coordinator"
     ),
 ]
 Probe = Annotated[
     str,
     _measure(
-        metavar="HOST:PORT",
-        help="With --measure: time the rate from here to a receiver there, started as "
+        "With --measure: time the rate from here to a receiver there, started as "
         'python -m diloco.bench.network.wan_end \'{"do": "receive", "kind": "grpc", "host": '
         '"0.0.0.0"}\'; it answers everybody, so stop it afterwards.',
+        "HOST:PORT",
     ),
 ]
-SyncerCores = Annotated[int, _syncers(metavar="N", min=0, help="CPU cores; left out: any.")]
-SyncerMemory = Annotated[str, _syncers(metavar="SIZE", help="Such as 64GiB.")]
-SyncerDisk = Annotated[str, _syncers(metavar="SIZE", help="Such as 2TB.")]
-SyncerNetwork = Annotated[str, _syncers(metavar="RATE", help="Such as 10Gbit/s.")]
+SyncerCores = Annotated[int, _syncers("CPU cores; left out: any.", "N", min=0)]
+SyncerMemory = Annotated[str, _syncers("Such as 64GiB.", "SIZE")]
+SyncerDisk = Annotated[str, _syncers("Such as 2TB.", "SIZE")]
+SyncerNetwork = Annotated[str, _syncers("Such as 10Gbit/s.", "RATE")]
 Suggest = Annotated[
     bool,
-    _suggest("--suggest", help="Search H, P, tau, codec and lanes for the earliest end."),
+    flag(
+        "Search H, P, tau, codec and lanes for the earliest end.",
+        "--suggest",
+        rich_help_panel=_SUGGEST,
+    ),
 ]
-MaxLoss = Annotated[
-    str, _suggest(metavar="PERCENT", help="Most that settings may cost of the loss.")
-]
+MaxLoss = Annotated[str, _suggest("Most that settings may cost of the loss.", "PERCENT")]
 LabResults = Annotated[
     list[Path] | None,
     _suggest(
-        metavar="RESULT.json",
-        help="Losses of your own model, which go before others': a list points of h, m, "
+        "Losses of your own model, which go before others': a list points of h, m, "
         "codec, tau, loss; repeatable.",
+        "RESULT.json",
     ),
 ]
-Periods = Annotated[str, _suggest(metavar="H,H", help="Values to try; left out: a grid.")]
-Fragments = Annotated[str, _suggest(metavar="P,P", help="Values to try.")]
-Overlaps = Annotated[str, _suggest(metavar="TAU,TAU", help="Values to try.")]
-Codecs = Annotated[str, _suggest(metavar="NAME,NAME", help="To try, both ways.")]
-Lanes = Annotated[str, _suggest(metavar="N,N", help="Values to try.")]
+Periods = Annotated[str, _suggest("Values to try; left out: a grid.", "H,H")]
+Fragments = Annotated[str, _suggest("Values to try.", "P,P")]
+Overlaps = Annotated[str, _suggest("Values to try.", "TAU,TAU")]
+Codecs = Annotated[str, _suggest("To try, both ways.", "NAME,NAME")]
+Lanes = Annotated[str, _suggest("Values to try.", "N,N")]
 
 #: Names of parameters that mean something with another option only.
 OF_SUGGEST = (

@@ -21,11 +21,7 @@ if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.report.summary import Summary
 
 
-def report(
-    run_file: RunFile,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+def report(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Sum up a run that has ended, and draw its plots, as `diloco local` does at its end.
 
     On the coordinator's machine: it reads coordinator.state_dir, and the events of all islands in

@@ -54,6 +54,16 @@ def plot_option(what: str, name: str = "--plot") -> Any:
     )
 
 
+def option(text: str, metavar: str, *names: str, **more: Any) -> Any:
+    """Describe an option with a value; typer takes defaults of any type, hence `Any`."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+def flag(text: str, name: str, **more: Any) -> Any:
+    """Describe an option that is there or not."""
+    return typer.Option(name, help=text, **more)
+
+
 def with_options(
     call: Callable[..., None], *declared: Callable[..., object]
 ) -> Callable[..., None]:

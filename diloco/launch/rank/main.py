@@ -43,12 +43,7 @@ from diloco.launch.process.ending import end_with_starter
 from diloco.launch.process.logs import log_to
 from diloco.launch.rank.beginning import find_beginning
 from diloco.launch.rank.connect import connect
-from diloco.launch.rank.device import (
-    backend_of,
-    check_async_tp,
-    check_precision,
-    rank_device,
-)
+from diloco.launch.rank.device import backend_of, check_async_tp, check_precision, rank_device
 from diloco.launch.rank.inputs import check_added
 from diloco.launch.rank.job import Job, limit_collectives, meet
 from diloco.launch.rank.lost_rank import find_loss

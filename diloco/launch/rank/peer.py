@@ -24,12 +24,7 @@ from typing import TypeVar
 
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
-from diloco.durable import (
-    make_directory_durably,
-    sync_directory,
-    write_durably,
-    write_json,
-)
+from diloco.durable import make_directory_durably, sync_directory, write_durably, write_json
 from diloco.errors import ConfigError, IslandFailed
 from diloco.forecast.build import build_publication_rules
 from diloco.island.exchange.retried_calls import retry_policy
@@ -168,11 +163,7 @@ def _build_calls(
 
 
 async def _open_store(
-    opened: contextlib.AsyncExitStack,
-    config: Config,
-    state: StateDir,
-    plan: Plan,
-    reply: JoinReply,
+    opened: contextlib.AsyncExitStack, config: Config, state: StateDir, plan: Plan, reply: JoinReply
 ) -> TensorThread:
     """Hold the store until `opened` is closed, in the run's timeline; returns who works on it."""
     make_directory_durably(state.store)
