@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.checkpoint.checkpoint_writer import CheckpointWriter, check_all_ranks
+from diloco.checkpoint.checkpoint_writer import CheckpointWriter, SaveThread, check_all_ranks
 from diloco.checkpoint.checkpoints import (
     Checkpoint,
     abandon_later,
@@ -37,7 +37,6 @@ from diloco.checkpoint.checkpoints import (
 )
 from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.checkpoint.mirror import Mirror, Mirroring
-from diloco.checkpoint.save_thread import SaveThread
 from diloco.checkpoint.state_transfer import StateReceiver
 from diloco.checkpoint.warm_start import WarmStart
 from diloco.config.classes import fingerprint

@@ -324,7 +324,7 @@ class _Run:
             return 0  # it goes on
         return self._show_end(coordinator.run_status)
 
-    async def _retry(self, what: str, work: Callable[[], None]) -> None:
+    async def _retry(self, what: str, work: Callable[[], object]) -> None:
         """Write something, and again while the disk is full, until a stop is forced."""
         await retry_disk_full_async(what, work, given_up=self.signals.forced)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from diloco.errors import ConfigError
 from diloco.system import usable_cpus
 
 #: Told what is measured, how much of it is done, of how much; called often. What it raises ends
@@ -127,3 +129,20 @@ def machine() -> dict[str, Any]:
         "usable_cpus": usable_cpus(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def matching(names: Collection[str], patterns: Sequence[str], *, what: str = "row") -> list[str]:
+    """Give the names that match any of `patterns`, in their order.
+
+    Args:
+        names: Of all there are.
+        patterns: With `*` and `?`; none of them: all names.
+        what: A name is of, in a word.
+
+    Raises:
+        ConfigError: If a pattern matches none.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"--rows {pattern} matches no {what}; {what}s are {', '.join(names)}")
+    return [name for name in names if any(fnmatch.fnmatch(name, p) for p in patterns or ["*"])]

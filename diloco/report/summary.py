@@ -25,6 +25,7 @@ from diloco.report.summary_text import (
     ArrivalSummary,
     FragmentSummary,
     IslandSummary,
+    TextSummary,
     TrafficAlternative,
     alternative_text,
     arrival_text,
@@ -32,8 +33,8 @@ from diloco.report.summary_text import (
     link_text,
     recomputed_text,
     shape_text,
+    text_summary,
 )
-from diloco.report.text_account import TextSummary, text_summary
 from diloco.telemetry.meter import utilisation
 from diloco.transport.shaping.link import LinkProfile
 from diloco.versions.publication import PublicationRules

@@ -23,9 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from diloco.checkpoint import checkpoint_writer
-from diloco.checkpoint.checkpoint_writer import CheckpointWriter, RankPart
+from diloco.checkpoint.checkpoint_writer import CheckpointWriter, RankPart, SaveThread
 from diloco.checkpoint.checkpoints import Checkpoint, valid_steps
-from diloco.checkpoint.save_thread import SaveThread
 from diloco.trainer.state import optimizer_step, training_tensors
 from tests.checkpoint.small_checkpoint import ISLAND, Trained, make_optimizer
 from tests.distributed import run_ranks

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from diloco.config.load import load_config
 from diloco.data.corpus import TextCorpus
 from diloco.errors import DilocoError, IslandFailed, RunStopped
-from diloco.launch.rank.beginning import find_beginning
 from diloco.launch.rank.connect import connect
 from diloco.launch.rank.job import Job
-from diloco.launch.rank.main import _Rank, run_rank
+from diloco.launch.rank.main import _Rank, find_beginning, run_rank
 from diloco.protos.control_pb2 import RunStateReply
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.distributed import run_ranks

@@ -22,7 +22,7 @@ from diloco.island.groups import Groups
 from diloco.launch.rank.text_share import TextShare
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.slots import Holding, SlotPosition, account, furthest_behind
-from diloco.report.text_account import TextSummary
+from diloco.report.summary_text import TextSummary
 from diloco.telemetry.events import AlarmRaised, SlotDrawn, TextUntold
 
 NUM_SLOTS = 5

@@ -26,8 +26,7 @@ from diloco.baseline.members import BaselineProcesses
 from diloco.baseline.time_model import ReductionTime, tcp_bps
 from diloco.bench.network.emulating import ISLANDS, LinkRow, check_text, measure_inside
 from diloco.launch.process.emulated import Emulated
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.transport.units import parse_bandwidth
 
 _MIB = 1 << 20

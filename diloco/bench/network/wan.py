@@ -32,8 +32,7 @@ from diloco.bench.network.heartbeat import (
     measure_heartbeats,
 )
 from diloco.bench.network.wan_link import IPERF3, LANES, PLAIN, receiving, sent
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.security.run_ca import RunCa
 from diloco.transport.contracts import Reply
 from diloco.transport.shaping.link import Link, LinkQueue

@@ -36,8 +36,7 @@ from diloco.compression.base import Codec, to_bytes
 from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
 from diloco.compression.compiled import can_compile
 from diloco.compression.registry import CODECS, get_codec
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 
 #: Codec -> GB/s of compiled encode and decode, at least.
 Bars = Mapping[str, tuple[float, float]]

@@ -33,8 +33,7 @@ from diloco.compression.registry import get_codec
 from diloco.config.links import find_profile
 from diloco.config.schema import Config
 from diloco.data.open import open_data
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.models.families import initialise_
 from diloco.trainer.models.model import LlamaShape, build_model

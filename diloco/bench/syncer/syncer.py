@@ -59,8 +59,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.grants import load_or_create_secret, sign
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.security.run_ca import RunCa
 from diloco.security.security import Security
 from diloco.state_dir import StateDir

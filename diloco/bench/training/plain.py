@@ -22,8 +22,7 @@ from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
 from diloco.bench.training.plain_loop import PlainLlama, PlainLoop
 from diloco.config.schema import Config
 from diloco.data.open import open_data
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.report.statistics import Interval
 from diloco.trainer.island_trainer import island_trainer, own_batches
 

@@ -35,8 +35,7 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.process.emulated import Emulated
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement, Watch
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
 
 FLAT, HIERARCHICAL = "flat", "hierarchical"
 DILOCO, STREAMING = "diloco-float32", "streaming-int4"

@@ -30,8 +30,7 @@ from diloco.config.load import config_of, resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, IslandFailed
 from diloco.launch.process.emulated import Emulated
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Watch
+from diloco.report.rows import Column, Report, Watch, matching
 from diloco.system import usable_cpus
 from diloco.transport.units import parse_bandwidth
 

@@ -14,8 +14,10 @@ Source: PROTOCOL.md, "Agreement of ranks", "Return of an island" and "Words for 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,30 +29,34 @@ from diloco.checkpoint.island_checkpoints import IslandCheckpoints
 from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.checkpoint.mirror import Mirror
 from diloco.checkpoint.state_transfer import open_state_transfer
-from diloco.checkpoint.warm_start import WarmStart
+from diloco.checkpoint.warm_start import WarmStart, find_warm_start
+from diloco.config.classes import fingerprint
 from diloco.config.hugging_face import check_version
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.coordinator.status import ask_run_state
 from diloco.data.batches import Batches, Data
 from diloco.data.open import open_data
+from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
 from diloco.faults.training import rank_faults
 from diloco.forecast.rank_memory import check_host_memory
+from diloco.io_thread import IoThread
 from diloco.island.connection import Connection
+from diloco.island.groups import make_groups
 from diloco.island.record import Record
 from diloco.island.session import DiLoCo
 from diloco.launch.process.ending import end_with_starter
 from diloco.launch.process.logs import log_to
-from diloco.launch.rank.beginning import find_beginning
 from diloco.launch.rank.connect import connect
 from diloco.launch.rank.device import backend_of, check_async_tp, check_precision, rank_device
 from diloco.launch.rank.inputs import check_added
 from diloco.launch.rank.job import Job, limit_collectives, meet
 from diloco.launch.rank.lost_rank import find_loss
-from diloco.launch.rank.manifest import check_earlier_text, write_manifest
 from diloco.launch.rank.text_share import open_text
 from diloco.protocol.island.soundness import Mend
-from diloco.protos.control_pb2 import JoinReply
+from diloco.protos.control_pb2 import Grant, JoinReply, RunStateReply
+from diloco.security.security import Security
 from diloco.telemetry.meter import ComputeWork
 from diloco.trainer.flops import flops_per_token, peak_flops
 from diloco.trainer.models.experts import imbalances
@@ -67,6 +73,7 @@ from diloco.trainer.parallel.parallelize import compile_ahead, parallelize
 from diloco.trainer.parallel.pipeline import Pipeline, build_part, parts_of
 from diloco.trainer.state import load_parameters_
 from diloco.trainer.trainer import InnerTrainer
+from diloco.transport.identity import Role
 
 logger = logging.getLogger(__name__)
 
@@ -398,6 +405,106 @@ class _Rank:
     def _evaluate_published(self) -> None:
         with self._outer.global_parameters():
             self._outer.evaluated(self._trainer.evaluate())
+
+
+# -- beginning and manifest ----------------------------------------------------------------------
+
+
+def find_beginning(
+    config: Config, coordinator_address: str, io: IoThread
+) -> tuple[WarmStart | None, int]:
+    """Open the warm start, and say at which inner step the run began or will; collective.
+
+    A run that has published anything, or was resumed, has left it behind: an island that
+    returns needs no more than that inner step, and the source may be gone.
+
+    Args:
+        config: With an island selected.
+        coordinator_address: HOST:PORT.
+        io: Where the leader asks.
+
+    Returns:
+        The warm start, None where there is none or it lies behind; and the inner step.
+
+    Raises:
+        ConfigError: As `find_warm_start`.
+        CoordinatorUnavailable: If it does not answer for `transport.unreachable`.
+        IslandFailed: On the other ranks, if the leader had no answer.
+    """
+    if not config.run.warm_start:
+        return None, 0
+    patience_s = config.transport.unreachable.seconds
+
+    def start_step() -> int | None:
+        security = Security.of(config, Role.ISLAND, config.island_id).knowing(coordinator_address)
+        transport = security.transport(coordinator_address, Role.COORDINATOR)
+
+        async def ask() -> RunStateReply:
+            try:
+                return await ask_run_state(transport, config.island_id, patience_s=patience_s)
+            finally:
+                await transport.close()
+
+        run_state = io.run(ask())
+        return run_state.start_step if run_state.timeline or run_state.has_published else None
+
+    # The default group would give up while the leader still waits for the coordinator.
+    timeout_s = config.island.collective_timeout.seconds
+    groups = make_groups(None, patience_s=patience_s, collective_s=timeout_s)
+    told = groups.leader_says("could not learn where the run began", start_step)
+    if told is not None:
+        return None, told
+    warm = find_warm_start(config)
+    assert warm is not None
+    return warm, warm.start_step
+
+
+def write_manifest(
+    output_dir: Path, config: Config, outer: DiLoCo, grant: Grant, data: Data
+) -> None:
+    """Write down what this start of the island, which holds `grant`, trains with."""
+    manifest = {
+        "run": config.run.name,
+        "island": config.island_id,
+        "island_slot": outer.island_slot,
+        "incarnation": grant.incarnation,
+        "timeline": grant.timeline,
+        "start_step": outer.start_step,
+        "config_fingerprint": fingerprint(config),
+        "plan_fingerprint": outer.plan.fingerprint(),
+        "corpus_sha256": data.digest,
+        "corpus_documents": data.num_documents,
+        "text": data.content(),
+        "threads": config.island.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    text = json.dumps(manifest, indent=2) + "\n"
+    try:
+        write_durably(_manifest_path(output_dir, config), [text.encode()])
+    except DiskFull as error:
+        logger.error("the manifest of this start is not written, and training goes on: %s", error)
+
+
+def check_earlier_text(output_dir: Path, config: Config, data: Data) -> None:
+    """Say what has changed since this island's last start, if the text has.
+
+    Raises:
+        FingerprintMismatch: Naming the source and its part, before and now.
+    """
+    try:
+        before = json.loads(_manifest_path(output_dir, config).read_text())
+        content = before["text"] if before["run"] == config.run.name else data.content()
+    except (OSError, ValueError, KeyError):
+        return  # it never trained here: nothing to compare with
+    try:
+        data.check_content(content)
+    except ConfigError as changed:
+        raise FingerprintMismatch(str(changed)) from changed
+
+
+def _manifest_path(output_dir: Path, config: Config) -> Path:
+    return output_dir / f"manifest-{config.island_id}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
