@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,12 +33,16 @@ from torch.utils.hooks import RemovableHandle
 from diloco.errors import ConfigError
 from diloco.extras import missing
 from diloco.integrations.other_trainers import (
+    OUTER_FILES,
     common_bound,
+    finish,
     follow_,
     followed,
     joined,
+    load_outer,
     num_kept_checkpoints,
     repair_state_,
+    save_outer,
     skip_to,
 )
 from diloco.island.connection import Connection
@@ -53,7 +56,6 @@ try:
 except ModuleNotFoundError as absent:
     raise missing("diloco.integrations.hugging_face", str(absent.name)) from absent
 
-_OUTER_FILES = "diloco-outer-*.safetensors"
 #: Metadata of such a file: the run checkpoint that it is a part of.
 _NUMBER = "checkpoint_number"
 
@@ -176,7 +178,7 @@ class DiLoCoCallback(TrainerCallback):
             folders = Path(checkpoint.parent).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             if not (found := [path for path in folders if _number_of(path) == resume_step]):
                 raise ConfigError(
-                    f"the run is resumed at its checkpoint {resume_step}, and no {_OUTER_FILES} "
+                    f"the run is resumed at its checkpoint {resume_step}, and no {OUTER_FILES} "
                     f"below {checkpoint.parent} is of it: keep output_dir from one start to the "
                     f"next, or resume the run at another checkpoint"
                 )
@@ -184,11 +186,7 @@ class DiLoCoCallback(TrainerCallback):
                 f"the run is resumed at its checkpoint {resume_step}, the Trainer at step "
                 f'{global_step}: call trainer.train(resume_from_checkpoint="{found[0]}")'
             )
-        files = sorted(checkpoint.glob(_OUTER_FILES))
-        loaded: dict[str, torch.Tensor] = {}
-        for file in files:
-            loaded.update(load_file(file))
-        self.outer.load_state_dict(loaded)
+        load_outer(self.outer, checkpoint)
 
     # -- train -----------------------------------------------------------------------------------
 
@@ -272,32 +270,19 @@ class DiLoCoCallback(TrainerCallback):
         outer = self.outer
         checkpoint = _checkpoint(args, outer.inner_step)
         with self._saving:
-            # Views of one lane's memory: the file wants tensors of their own.
-            tensors = {name: value.clone() for name, value in outer.state_dict().items()}
-            file = checkpoint / _OUTER_FILES.replace("*", str(args.process_index))
-            save_file(tensors, file, {_NUMBER: str(outer.checkpoint_number)})
+            number = str(outer.checkpoint_number)
+            save_outer(outer, checkpoint, args.process_index, {_NUMBER: number})
         if outer.is_stopping:
             control.should_training_stop = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Merge what is outstanding; the model then has the published parameters.
-
-        Raises:
-            ConfigError: If the Trainer ended before the run.
-            DilocoError: If the island cannot go on.
-        """
+        """Merge what is outstanding; see `finish`."""
         if self._hook is not None:
             self._hook.remove()
-        outer = self.outer
-        if not (outer.is_over or outer.is_stopping):
-            raise ConfigError(
-                f"the Trainer ended at step {state.global_step} of max_steps={args.max_steps}, and "
-                f"the other islands go on: to end the run early stop it (diloco stop HOST:PORT), "
-                f"leave out callbacks that stop the Trainer, and give it data for all steps"
-            )
-        outer.finish()
+        hint = "leave out callbacks that stop the Trainer, and give it data for all steps"
+        finish(self.outer, "the Trainer", hint)
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -314,7 +299,7 @@ def _checkpoint(args: TrainingArguments, step: int) -> Path:
 
 def _number_of(checkpoint: Path) -> int | None:
     """Return the run checkpoint that a folder of the Trainer is a part of; None: of none."""
-    for file in checkpoint.glob(_OUTER_FILES):
+    for file in checkpoint.glob(OUTER_FILES):
         with safe_open(file, "pt") as saved:
             return int((saved.metadata() or {}).get(_NUMBER, -1))
     return None

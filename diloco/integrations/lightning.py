@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -29,10 +28,13 @@ from diloco.errors import ConfigError
 from diloco.extras import missing
 from diloco.integrations.other_trainers import (
     common_bound,
+    finish,
     follow_,
     followed,
     joined,
+    load_outer,
     repair_state_,
+    save_outer,
     skip_to,
 )
 from diloco.island.connection import Connection
@@ -135,10 +137,7 @@ class DiLoCoCallback(Callback):
                 f"the run is resumed at its checkpoint {resume_step}, the Trainer from "
                 f'{trainer.ckpt_path}: call trainer.fit(..., ckpt_path="{folder}/trainer.ckpt")'
             )
-        outer: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("diloco-outer-*.safetensors")):
-            outer.update(load_file(file))
-        self.outer.load_state_dict(outer)
+        load_outer(self.outer, folder)
 
     def _folder(self, number: int) -> Path:
         return self._directory / f"checkpoint-{number}"
@@ -190,9 +189,7 @@ class DiLoCoCallback(Callback):
         folder = self._folder(outer.checkpoint_number)
         with outer.checkpointing():
             trainer.save_checkpoint(folder / "trainer.ckpt")
-            # Views of one lane's memory: the file wants tensors of their own.
-            tensors = {name: value.clone() for name, value in outer.state_dict().items()}
-            save_file(tensors, folder / f"diloco-outer-{trainer.global_rank}.safetensors")
+            save_outer(outer, folder, trainer.global_rank)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the published parameters in place; the sanity check is before the join."""
@@ -204,20 +201,8 @@ class DiLoCoCallback(Callback):
         self._validation.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merge what is outstanding; the module then has the published parameters.
-
-        Raises:
-            ConfigError: If the Trainer ended before the run.
-            DilocoError: If the island cannot go on.
-        """
-        outer = self.outer
-        if not (outer.is_over or outer.is_stopping):
-            raise ConfigError(
-                f"the Trainer ended after inner step {outer.inner_step} of {outer.inner_steps}, "
-                f"and the other islands go on: to end the run early stop it (diloco stop "
-                f"HOST:PORT), and leave out callbacks and limits that stop the Trainer"
-            )
-        outer.finish()
+        """Merge what is outstanding; see `finish`."""
+        finish(self.outer, "the Trainer", "leave out callbacks and limits that stop the Trainer")
 
 
 def _check_fit(trainer: Trainer, module: LightningModule) -> None:

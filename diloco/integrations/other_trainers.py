@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -20,6 +23,9 @@ from diloco.trainer.optimizers.optimizer import step_bound
 from diloco.trainer.state import mend_moments_
 
 logger = logging.getLogger(__name__)
+
+#: Of the ranks' outer states, in a folder of a trainer's checkpoint.
+OUTER_FILES = "diloco-outer-*.safetensors"
 
 
 def num_kept_checkpoints(config: Config) -> int:
@@ -66,6 +72,41 @@ def joined(
             f"trainer's schedule must have: set {setting}={outer.inner_steps}"
         )
     return outer
+
+
+def finish(outer: DiLoCo, trainer: str, hint: str) -> None:
+    """Merge what is outstanding, as a trainer has ended; the model then has the published values.
+
+    Args:
+        outer: Of the island.
+        trainer: What has ended.
+        hint: What must not end it.
+
+    Raises:
+        ConfigError: If it ended before the run.
+        DilocoError: If the island cannot go on.
+    """
+    if not (outer.is_over or outer.is_stopping):
+        raise ConfigError(
+            f"{trainer} ended after inner step {outer.inner_step} of {outer.inner_steps}, and the "
+            f"other islands go on: to end the run early stop it (diloco stop HOST:PORT); {hint}"
+        )
+    outer.finish()
+
+
+def save_outer(outer: DiLoCo, folder: Path, rank: int, about: dict[str, str] | None = None) -> None:
+    """Save a rank's outer state next to what its trainer saves; inside `checkpointing`."""
+    # Views of one lane's memory: the file wants tensors of their own.
+    tensors = {name: value.clone() for name, value in outer.state_dict().items()}
+    save_file(tensors, folder / OUTER_FILES.replace("*", str(rank)), about)
+
+
+def load_outer(outer: DiLoCo, folder: Path) -> None:
+    """Load the outer state that the ranks of an island have saved in a folder."""
+    loaded: dict[str, Tensor] = {}
+    for file in sorted(folder.glob(OUTER_FILES)):
+        loaded.update(load_file(file))
+    outer.load_state_dict(loaded)
 
 
 def skip_to(start_step: int, step: int, scheduler_step: Callable[[], object]) -> None:

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from diloco.errors import ConfigError
 from diloco.integrations.other_trainers import (
     common_bound,
+    finish,
     follow_,
     followed,
     joined,
@@ -217,15 +218,8 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
             DilocoError: If the island cannot go on.
         """
         super().train()
-        outer = self.outer
-        if self.should_continue_training():
-            raise ConfigError(
-                f"torchtitan ended at step {self.step} of {outer.inner_steps}, and the other "
-                f"islands go on: give it data for all steps; to end the run early stop it (diloco "
-                f"stop HOST:PORT)"
-            )
-        outer.finish()
-        if outer.is_over:
+        finish(self.outer, "torchtitan", "give it data for all steps")
+        if self.outer.is_over:
             manager = self.checkpointer.manager
             del manager.states[_OUTER]  # there is nothing to go on from
             manager.save(self.step, last_step=True)
