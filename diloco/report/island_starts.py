@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
+from diloco.config.island import IslandConfig
 from diloco.errors import ConfigError
+from diloco.report.summary_text import IslandSummary, shape_text
+from diloco.telemetry.meter import utilisation
 
 Event = Mapping[str, Any]  # JSON values, as a sink wrote them
 
@@ -42,132 +44,86 @@ def has_ended(events: Sequence[Event]) -> bool:
     return any(e["kind"] == "island_ended" and _start(e) == newest for e in events)
 
 
-@dataclass(frozen=True, slots=True)
-class IslandStarts:
-    """Sums over the starts of an island, of what stands.
+def resumed_after(events: Sequence[Event]) -> set[int]:
+    """Give the inner steps of the checkpoints that an island was resumed from."""
+    return {
+        event["inner_step"]
+        for event in events
+        if event["kind"] == "island_resumed" and event["island_rank"] == 0
+    }
+
+
+def island_summary(island: str, config: IslandConfig, events: Sequence[Event]) -> IslandSummary:
+    """Sum up the effective events of all ranks of an island.
 
     Only the last start of a finished run has told its own sums; those of the others are those of
-    their inner steps, with the seconds between the first and the last of them.
+    their inner steps, with the seconds between the first and the last of them. The undisturbed step
+    of a last start that made none, as it came after the end, is the median of all steps.
 
-    Args:
-        inner_steps: Completed inner steps at the end; a warm start's own ones are among them.
-        num_steps: Inner steps that these starts have made.
-        undisturbed_step_s: As the last start measured it, like `overwritten_steps`; of one that
-            made no step, as it came after the end, the median of all steps.
-        nats_per_byte: Last held-out loss, by whose parameters.
-        digests: Of what the model held of each fragment at the end.
-        resumed_after: Inner steps of the checkpoints that it was resumed from.
-        dropped_tokens: That no version has, as the last start told it, by share of the parameters.
-        left_tokens: That no version had yet when it ended.
-        tflops_per_s: 10^12 operations a second and rank in inner steps, of the last start.
-        mfu: Share of the devices' peak that this is; 0 where that is not known.
-        memory_bytes: Largest resident size of a rank; 0 where none was told.
+    Raises:
+        ConfigError: If they are not those of one run from beginning to end.
     """
-
-    inner_steps: int
-    num_steps: int
-    tokens: int
-    wall_s: float
-    inner_s: float
-    blocked_s: float
-    undisturbed_step_s: float
-    overwritten_steps: float
-    bytes_up: int
-    bytes_down: int
-    nats_per_byte: Mapping[str, float]
-    digests: tuple[str, ...]
-    num_starts: int
-    num_returns: int
-    lost_steps: int
-    resumed_after: tuple[int, ...]
-    dropped_tokens: float = 0.0
-    left_tokens: float = 0.0
-    tflops_per_s: float = 0.0
-    mfu: float = 0.0
-    memory_bytes: int = 0
-
-    @classmethod
-    def of(cls, island: str, num_ranks: int, events: Sequence[Event]) -> IslandStarts:
-        """Sum up the effective events of all ranks of an island.
-
-        Raises:
-            ConfigError: If they are not those of one run from beginning to end.
-        """
-        working = [event for event in events if event["kind"] in ("inner_step", "island_ended")]
-        starts = sorted({_start(event) for event in working})
-        _check_one_run(island, num_ranks, events, starts)
-        parts = [_StartSums.of([e for e in events if _start(e) == start]) for start in starts]
-        leader = [event for event in events if event["island_rank"] == 0]
-        ended = next(event for event in reversed(leader) if event["kind"] == "island_ended")
-        returns = [event for event in leader if event["kind"] == "island_rejoined"]
-        return cls(
-            inner_steps=ended["inner_step"],
-            **{
-                each.name: sum(getattr(part, each.name) for part in parts)
-                for each in fields(_StartSums)
-            },
-            undisturbed_step_s=ended["undisturbed_step_s"]
-            or statistics.median(e["duration_s"] for e in events if e["kind"] == "inner_step"),
-            overwritten_steps=ended["overwritten_steps"],
-            nats_per_byte={
-                e["parameters"]: e["nats_per_byte"] for e in events if e["kind"] == "evaluated"
-            },
-            digests=tuple(ended["digests"]),
-            num_starts=len(starts),
-            num_returns=len(returns),
-            lost_steps=sum(event["lost_steps"] for event in returns),
-            resumed_after=tuple(e["inner_step"] for e in leader if e["kind"] == "island_resumed"),
-            dropped_tokens=ended.get("dropped_tokens", 0.0),
-            left_tokens=ended.get("left_tokens", 0.0),
-            tflops_per_s=ended.get("tflops_per_s", 0.0),
-            mfu=ended.get("mfu", 0.0),
-            memory_bytes=max(
-                (e["resident_peak_bytes"] for e in events if e["kind"] == "memory_used"), default=0
-            ),
-        )
+    working = [event for event in events if event["kind"] in ("inner_step", "island_ended")]
+    starts = sorted({_start(event) for event in working})
+    _check_one_run(island, config.ranks, events, starts)
+    parts = [_sums_of([e for e in events if _start(e) == start]) for start in starts]
+    sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+    inner_s = sums.pop("inner_s")
+    leader = [event for event in events if event["island_rank"] == 0]
+    ended = next(event for event in reversed(leader) if event["kind"] == "island_ended")
+    returns = [event for event in leader if event["kind"] == "island_rejoined"]
+    losses = {e["parameters"]: e["nats_per_byte"] for e in events if e["kind"] == "evaluated"}
+    memory = [e["resident_peak_bytes"] for e in events if e["kind"] == "memory_used"]
+    undisturbed_step_s = ended["undisturbed_step_s"] or statistics.median(
+        event["duration_s"] for event in events if event["kind"] == "inner_step"
+    )
+    told = ("dropped_tokens", "left_tokens", "tflops_per_s", "mfu")
+    return IslandSummary(
+        island=island,
+        shape=shape_text(config),
+        inner_steps=ended["inner_step"],
+        local_nats_per_byte=losses.get("local"),
+        published_nats_per_byte=losses.get("published") if ended["digests"] else None,
+        utilisation=utilisation(
+            num_steps=sums["num_steps"],
+            undisturbed_step_s=undisturbed_step_s,
+            inner_s=inner_s,
+            wall_s=sums["wall_s"],
+        ),
+        goodput=inner_s / sums["wall_s"],
+        overwritten_steps=ended["overwritten_steps"],
+        undisturbed_step_s=undisturbed_step_s,
+        digests=tuple(ended["digests"]),
+        num_starts=len(starts),
+        num_returns=len(returns),
+        lost_steps=sum(event["lost_steps"] for event in returns),
+        memory_bytes=max(memory, default=0),
+        **{name: ended.get(name, 0.0) for name in told},
+        **sums,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _StartSums:
-    """Sums over one start."""
-
-    num_steps: int
-    tokens: int
-    wall_s: float
-    inner_s: float
-    blocked_s: float
-    bytes_up: int
-    bytes_down: int
-
-    @classmethod
-    def of(cls, events: Sequence[Event]) -> _StartSums:
-        """Take what the ranks told at their end, or else what their steps and merges tell."""
-        steps = [event for event in events if event["kind"] == "inner_step"]
-        tokens = sum(step["num_tokens"] for step in steps)
-        ended = [event for event in events if event["kind"] == "island_ended"]
-        leader = next((event for event in ended if event["island_rank"] == 0), None)
-        if leader is not None:
-            return cls(
-                num_steps=len(steps),
-                tokens=tokens,
-                wall_s=leader["wall_s"],
-                inner_s=leader["inner_s"],
-                blocked_s=leader["blocked_s"],
-                bytes_up=sum(event["bytes_up"] for event in ended),
-                bytes_down=sum(event["bytes_down"] for event in ended),
-            )
-        first, last = steps[0], steps[-1]
-        of_leader = [event for event in events if event["island_rank"] == 0]
-        moved = [event for event in of_leader if event["kind"] == "bytes_moved"]
-        return cls(
-            num_steps=len(steps),
-            tokens=tokens,
-            wall_s=last["unix_s"] - first["unix_s"] + first["duration_s"],
-            inner_s=sum(step["duration_s"] for step in steps),
-            blocked_s=sum(event.get("blocked_s", 0.0) for event in of_leader),
-            bytes_up=moved[-1]["bytes_up"] if moved else 0,
-            bytes_down=moved[-1]["bytes_down"] if moved else 0,
-        )
+def _sums_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Take what the ranks of one start told at its end, or else what its steps and merges tell."""
+    steps = [event for event in events if event["kind"] == "inner_step"]
+    ended = [event for event in events if event["kind"] == "island_ended"]
+    of_leader = [event for event in events if event["island_rank"] == 0]
+    leader = next((event for event in of_leader if event["kind"] == "island_ended"), None)
+    sums = {"num_steps": len(steps), "tokens": sum(step["num_tokens"] for step in steps)}
+    if leader is not None:
+        times = {name: leader[name] for name in ("wall_s", "inner_s", "blocked_s")}
+        moved = {n: sum(event[n] for event in ended) for n in ("bytes_up", "bytes_down")}
+        return {**sums, **times, **moved}
+    first, last = steps[0], steps[-1]
+    moved = next((e for e in reversed(of_leader) if e["kind"] == "bytes_moved"), {})
+    return {
+        **sums,
+        "wall_s": last["unix_s"] - first["unix_s"] + first["duration_s"],
+        "inner_s": sum(step["duration_s"] for step in steps),
+        "blocked_s": sum(event.get("blocked_s", 0.0) for event in of_leader),
+        "bytes_up": moved.get("bytes_up", 0),
+        "bytes_down": moved.get("bytes_down", 0),
+    }
 
 
 def _check_one_run(

@@ -11,16 +11,15 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.config.island import IslandConfig
 from diloco.config.schema import Config
 from diloco.forecast.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
-from diloco.report.island_starts import IslandStarts, effective, has_ended
+from diloco.report.island_starts import effective, has_ended, island_summary, resumed_after
 from diloco.report.summary_text import (
     ArrivalSummary,
     FragmentSummary,
@@ -32,10 +31,8 @@ from diloco.report.summary_text import (
     island_lines,
     link_text,
     recomputed_text,
-    shape_text,
     text_summary,
 )
-from diloco.telemetry.meter import utilisation
 from diloco.transport.shaping.link import LinkProfile
 from diloco.versions.publication import PublicationRules
 from diloco.versions.replay import FragmentReplay, ReplayVerdict
@@ -181,19 +178,13 @@ def summarise(
         if config.outer.is_on_arrival
         else []
     )
-    starts_by_island = {
-        island: IslandStarts.of(island, config.islands[island].ranks, events[island])
-        for island in sorted(events)
-        if island not in away
-    }
-    resumed = {step for starts in starts_by_island.values() for step in starts.resumed_after}
+    there = [island for island in sorted(events) if island not in away]
+    islands = tuple(island_summary(name, config.islands[name], events[name]) for name in there)
+    resumed = {step for name in there for step in resumed_after(events[name])}
     return Summary(
         run=config.run.name,
         link=link_text(link),
-        islands=tuple(
-            _island_summary(island, config.islands[island], starts)
-            for island, starts in starts_by_island.items()
-        ),
+        islands=islands,
         fragments=tuple(
             _fragment_summary(store, plan, rules, config.outer.retained_versions)
             for store in stores
@@ -204,9 +195,7 @@ def summarise(
             plan,
             schedule,
             link,
-            start_step=min(
-                starts.inner_steps - starts.num_steps for starts in starts_by_island.values()
-            ),
+            start_step=min(island.inner_steps - island.num_steps for island in islands),
         ),
         resumed_after=tuple(sorted(resumed)),
         max_nats_per_byte=config.evaluation.max_nats_per_byte,
@@ -269,24 +258,6 @@ def event_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(event, dict):
             yield event
-
-
-def _island_summary(island: str, config: IslandConfig, starts: IslandStarts) -> IslandSummary:
-    same = {each.name for each in fields(IslandSummary)} & {each.name for each in fields(starts)}
-    return IslandSummary(
-        island=island,
-        shape=shape_text(config),
-        local_nats_per_byte=starts.nats_per_byte.get("local"),
-        published_nats_per_byte=starts.nats_per_byte.get("published") if starts.digests else None,
-        utilisation=utilisation(
-            num_steps=starts.num_steps,
-            undisturbed_step_s=starts.undisturbed_step_s,
-            inner_s=starts.inner_s,
-            wall_s=starts.wall_s,
-        ),
-        goodput=starts.inner_s / starts.wall_s,
-        **{name: getattr(starts, name) for name in same},
-    )
 
 
 def _fragment_summary(

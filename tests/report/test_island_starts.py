@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from diloco.config.island import IslandConfig
 from diloco.errors import ConfigError
-from diloco.report.island_starts import IslandStarts, effective
+from diloco.report.island_starts import effective, island_summary, resumed_after
+from diloco.report.summary_text import IslandSummary
 from diloco.telemetry.events import (
     BytesMoved,
     Evaluated,
@@ -53,6 +55,11 @@ def made(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
         for event in effective(events)
         if event["kind"] == "inner_step"
     ]
+
+
+def summed(events: list[dict[str, Any]], ranks: int = 1) -> IslandSummary:
+    config = IslandConfig(ranks=ranks, tokens_per_inner_step=1)
+    return island_summary("east", config, effective(events))
 
 
 RETURNED = [
@@ -123,30 +130,30 @@ def test_sums_of_a_start_that_was_killed_are_those_of_its_events() -> None:
         *start(2, [ended(6, bytes_up=30, bytes_down=300)], rank=1),
     ]
 
-    life = IslandStarts.of("east", 2, effective(events))
+    life = summed(events, 2)
 
     assert (life.inner_steps, life.num_steps, life.tokens) == (6, 6, 600)
     # Its steps 1 to 3 were written 3 seconds apart; the step before the first line counts too.
     assert life.wall_s == 8.0 + 3.0 + STEP_S
-    assert life.inner_s == 2.0 + 3 * STEP_S
+    assert life.goodput * life.wall_s == 2.0 + 3 * STEP_S
     assert life.blocked_s == 1.0 + 0.25, "the leader's waits, none of rank 1"
     assert (life.bytes_up, life.bytes_down) == (100 + 9, 1000 + 90)
     assert (life.num_starts, life.num_returns, life.lost_steps) == (2, 1, 2)
-    assert (life.resumed_after, life.digests) == ((), ("ab",))
-    assert life.nats_per_byte == {"published": 1.5}
+    assert (resumed_after(events), life.digests) == (set(), ("ab",))
+    assert (life.local_nats_per_byte, life.published_nats_per_byte) == (None, 1.5)
 
 
 def test_a_resumed_run_says_after_which_inner_step() -> None:
-    life = IslandStarts.of("east", 1, effective(RESUMED))
+    life = summed(RESUMED)
 
-    assert life.resumed_after == (4,)
+    assert resumed_after(effective(RESUMED)) == {4}
     assert (life.inner_steps, life.tokens, life.num_returns) == (6, 600, 0)
 
 
 def test_a_start_with_nothing_left_to_train_counts() -> None:
     events = [*start(1, steps(1, 2)), *start(2, [IslandRejoined(2, 0), ended(2)])]
 
-    life = IslandStarts.of("east", 1, effective(events))
+    life = summed(events)
 
     assert (life.num_starts, life.num_steps, life.inner_steps) == (2, 2, 2)
 
@@ -155,7 +162,7 @@ def test_two_runs_in_one_directory_are_refused() -> None:
     other = [*start(1, steps(1, 2)), *start(1, [*steps(1, 2), ended(2)])]
 
     with pytest.raises(ConfigError, match=r"events of island east .* 4 times of which 2 differ"):
-        IslandStarts.of("east", 1, effective(other))
+        summed(other)
 
 
 def test_a_start_after_the_end_made_no_step_and_has_no_step_time_of_its_own() -> None:
@@ -164,7 +171,7 @@ def test_a_start_after_the_end_made_no_step_and_has_no_step_time_of_its_own() ->
         *start(2, [IslandRejoined(3, 0), ended(3, undisturbed_step_s=0.0)]),
     ]
 
-    life = IslandStarts.of("east", 1, effective(events))
+    life = summed(events)
 
     assert (life.num_starts, life.num_steps, life.inner_steps) == (2, 3, 3)
     assert life.undisturbed_step_s == STEP_S
