@@ -115,14 +115,14 @@ def _sums_of(events: Sequence[Event]) -> dict[str, Any]:
         moved = {n: sum(event[n] for event in ended) for n in ("bytes_up", "bytes_down")}
         return {**sums, **times, **moved}
     first, last = steps[0], steps[-1]
-    moved = next((e for e in reversed(of_leader) if e["kind"] == "bytes_moved"), {})
+    last_moved = next((e for e in reversed(of_leader) if e["kind"] == "bytes_moved"), {})
     return {
         **sums,
         "wall_s": last["unix_s"] - first["unix_s"] + first["duration_s"],
         "inner_s": sum(step["duration_s"] for step in steps),
         "blocked_s": sum(event.get("blocked_s", 0.0) for event in of_leader),
-        "bytes_up": moved.get("bytes_up", 0),
-        "bytes_down": moved.get("bytes_down", 0),
+        "bytes_up": last_moved.get("bytes_up", 0),
+        "bytes_down": last_moved.get("bytes_down", 0),
     }
 
 
