@@ -205,7 +205,7 @@ class Checkpoint:
             directory: Of this site's checkpoints.
             island: Whose.
             step: Completed inner steps.
-            share: As for `verify`; callers that share must hear of each other's failures before
+            share: As for `verify`; callers that share must learn of each other's failures before
                 they go on.
             on_progress: As for `verify`.
 

@@ -67,7 +67,7 @@ def check_journal(state: StateDir, journal: Journal) -> None:
     except PlanMismatch as error:
         if "plan" not in entries:
             raise
-        logger.error("the syncer is told the plan again at its next start: %s", error)
+        logger.error("the syncer gets the plan again at its next start: %s", error)
     if there is not None and "plan" in entries and there.to_json() != entries["plan"]:
         raise ConfigError(
             f"the journal {state.journal} and the store {stores[0]} are of two runs: their plans "

@@ -52,7 +52,7 @@ from diloco.refusals import Cause
 from diloco.trainer.state import INNER_OPTIMIZER, MOMENTS, new_moments_, optimizer_name
 from diloco.transport.contracts import Buffer
 
-#: Seconds after which the ranks hear again whether the source is still at it.
+#: Seconds after which the ranks learn again whether the source still sends.
 _LOOK_S = 0.5
 
 
@@ -180,7 +180,7 @@ class StateReceiver:
     def _fetched(
         self, manifest: TransferManifest, lanes: Collection[LaneKey], left_s: float
     ) -> dict[LaneKey, Buffer]:
-        """Fetch the lanes of this rank; while any rank waits, all hear whether there will be more.
+        """Fetch the lanes of this rank; while any rank waits, all learn whether more will come.
 
         Raises:
             NotTransferred: On this rank alone, see `fetch_lanes`.

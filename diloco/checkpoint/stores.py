@@ -43,7 +43,7 @@ def part_of(state: StateDir, plan: Plan) -> StorePart:
         return StorePart(state, tuple(plan.fragments[p] for p in own))
     raise ConfigError(
         f"{state.fragments}, which says which fragments {state.syncer_name} has, is missing or "
-        f"damaged. Start the coordinator, which tells that syncer again: diloco coordinator "
+        f"damaged. Start the coordinator, which sends it that again: diloco coordinator "
         f"RUN.toml"
     )
 

@@ -1,7 +1,7 @@
 """The section of an island's mesh: how its ranks share the model and the text, and what fits.
 
 Every refusal says the numbers and the nearest setting that fits. Imports no torch: whatever numbers
-can tell is told before any process starts.
+can tell is said before any process starts.
 """
 
 from __future__ import annotations

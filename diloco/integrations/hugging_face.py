@@ -79,7 +79,7 @@ class DiLoCoCallback(TrainerCallback):
 
         Args:
             connection: Open: `with diloco.connect(config) as connection:`.
-            on_event: Hears of every event of the outer loop, in whichever thread.
+            on_event: Called with every event of the outer loop, in any thread.
         """
         self._connection = connection
         self._on_event = on_event

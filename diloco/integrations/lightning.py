@@ -80,7 +80,7 @@ class DiLoCoCallback(Callback):
             connection: Open: `with diloco.connect(config) as connection:`.
             directory: Where checkpoints of the run are saved: `checkpoint-N` for each, N being its
                 number.
-            on_event: Hears of every event of the outer loop, in whichever thread.
+            on_event: Called with every event of the outer loop, in any thread.
         """
         self._connection = connection
         self._directory = Path(directory)

@@ -72,7 +72,7 @@ class MegatronDiLoCo(DiLoCo):
             optimizer: Made of them by `get_megatron_optimizer`.
             outer: `outer` of the configuration that went to `diloco.connect`.
             transport: The open connection; one `MegatronDiLoCo` each.
-            on_event: Hears every event at once, in whichever thread.
+            on_event: Called with every event at once, in any thread.
 
         Raises:
             ConfigError: Naming what of the model or the optimizer is not supported.

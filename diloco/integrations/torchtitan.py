@@ -113,7 +113,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]  # Any where torchtitan is n
         Args:
             config: torchtitan's.
             connection: Open: `with diloco.connect(config) as connection:`.
-            on_event: Hears of every event of the outer loop, in whichever thread.
+            on_event: Called with every event of the outer loop, in any thread.
 
         Raises:
             ConfigError: If torchtitan's configuration does not fit the run.

@@ -112,7 +112,7 @@ async def run_coordinator(
         resume: Whether to begin a new timeline from a run checkpoint.
         resume_stopped: Whether to do so only where a graceful stop is complete, and else to go on.
         at_step: Inner step of that checkpoint; None takes the newest that is whole.
-        linger_s: Seconds for which a failed run is still answered, so that its islands hear why;
+        linger_s: Seconds for which a failed run is still answered, so that its islands learn why;
             shorter when all have left.
 
     Returns:
@@ -509,7 +509,7 @@ async def _asked_to_stop(
             return
     coordinator.run_status.is_stop_waiting = False
     if not is_stopping:
-        announce("stopping: every island is told to end; nothing published is lost")
+        announce("stopping: every island ends; nothing published is lost")
         coordinator.halt()
         return
     how = "" if membership.rules.is_elastic else " goes on to one inner step,"
@@ -528,8 +528,8 @@ async def _stop_syncers(
 ) -> None:
     """Stop the syncers that live, if any, and index what they could not report.
 
-    A coordinator that was away when the run ended has never heard of the last versions. Once
-    `given_up` is set this waits for no room: what is missing is told by a next start of the syncer.
+    A coordinator that was away when the run ended has no index of the last versions. Once
+    `given_up` is set this waits for no room: the next start of the syncer reports what is missing.
 
     Raises:
         ConfigError: If one cannot be stopped.

@@ -115,13 +115,13 @@ class World:
         lives: Of an island: virtual seconds until it fails and from then until its next start,
             again and again; when they end it lives on.
         syncer_lives: The same of the syncer, which goes on from what it has written.
-        on_failure: Hears that an island has failed, by name, with the outer loop that is no more.
-        on_step: Hears of every inner step: island, its outer loop, tokens.
-        on_event: Hears every event of an island.
-        on_syncer_event: Hears every event of the syncer.
+        on_failure: Called with the name of an island that has failed, and its last outer loop.
+        on_step: Called after every inner step: island, its outer loop, tokens.
+        on_event: Called with every event of an island.
+        on_syncer_event: Called with every event of the syncer.
         before_send: May change what an island sends of a fragment: given the published lanes that
             it last merged, and its own, which it may write to.
-        on_end: Hears that an island's own check has ended it, by name and reason: the others go on
+        on_end: Called when an island's own check has ended it, with name and reason: others go on
             without it, as after `diloco kick`. None: that ends the run.
     """
 
@@ -214,7 +214,7 @@ async def _run_island(island: _Island, host: _SyncerHost, world: World) -> bool:
     try:
         await island.run()
     except AggregationError as error:
-        if world.on_end is None or island.exchange.failure is not None:  # else all hear of it
+        if world.on_end is None or island.exchange.failure is not None:  # else it ends all
             raise
         await island.exchange.stop()
         host.take_out(island.name)

@@ -37,7 +37,7 @@ class RanksEnd:
 
     Args:
         code: Exit code of the rank that tells most, negative: the signal that ended it; 0: all
-            ranks ended well, or because they were told to.
+            ranks ended well, or as they were asked to.
         reason: One sentence about it; empty at 0.
         is_final: Whether somebody asked for this end, so that nothing is to be started again.
     """

@@ -390,7 +390,7 @@ class _Process:
 
 
 async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> None:
-    """Read the store; where that lacks a fragment, hear first whether the run ever had it.
+    """Read the store; where that lacks a fragment, ask first whether the run ever had it.
 
     A damaged one keeps nobody waiting: that the run had it is known.
 
@@ -401,16 +401,16 @@ async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> No
     if all(state.is_founded or state.is_damaged for state in syncer.states):
         return
 
-    async def hear() -> None:
+    async def ask() -> None:
         syncer.indexed(*indexed_of(await reporter.learn_plan()))
 
-    await first_of(hear(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
+    await first_of(ask(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
 
 
 def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
     """Take a store of an earlier timeline back to the checkpoint that this one begins from.
 
-    Killed at any instruction, it is done again by the next start: the store's own word on its
+    Killed at any instruction, it is done again by the next start: the store's file of its
     timeline is the last thing written.
 
     Raises:
@@ -564,12 +564,12 @@ def _connect(state: StateDir, security: Security) -> Transport:
 
 
 async def end_when_unreachable(num_words: Callable[[], int], unreachable_s: float) -> None:
-    """Raise once nothing was heard for `unreachable_s` seconds; else go on for ever.
+    """Raise once nothing has come for `unreachable_s` seconds; else go on for ever.
 
     Silence is counted by looking: time in which this process was frozen does not count.
 
     Args:
-        num_words: Counts what was heard, from anybody.
+        num_words: Counts what has come, from any process.
         unreachable_s: `transport.unreachable`; some reports are waited for in any case.
 
     Raises:
@@ -577,14 +577,14 @@ async def end_when_unreachable(num_words: Callable[[], int], unreachable_s: floa
     """
     unreachable_s = max(unreachable_s, _LEAST_REPORTS * HELLO_INTERVAL_S)
     look_s = min(unreachable_s / _LOOKS, _MOST_LOOK_S)
-    heard, silent_s, looked = num_words(), 0.0, loop_now()
+    known, silent_s, looked = num_words(), 0.0, loop_now()
     while silent_s < unreachable_s:
         await asyncio.sleep(look_s)
         now = loop_now()
         silent_s += min(now - looked, 2 * look_s)
         looked = now
-        if (words := num_words()) != heard:
-            heard, silent_s = words, 0.0
+        if (words := num_words()) != known:
+            known, silent_s = words, 0.0
     raise CoordinatorUnavailable(
         f"for {unreachable_s:g} s (transport.unreachable) neither the coordinator has answered nor "
         "any island called: this syncer ends. All that it has published is durable, and the "

@@ -31,7 +31,7 @@ def replay(
     Each is computed from the version before it and its own contributions, by the rules and with the
     coefficients of its own record, and compared with what was published: digests, payloads, kept
     states, all to the bit; coefficients within 1e-6. With outer.keep_contributions = "all" that is
-    every version, otherwise the retained ones. What happened between versions is told too, as the
+    every version, otherwise the retained ones. What happened between versions is shown too, as the
     coordinator's journal has it.
 
     Exits with 1 if a version is damaged or different. What cannot be made again is only told, but

@@ -31,7 +31,7 @@ _DIRECTORY = Path("certs")
 _DAYS = 365
 _CA_DAYS = 3650
 _CA = "ca"
-#: Serial numbers that one command tells: the newest.
+#: Serial numbers that one command sends: the newest.
 _MOST = 64
 
 

@@ -93,7 +93,7 @@ def island(
 
 @contextlib.contextmanager
 def _showing(config: Config, name: str, address: str) -> Iterator[None]:
-    """Show where the island stands, as the coordinator has heard it, while the island lives."""
+    """Show where the island stands by its last report, while the island lives."""
     from diloco.cli.terminal.tables import island_text
     from diloco.coordinator.status import ask_run_state
     from diloco.io_thread import IoThread
@@ -114,7 +114,7 @@ def _showing(config: Config, name: str, address: str) -> Iterator[None]:
             return f"island {name}: {' '.join(str(error).split())}"
         if not run_state.HasField("island"):  # it answers callers elsewhere, whom it cannot know
             return (
-                f"island {name}: the run is {run_state.state}; the coordinator tells how an island "
+                f"island {name}: the run is {run_state.state}; the coordinator says how an island "
                 f"stands to callers it knows: diloco status RUN.toml on its machine"
             )
         return f"island {name} {island_text(run_state.island, run_state.inner_steps)}"

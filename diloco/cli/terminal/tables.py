@@ -17,7 +17,7 @@ _DIGEST_CHARACTERS = 12
 _UNKNOWN = "-"
 #: State of an island that has joined and does not train yet (`IslandState`).
 _WAITING = "waiting"
-#: Leases that end when nothing is heard.
+#: Leases that end without reports.
 _RUNNING = frozenset({"active", "draining"})
 
 
@@ -84,7 +84,7 @@ def fragments_table(reply: StatusReply) -> FittedTable:
 
 
 def _fragments(reply: StatusReply) -> list[tuple[int, FragmentStatus | None]]:
-    """Give every fragment of the run, None where its syncer has not been heard of."""
+    """Give every fragment of the run, None where its syncer has not reported."""
     known = {fragment.fragment_id: fragment for fragment in reply.fragments}
     there = known.keys() | {p for syncer in reply.syncers for p in syncer.fragment_ids}
     return [(p, known.get(p)) for p in sorted(there)]
@@ -146,7 +146,7 @@ def run_text(reply: StatusReply) -> str:
 def _tokens_text(reply: StatusReply) -> str:
     """Say how far a run is that tokens end: the least that a fragment has merged, and solo rounds.
 
-    Nobody knows the least while a fragment has not been heard of. The share of solo rounds is of
+    The least is not known while a fragment has not been reported. The share of solo rounds is of
     the rounds since the syncer's start; there is none before the first.
     """
     merged = [fragment.merged_tokens for _, fragment in _fragments(reply) if fragment]
@@ -216,7 +216,7 @@ def _lease(island: IslandStatus) -> str:
 
 def _fragment_cells(fragment: FragmentStatus | None) -> tuple[str, ...]:
     if fragment is None:
-        return (_UNKNOWN, _UNKNOWN, "not heard of", _UNKNOWN, _UNKNOWN, _UNKNOWN)
+        return (_UNKNOWN, _UNKNOWN, "no report yet", _UNKNOWN, _UNKNOWN, _UNKNOWN)
     return (
         str(fragment.version),
         str(fragment.attempt),

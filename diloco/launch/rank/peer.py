@@ -191,7 +191,7 @@ async def _hold(opened: contextlib.AsyncExitStack, state: StateDir) -> None:
 
 
 def _take_to_timeline(state: StateDir, plan: Plan, reply: JoinReply) -> None:
-    """Take the store of an earlier timeline to the run's; its own word on it is written last.
+    """Take the store of an earlier timeline to the run's; its own file of it is written last.
 
     Raises:
         ConfigError: If the store is ahead of the run.
