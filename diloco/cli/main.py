@@ -122,57 +122,8 @@ for panel, commands in _PANELS.items():
         else:
             app.command(name, rich_help_panel=panel)(body)
 
-#: What is typed for example, at the end of each command's help.
-EXAMPLES = {
-    "init": "diloco init my-run --island eu=gpu1.eu.example --island us=gpu1.us.example --gpus 8",
-    "plan": "diloco plan configs/runs/demo.toml --step-time 0.2s --link thin-5M-60ms --suggest",
-    "coordinator": "diloco coordinator configs/runs/two-islands.toml",
-    "island": "diloco island RUN.toml --island eu-west --coordinator 10.0.0.1:29400",
-    "local": "diloco local configs/runs/demo.toml --set run.inner_steps=100",
-    "status": "diloco status 127.0.0.1:29400 --watch",
-    "report": "diloco report RUN.toml",
-    "export": "diloco export runs/demo --out model",
-    "doctor": "diloco doctor RUN.toml --island eu-west --coordinator 10.0.0.1:29400",
-    "certs init": "diloco certs init RUN.toml --dir certs",
-    "certs issue": "diloco certs issue island/asia-south --dir certs",
-    "certs rotate": "diloco certs rotate island/eu-west --dir certs",
-    "certs revoke": "diloco certs revoke island/eu-west 10.0.0.1:29400 --dir certs",
-    "certs token": "diloco certs token operator --dir certs",
-    "certs show": "diloco certs show --dir certs",
-    "config": "diloco config configs/runs/demo.toml --set outer.num_fragments=4",
-    "pause": "diloco pause 127.0.0.1:29400",
-    "unpause": "diloco unpause 127.0.0.1:29400",
-    "drain": "diloco drain 10.0.0.1:29400 eu-west --certs certs",
-    "kick": 'diloco kick 10.0.0.1:29400 eu-west --reason "disk broken" --certs certs',
-    "set": "diloco set 127.0.0.1:29400 outer.optimizer.lr=0.5",
-    "stop": "diloco stop 127.0.0.1:29400",
-    "backup": "diloco backup 127.0.0.1:29400 /backups/demo",
-    "repair": "diloco repair runs/demo",
-    "replay": "diloco replay runs/demo --fragment 0 --from 3",
-    "sim goodput": "diloco sim goodput configs/simulations/goodput/2.4M-chips.toml --learners 16",
-    "sim check": "diloco sim check --target T4",
-    "sim utilization": "diloco sim utilization --method overlap --bandwidth 1Gbit/s",
-    "sim bandwidth": "diloco sim bandwidth --method 4-bit --rtt 100ms",
-    "sim trace": "diloco sim trace configs/runs/demo.toml --step-time 200ms --plot timeline.png",
-    "sim validate": "diloco sim validate --quick",
-    "lab run": "diloco lab run configs/simulations/lab.toml --seeds 1,2,3 --plot lab.png",
-    "lab suite": "diloco lab suite overlap quorum",
-    "emulate": "diloco emulate configs/wan/star-100M-60ms.toml --check -- diloco local RUN.toml",
-    "chaos": "diloco chaos configs/chaos/quick.toml --require",
-    "bench overhead": "diloco bench overhead --require",
-    "bench utilisation": "diloco bench utilisation --require",
-    "bench codec": "diloco bench codec --rows int4 --rows 'topk*'",
-    "bench syncer": "diloco bench syncer --require",
-    "bench wan": "diloco bench wan --json wan.json",
-    "bench guard": "diloco bench guard --full",
-    "bench plain": "diloco bench plain --require",
-    "bench memory": "diloco bench memory --require",
-    "bench allreduce": "diloco bench allreduce --json -",
-    "bench race": "diloco bench race --quick --plot race.png",
-    "bench scaling": "diloco bench scaling --json scaling.json",
-    "conformance": "diloco conformance --json conformance.json",
-    "baseline": "diloco baseline configs/runs/demo.toml --name flat",
-}
+#: What is typed for example, by command: the last paragraph of its docstring.
+EXAMPLES: dict[str, str] = {}
 
 
 def _complete(group: typer.Typer, path: str = "") -> None:
@@ -180,10 +131,11 @@ def _complete(group: typer.Typer, path: str = "") -> None:
     for command in group.registered_commands:
         assert command.callback is not None
         text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
-        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+        *parts, example = (" ".join(part.split()) for part in text.split("\n\n"))
+        command.help = "\n\n".join(parts)
         name = command.name or command.callback.__name__.replace("_", "-")
-        if example := EXAMPLES.get(f"{path}{name}"):
-            command.epilog = f"Example: {escape(example)}"
+        EXAMPLES[f"{path}{name}"] = example.removeprefix("Example: ")
+        command.epilog = escape(example)
     for below in group.registered_groups:
         assert below.typer_instance is not None
         _complete(below.typer_instance, f"{below.name} ")

@@ -60,7 +60,7 @@ def test_an_unknown_link_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stands", "said"),
     [
-        ({"is_finished": True}, "has finished, nothing is left to train: .* diloco export"),
+        ({"is_finished": True}, r"has finished, nothing is left to train: .* \(diloco export"),
         ({"fatal_reason": "quorum lost"}, "failed: quorum lost. Resume it: diloco coordinator"),
         ({"is_stopped": True}, "is stopped after inner step 4. Resume it: diloco coordinator"),
         ({}, ""),

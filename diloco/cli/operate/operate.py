@@ -44,13 +44,18 @@ def pause(address: Address) -> Arguments:
     Islands that merge on arrival train on meanwhile, others wait at their next merge. Like all
     commands of an operator it is written down before it is answered, and typed again it changes
     nothing; from another machine it takes the operator's certificate or token.
+
+    Example: diloco pause 127.0.0.1:29400
     """
     return {}
 
 
 @_operation
 def unpause(address: Address) -> Arguments:
-    """Let rounds open again after `diloco pause`."""
+    """Let rounds open again after `diloco pause`.
+
+    Example: diloco unpause 127.0.0.1:29400
+    """
     return {}
 
 
@@ -59,6 +64,8 @@ def drain(address: Address, island: Island) -> Arguments:
     """Have an island leave for good: it sends and merges what is outstanding, then ends with 0.
 
     For runs whose islands merge on arrival. No new round counts it; started again it is welcome.
+
+    Example: diloco drain 10.0.0.1:29400 eu-west --certs certs
     """
     return {"island": island}
 
@@ -74,6 +81,8 @@ def kick(
 
     Its present start is fenced and ends with exit code 41 at its next report, later ones are
     refused until --undo. A scheduled run goes on without it.
+
+    Example: diloco kick 10.0.0.1:29400 eu-west --reason "disk broken" --certs certs
     """
     given = {"island": island, "reason": reason, "undo": "true" if undo else ""}
     return {name: value for name, value in given.items() if value}
@@ -91,6 +100,8 @@ def set_(
     Checked as the run file is. Rules of rounds count from each fragment's next opening, and the
     header of every version says under which revision it was made. It stays so over restarts. Which
     keys can be changed is said when another one is given.
+
+    Example: diloco set 127.0.0.1:29400 outer.optimizer.lr=0.5
     """
     key, sign, value = setting.partition("=")
     if not (sign and key.strip()):
@@ -109,6 +120,8 @@ def stop(
     and `diloco coordinator RUN.toml --resume` goes on as if nothing had happened. With --now, or
     where no island could write a checkpoint, they end at once: nothing published is lost, and the
     run goes on where it was when coordinator and islands are started again.
+
+    Example: diloco stop 127.0.0.1:29400
     """
     return {"now": "true"} if now else {}
 
@@ -127,6 +140,8 @@ def backup(
 
     The copy is a coordinator.state_dir, from which the run can go on. What is not in it is said.
     A relative DIR is counted from here, where the coordinator is on this machine.
+
+    Example: diloco backup 127.0.0.1:29400 /backups/demo
     """
     if not directory.is_absolute() and _is_here(address):
         directory = directory.absolute()

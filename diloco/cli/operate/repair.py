@@ -52,6 +52,8 @@ def repair(
     not hold the version is refused. It counts only if its digest is the one that was published; the
     outer momentum is then that of the newest older version that can be read, or zero, and the audit
     log says so.
+
+    Example: diloco repair runs/demo
     """
     if fragment is not None or from_island:
         if fragment is None or not from_island:

@@ -36,6 +36,8 @@ def replay(
 
     Exits with 1 if a version is damaged or different. What cannot be made again is only told, but
     for a run with outer.keep_contributions = "all": there it exits with 1, too.
+
+    Example: diloco replay runs/demo --fragment 0 --from 3
     """
     from diloco.checkpoint.export import find_run
     from diloco.report.replay import replay_run

@@ -49,6 +49,8 @@ def baseline(
     process group of all ranks, as inside one cluster: the same chunks, pipeline and sums to the
     bit, without shaping, encryption or authentication. --hop nccl is that on CUDA devices, of which
     every rank needs one: the phases of a chunk follow each other there, under the backward.
+
+    Example: diloco baseline configs/runs/demo.toml --name flat
     """
     from diloco.baseline.local import BaselineOptions, check_baseline, run_baseline
     from diloco.compression.registry import get_codec

@@ -90,6 +90,8 @@ def overhead() -> None:
     Read "session idle over plain": 1.00 means that a step without a merge costs nothing; "critical
     path" is what a round takes from training, "all CPU" what it takes from the host's cores, both
     in nanoseconds a parameter, with the phases they are made of below.
+
+    Example: diloco bench overhead --require
     """
 
 
@@ -104,6 +106,8 @@ def utilisation(rows: Rows = None) -> None:
     Read "utilisation": inner steps x undisturbed step / wall time; "floor": what the round's
     payload takes on the link, up and down. float32 rows show what the exchange costs when it is
     not hidden; with int4 in ten fragments it disappears behind training.
+
+    Example: diloco bench utilisation --require
     """
 
 
@@ -121,6 +125,8 @@ def codec(rows: Rows = None) -> None:
     zstd -1 leaves of them, and the GB of coded bytes a CPU second that packing and unpacking take;
     on links below "pays below" that is less than the time that it saves. Nothing is compressed in a
     run.
+
+    Example: diloco bench codec --rows int4 --rows 'topk*'
     """
 
 
@@ -138,6 +144,8 @@ def memory() -> None:
     fragments of 36 are 2 % in Streaming DiLoCo. What an island keeps between rounds is in host
     memory (see "host, outer" of diloco plan); what it merges next comes to the device as soon as
     all its ranks have it, if a step is left until then: "steps with fragments in flight".
+
+    Example: diloco bench memory --require
     """
 
 
@@ -166,6 +174,8 @@ def guard(
     Read "ratio": held-out loss over that of the same run without a fault; "refused": by the guard,
     "declined": by the faulty island's own check; "false": either, of healthy islands; "named":
     whether an alarm blames the faulty island alone; "ends": who ended itself.
+
+    Example: diloco bench guard --full
     """
 
 
@@ -193,6 +203,8 @@ def syncer(rows: Rows = None) -> None:
     "extra": peak memory beyond an idle syncer, the fragment's state, the contributions in memory
     ("coded") and the lanes in flight, each counted once; "/fragment": over the state of the
     fragment, 12 bytes a parameter. Its bar is 1.25.
+
+    Example: diloco bench syncer --require
     """
 
 
@@ -213,6 +225,8 @@ def wan(rows: Rows = None) -> None:
     data saturates both ways, paced (transport.rate = 9.5 Mbit/s; these have bars) or not: "p99,
     RTTs": 99th percentile over the empty link's round trip, "idle": without data, "silence": the
     longest time in which the coordinator heard nothing. They take about four minutes more.
+
+    Example: diloco bench wan --json wan.json
     """
 
 
@@ -227,6 +241,8 @@ def allreduce(rows: Rows = None, emulate: Emulate = False) -> None:
     Read "ideal / took": 1 means that nothing but the link took time; "inside alone": reduce-scatter
     and all-gather inside an island, measured by themselves, which chunks hide under the link; a
     chunk of 64 MiB hides nothing.
+
+    Example: diloco bench allreduce --json -
     """
 
 
@@ -242,6 +258,8 @@ def plain(rows: Rows = None) -> None:
     blocks, with the interval that holds the true one in 95 of 100 cases; "by CPU time": the same of
     CPU seconds, which other work on the machine does not widen; "losses differ by": of the first
     block, which shows that both compute the same.
+
+    Example: diloco bench plain --require
     """
 
 
@@ -268,6 +286,8 @@ def race(
     streaming-int4 ends earlier than hierarchical all-reduce, and with a held-out loss at most 5 %
     above it; that is one seed and few steps, learning is compared by diloco lab
     suite parity.
+
+    Example: diloco bench race --quick --plot race.png
     """
 
 
@@ -296,6 +316,8 @@ def scaling(
     of more ranks than CPUs also others' waits for a CPU. "CPU": CPU time of a token over that of
     one rank, whatever else computes, so that 1 means that a strategy adds no work. "loss" differs
     by rounding only. There are no bars.
+
+    Example: diloco bench scaling --json scaling.json
     """
 
 

@@ -49,6 +49,8 @@ def chaos(
     what must hold did: one digest a version, each version once, one outcome a contribution, every
     token accounted for, no island that ends unasked, versions that can be recomputed. Exits with 1
     if one did not; the last line says which.
+
+    Example: diloco chaos configs/chaos/quick.toml --require
     """
     from diloco.chaos.plan import load_plan
     from diloco.chaos.report import run_plan

@@ -40,6 +40,8 @@ def conformance(json_target: JsonTarget = "") -> None:
     Each over gRPC, gRPC with certificates, and libp2p, on the CPU and on CUDA. A row ends with
     pass, fail (with what differs) or not here (with what is missing). Ends with 1 if a row fails,
     else 0.
+
+    Example: diloco conformance --json conformance.json
     """
 
     def check(watch: Watch) -> Report:

@@ -54,6 +54,8 @@ def emulate(
 
     Read the check: rates within 5 %, round trips within 2 ms + 2 %, loss within 20 % of itself.
     Needs root.
+
+    Example: diloco emulate configs/wan/star-100M-60ms.toml --check -- diloco local RUN.toml
     """
     from diloco.simulations.emulate.config import load_wan
     from diloco.simulations.emulate.emulation import Emulation

@@ -96,6 +96,8 @@ def run_lab(
     --trace and --timeline write who computed, sent, fetched and waited when, as diloco sim trace
     does of real and simulated runs; for that a point is trained again. What takes no virtual time,
     such as encoding, is not in it.
+
+    Example: diloco lab run configs/simulations/lab.toml --seeds 1,2,3 --plot lab.png
     """
     from diloco.cli.terminal.timelines import write_timelines
     from diloco.simulations.lab.cache import Cache
@@ -236,6 +238,8 @@ def suite(
 
     Read "found": excess of the held-out loss, paired by seed; the verdict is computed from it, and
     RESULTS.md says why we think that a claim did not reproduce.
+
+    Example: diloco lab suite overlap quorum
     """
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments

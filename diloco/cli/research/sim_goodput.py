@@ -62,6 +62,8 @@ def goodput(
     it; "learners": what waiting leaves; "counted": contributions that a round did not close
     without. The times of reconfigurations are fitted to Decoupled DiLoCo's Table 1 (all 30 cells
     by the same ones): put your own in.
+
+    Example: diloco sim goodput configs/simulations/goodput/2.4M-chips.toml --learners 16
     """
     from diloco.simulations.goodput.config import load_goodput
 
@@ -104,6 +106,8 @@ def check(
     fail is a defect of the simulators, or of a change to the rounds that they drive: diloco sim
     check --target NAME makes its rows alone. A miss is a published figure that ours is known not to
     reach, and why; it fails when ours moves.
+
+    Example: diloco sim check --target T4
     """
     from diloco.simulations.published import check as checking
 

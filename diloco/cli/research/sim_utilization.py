@@ -78,6 +78,8 @@ def utilization(
     slowest island stood still; "pace": of decoupled islands, which never wait, their rounds over
     those on unlimited lines. To predict a run file with its own model, codecs and hosts: diloco
     plan.
+
+    Example: diloco sim utilization --method overlap --bandwidth 1Gbit/s
     """
     from diloco.simulations.scenarios.scenario import make_scenarios
 
@@ -126,6 +128,8 @@ def bandwidth(
     islands train at any bandwidth, the bandwidth at which so large a share of its rounds is made.
     A dash: no bandwidth is enough, delays alone are too long. 1e-06 (with --grid 0.1): the least
     that is looked at, which is enough.
+
+    Example: diloco sim bandwidth --method 4-bit --rtt 100ms
     """
     from diloco.simulations.scenarios.bandwidth import GRID
     from diloco.simulations.scenarios.scenario import make_scenarios

@@ -78,6 +78,8 @@ def trace(
     second table says what it cost. "rounds without": closed without the island's work; "blocked":
     its training stood still for others. Where nobody waits (outer.merge = "on_arrival") there is
     hardly a moment in which no island trains.
+
+    Example: diloco sim trace configs/runs/demo.toml --step-time 200ms --plot timeline.png
     """
     from diloco.cli.research.sim_failures import read_absences, read_failures
     from diloco.cli.terminal.timelines import write_timelines
@@ -148,6 +150,8 @@ def validate(
     last line says with what the difference goes: bandwidth, round trips, bytes, CPU and disk, or a
     constant. Runs without a syncer (outer.exchange = "allreduce") are asked for by name: --rows
     "*allreduce".
+
+    Example: diloco sim validate --quick
     """
     from dataclasses import replace
 

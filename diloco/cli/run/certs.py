@@ -37,7 +37,10 @@ _MOST = 64
 
 @certs.command()
 def init(run_file: RunFile, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
-    """Make the CA of a run, and certificates for its coordinator, operator and islands."""
+    """Make the CA of a run, and certificates for its coordinator, operator and islands.
+
+    Example: diloco certs init RUN.toml --dir certs
+    """
     from diloco.config.load import load_config
 
     # As it will be: a file for several machines is refused as long as nothing protects them.
@@ -75,7 +78,10 @@ def issue_all(
 
 @certs.command()
 def issue(name: _Name, directory: _Directory = _DIRECTORY, days: _Days = _DAYS) -> None:
-    """Issue one more certificate, such as that of an island that joins later."""
+    """Issue one more certificate, such as that of an island that joins later.
+
+    Example: diloco certs issue island/asia-south --dir certs
+    """
     _show_issued(_ca(directory).issue(name, days, again=False))
 
 
@@ -99,6 +105,8 @@ def rotate(
     The CA is replaced in three steps, under a running run: `rotate ca`, and ca.pem to every site;
     `rotate NAME` for each name, and its file to its site; `rotate ca --finish`, and ca.pem to every
     site. A server takes up to six seconds to listen with changed files.
+
+    Example: diloco certs rotate island/eu-west --dir certs
     """
     ca = _ca(directory)
     if name == _CA:
@@ -135,6 +143,8 @@ def revoke(
     NAME`, and for an island `diloco kick --undo`. With --earlier a run goes on with the newest.
     The list, revoked.json, is read when a coordinator starts: where the CA is elsewhere, bring the
     file to its transport.certs, or a run that begins again (--fresh) does not know of it.
+
+    Example: diloco certs revoke island/eu-west 10.0.0.1:29400 --dir certs
     """
     from diloco.cli.run.control import send_operation
 
@@ -162,6 +172,8 @@ def token(name: _Name, directory: _Directory = _DIRECTORY) -> None:
 
     A run whose transport.tokens is set asks for them with every call: besides certificates, or
     instead of them on a private network without.
+
+    Example: diloco certs token operator --dir certs
     """
     path = _ca(directory).make_token(name)
     typer.echo(
@@ -175,6 +187,8 @@ def show(directory: _Directory = _DIRECTORY) -> None:
     """Show what was issued and how long it lasts; exit code 1 if something needs a hand.
 
     At a site, where the key of the CA is not, it shows what lies there.
+
+    Example: diloco certs show --dir certs
     """
     from diloco.security.run_ca import site_certificates
     from diloco.transport.security.tls import CA_FILE, KEY_FILE, WARN_DAYS

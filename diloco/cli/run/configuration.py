@@ -13,47 +13,18 @@ from diloco.cli.terminal.progress import output
 
 #: What people set first: the keys of shipped run files, and those of a site of one's own.
 FIRST_KEYS = (
-    "run.name",
-    "run.seed",
-    "run.inner_steps",
-    "run.warm_start",
-    "model.family",
-    "model.name",
-    "model.preset",
-    "model.dim",
-    "model.num_layers",
-    "model.num_heads",
-    "data.sequence_length",
-    "data.sources.NAME.files",
-    "data.sources.NAME.hub",
-    "data.tokenizer",
-    "inner.optimizer.lr",
-    "inner.optimizer.schedule",
-    "inner.optimizer.warmup_steps",
-    "outer.preset",
-    "outer.inner_steps_per_round",
-    "outer.num_fragments",
-    "outer.overlap_steps",
-    "outer.optimizer.lr",
-    "outer.optimizer.momentum",
-    "outer.uplink_codec",
-    "outer.downlink_codec",
-    "outer.min_contributions",
-    "transport.certs",
-    "transport.insecure",
-    "transport.link",
-    "coordinator.listen",
-    "coordinator.address",
-    "coordinator.state_dir",
-    "checkpoint.every_inner_steps",
-    "evaluation.every_inner_steps",
-    "islands.NAME.ranks",
-    "islands.NAME.mesh.dp_shard",
-    "islands.NAME.mesh.tp",
-    "islands.NAME.tokens_per_inner_step",
-    "islands.NAME.precision",
-    "islands.NAME.device",
-)
+    "run.name", "run.seed", "run.inner_steps", "run.warm_start", "model.family", "model.name",
+    "model.preset", "model.dim", "model.num_layers", "model.num_heads", "data.sequence_length",
+    "data.sources.NAME.files", "data.sources.NAME.hub", "data.tokenizer", "inner.optimizer.lr",
+    "inner.optimizer.schedule", "inner.optimizer.warmup_steps", "outer.preset",
+    "outer.inner_steps_per_round", "outer.num_fragments", "outer.overlap_steps",
+    "outer.optimizer.lr", "outer.optimizer.momentum", "outer.uplink_codec", "outer.downlink_codec",
+    "outer.min_contributions", "transport.certs", "transport.insecure", "transport.link",
+    "coordinator.listen", "coordinator.address", "coordinator.state_dir",
+    "checkpoint.every_inner_steps", "evaluation.every_inner_steps", "islands.NAME.ranks",
+    "islands.NAME.mesh.dp_shard", "islands.NAME.mesh.tp", "islands.NAME.tokens_per_inner_step",
+    "islands.NAME.precision", "islands.NAME.device",
+)  # fmt: skip
 
 
 def config(
@@ -71,6 +42,8 @@ def config(
     Keys of class identity must be equal on every island, those of class policy are decided by the
     coordinator's file, local ones are each site's own. What other installed packages add is listed
     last.
+
+    Example: diloco config configs/runs/demo.toml --set outer.num_fragments=4
     """
     from diloco.config.classes import fingerprint
     from diloco.config.load import load_config, resolved_toml

@@ -62,6 +62,8 @@ def coordinator(
     checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
     at once; nothing published is lost. Where islands merge on arrival they have no inner step in
     common: each writes its part of a cut after its next one, and leaves.
+
+    Example: diloco coordinator configs/runs/two-islands.toml
     """
     from diloco.cli.run.doctor import show_at_start
     from diloco.config.load import load_config
@@ -95,6 +97,8 @@ def status(
 
     --watch ends with the run: exit code 0 after a good end or a stop, else that of the failure.
     --json prints one line a look.
+
+    Example: diloco status 127.0.0.1:29400 --watch
     """
     transport = operator_transport(address, certs=certs, tokens=tokens, insecure=insecure)
     try:

@@ -44,6 +44,8 @@ def doctor(
     Read "state": broken: the run cannot work so, and the exit code is 1; slow: it works, and long
     or lossy paths carry less than they could. sysctl -w holds until the next boot: put the same
     KEY = VALUE into /etc/sysctl.d/60-diloco.conf to keep it.
+
+    Example: diloco doctor RUN.toml --island eu-west --coordinator 10.0.0.1:29400
     """
     from diloco.config.load import load_config
     from diloco.doctor.diagnosis import State, diagnose

@@ -43,6 +43,8 @@ def export(
     """Write the published parameters of a run: a model that others load.
 
     Reads the durable records only, so the run may be under way; says which versions it took.
+
+    Example: diloco export runs/demo --out model
     """
     from diloco.checkpoint.export import MAX_FILE_BYTES, export_run, find_run
 

@@ -96,6 +96,8 @@ def init(
     What is not given is asked, unless there is --yes. Nothing is started, and nothing that is there
     is overwritten. Values such as the batch and the learning rate are a start that fits the model:
     `diloco plan` says what the run takes before it runs.
+
+    Example: diloco init my-run --island eu=gpu1.eu.example --island us=gpu1.us.example --gpus 8
     """
     from diloco.config.load import config_of
     from diloco.init.answers import Answers, check, read_coordinator, read_sites

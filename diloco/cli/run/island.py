@@ -63,6 +63,8 @@ def island(
 
     Under torchrun or srun (RANK, WORLD_SIZE and MASTER_ADDR are set) it is one rank of that job
     and starts nothing, nor does it restart anything.
+
+    Example: diloco island RUN.toml --island eu-west --coordinator 10.0.0.1:29400
     """
     from diloco.checkpoint.mirror import Mirror
     from diloco.cli.run.doctor import show_at_start

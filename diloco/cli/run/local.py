@@ -58,6 +58,8 @@ def local(
 
     Under `diloco emulate WAN.toml --` each island is in a network namespace of its own, and
     transport.link shapes nothing.
+
+    Example: diloco local configs/runs/demo.toml --set run.inner_steps=100
     """
     from diloco.cli.run.report import show_report
     from diloco.config.load import load_config

@@ -103,6 +103,8 @@ def plan(
 
     Text and warm start are opened as far as they are on this machine, and what is wrong with them
     is said below the plan.
+
+    Example: diloco plan configs/runs/demo.toml --step-time 0.2s --link thin-5M-60ms --suggest
     """
     from diloco.config.load import load_config
     from diloco.simulations.planner.assumptions import PlanOptions

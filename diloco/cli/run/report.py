@@ -27,6 +27,8 @@ def report(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = Fal
     On the coordinator's machine: it reads coordinator.state_dir, and the events of all islands in
     telemetry.dir, those of other machines copied there. Writes summary.json and plots to
     coordinator.state_dir; the exit code is 1 if something is wrong with the run.
+
+    Example: diloco report RUN.toml
     """
     from diloco.config.load import load_config
 
