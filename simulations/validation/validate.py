@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.bench.network.emulating import ISLANDS, check_text, measure_inside, network_toml
-from diloco.report.row_choice import matching
-from diloco.report.rows import Column, Report, Requirement
+from diloco.report.rows import Column, Report, Requirement, matching
 from diloco.simulations.runs.costs import HostCosts
 from diloco.simulations.runs.run_model import run_plan
 from diloco.simulations.validation.validate_costs import Calibration, host_costs
