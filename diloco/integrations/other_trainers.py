@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -96,6 +95,8 @@ def finish(outer: DiLoCo, trainer: str, hint: str) -> None:
 
 def save_outer(outer: DiLoCo, folder: Path, rank: int, about: dict[str, str] | None = None) -> None:
     """Save a rank's outer state next to what its trainer saves; inside `checkpointing`."""
+    from safetensors.torch import save_file  # not every trainer brings it
+
     # Views of one lane's memory: the file wants tensors of their own.
     tensors = {name: value.clone() for name, value in outer.state_dict().items()}
     save_file(tensors, folder / OUTER_FILES.replace("*", str(rank)), about)
@@ -103,6 +104,8 @@ def save_outer(outer: DiLoCo, folder: Path, rank: int, about: dict[str, str] | N
 
 def load_outer(outer: DiLoCo, folder: Path) -> None:
     """Load the outer state that the ranks of an island have saved in a folder."""
+    from safetensors.torch import load_file
+
     loaded: dict[str, Tensor] = {}
     for file in sorted(folder.glob(OUTER_FILES)):
         loaded.update(load_file(file))
