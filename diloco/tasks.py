@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from diloco.errors import DilocoError
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class Tasks:
@@ -82,3 +84,14 @@ async def wait_for(news: asyncio.Event, at_most_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(at_most_s):
             await news.wait()
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Do all `work` at once, and none of it any more once a piece has failed."""
+    tasks = [asyncio.create_task(piece) for piece in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -95,17 +95,7 @@ class VersionRecord:
             "payload_codec": self.payload_codec,
             "digest": self.digest.hex(),
             "lane_digests": [digest.hex() for digest in self.lane_digests],
-            "contributors": [
-                {
-                    "island": c.island,
-                    "incarnation": c.incarnation,
-                    "weight_tokens": c.weight_tokens,
-                    "weight_steps": c.weight_steps,
-                    "sent_at_inner_step": c.sent_at_inner_step,
-                    "lane_digests": [digest.hex() for digest in c.lane_digests],
-                }
-                for c in self.contributors
-            ],
+            "contributors": [c.to_json() for c in self.contributors],
             "refused": dict(self.refused),
             "last_included": {name: [*astuple(last)] for name, last in self.last_included.items()},
         }

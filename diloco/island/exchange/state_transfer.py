@@ -31,6 +31,7 @@ from diloco.protocol.rounds.transfer_manifest import (
 )
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.control_pb2 import Grant, ReportReply, TransferAnswer, TransferPart
+from diloco.tasks import all_of
 from diloco.transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ async def give(
     syncers = dict.fromkeys(routes.calls_of(fragment.fragment_id) for fragment in plan.fragments)
     for calls in syncers:
         await put(calls, None, manifest.to_json())
-    await _all(put_lane(lane) for lane in lanes_of(plan))
+    await all_of(put_lane(lane) for lane in lanes_of(plan))
 
 
 def lanes_of(plan: Plan) -> list[LaneKey]:
@@ -234,20 +235,9 @@ async def fetch_lanes(
     wanted = list(lanes)
     try:
         async with asyncio.timeout(max(at_most_s, 0.0)):
-            await _all(fetch(lane) for lane in wanted)
+            await all_of(fetch(lane) for lane in wanted)
     except TimeoutError:
         raise NotTransferred(
             f"{len(wanted) - len(found)} of {len(wanted)} lanes of {manifest.source} did not come"
         ) from None
     return found
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do everything at once; the first failure cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

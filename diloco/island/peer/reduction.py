@@ -9,8 +9,8 @@ Source: PROTOCOL.md, "Reduction".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from diloco.errors import AggregationError
 from diloco.island.peer.calls import PeerCalls
@@ -19,7 +19,7 @@ from diloco.protocol.rounds.allreduce import Assignment
 from diloco.protocol.rounds.messages import key_message
 from diloco.protos import allreduce_pb2 as wire
 from diloco.syncer.worker import Worker
-from diloco.tasks import Tasks
+from diloco.tasks import Tasks, all_of
 from diloco.transport.contracts import Buffer
 
 _T = TypeVar("_T")
@@ -60,7 +60,7 @@ class Reduction:
         replica = self._replica
         replica.begin(assignment)
         self._tasks.notify()  # others may be waiting for lanes that are owned here
-        lanes = await _all_of(
+        lanes = await all_of(
             self._lane(assignment, lane.lane_id) for lane in replica.fragment.lanes
         )
         await self._worker.run(lambda: replica.stage(assignment, lanes))
@@ -76,7 +76,7 @@ class Reduction:
     async def _reduced(self, assignment: Assignment, lane_id: int) -> Reduced:
         """Reduce a lane that is owned here, and let others have the result."""
         replica = self._replica
-        payloads = await _all_of(
+        payloads = await all_of(
             self._contribution(assignment, c.island, c.lane_digests[lane_id], lane_id)
             for c in assignment.contributors
         )
@@ -125,14 +125,3 @@ class Reduction:
         if own_digest != digest:
             raise AggregationError(f"{assignment.key} counts what is not held here any more")
         return payload
-
-
-async def _all_of(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Await all, and leave none behind when one fails."""
-    tasks = [asyncio.create_task(piece) for piece in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

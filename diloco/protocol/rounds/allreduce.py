@@ -27,7 +27,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -88,19 +88,9 @@ class Assignment:
         """Digest of the content, 32 bytes."""
         key = self.key
         content = [
-            [key.timeline, key.fragment_id, key.version, key.attempt],
+            [*astuple(key)],
             self.members,
-            [
-                [
-                    c.island,
-                    c.incarnation,
-                    c.weight_tokens,
-                    c.weight_steps,
-                    c.sent_at_inner_step,
-                    [digest.hex() for digest in c.lane_digests],
-                ]
-                for c in self.contributors
-            ],
+            [[*c.to_json().values()] for c in self.contributors],
             self.is_flush,
             sorted(self.refused.items()),
             self.generation,
@@ -128,17 +118,7 @@ def commit_record(assignment: Assignment, prepared: Prepared, payload_codec: str
         "payload_codec": payload_codec,
         "digest": blake3.blake3(b"".join(prepared.lane_digests)).hexdigest(),
         "lane_digests": [digest.hex() for digest in prepared.lane_digests],
-        "contributors": [
-            {
-                "island": c.island,
-                "incarnation": c.incarnation,
-                "weight_tokens": c.weight_tokens,
-                "weight_steps": c.weight_steps,
-                "sent_at_inner_step": c.sent_at_inner_step,
-                "lane_digests": [digest.hex() for digest in c.lane_digests],
-            }
-            for c in assignment.contributors
-        ],
+        "contributors": [c.to_json() for c in assignment.contributors],
         "refused": dict(assignment.refused),
         "last_included": {},  # members are fixed here: nobody falls behind what is remembered
     }

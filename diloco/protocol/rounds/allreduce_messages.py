@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from diloco.protocol.rounds.allreduce import Announced, Assignment
 from diloco.protocol.rounds.messages import key_message, key_of
 from diloco.protocol.rounds.terms import Contributor, LaneArrival
@@ -13,17 +15,7 @@ def assignment_message(assignment: Assignment) -> wire.Assignment:
     return wire.Assignment(
         key=key_message(assignment.key),
         members=assignment.members,
-        contributors=[
-            wire.Contributor(
-                island=c.island,
-                incarnation=c.incarnation,
-                weight_tokens=c.weight_tokens,
-                weight_steps=c.weight_steps,
-                sent_at_inner_step=c.sent_at_inner_step,
-                lane_digests=c.lane_digests,
-            )
-            for c in assignment.contributors
-        ],
+        contributors=[wire.Contributor(**asdict(c)) for c in assignment.contributors],
         is_flush=assignment.is_flush,
         refused=dict(assignment.refused),
         generation=assignment.generation,

@@ -6,6 +6,7 @@ Used at both ends: by the syncer and by an island's exchange. Nothing is decided
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from diloco.protocol.rounds.terms import Admission, LaneArrival, Outcome, OutcomeKind, RoundKey
 from diloco.protos import fragment_pb2 as wire
@@ -39,12 +40,7 @@ SUBMIT_STATUS: Mapping[Admission, wire.SubmitStatus] = {
 
 def key_message(key: RoundKey) -> wire.RoundKey:
     """Return a round key as it travels."""
-    return wire.RoundKey(
-        timeline=key.timeline,
-        fragment_id=key.fragment_id,
-        version=key.version,
-        attempt=key.attempt,
-    )
+    return wire.RoundKey(**asdict(key))
 
 
 def key_of(message: wire.RoundKey) -> RoundKey:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from diloco.refusals import Cause
 
@@ -241,6 +242,17 @@ class Contributor:
     weight_steps: int
     sent_at_inner_step: int
     lane_digests: tuple[bytes, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, in the order of the fields."""
+        return {
+            "island": self.island,
+            "incarnation": self.incarnation,
+            "weight_tokens": self.weight_tokens,
+            "weight_steps": self.weight_steps,
+            "sent_at_inner_step": self.sent_at_inner_step,
+            "lane_digests": [digest.hex() for digest in self.lane_digests],
+        }
 
 
 @dataclass(frozen=True, slots=True)

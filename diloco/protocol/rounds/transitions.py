@@ -36,79 +36,37 @@ class Transition(NamedTuple):
     when: str
 
 
-#: All there are.
-TRANSITIONS = (
-    Transition(
-        Phase.UNFOUNDED,
-        RoundEvent.FOUNDED,
-        Phase.WAITING,
-        "version 0 is durable, or a restart has found what is",
-    ),
-    Transition(
-        Phase.WAITING,
-        RoundEvent.OPENED,
-        Phase.OPEN,
-        "enough islands are here, the floor has passed, and neither a pause nor a full disk holds",
-    ),
-    Transition(
-        Phase.WAITING,
-        RoundEvent.LOST,
-        Phase.LOST,
-        "too many attempts in a row have expired; the run ends, nothing published is lost",
-    ),
-    Transition(
-        Phase.OPEN,
-        RoundEvent.QUORUM,
-        Phase.GRACE,
-        "`min_contributions` are complete, others may still come",
-    ),
-    Transition(
-        Phase.GRACE,
-        RoundEvent.QUORUM_GONE,
-        Phase.OPEN,
-        "one of the quorum has started again, was fenced, or contradicted itself",
-    ),
-    Transition(
-        Phase.OPEN,
-        RoundEvent.CLOSED,
-        Phase.CLOSING,
-        "all that are awaited are complete; a flush of a decoupled run: its deadline",
-    ),
-    Transition(
-        Phase.GRACE,
-        RoundEvent.CLOSED,
-        Phase.CLOSING,
-        "the last one came, or the grace window is over and what came whole in it is verified",
-    ),
-    Transition(
-        Phase.CLOSING, RoundEvent.COMMITTED, Phase.WAITING, "version v+1 is durable: publish it"
-    ),
-    Transition(
-        Phase.CLOSING,
-        RoundEvent.MALFORMED,
-        Phase.OPEN,
-        "nothing that came can be merged: the guard refuses it, or, in an all-reduce, it does not "
-        "decode; the attempt goes on without it",
-    ),
-    Transition(
-        Phase.OPEN,
-        RoundEvent.EXPIRED,
-        Phase.EXPIRING,
-        "the deadline, what came whole by then being verified, or no member is left",
-    ),
-    Transition(
-        Phase.CLOSING,
-        RoundEvent.EXPIRED,
-        Phase.EXPIRING,
-        "the result is not finite; all-reduce: a member is missing, or results differ",
-    ),
-    Transition(
-        Phase.EXPIRING,
-        RoundEvent.RECORDED,
-        Phase.WAITING,
-        "the expiry is durable: announce it; attempt + 1 is next",
-    ),
-)
+#: All there are: before, event, after, and when.
+_TABLE = """
+unfounded | founded     | waiting  | version 0 is durable, or a restart has found what is
+waiting   | opened      | open     | enough islands are here, the floor has passed, and neither a \
+pause nor a full disk holds
+waiting   | lost        | lost     | too many attempts in a row have expired; the run ends, \
+nothing published is lost
+open      | quorum      | grace    | `min_contributions` are complete, others may still come
+grace     | quorum gone | open     | one of the quorum has started again, was fenced, or \
+contradicted itself
+open      | closed      | closing  | all that are awaited are complete; a flush of a decoupled \
+run: its deadline
+grace     | closed      | closing  | the last one came, or the grace window is over and what came \
+whole in it is verified
+closing   | committed   | waiting  | version v+1 is durable: publish it
+closing   | malformed   | open     | nothing that came can be merged: the guard refuses it, or, in \
+an all-reduce, it does not decode; the attempt goes on without it
+open      | expired     | expiring | the deadline, what came whole by then being verified, or no \
+member is left
+closing   | expired     | expiring | the result is not finite; all-reduce: a member is missing, or \
+results differ
+expiring  | recorded    | waiting  | the expiry is durable: announce it; attempt + 1 is next
+"""
+
+
+def _read(row: str) -> Transition:
+    before, event, then, when = map(str.strip, row.split("|"))
+    return Transition(Phase(before), RoundEvent(event), Phase(then), when)
+
+
+TRANSITIONS = tuple(map(_read, _TABLE.strip().splitlines()))
 
 _AFTER: Mapping[tuple[Phase, RoundEvent], Phase] = {
     (t.before, t.event): t.after for t in TRANSITIONS

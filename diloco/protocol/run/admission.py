@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from diloco.bounded_text import read_peer_json
@@ -71,13 +71,7 @@ class Shared:
 
     def without_names(self) -> Shared:
         """Return it without the islands' names, for runs whose sites need not know each other."""
-        return Shared(
-            _without_names(self.identity_json),
-            self.plan_json,
-            self.corpus_sha256,
-            self.tokenizer_digest,
-            self.start_step,
-        )
+        return replace(self, identity_json=_without_names(self.identity_json))
 
 
 def objection(
