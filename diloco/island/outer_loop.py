@@ -41,7 +41,7 @@ from diloco.island.published_digests import published_digests
 from diloco.island.self_check import SelfCheck
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.protocol.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_vote
-from diloco.protocol.island.soundness import Mend, Reach, StepBound
+from diloco.protocol.island.soundness import Reach, StepBound
 from diloco.protocol.island.votes import NO_CUT, AgreedCut, FragmentVote, IslandVote
 from diloco.telemetry.events import PhaseDone
 
@@ -59,6 +59,8 @@ class OuterLoop:
     Attributes:
         state: Of this rank: steps, ledgers, anchors.
         exchange: With the syncers.
+        merging: Of published values; counts what merges have overwritten and dropped.
+        check: Of this island's own soundness.
         blocked_s: Seconds for which outcomes were waited for since the start.
         must_leave: Asked on the leader, on arrival: whether an operator has this island end.
         is_leaving: The answer, on all ranks, or that it leaves by itself: what is outstanding is
@@ -79,12 +81,10 @@ class OuterLoop:
         agreement.num_heard = lambda: exchange.num_heard
         agreement.on_heard = lambda: parts.runner.post(exchange.coordinator_answered)
         self._parts = parts
-        self._schedule = parts.schedule
         self.exchange = exchange
         self._agreement = agreement
-        self._clock = parts.clock
-        self._merging = Merging(parts)
-        self._check = SelfCheck(parts, self._merging)
+        self.merging = Merging(parts)
+        self.check = SelfCheck(parts, self.merging)
         self._total_tokens = total_tokens
         self._pace: Pace = ScheduledPace(parts.schedule) if total_tokens is None else ArrivalPace()
         self._agrees_at_once = total_tokens is not None and agreement.is_alone  # nobody to wait for
@@ -141,7 +141,7 @@ class OuterLoop:
     def is_over(self) -> bool:
         """Whether training ends here: the run's steps or tokens are done, or the island leaves."""
         if self._total_tokens is None:
-            return self.inner_step >= self._schedule.inner_steps
+            return self.inner_step >= self._parts.schedule.inner_steps
         return self._is_over or self.is_leaving
 
     @property
@@ -154,7 +154,7 @@ class OuterLoop:
         """
         if self._total_tokens is None:
             return self.inner_step
-        inner_steps, total_tokens = self._schedule.inner_steps, self._total_tokens
+        inner_steps, total_tokens = self._parts.schedule.inner_steps, self._total_tokens
         since = min(
             inner_steps * ledger.merged_tokens / total_tokens + ledger.steps
             for ledger in self.state.ledgers
@@ -164,28 +164,8 @@ class OuterLoop:
     @property
     def left_tokens(self) -> float:
         """Tokens of this start that no version has yet, each fragment by its share."""
-        shares = self._merging.shares
+        shares = self.merging.shares
         return sum(x.tokens * share for x, share in zip(self.state.ledgers, shares, strict=True))
-
-    @property
-    def mend(self) -> Mend:
-        """Return what is to be done to the inner optimizer after the last step."""
-        return self._check.mend
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether the island has taken the published values lately, or declines for its loss."""
-        return self._check.is_in_doubt(self.inner_step)
-
-    @property
-    def overwritten_steps(self) -> float:
-        """Inner steps whose local effect a merge replaced, each fragment by its share."""
-        return self._merging.overwritten_steps
-
-    @property
-    def dropped_tokens(self) -> float:
-        """Tokens that no contribution will count, each fragment by its share."""
-        return self._merging.dropped_tokens
 
     # -- the start -------------------------------------------------------------------------------
 
@@ -244,7 +224,7 @@ class OuterLoop:
             yield self.exchange.wait_for_news(news, LOOK_S)
 
     def _take(self, state: OuterState) -> None:
-        self.state = self._merging.state = state
+        self.state = self.merging.state = state
         # An island that starts after the end of the run makes no step: it would never be counted.
         self._is_over = all(ledger.is_flushed for ledger in self.state.ledgers)
 
@@ -305,10 +285,10 @@ class OuterLoop:
         self.state.inner_step += 1
         for ledger in self.state.ledgers:
             ledger.count(num_tokens)
-        self._merging.moved(bound)
-        self._check.begin_step(loss, self.state.ledgers)
+        self.merging.moved(bound)
+        self.check.begin_step(loss, self.state.ledgers)
         agreed = self._read()
-        yield from self._check.returning(agreed, self.state.ledgers, self.inner_step)
+        yield from self.check.returning(agreed, self.state.ledgers, self.inner_step)
         for ledger in self.state.ledgers:
             if self._pace.is_merge_due(ledger, self.inner_step):
                 yield from self._settle(ledger, agreed)
@@ -321,14 +301,14 @@ class OuterLoop:
                 yield from self._settle(self.state.ledgers[fragment_id], None)
         if self._pace.is_agreeing(self.num_in_flight) and not self._agrees_at_once:
             self._agreement.start(self._vote())
-        self._stepped_at = self._clock()
+        self._stepped_at = self._parts.clock()
 
     def _measure_step(self) -> None:
         """Measure how long inner steps take, for the syncer."""
         if self._total_tokens is None:
             return
         if self._stepped_at is not None:
-            self._steps_s.append(self._clock() - self._stepped_at)
+            self._steps_s.append(self._parts.clock() - self._stepped_at)
             self.exchange.step_s = statistics.median(self._steps_s)
 
     def _read(self) -> IslandVote | None:
@@ -348,7 +328,7 @@ class OuterLoop:
             tuple(map(self._fragment_vote, self.state.ledgers)),
             is_leaving=self.must_leave(),
             cut=self.asked_cut(),
-            is_unsound=bool(self._check.unsound),
+            is_unsound=bool(self.check.unsound),
         )
 
     def _fragment_vote(self, ledger: FragmentLedger) -> FragmentVote:
@@ -381,18 +361,18 @@ class OuterLoop:
 
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
         p, is_tried = ledger.fragment_id, ledger.asks_trial
-        reason = self._check.before_send(p, self.inner_step)
-        self._merging.send(
+        reason = self.check.before_send(p, self.inner_step)
+        self.merging.send(
             ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
         )
         if is_tried:
-            yield from self._check.trying(p, self.inner_step, self.loss_of)
+            yield from self.check.trying(p, self.inner_step, self.loss_of)
 
     def _apply(
         self, ledger: FragmentLedger, vote: FragmentVote, verdict: Verdict, blocked_s: float
     ) -> None:
-        self._merging.apply(ledger, self.inner_step, vote, verdict, blocked_s)
-        self._check.take_end(ledger.fragment_id, verdict, self.inner_step)
+        self.merging.apply(ledger, self.inner_step, vote, verdict, blocked_s)
+        self.check.take_end(ledger.fragment_id, verdict, self.inner_step)
 
     def _take_in(self, agreed: IslandVote) -> None:
         """Merge what all ranks have staged."""
@@ -425,7 +405,7 @@ class OuterLoop:
             if not self.is_leaving:
                 for ledger in self.state.ledgers:
                     if ledger.local_steps:  # it was flushed before others took one
-                        self._merging.restore(ledger.fragment_id)
+                        self.merging.restore(ledger.fragment_id)
                 self.digests = self._hash_published()
             return
         for ledger in self.state.ledgers:
@@ -433,7 +413,7 @@ class OuterLoop:
                 yield from self._settle(ledger, None)
         if self.is_leaving:
             return
-        if self._schedule.flush:
+        if self._parts.schedule.flush:
             yield from self._flushing()
             self.digests = self._hash_published()
         else:
@@ -444,11 +424,11 @@ class OuterLoop:
         waiting = []
         for ledger in self.state.ledgers:
             if ledger.is_flushed:  # before this island returned
-                self._merging.restore(ledger.fragment_id)
+                self.merging.restore(ledger.fragment_id)
             else:
                 waiting.append(ledger)
         while waiting:
-            yield from self._check.returning(self._agree(), self.state.ledgers, self.inner_step)
+            yield from self.check.returning(self._agree(), self.state.ledgers, self.inner_step)
             for ledger in waiting:
                 yield from self._sending(ledger, is_flush=True)
             for ledger in waiting:
@@ -462,7 +442,7 @@ class OuterLoop:
             news = self.exchange.news
             agreed = self._agree()
             self._raise_failure(agreed)
-            yield from self._check.returning(agreed, self.state.ledgers, self.inner_step)
+            yield from self.check.returning(agreed, self.state.ledgers, self.inner_step)
             yield from self._acting(agreed)
             if self.is_leaving and not self.num_in_flight:
                 return
@@ -478,7 +458,7 @@ class OuterLoop:
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Put the published values that this island last merged in place; restore afterwards."""
-        return self._merging.global_parameters()
+        return self.merging.global_parameters()
 
     def _prefetch(self, agreed: IslandVote | None) -> None:
         """Start to copy what is merged next to the parameters' device, once all ranks have it.
@@ -496,7 +476,7 @@ class OuterLoop:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
         sent = ledger.outstanding
         assert sent is not None
-        began = self._clock()
+        began = self._parts.clock()
         with record_function("diloco/wait"):
             while True:
                 if agreed is not None:
@@ -507,8 +487,8 @@ class OuterLoop:
                 yield self.exchange.wait_for_end(ledger.fragment_id, LOOK_S)
                 agreed = self._agree()
                 self._raise_failure(agreed)
-                self._check.take_vote(agreed)
-        blocked_s = self._clock() - began
+                self.check.take_vote(agreed)
+        blocked_s = self._parts.clock() - began
         self.blocked_s += blocked_s
         self._parts.on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
         assert vote.verdict is not None

@@ -308,12 +308,12 @@ class DiLoCo:
     @property
     def overwritten_steps(self) -> float:
         """Inner steps whose local effect a merge replaced, by share of the parameters."""
-        return self._loop.overwritten_steps
+        return self._loop.merging.overwritten_steps
 
     @property
     def dropped_tokens(self) -> float:
         """Tokens that no version will have, by share of the parameters."""
-        return self._loop.dropped_tokens
+        return self._loop.merging.dropped_tokens
 
     @property
     def left_tokens(self) -> float:
@@ -362,12 +362,12 @@ class DiLoCo:
         optimizer's state may not be either: `diloco.mend_moments_(optimizer)` for MOMENTS, a new
         state for ALL.
         """
-        return self._loop.mend
+        return self._loop.check.mend
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether the island has lately taken the published values, or declines for its loss."""
-        return self._loop.is_in_doubt
+        return self._loop.check.is_in_doubt(self.inner_step)
 
     # -- training --------------------------------------------------------------------------------
 

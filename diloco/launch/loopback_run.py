@@ -201,7 +201,7 @@ async def _run(
         virtual_s,
         {island.name: island.outer.inner_step - start_step for island in islands},
         {island.name: island.busy_s / island.trained_s for island in islands},
-        {island.name: island.outer.dropped_tokens for island in islands},
+        {island.name: island.outer.merging.dropped_tokens for island in islands},
         len(versions),
         sum(count == 1 for count in versions.values()),
         host.num_starts,
@@ -402,8 +402,8 @@ class _Island:
             await self._runner.drive(
                 outer.stepping(made.num_tokens, loss=made.loss, bound=made.bound)
             )
-            if outer.mend is not Mend.NOTHING:
-                self._training.mend(is_new=outer.mend is Mend.ALL)
+            if outer.check.mend is not Mend.NOTHING:
+                self._training.mend(is_new=outer.check.mend is Mend.ALL)
             world.on_step(self.name, outer, made.num_tokens)
         self.trained_s = clock() - self._began_s
         await self._runner.drive(self.outer.finishing())

@@ -311,6 +311,6 @@ def test_overwritten_steps_are_those_a_merge_replaced(
     async def scenario() -> int:
         _, a, b = await started(replace(setting, overlap_steps=3, local_mix=local_mix))
         await asyncio.gather(a.train(12), b.train(12))
-        return a.session.overwritten_steps
+        return a.session.merging.overwritten_steps
 
     assert run_virtual(scenario()) == overwritten

@@ -25,6 +25,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
+from pydantic import TypeAdapter
+
 from diloco.bounded_text import MOST_NAMES
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.loss_history import LossHistory
@@ -103,6 +105,9 @@ class _State:
     accused: tuple[str, ...] = ()
 
 
+_STATES = TypeAdapter(_State)
+
+
 class Candidates:
     """Candidates of one run, in the present timeline."""
 
@@ -117,20 +122,7 @@ class Candidates:
         for key, value in entries:
             if key != _KEY:
                 continue
-            saved = json.loads(value)
-            pending = saved.pop("pending")
-            self._state = _State(
-                **{
-                    **saved,
-                    "lowest": tuple(saved["lowest"]),
-                    "verdicts": {
-                        int(n): (CheckpointVerdict(v), float(loss))
-                        for n, (v, loss) in saved["verdicts"].items()
-                    },
-                    "accused": tuple(saved["accused"]),
-                },
-                pending=None if pending is None else Return(**pending),
-            )
+            self._state = _STATES.validate_python(json.loads(value))
             # What is judged, or was abandoned, needs no votes.
             judged = self._state.verdicts
             self._votes = {

@@ -24,6 +24,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from diloco.protocol.run.admission import Entries
 
 _KIND = "cut"
@@ -91,6 +93,9 @@ class Cut:
         return tuple(map(max, zip(*(part.versions for part in self.parts.values()), strict=True)))
 
 
+_CUTS = TypeAdapter(Cut)
+
+
 class Cuts:
     """All cuts of one run.
 
@@ -112,12 +117,7 @@ class Cuts:
             if (saved := json.loads(value)) is None:
                 self._cuts.pop(int(number), None)
                 continue
-            parts = {
-                island: Part(p["inner_step"], tuple(p["versions"]), p["text"])
-                for island, p in saved.pop("parts").items()
-            }
-            owing = tuple(saved.pop("owing"))
-            self._cuts[int(number)] = Cut(**saved, owing=owing, parts=parts)
+            self._cuts[int(number)] = _CUTS.validate_python(saved)
 
     def __getitem__(self, number: int) -> Cut:
         """Return a cut by its number."""
