@@ -108,7 +108,7 @@ class Connection:
         record: Where everything that this rank does is recorded.
         progress: What the leader's reports say, asked once a second in another thread; `DiLoCo`
             sets it.
-        on_join: Hears the coordinator's answer before anything is done with it.
+        on_join: Called with the coordinator's answer before anything is done with it.
     """
 
     def __init__(self, config: Config, wires: Wires, record: Record | None = None) -> None:

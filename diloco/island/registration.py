@@ -80,7 +80,7 @@ class IslandState(StrEnum):
 
 
 class TextWord(Protocol):
-    """What an island tells and hears of its text, where it is shared out again as islands come."""
+    """An island's part in dividing the text again, where islands come and go."""
 
     def say(self) -> str:
         """Give ReportRequest.position_json."""
@@ -197,7 +197,7 @@ class Registration:
         Args:
             progress: Gives the present state; called in this loop.
             on_stop: Called once, with the reason, when the coordinator says that the run is over.
-            graceful_stop: Gives the island's promise, and is told where to stop.
+            graceful_stop: Gives the island's promise, and takes the inner step to stop after.
         """
         self._graceful_stop = graceful_stop
         self._reporting = asyncio.get_running_loop().create_task(

@@ -366,7 +366,7 @@ class AlarmRaised(Event, kind="alarm"):
 
 
 class AlarmCleared(Event, kind="alarm_cleared"):
-    """What `AlarmRaised` told of the same three is over."""
+    """The alarm of the same three, raised by `AlarmRaised`, is over."""
 
     alarm: str
     about: str = ""

@@ -31,7 +31,7 @@ class Sink(Protocol):
         """Acquire what the sink needs; raises when it cannot be had."""
 
     def add_context(self, context: Mapping[str, Any]) -> None:
-        """Say who writes from now on: JSON values by name, such as timeline and incarnation."""
+        """Add to every later event: JSON values by name, such as timeline and incarnation."""
 
     def write(self, event: Event) -> None:
         """Take one event."""
@@ -56,7 +56,7 @@ class FanOut:
             opened.pop_all()
 
     def add_context(self, context: Mapping[str, Any]) -> None:
-        """Tell all who writes."""
+        """Add to every later event of all sinks."""
         for sink in self.sinks:
             sink.add_context(context)
 

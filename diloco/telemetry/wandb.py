@@ -83,7 +83,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric=INNER_STEP_AXIS)
 
     def add_context(self, context: Mapping[str, Any]) -> None:
-        """Show who writes among the run's settings."""
+        """Show the context among the run's settings."""
         self._run.config.update(dict(context), allow_val_change=True)
 
     def write(self, event: Event) -> None:

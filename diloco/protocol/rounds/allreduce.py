@@ -48,7 +48,7 @@ from diloco.protocol.rounds.terms import (
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A closed round: who is counted, and who does what.
+    """A closed round: its contributors, and the owner of each lane.
 
     Everything that a peer sends for it carries its `id`, a digest of its content: an assignment
     made again after a restart of the decider is the same one if and only if its result must be.
@@ -393,7 +393,7 @@ class Duty(StrEnum):
 
 
 def duty(version: int, state_digest: bytes, staged: Staged | None, announced: Announced) -> Duty:
-    """Say what a peer does that holds `version` (-1: none) and hears `announced`.
+    """Return what a peer does that holds `version` (-1: none), after `announced`.
 
     FOUND tells the decider what there is to go on from, if anything; REDUCE takes part in the
     assignment; REPORT says PREPARED; PROMOTE makes the staged version the newest; HEAL takes the

@@ -35,7 +35,7 @@ class Participants:
         return {i for i in self._least if self.is_fenced(i, self.incarnations.get(i, 0))}
 
     def set_roster(self, roster: Roster, *, has_fixed_members: bool) -> None:
-        """Set who lives, and which starts count no more."""
+        """Set the live islands, and the starts that count no more."""
         self._roster = roster
         for island, least in roster.fenced.items():
             self._least[island] = max(least, self._least.get(island, 0))
@@ -64,7 +64,7 @@ class Participants:
 
 
 class Attempt:
-    """Members, contributions, and who left; empty while no attempt is under way.
+    """Members, contributions, and the members that left; empty while no attempt is under way.
 
     `left` says of members that are out of it why; `takes_flush` whether it takes flushes only.
     """

@@ -1,4 +1,4 @@
-"""The orders of a coordinator to a syncer: who takes part in its next rounds, by which policy.
+"""The orders of a coordinator to a syncer: members of its next rounds, and the policy in force.
 
 Heard with every report, and kept durably, since a syncer goes on by the last orders while its
 coordinator is away, over its own restarts too.
@@ -20,7 +20,7 @@ class Orders:
     """The last orders of a coordinator.
 
     Args:
-        roster: Who may take part; None: the islands that the configuration lists.
+        roster: Islands that may take part; None: the islands that the configuration lists.
         policy_json: What an operator has set since the start, by dotted key; empty: nothing.
         policy_revision: Counter of these settings.
     """
