@@ -4,9 +4,11 @@ Spawned processes inherit ``sys.path``; with it ``from tests.distributed import 
 from every test file, whichever way pytest was started.
 """
 
+import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run besides each other: more threads would wait for each other in turns, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where it is set, each process that a test starts would compile the whole product once more.
+# Where it is set, each process that a test starts would compile the whole product once more, and
+# each of ours every test file.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # An example takes the time that a loaded machine gives it.
 settings.register_profile("diloco", deadline=None)
@@ -62,6 +66,17 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests, which live to the end, out of every later garbage collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
