@@ -20,8 +20,6 @@ from tests.integration.test_integrations_readme import (
 )
 from tests.test_readme import ROOT, blocks
 
-pytest.importorskip("megatron.core")
-
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 _PRELUDE = "from tests import megatron_on_cpu  # noqa: F401\n"
@@ -48,6 +46,11 @@ class PlainOuter:
 
 
 """
+
+
+@pytest.fixture(autouse=True)
+def _is_installed() -> None:
+    pytest.importorskip("megatron.core")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
