@@ -162,9 +162,12 @@ def _recount(
         elif what in ("declined", "refused", "expired"):  # kept, unless it was given up meanwhile
             total.dropped += void
             tokens -= void
-        elif what == "included" or (what == "not_included" and local_mix > 0):
+        elif what == "included":
+            tokens -= event["weight_tokens"] + event["dropped_tokens"]
+            total.dropped += event["dropped_tokens"]
+        elif what == "not_included" and local_mix > 0:
             tokens -= event["weight_tokens"]
-            total.dropped += event["weight_tokens"] if what == "not_included" else 0
+            total.dropped += event["weight_tokens"]
         elif what in ("absent", "not_included") and local_mix == 0:
             total.dropped += tokens
             tokens = 0
@@ -217,7 +220,8 @@ def _in_order(start: Sequence[Event], fragment_id: int) -> Iterator[tuple[str, E
             continue
         is_own = send.outcome["inner_step"] == step
         order = _OWN_OUTCOME if is_own else _EARLIER_OUTCOME
-        place(send.outcome["inner_step"], order, send.verdict, send.event)
+        ended = {**send.event, "dropped_tokens": send.outcome.get("dropped_tokens", 0)}
+        place(send.outcome["inner_step"], order, send.verdict, ended)
     for event in catches_up(start, fragment_id):
         place(event["inner_step"], _EARLIER_OUTCOME, "absent", event)
     for *_, what, event in sorted(placed, key=lambda each: each[:3]):

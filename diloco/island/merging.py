@@ -53,7 +53,7 @@ class Merging:
         self._exchange = parts.exchange
         self._runner = parts.runner
         self._local_mix = parts.local_mix
-        self._most_steps = Weights(parts.schedule.inner_steps_per_round).most_steps
+        self._weights = Weights(parts.schedule.inner_steps_per_round)
         self._clock = parts.clock
         self._on_event = parts.on_event
         numel = sum(fragment.numel for fragment in parts.plan.fragments)
@@ -115,7 +115,7 @@ class Merging:
             is_tried: Whether they are held back for `trying`.
         """
         p = ledger.fragment_id
-        sent = ledger.send(inner_step, is_flush=is_flush, most_steps=self._most_steps)
+        sent = ledger.send(inner_step, is_flush=is_flush, most_steps=self._weights.most_steps)
         if sent.weight_tokens == 0 and not is_flush:
             declined = reason or "no tokens were counted since the last merge"
             self._runner.post(self._exchange.decline, sent, declined)
@@ -193,6 +193,7 @@ class Merging:
             attempt=vote.attempt,
             local_mix=local_mix,
             merged=target,
+            most_kept=self._weights.round_steps,
         )
         self.overwritten_steps += settled.overwritten_steps * self.shares[p]
         self.dropped_tokens += settled.dropped_tokens * self.shares[p]

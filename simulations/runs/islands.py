@@ -432,6 +432,7 @@ class SimulatedIsland:
             attempt=attempt,
             local_mix=0.0 if target.is_flush else self._common.local_mix,
             merged=target,
+            most_kept=self._common.schedule.inner_steps_per_round,
         )
         self.sums.merges += 1
         yield from self._copy(p, "merge", self._costs_of(p).distribute_s)

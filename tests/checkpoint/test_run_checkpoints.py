@@ -19,6 +19,7 @@ from diloco.checkpoint.run_checkpoints import (
     check_run,
     check_same_run,
     choose_checkpoint,
+    membership_of,
     open_journal,
 )
 from diloco.config.classes import fingerprint
@@ -27,7 +28,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
-from diloco.launch.local import find_resume_step, membership_of
+from diloco.launch.local import find_resume_step
 from diloco.launch.syncer import take_to_timeline
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import Member, member_entry

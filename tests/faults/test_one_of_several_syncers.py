@@ -17,10 +17,11 @@ from signal import SIGINT
 import pytest
 
 from diloco.checkpoint.published import read_published
+from diloco.checkpoint.run_checkpoints import membership_of
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.island.layout import build_schedule
-from diloco.launch.local import LocalRun, find_resume_step, membership_of
+from diloco.launch.local import LocalRun, find_resume_step
 from diloco.report.repair import repair_run
 from diloco.report.replay import replay_run
 from diloco.state_dir import StateDir, holder, read_endpoint

@@ -13,10 +13,11 @@ from signal import SIGINT
 import pytest
 
 from diloco.checkpoint.checkpoints import MANIFEST, step_directory, valid_steps
+from diloco.checkpoint.run_checkpoints import membership_of
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.faults.process import STEP_VARIABLE
-from diloco.launch.local import LocalRun, find_resume_step, membership_of
+from diloco.launch.local import LocalRun, find_resume_step
 from diloco.report.summary import read_events
 from diloco.versions.pins import pinned_steps
 from tests.data.text_files import write_stdlib

@@ -205,6 +205,7 @@ class FragmentLedger:
         attempt: int,
         local_mix: float,
         merged: Target | None = None,
+        most_kept: int = 0,
     ) -> Settled:
         """Apply the outcome of what is outstanding, as `OUTCOMES` says.
 
@@ -214,6 +215,8 @@ class FragmentLedger:
                 skipped, which no due step served (`MAX_EXPIRED`).
             local_mix: alpha of the merge.
             merged: The version that is merged; None: the one after what was sent.
+            most_kept: Inner steps that stay counted though a merge with alpha = 0 replaced them;
+                the rest is dropped. 0: any number.
         """
         sent, self.outstanding = self.outstanding, None
         has_sent = sent is not None
@@ -248,6 +251,10 @@ class FragmentLedger:
                 dropped = 0 if is_included else weight_tokens
                 self.tokens -= weight_tokens
                 self.steps -= weight_steps
+                if local_mix == 0 and 0 < most_kept < self.steps:
+                    kept = -(-self.tokens * most_kept // self.steps)
+                    dropped += self.tokens - kept
+                    self.tokens, self.steps = kept, most_kept
             case Counters.MERGE:
                 dropped, self.tokens, self.steps = self.tokens, 0, 0
         return Settled(overwritten if local_mix == 0 else 0, dropped)
