@@ -160,10 +160,9 @@ def refuses(
     ("command", "absent", "what", "extra"),
     [
         ("sim utilization --rtt 10ms", "simpy", "diloco sim utilization --rtt 10ms", "sim"),
-        (f"plan {RUN}", "simpy", f"diloco plan {RUN}", "sim"),
         (f"plan {RUN} --plot a.png", "matplotlib", "--plot a.png", "plots"),
     ],
-    ids=["simulation", "plan", "picture"],
+    ids=["simulation", "picture"],
 )
 def test_a_command_that_needs_a_missing_package_says_what_to_type(
     command: str,
@@ -180,6 +179,24 @@ def test_a_command_that_needs_a_missing_package_says_what_to_type(
         f"error: {what} needs the package {absent}, which is not installed: type pip install "
         f"'diloco[{extra}]'\n",
     )
+
+
+def test_without_simulations_a_plan_shows_what_follows_from_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    code, said = refuses(f"plan {RUN} --step-time 1s", "simpy", monkeypatch, capsys)
+    assert code == 2
+    assert "error: --step-time needs the package simpy" in said
+    assert "or leave it out: all that follows from the file is shown" in said
+
+    monkeypatch.setattr(sys, "argv", ["diloco", "plan", str(RUN)])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+
+    shown = capsys.readouterr().out
+    assert not ended.value.code
+    assert "lanes" in shown and "pip install 'diloco[sim]'" in shown
 
 
 def test_what_is_missing_and_no_extra_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:

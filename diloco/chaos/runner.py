@@ -114,12 +114,14 @@ def drive(
         director = Director(ChaosEnvironment(run, chaos_dir), log, faults, on_progress, duration_s)
         director.limit_s = plan.config.limit.seconds
         try:
-            run.start()
-            code = run.wait(director.look)
-            if code != 0:
-                problem = f"an island ended with exit code {code}"
-            log.write("over")
-            director.finish()
+            try:
+                run.start()
+                code = run.wait(director.look)
+                if code != 0:
+                    problem = f"an island ended with exit code {code}"
+                log.write("over")
+            finally:  # of a run that is given up, too: nothing stays frozen
+                director.finish()
             run.wait_for_coordinator()
         except _GivenUp as error:
             problem = str(error)

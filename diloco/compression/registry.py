@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping
 from inspect import get_annotations
 from types import MappingProxyType
-from typing import cast
 
 import torch
 
+from diloco.compression.added import AddedCodec
 from diloco.compression.base import Codec
 from diloco.compression.blocks import BlockCodec
 from diloco.compression.floats import FloatCodec
@@ -63,4 +63,4 @@ def _added(found: Extension) -> Codec:
                 else f"it calls itself {codec.name!r}: both names must be the same"
             )
         )
-    return cast(Codec, codec)
+    return AddedCodec(codec, str(found))

@@ -29,22 +29,28 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9][A-Za-z0-9.-]*")
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """Values of a run that fit a model: a start, which `diloco plan` and a trial improve."""
+    """Values of a run that fit a model: a start, which `diloco plan` and a trial improve.
+
+    Large models have fragments of three layers, as in Streaming DiLoCo (arXiv 2501.18512), and
+    lanes of about 40M parameters: a syncer holds whole fragments, a carrier whole lanes.
+    """
 
     sequence_length: int
     lr: float
     micro_batches: int
+    num_fragments: int = 4
+    num_lanes: int = 16
 
 
 _DEFAULTS = {
-    "tiny": ModelDefaults(32, 2e-3, 1),
+    "tiny": ModelDefaults(32, 2e-3, 1, 2),
     "debug": ModelDefaults(128, 2e-3, 1),
     "10M": ModelDefaults(512, 1e-3, 1),
     "150M": ModelDefaults(1024, 4e-4, 2),
     "1B": ModelDefaults(1024, 4e-4, 4),
-    "llama3-8B": ModelDefaults(2048, 3e-4, 8),
-    "llama3-70B": ModelDefaults(2048, 1.5e-4, 8),
-    "llama3-405B": ModelDefaults(2048, 8e-5, 8),
+    "llama3-8B": ModelDefaults(2048, 3e-4, 8, 10),
+    "llama3-70B": ModelDefaults(2048, 1.5e-4, 8, 26, 64),
+    "llama3-405B": ModelDefaults(2048, 8e-5, 8, 42, 256),
 }
 #: Of a model of transformers, whose weights the run begins with.
 _TUNED = ModelDefaults(1024, 1e-5, 4)
@@ -155,11 +161,6 @@ class Answers:
         return min(self.inner_steps, 5 * self.inner_steps_per_round)
 
     @property
-    def num_fragments(self) -> int:
-        """P: fewer of a model that has two layers."""
-        return 2 if self.model == "tiny" else 4
-
-    @property
     def checkpoint_tokens(self) -> int:
         """Tokens of all islands between cuts, where islands merge on arrival."""
         return self.checkpoint_steps * sum(map(self.tokens_of, self.sites))
@@ -267,7 +268,8 @@ def fitting_schedule(
 ) -> tuple[int, int]:
     """Choose H and tau for a link.
 
-    H: the payload of a round takes at most half of its time, in steps of 24, at most 480.
+    H: the payload of a round takes at most half of its time, and each fragment leaves at a step of
+    its own; in steps of 24, at most 480.
     tau: a fragment goes up and comes down, with two round trips, while training goes on; at most
     the steps until the next fragment leaves, at least 2.
 
@@ -278,7 +280,7 @@ def fitting_schedule(
         step_s: Of the fastest island.
         num_fragments: P.
     """
-    needed = round_bits / bandwidth_bps / _SHARE / step_s
+    needed = max(num_fragments, round_bits / bandwidth_bps / _SHARE / step_s)
     period = min(_MOST_STEPS_APART, _SHORTEST * max(1, math.ceil(needed / _SHORTEST)))
     fragment_s = 2 * round_bits / num_fragments / bandwidth_bps + 2 * rtt_s
     overlap = math.ceil(fragment_s / step_s)

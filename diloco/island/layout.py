@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 from diloco.compression.lanes import check_patterns
 from diloco.config.outer import OuterConfig
+from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.patterns import check_match
 from diloco.outer.schedule import Schedule
+
+#: Of a plan as JSON: a join's header holds it, beside what else an island says of itself.
+MOST_PLAN_BYTES = 960 << 10
 
 
 def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
@@ -29,7 +33,7 @@ def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
         if patterns != type(outer).model_fields[key].default:  # which suits models without them
             for pattern in patterns:
                 check_match(f"outer.{key}", pattern, pattern, names)
-    return make_plan(
+    plan = make_plan(
         tensors,
         num_fragments=outer.num_fragments,
         pattern=outer.fragment_pattern,
@@ -37,6 +41,12 @@ def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
         explicit=outer.explicit_fragments,
         num_lanes=outer.num_lanes,
     )
+    if (size := len(plan.to_json())) > MOST_PLAN_BYTES:
+        raise ConfigError(
+            f"outer.num_fragments = {outer.num_fragments}, outer.num_lanes = {outer.num_lanes}: "
+            f"the plan takes {size} bytes, and a join carries {MOST_PLAN_BYTES}: lower them"
+        )
+    return plan
 
 
 def build_schedule(outer: OuterConfig, inner_steps: int) -> Schedule:

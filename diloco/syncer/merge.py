@@ -28,7 +28,7 @@ import torch
 from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
-from diloco.errors import AggregationError
+from diloco.errors import AggregationError, CodecError
 from diloco.outer.combination import Combination, combine, mean_of
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
@@ -195,9 +195,11 @@ class Merger:
             self.insist()
             with self.meter.committing(fragment_id):
                 self.store.commit(record, draft)
-        except (DiskFull, AggregationError) as error:
+        except (DiskFull, AggregationError, CodecError) as error:
             if draft is not None:
                 self._undo(base, spool if isinstance(error, DiskFull) else {}, draft)
+            if isinstance(error, CodecError):  # though each payload was found sound as it came
+                raise AggregationError(str(error)) from error
             raise
         except BaseException:
             if draft is not None:

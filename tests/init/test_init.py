@@ -70,9 +70,10 @@ def test_a_run_of_two_sites_has_certificates_and_a_short_file(tmp_path: Path) ->
         ("--model", "tiny", "--steps", "5"),
         ("--data", "hub:owner/name"),
         (*FAR, "--model", "llama3-8B", "--gpus", "eu=8"),
+        (*FAR, "--model", "llama3-405B", "--gpus", "64"),
         ("--island", "a", "--island", "b", "--island", "c", "--model", "10M"),
     ],
-    ids=["decoupled", "tiny", "hub", "8B", "three"],
+    ids=["decoupled", "tiny", "hub", "8B", "405B", "three"],
 )
 def test_every_choice_makes_a_run_file_that_loads(tmp_path: Path, words: tuple[str, ...]) -> None:
     made = init(tmp_path / "run", "--yes", *words)
@@ -185,13 +186,13 @@ def test_the_machine_gives_defaults(tmp_path: Path) -> None:
 
 
 def test_a_slow_link_gets_a_long_round_and_a_fragment_its_time() -> None:
-    def fitted(bandwidth_bps: float, rtt_s: float = 0.1) -> tuple[int, int]:
+    def fitted(bandwidth_bps: float, rtt_s: float = 0.1, num_fragments: int = 4) -> tuple[int, int]:
         return fitting_schedule(
             round_bits=1e9,
             bandwidth_bps=bandwidth_bps,
             rtt_s=rtt_s,
             step_s=0.1,
-            num_fragments=4,
+            num_fragments=num_fragments,
         )
 
     # 1e9 bits at 1 Gbit/s are one second, half of a round of 20 steps: 24. A fragment takes two
@@ -199,6 +200,8 @@ def test_a_slow_link_gets_a_long_round_and_a_fragment_its_time() -> None:
     assert fitted(1e9) == (24, 5)
     assert fitted(1e9, rtt_s=0.0) == (24, 5)
     assert fitted(math.inf, rtt_s=0.0) == (24, 2)
+    # Each of many fragments leaves at a step of its own.
+    assert fitted(math.inf, num_fragments=42) == (48, 2)
     # At 100 Mbit/s ten seconds: 200 steps, in steps of 24.
     assert fitted(1e8) == (216, 52)
     assert fitted(1e3)[0] == 480

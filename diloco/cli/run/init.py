@@ -214,7 +214,7 @@ def _fitted(answers: Answers, config: Config, bandwidth: str, rtt: str) -> Answe
         bandwidth_bps=bandwidth_bps,
         rtt_s=rtt_s,
         step_s=step_s,
-        num_fragments=answers.num_fragments,
+        num_fragments=answers.defaults.num_fragments,
     )
     typer.echo(
         f"inner steps of the fastest island are estimated to take {format_duration(step_s)}; for "

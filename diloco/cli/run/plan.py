@@ -15,6 +15,7 @@ from diloco.cli.terminal.options import JsonTarget, Overrides, RunFile, plot_opt
 from diloco.cli.terminal.progress import answering, counting, notes, output, stoppable, waiting
 from diloco.cli.terminal.section_flags import is_typed
 from diloco.errors import ConfigError
+from diloco.extras import is_installed, missing
 
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.config.schema import Config
@@ -107,6 +108,13 @@ def plan(
     Example: diloco plan configs/runs/demo.toml --step-time 0.2s --link thin-5M-60ms --suggest
     """
     from diloco.config.load import load_config
+
+    def load(more: Sequence[str]) -> Config:
+        return load_config(run_file, [*(overrides or ()), *more])
+
+    if not is_installed("simpy"):
+        _show_without_simulation(context, load(()), json_target)
+        return
     from diloco.simulations.planner.assumptions import PlanOptions
     from diloco.simulations.planner.capacity import Capacity
     from diloco.simulations.planner.setting import Grid
@@ -131,9 +139,6 @@ def plan(
     )
     capacity = Capacity.read(syncer_cores, syncer_memory, syncer_disk, syncer_network)
     needing = [*_typed(context, options.OF_SYNCERS), *(["--suggest"] if suggest else [])]
-
-    def load(more: Sequence[str]) -> Config:
-        return load_config(run_file, [*(overrides or ()), *more])
 
     measuring = _Measuring(measure, coordinator, probe)
     _show_plan(
@@ -162,9 +167,6 @@ def _show_plan(
         shown: Where it goes.
     """
     from diloco.cli.run.plan_predicted import show_planned, show_suggestion
-    from diloco.cli.run.plan_tables import show_forecast
-    from diloco.forecast.disk import check_directories
-    from diloco.forecast.forecast import forecast
     from diloco.simulations.planner.capacity import check_capacity
     from diloco.simulations.planner.penalties import load_penalties
     from diloco.simulations.planner.planned import assume, plan_run
@@ -183,14 +185,10 @@ def _show_plan(
     if wanted is not None:
         check_waiting(config)
         penalties = load_penalties(wanted.lab)
-    check_directories(config)
-    foreseen = forecast(config)
     aside, console = notes(shown.json_target), output(shown.json_target)
+    foreseen = _show_forecast(config, console)
     steps = _measured_steps(config, foreseen, told, aside) if measuring.steps else {}
     path = _measured_path(measuring, aside)
-    show_forecast(console, foreseen)
-    if problem := config.outer.sparse_problem:
-        console.print(f"\nWarning: {problem}")
     assumed = assume(config, foreseen, told, steps=steps, path=path)
     with waiting(aside, "simulating the run"):
         planned = plan_run(config, foreseen, assumed)
@@ -207,6 +205,33 @@ def _show_plan(
     if planned.prediction is not None:
         check_capacity(config, planned.prediction.syncers, capacity)
     _open_inputs(config, is_aside=shown.json_target == "-")
+
+
+def _show_without_simulation(context: typer.Context, config: Config, json_target: str) -> None:
+    """Print what follows from the file; refuse options that a prediction needs."""
+    of_the_file = ("run_file", "json_target", "overrides")
+    wanted = _typed(context, [name for name in context.params if name not in of_the_file])
+    if wanted:
+        raise missing(wanted[0], "simpy", "leave it out: all that follows from the file is shown")
+    console = output(json_target)
+    foreseen = _show_forecast(config, console)
+    console.print(f"\n{missing('A prediction of its time', 'simpy')}")
+    write_json(foreseen.as_dict(), json_target)
+    _open_inputs(config, is_aside=json_target == "-")
+
+
+def _show_forecast(config: Config, console: Console) -> Forecast:
+    """Print what follows from the file alone."""
+    from diloco.cli.run.plan_tables import show_forecast
+    from diloco.forecast.disk import check_directories
+    from diloco.forecast.forecast import forecast
+
+    check_directories(config)
+    foreseen = forecast(config)
+    show_forecast(console, foreseen)
+    if problem := config.outer.sparse_problem:
+        console.print(f"\nWarning: {problem}")
+    return foreseen
 
 
 def _draw(config: Config, planned: Planned, plot: str, console: Console) -> None:

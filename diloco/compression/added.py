@@ -1,0 +1,75 @@
+"""Holds a codec of another package to what `Codec` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from diloco.compression.base import Codec, check_flat, check_payload, is_finite
+from diloco.errors import CodecError
+
+_T = TypeVar("_T")
+
+
+class AddedCodec:
+    """Passes calls on; what goes wrong in them, or comes out of them, is a CodecError.
+
+    A defect of a package is then a payload that is refused, or an attempt that expires with the
+    reason, and ends no syncer.
+    """
+
+    def __init__(self, codec: Codec, shown: str) -> None:
+        """Read its attributes.
+
+        Args:
+            codec: Of the other package.
+            shown: Which it is, for messages.
+        """
+        self.name = codec.name
+        self.publishes_values = codec.publishes_values
+        self.has_zero = codec.has_zero
+        self._codec = codec
+        self._shown = shown
+
+    def wire_bytes(self, numel: int) -> int:
+        """Pass on; see `Codec.wire_bytes`."""
+        return self._call(self._codec.wire_bytes, numel)
+
+    def encode(self, values: Tensor, key: int = 0) -> Tensor:
+        """Pass on, and refuse what is not of `wire_bytes`; see `Codec.encode`."""
+        check_flat(self.name, values)
+        payload = self._call(self._codec.encode, values, key)
+        wire_bytes = self.wire_bytes(values.numel())
+        if payload.dtype != torch.uint8 or payload.shape != (wire_bytes,):
+            raise CodecError(
+                f"the {self._shown} made {payload.dtype} {tuple(payload.shape)} of "
+                f"{values.numel()} values, and its wire_bytes says {wire_bytes}"
+            )
+        return payload
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """Pass on, and refuse what is not flat, float32 and finite; see `Codec.decode`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        values = self._call(self._codec.decode, payload, numel)
+        if values.dtype != torch.float32 or values.shape != (numel,) or not is_finite(values):
+            raise CodecError(
+                f"the {self._shown} decoded {values.dtype} {tuple(values.shape)}, and {numel} "
+                f"finite values in float32 are wanted"
+            )
+        return values
+
+    def check(self, payload: Tensor, numel: int) -> None:
+        """Pass on; see `Codec.check`."""
+        check_payload(self.name, payload, self.wire_bytes(numel), numel)
+        self._call(self._codec.check, payload, numel)
+
+    def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
+        try:
+            return function(*arguments)
+        except (CodecError, MemoryError):
+            raise
+        except Exception as error:
+            raise CodecError(f"the {self._shown} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,24 @@
+"""The plan and the schedule that follow from `[outer]`."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.config.outer import OuterConfig
+from diloco.errors import ConfigError
+from diloco.island.layout import build_plan
+from diloco.outer.fragments import TensorSpec
+
+
+def test_a_plan_that_no_join_carries_is_refused_before_the_run() -> None:
+    tensors = [TensorSpec(f"layers.{i}.weight", (1 << 16, 1 << 10)) for i in range(64)]
+
+    def outer(num_lanes: int) -> OuterConfig:
+        return OuterConfig(
+            preset="streaming", inner_steps_per_round=64, num_fragments=64, num_lanes=num_lanes
+        )
+
+    assert len(build_plan(outer(16), tensors).fragments) == 64
+    with pytest.raises(ConfigError, match=r"outer\.num_lanes = 1024: the plan takes") as refused:
+        build_plan(outer(1024), tensors)
+    assert "lower them" in str(refused.value)
