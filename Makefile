@@ -96,5 +96,5 @@ test-lowest: package
 	  tests/config tests/data tests/security tests/telemetry tests/cli/test_pages.py \
 	  tests/transport/test_grpc.py tests/transport/test_tls.py \
 	  tests/checkpoint/test_mirror.py tests/checkpoint/test_export.py \
-	  tests/integration/test_two_islands.py \
+	  tests/integration/test_export_of_a_run.py \
 	  tests/simulations/test_network.py tests/simulations/test_planner.py

@@ -107,6 +107,7 @@ def test_a_directory_that_is_used_is_left_alone(tmp_path):
     assert "is not empty: remove it, or give another --out" in str(result.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_killed_member_ends_the_baseline_by_name(tmp_path):
     config = load_config(write_run(tmp_path, ISLANDS, inner_steps=100_000), [])

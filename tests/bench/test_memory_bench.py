@@ -122,6 +122,7 @@ def test_a_rank_has_on_its_device_what_it_merges_and_only_while_it_does(is_prefe
         assert values <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_a_session_keeps_nothing_on_the_device_between_rounds():
     report = run(lambda *_: None, setting=SMALL)
 

@@ -59,6 +59,7 @@ def test_figures_compare_neighbouring_blocks_and_divide_by_parameters() -> None:
     assert medians["  rest of the other threads"] == (pytest.approx(4.0), per_round)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_the_bench_times_a_real_island_against_a_real_syncer() -> None:
     progress: list[int] = []

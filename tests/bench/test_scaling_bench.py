@@ -87,6 +87,7 @@ def test_ranks_are_no_words():
     assert "--ranks 2,many: give numbers of ranks" in str(refused.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_real_ranks_of_each_strategy_train_the_same():
     report = run(lambda *_: None, ranks="2", setting=TINY)

@@ -40,7 +40,13 @@ def events(output: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, whole.splitlines()) if event["kind"] == kind]
 
 
-@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "awaited-at-the-end"])
+@pytest.mark.parametrize(
+    "is_killed",
+    [
+        pytest.param(True, id="killed"),
+        pytest.param(False, id="awaited-at-the-end", marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
     tmp_path: Path, is_killed: bool
 ) -> None:

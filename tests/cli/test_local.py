@@ -72,8 +72,6 @@ class Story:
     resumed: subprocess.CompletedProcess[str]
     resumed_again: subprocess.CompletedProcess[str]
     summary: dict[str, Any]
-    started_again: subprocess.CompletedProcess[str]
-    fresh: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +94,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     assert resumed.returncode == 0, said + resumed.stdout + resumed.stderr
     resumed_again = refused_here(str(run_file), "--resume")
     summary = json.loads((directory / "state" / "summary.json").read_text())
-    started_again = refused_here(str(run_file))
-    one = ("--fresh", "--islands", "1", "--set", "run.inner_steps=4", "--json")
-    fresh = local(str(run_file), *one)
-    return Story(
-        run_file, stopped, at_elsewhere, resumed, resumed_again, summary, started_again, fresh
-    )
+    return Story(run_file, stopped, at_elsewhere, resumed, resumed_again, summary)
 
 
 def test_a_stopped_run_says_how_to_go_on_and_does(story: Story) -> None:
@@ -124,12 +117,37 @@ def test_a_stopped_run_says_how_to_go_on_and_does(story: Story) -> None:
     assert "has finished, there is nothing to resume" in story.resumed_again.stderr
 
 
+def test_the_summary_of_a_run_can_be_checked(story: Story) -> None:
+    summary, config = story.summary, load_config(story.run_file)
+    state = StateDir(story.run_file.parent / "state")
+    assert [i["island"] for i in summary["islands"]] == ["east", "west"]
+    assert [f["version"] for f in summary["fragments"]] == [51, 50]
+    plan = Plan.from_json(state.plan.read_text())
+    traffic = data_parallel_traffic(plan, 200)
+    named = {a["name"]: a["bytes_up"] for a in summary["alternatives"]}
+    assert named["data parallel at every inner step"] == traffic.bytes_up
+    assert traffic.bytes_up == 200 * 4 * sum(f.numel for f in plan.fragments)
+    # The check is a check: with another outer learning rate the bytes are not the same.
+    store = FragmentStore(state.store, plan.fragments[0], 4)
+    rules = build_publication_rules(config)
+    other = replace(rules, optimizer=replace(rules.optimizer, lr=0.6))
+    before, record = store.load(49), store.load(50)
+    assert recompute(before, record, rules, store.fragment) == record.lane_digests
+    assert recompute(before, record, other, store.fragment) != record.lane_digests
+
+
+@pytest.mark.slow  # after what reads the earlier run where it was
 def test_a_fresh_run_moves_the_earlier_one_aside_and_ends_with_a_summary(story: Story) -> None:
-    assert story.started_again.returncode == 2
-    refusal = story.started_again.stderr
+    started_again = refused_here(str(story.run_file))
+    fresh = local(
+        str(story.run_file), "--fresh", "--islands", "1", "--set", "run.inner_steps=4", "--json"
+    )
+
+    assert started_again.returncode == 2
+    refusal = started_again.stderr
     assert "--resume" in refusal and "--fresh" in refusal
-    assert story.fresh.returncode == 0, story.fresh.stdout + story.fresh.stderr
-    summary = json.loads(story.fresh.stdout)
+    assert fresh.returncode == 0, fresh.stdout + fresh.stderr
+    summary = json.loads(fresh.stdout)
     assert summary["are_digests_equal"] and summary["are_versions_recomputed"]
     assert [(i["island"], i["tokens"]) for i in summary["islands"]] == [("east", 4 * 128)]
     assert [f["version"] for f in summary["fragments"]] == [2, 1]
@@ -137,25 +155,6 @@ def test_a_fresh_run_moves_the_earlier_one_aside_and_ends_with_a_summary(story: 
     assert json.loads((state / "summary.json").read_text()) == summary
     moved = state.with_name("state.1")
     assert json.loads((moved / "summary.json").read_text()) == story.summary
-
-
-def test_the_summary_of_a_run_can_be_checked(story: Story) -> None:
-    summary, config = story.summary, load_config(story.run_file)
-    moved = StateDir(story.run_file.parent / "state.1")
-    assert [i["island"] for i in summary["islands"]] == ["east", "west"]
-    assert [f["version"] for f in summary["fragments"]] == [51, 50]
-    plan = Plan.from_json(moved.plan.read_text())
-    traffic = data_parallel_traffic(plan, 200)
-    named = {a["name"]: a["bytes_up"] for a in summary["alternatives"]}
-    assert named["data parallel at every inner step"] == traffic.bytes_up
-    assert traffic.bytes_up == 200 * 4 * sum(f.numel for f in plan.fragments)
-    # The check is a check: with another outer learning rate the bytes are not the same.
-    store = FragmentStore(moved.store, plan.fragments[0], 4)
-    rules = build_publication_rules(config)
-    other = replace(rules, optimizer=replace(rules.optimizer, lr=0.6))
-    before, record = store.load(49), store.load(50)
-    assert recompute(before, record, rules, store.fragment) == record.lane_digests
-    assert recompute(before, record, other, store.fragment) != record.lane_digests
 
 
 def test_dry_run_keeps_the_first_islands_and_takes_the_link_away(tmp_path: Path) -> None:

@@ -373,6 +373,7 @@ def test_a_stopped_run_says_what_to_type_and_goes_on_where_it_was(site: Site) ->
     assert finished.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_syncer_killed_while_it_takes_the_store_back_is_followed_by_one_that_does(
     site: Site,
 ) -> None:
@@ -510,6 +511,7 @@ def test_records_are_not_lost_when_coordinator_and_syncer_die_one_after_the_othe
     eventually(lambda: indexed(site) == expected, "the report of every record")
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_stays_failed_over_a_restart(site: Site) -> None:
     process, coordinator = site.coordinate_until_up("outer.round_deadline=100ms")
     syncer, east, _ = founded(site, coordinator)
@@ -550,6 +552,7 @@ def test_a_syncer_whose_coordinator_has_come_back_lives_though_no_island_calls(s
     assert holder(site.state.store_lock) == pid
 
 
+@pytest.mark.slow
 def test_a_syncer_without_coordinator_and_islands_ends_by_itself_and_goes_on_later(
     site: Site,
 ) -> None:

@@ -142,11 +142,12 @@ def vectors(state: StateDir) -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lock",
     [
         pytest.param(of_coordinator, id="the-coordinator"),
-        pytest.param(of_island("west"), id="the-island", marks=pytest.mark.slow),
+        pytest.param(of_island("west"), id="the-island"),
     ],
 )
 def test_two_islands_and_one_is_in_doubt(tmp_path: Path, lock: Callable[[StateDir], Path]) -> None:

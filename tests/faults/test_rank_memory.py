@@ -81,6 +81,7 @@ def assert_taken_from_memory(found: list[dict[str, Any]], every: int, inner_step
     assert taken["received_bytes"] == 0, "of this host"
 
 
+@pytest.mark.slow
 def test_an_island_whose_rank_is_killed_returns_without_storage(tmp_path: Path) -> None:
     output, every = tmp_path / "out", 3
     with ServedRun(tmp_path, {"west": "dp_shard = 2"}, inner_steps=INNER_STEPS) as served:

@@ -71,6 +71,7 @@ def test_a_supervisor_whose_island_another_one_runs_ends_at_once(tmp_path: Path)
     assert "starts again" not in said
 
 
+@pytest.mark.slow
 def test_an_island_that_a_syncer_refuses_after_a_return_of_the_run_starts_again(
     tmp_path: Path,
 ) -> None:

@@ -80,6 +80,7 @@ def test_terminated_island_ends_its_ranks_and_says_so(site: Site) -> None:
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.slow
 def test_who_reached_nobody_is_started_again_whatever_the_budget(site: Site) -> None:
     supervisor = site.start(
         "east",

@@ -99,6 +99,7 @@ def test_either_host_may_die_and_come_back_and_a_signal_at_one_ends_both(
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_first_host_ends_the_wait_of_the_other(site: Site, rdzv: str) -> None:
     first, other = host(site, rdzv, 0), host(site, rdzv, 1)
     site.wait_for_ranks(1)

@@ -63,6 +63,7 @@ def check_return(site: Site, coordinator: str, islands: list[str]) -> None:
     assert alarm.text.startswith("the run returned to checkpoint 6 by itself: held-out loss of")
 
 
+@pytest.mark.slow
 def test_a_run_returns_within_the_process_of_its_coordinator(site: Site) -> None:
     process, coordinator = site.coordinate_until_up(CHECKPOINTS)
     syncer, *grants = founded(site, coordinator)

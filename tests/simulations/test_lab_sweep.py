@@ -41,6 +41,7 @@ def lab_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_sweep_that_was_killed_loses_no_finished_point(lab_file: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"

@@ -55,7 +55,9 @@ async def real_blocked_s(setting: Setting) -> dict[str, list[float]]:
     [
         pytest.param("float32", 32768, 1, 0, 2, id="float32-two-lanes"),
         pytest.param("int4", 262144, 1, 0, 2, id="int4-sixteen-lanes"),
-        pytest.param("int4", 524288, 2, 2, 4, id="int4-two-fragments-four-islands"),
+        pytest.param(
+            "int4", 524288, 2, 2, 4, id="int4-two-fragments-four-islands", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_real_peers_on_links_block_for_as_long(

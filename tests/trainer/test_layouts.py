@@ -23,6 +23,9 @@ AGAIN = (
     "1f1b", "1f1b-experts", "interleaved-zb-tied", "zbv", "dualpipev", "ring",
     "gathered-accumulated", "ulysses-experts-latent", "experts-fsdp", "ep", "full-tp",
     "selective-ep", "bfloat16-replicated", "bfloat16-experts", "bfloat16-ep",
+    "zero-2-accumulated", "replicated-accumulated", "fsdp-muon-accumulated", "replicated-muon",
+    "gpipe-tied", "ep-muon", "full-ring", "selective-tp", "full-1f1b-tied", "bfloat16-fsdp",
+    "bfloat16-ring", "bfloat16-tp",
 )  # fmt: skip
 FIRST = tuple(name for name in names(2) if name not in AGAIN)
 #: Of four ranks: every pair of axes once, with what is most unlike among the rest.
@@ -32,17 +35,20 @@ PAIRS = (
     "pp-replicated", "pp-fsdp-tied-muon", "interleaved-zb-tp", "zbv-ep", "dualpipev-ep-latent-muon",
 )  # fmt: skip
 OTHERS = tuple(name for name in names(4) if name not in PAIRS)
+#: Models of transformers: one of each kind of parallelism that they have, and the others.
+TRANSFORMERS = ("hf-fsdp-tied-accumulated", "hf-replicated-learned-positions", "hf-tp-tied")
+TRANSFORMERS_AGAIN = tuple(n for n in names(2, "transformers") if n not in TRANSFORMERS)
 
 
 @pytest.mark.timeout(250)  # the first of each number of ranks trains all rows of it
-@pytest.mark.parametrize("name", [*FIRST, *PAIRS, *names(2, "transformers")])
+@pytest.mark.parametrize("name", [*FIRST, *PAIRS, *TRANSFORMERS])
 def test_layout_agrees_with_one_rank(name):
     check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize("name", [*AGAIN, *OTHERS])
+@pytest.mark.parametrize("name", [*AGAIN, *OTHERS, *TRANSFORMERS_AGAIN])
 def test_other_layout_agrees_with_one_rank(name):
     check(name)
 
@@ -73,7 +79,8 @@ TABLE = (
 def rows_with(name):
     """Give the rows that are trained together with one."""
     case = case_of(name)
-    together = (rows for rows in (FIRST, AGAIN, PAIRS, OTHERS) if name in rows)
+    groups = (FIRST, AGAIN, PAIRS, OTHERS, TRANSFORMERS, TRANSFORMERS_AGAIN)
+    together = (rows for rows in groups if name in rows)
     return next(together, tuple(names(case.num_ranks, case.loads)))
 
 

@@ -58,6 +58,7 @@ def _train_in_float8(rank):
     }
 
 
+@pytest.mark.slow
 def test_float8_trains_close_to_bfloat16_and_keeps_float32_parameters():
     (expected,) = run_ranks(_train, 1, MeshConfig(), 2)
 
