@@ -11,7 +11,7 @@ from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.patterns import check_match
 from diloco.outer.schedule import Schedule
 
-#: Of a plan as JSON: a join's header holds it, beside what else an island says of itself.
+#: Of a plan as JSON: a join's header holds it, and what else an island says of itself.
 MOST_PLAN_BYTES = 960 << 10
 
 

@@ -19,6 +19,7 @@ from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.state_dir import StateDir
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rows_say_what_a_syncer_spends_and_holds() -> None:
     heard: list[tuple[str, int, int]] = []

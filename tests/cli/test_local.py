@@ -331,6 +331,7 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
     assert "--resume" not in result.output
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Path) -> None:
     run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100_000)
     state = StateDir(tmp_path / "state")

@@ -381,6 +381,7 @@ def test_a_run_without_a_syncer_is_predicted_too(run_file: Path) -> None:
     assert prediction["islands"]["east"]["mean_up_bps"] > 0
 
 
+@pytest.mark.slow
 def test_real_inner_steps_are_measured(run_file: Path) -> None:
     planned = json.loads(plan(run_file, "--step-time", "west=1s", "--measure", "--json", "-"))
 

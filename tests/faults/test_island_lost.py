@@ -14,6 +14,7 @@ from tests.run_files import all_logs, write_run
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_lost_island_ends_the_run_naming_it_and_the_command(tmp_path: Path) -> None:
     run_file = write_run(
         tmp_path, {"east": "", "west": "dp_shard = 2"}, inner_steps=4000, round_deadline="1s"

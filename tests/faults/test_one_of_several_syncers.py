@@ -126,6 +126,7 @@ def check_whole(finished: FinishedRun) -> None:
     assert [f.digest for f in published.fragments] == [r.digest.hex() for r in records]
 
 
+@pytest.mark.slow
 def test_a_scheduled_run_comes_to_its_end_though_one_syncer_is_killed(tmp_path: Path) -> None:
     config = load_config(write_run(tmp_path, ISLANDS, inner_steps=20), [TWO])
 

@@ -1,4 +1,4 @@
-"""The wheel beside a project whose own modules have the names of this repository's folders."""
+"""The wheel in a project whose own modules have the names of this repository's folders."""
 
 from __future__ import annotations
 

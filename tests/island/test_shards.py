@@ -389,7 +389,7 @@ def expected_digests(names: list[str]) -> dict[str, str]:
         (2, ["stages", "tied_stages", "experts"]),
         (3, ["fsdp"]),
         (4, ["fsdp", "tp", "fsdp_tp", "hsdp"]),
-        (4, ["tied_fsdp_stages", "fsdp_experts"]),
+        pytest.param(4, ["tied_fsdp_stages", "fsdp_experts"], marks=pytest.mark.slow),
     ],
     ids=["2-ranks", "2-ranks-in-parts", "3-ranks", "4-ranks", "4-ranks-in-parts"],
 )

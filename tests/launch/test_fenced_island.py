@@ -56,6 +56,7 @@ def supervised(served: ServedRun, output: Path) -> Iterator[subprocess.Popen[str
         supervisor.communicate()
 
 
+@pytest.mark.slow
 def test_a_supervisor_whose_island_another_one_runs_ends_at_once(tmp_path: Path) -> None:
     with (
         ServedRun(tmp_path, {"east": ""}, inner_steps=100_000) as served,

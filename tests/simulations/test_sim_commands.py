@@ -84,6 +84,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_missed_bar_is_the_last_line_and_exit_1() -> None:
     """Everything released in one piece is another model than the paper's."""
     page = CliRunner().invoke(

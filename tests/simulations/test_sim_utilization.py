@@ -176,6 +176,7 @@ def test_the_same_seed_gives_the_same_figures(method: str) -> None:
     assert first != other
 
 
+@pytest.mark.slow
 def test_streaming_table4_is_reproduced_by_general_code() -> None:
     exact, near = paper_tables.table4_counts(paper_tables.streaming_table4())
 

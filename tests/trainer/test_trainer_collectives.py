@@ -46,6 +46,7 @@ def measure_on_two_ranks(island_rank: int) -> dict[str, dict[str, int]]:
     }
 
 
+@pytest.mark.slow
 def test_an_inner_step_has_the_collectives_and_phases_of_its_layout_and_no_other() -> None:
     first, second = run_ranks(measure_on_two_ranks, 2, timeout_s=55)
 
