@@ -8,9 +8,9 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Generator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -43,28 +43,27 @@ _LONGEST = ("trainer", "integration", "faults", "launch", "island")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     """Count the timeout of a test in what the machine grants, as every wait of the tests does."""
     from tests.waiting import Patience  # found by the path above
 
-    if settings.method != "signal":
-        return None
-    patience = Patience(settings.timeout)
+    patience, is_over = Patience(settings.timeout), threading.Event()
 
-    def over(number: int, frame: FrameType | None) -> None:
-        __tracebackhide__ = True
-        if (left_s := patience.left_s()) > 0:
-            signal.setitimer(signal.ITIMER_REAL, max(left_s, _LEAST_TIMER_S))
-        else:
-            pytest_timeout.timeout_sigalrm(item, settings)
+    def watch() -> None:
+        left_s = settings.timeout
+        while not is_over.wait(max(left_s, _LEAST_TIMER_S)):
+            if (left_s := patience.left_s()) <= 0:
+                pytest_timeout.timeout_timer(item, settings)  # ends the process
+                return
+
+    thread = threading.Thread(target=watch, name="timeout of a test", daemon=True)
 
     def cancel() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        is_over.set()
+        thread.join()
 
     item.cancel_timeout = cancel  # type: ignore[attr-defined]  # called by the plugin
-    signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    thread.start()
     return True
 
 
