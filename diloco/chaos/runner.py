@@ -120,9 +120,11 @@ def drive(
                 if code != 0:
                     problem = f"an island ended with exit code {code}"
                 log.write("over")
-            finally:  # of a run that is given up, too: nothing stays frozen
                 director.finish()
-            run.wait_for_coordinator()
+                run.wait_for_coordinator()
+            except BaseException:
+                director.thaw()
+                raise
         except _GivenUp as error:
             problem = str(error)
         except DilocoError as error:
@@ -221,6 +223,12 @@ class Director:
                 time.sleep(_LOOK_S)
         self._see_versions()
         self._see_who_is_back()
+
+    def thaw(self) -> None:
+        """Let processes go on that are frozen: of a run that is given up they are to end."""
+        for _, injector in self._under_way:
+            if injector.fault.kind is Kind.FREEZE:
+                injector.end()
 
     def _begin(self, plan_s: float) -> None:
         for fault in [each for each in self._to_come if each.at_s <= plan_s]:

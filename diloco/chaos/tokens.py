@@ -159,7 +159,10 @@ def _recount(
                     f"step {event['inner_step']}, its events make it {tokens}"
                 )
                 tokens = event["weight_tokens"]
-        elif what in ("declined", "refused", "expired"):  # kept, unless it was given up meanwhile
+        elif what in ("declined", "refused"):  # kept, but for what the merge let go
+            total.dropped += event["dropped_tokens"]
+            tokens -= event["dropped_tokens"]
+        elif what == "expired":  # kept, unless it was given up meanwhile
             total.dropped += void
             tokens -= void
         elif what == "included":

@@ -43,10 +43,10 @@ class AddedCodec:
         check_flat(self.name, values)
         payload = self._call(self._codec.encode, values, key)
         wire_bytes = self.wire_bytes(values.numel())
-        if payload.dtype != torch.uint8 or payload.shape != (wire_bytes,):
+        if not _is_flat(payload, torch.uint8, wire_bytes):
             raise CodecError(
-                f"the {self._shown} made {payload.dtype} {tuple(payload.shape)} of "
-                f"{values.numel()} values, and its wire_bytes says {wire_bytes}"
+                f"the {self._shown} made {_shape(payload)} of {values.numel()} values, and its "
+                f"wire_bytes says {wire_bytes}"
             )
         return payload
 
@@ -54,10 +54,10 @@ class AddedCodec:
         """Pass on, and refuse what is not flat, float32 and finite; see `Codec.decode`."""
         check_payload(self.name, payload, self.wire_bytes(numel), numel)
         values = self._call(self._codec.decode, payload, numel)
-        if values.dtype != torch.float32 or values.shape != (numel,) or not is_finite(values):
+        if not _is_flat(values, torch.float32, numel) or not is_finite(values):
             raise CodecError(
-                f"the {self._shown} decoded {values.dtype} {tuple(values.shape)}, and {numel} "
-                f"finite values in float32 are wanted"
+                f"the {self._shown} decoded {_shape(values)}, and {numel} finite values in float32 "
+                f"are wanted"
             )
         return values
 
@@ -73,3 +73,16 @@ class AddedCodec:
             raise
         except Exception as error:
             raise CodecError(f"the {self._shown} raised {type(error).__name__}: {error}") from error
+
+
+def _is_flat(made: object, dtype: torch.dtype, numel: int) -> bool:
+    is_of_type = isinstance(made, Tensor) and made.dtype == dtype
+    return is_of_type and made.shape == (numel,) and made.is_contiguous()
+
+
+def _shape(made: object) -> str:
+    if not isinstance(made, Tensor):
+        return f"a {type(made).__name__}"
+    return f"{made.dtype} {tuple(made.shape)}" + (
+        "" if made.is_contiguous() else ", not contiguous"
+    )

@@ -263,6 +263,11 @@ def read_coordinator(text: str, sites: Sequence[Site]) -> str:
     return f"{host}:{port}"
 
 
+def shortest_period(num_fragments: int, needed_steps: float = 0.0) -> int:
+    """Give the shortest H in steps of 24: each fragment leaves at a step of its own."""
+    return _SHORTEST * max(1, math.ceil(max(num_fragments, needed_steps) / _SHORTEST))
+
+
 def fitting_schedule(
     *, round_bits: float, bandwidth_bps: float, rtt_s: float, step_s: float, num_fragments: int
 ) -> tuple[int, int]:
@@ -280,8 +285,8 @@ def fitting_schedule(
         step_s: Of the fastest island.
         num_fragments: P.
     """
-    needed = max(num_fragments, round_bits / bandwidth_bps / _SHARE / step_s)
-    period = min(_MOST_STEPS_APART, _SHORTEST * max(1, math.ceil(needed / _SHORTEST)))
+    needed = round_bits / bandwidth_bps / _SHARE / step_s
+    period = min(_MOST_STEPS_APART, shortest_period(num_fragments, needed))
     fragment_s = 2 * round_bits / num_fragments / bandwidth_bps + 2 * rtt_s
     overlap = math.ceil(fragment_s / step_s)
     return period, max(2, min(overlap, period // num_fragments - 1))

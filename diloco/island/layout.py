@@ -10,9 +10,7 @@ from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.patterns import check_match
 from diloco.outer.schedule import Schedule
-
-#: Of a plan as JSON: a join's header holds it, and what else an island says of itself.
-MOST_PLAN_BYTES = 960 << 10
+from diloco.protocol.run.admission import MOST_PLAN_BYTES
 
 
 def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:

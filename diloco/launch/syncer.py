@@ -230,7 +230,7 @@ class _Process:
             clock = wall_clock(os.environ, state.syncer_name)
             events = self._open_events(clock)
             syncer = self._build_syncer(plan, workers, events, clock)
-            # It waits for room on its disk, and for the coordinator if there is one to found.
+            # It waits for room on its disk, and for the coordinator if its store lacks a fragment.
             await first_of(
                 _start(syncer, self.reporter, config.transport.unreachable.seconds), stopping.wait()
             )

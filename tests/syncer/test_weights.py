@@ -130,7 +130,13 @@ def test_an_island_that_has_made_more_than_counts_sends_the_rest_with_the_next()
     assert (sent.weight_tokens, sent.weight_steps) == (108, 36)
 
 
-def test_what_a_merge_replaced_counts_as_one_round_at_most() -> None:
+@pytest.mark.parametrize(
+    ("verdict", "dropped_steps"),
+    [(Verdict.INCLUDED, 9 * H), (Verdict.REFUSED, 10 * H), (Verdict.DECLINED, 10 * H)],
+)
+def test_what_a_merge_replaced_counts_as_one_round_at_most(
+    verdict: Verdict, dropped_steps: int
+) -> None:
     ledger = FragmentLedger(0, 0)
     for _ in range(H):
         ledger.count(3)
@@ -138,8 +144,8 @@ def test_what_a_merge_replaced_counts_as_one_round_at_most() -> None:
     for _ in range(10 * H):  # the syncer was away
         ledger.count(3)
 
-    settled = ledger.settle(Verdict.INCLUDED, attempt=0, local_mix=0.0, most_kept=H)
+    settled = ledger.settle(verdict, attempt=0, local_mix=0.0, most_kept=H)
 
-    assert (settled.overwritten_steps, settled.dropped_tokens) == (10 * H, 9 * H * 3)
+    assert settled.dropped_tokens == 3 * dropped_steps
     sent = ledger.send(11 * H, is_flush=False)
     assert (sent.weight_tokens, sent.weight_steps) == (3 * H, H)

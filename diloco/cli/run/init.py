@@ -100,7 +100,13 @@ def init(
     Example: diloco init my-run --island eu=gpu1.eu.example --island us=gpu1.us.example --gpus 8
     """
     from diloco.config.load import config_of
-    from diloco.init.answers import Answers, check, read_coordinator, read_sites
+    from diloco.init.answers import (
+        Answers,
+        check,
+        read_coordinator,
+        read_sites,
+        shortest_period,
+    )
     from diloco.init.files import NEXT_STEPS, RUN_FILE, all_files, write
 
     if (directory / RUN_FILE).exists():
@@ -144,6 +150,8 @@ def init(
         launchers=cast("tuple[Launcher, ...]", tuple(launchers or ())),
     )
     check(answers)
+    period = shortest_period(answers.defaults.num_fragments)
+    answers = replace(answers, inner_steps_per_round=period)
     config = config_of(_values(answers), "these answers make no run")
     if bandwidth:
         answers = _fitted(answers, config, bandwidth, rtt)

@@ -5,6 +5,7 @@ Source: PROTOCOL.md, "Join".
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -27,6 +28,7 @@ from diloco.security.address import find_coordinator
 from diloco.security.security import Security
 from diloco.state_dir import StateDir, holder
 from diloco.telemetry.events import AlarmRaised
+from diloco.transport.addresses import is_loopback, split_address
 from diloco.transport.contracts import Transport
 from diloco.transport.identity import Role
 from diloco.transport.shaping.link import LinkProfile, LinkQueue
@@ -60,7 +62,7 @@ def connect(config: Config, coordinator: str = "", *, record: Record | None = No
             f"{', '.join(sorted(config.islands))}"
         )
     address = find_coordinator(config, coordinator)
-    if record is None:
+    if record is None and _is_here(address):
         _check_not_over(config)
     security = Security.of(config, Role.ISLAND, config.island_id).knowing(address)
     wires = _Wires(config, address, security, link_profile(config))
@@ -72,6 +74,13 @@ def connect(config: Config, coordinator: str = "", *, record: Record | None = No
     if security.tls is not None:
         security.tls.on_failure = announce
     return connection
+
+
+def _is_here(address: str) -> bool:
+    """Whether a coordinator's address, or each of several, is of this machine alone."""
+    with contextlib.suppress(ValueError):  # of a peer, or no address, which is refused later
+        return all(is_loopback(split_address(each.strip())[0]) for each in address.split(","))
+    return False
 
 
 def _check_not_over(config: Config) -> None:

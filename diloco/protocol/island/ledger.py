@@ -251,12 +251,12 @@ class FragmentLedger:
                 dropped = 0 if is_included else weight_tokens
                 self.tokens -= weight_tokens
                 self.steps -= weight_steps
-                if local_mix == 0 and 0 < most_kept < self.steps:
-                    kept = -(-self.tokens * most_kept // self.steps)
-                    dropped += self.tokens - kept
-                    self.tokens, self.steps = kept, most_kept
             case Counters.MERGE:
                 dropped, self.tokens, self.steps = self.tokens, 0, 0
+        if local_mix == 0 and 0 < most_kept < self.steps:
+            kept = -(-self.tokens * most_kept // self.steps)
+            dropped += self.tokens - kept
+            self.tokens, self.steps = kept, most_kept
         return Settled(overwritten if local_mix == 0 else 0, dropped)
 
 

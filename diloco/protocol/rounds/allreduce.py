@@ -204,7 +204,7 @@ class AllReduceRounds:
     def prepared(
         self, island: str, incarnation: int, assignment_id: bytes, prepared: Prepared, now: float
     ) -> list[DeciderInstruction]:
-        """Count a peer that has staged the result durably; the last one commits it."""
+        """Count a peer that has staged the result durably."""
         if not self._may_vote(island, incarnation, assignment_id):
             return []
         self._broken_by.pop(island, None)

@@ -55,8 +55,8 @@ closing   | malformed   | open     | nothing that came can be merged: the guard 
 an all-reduce, it does not decode; the attempt goes on without it
 open      | expired     | expiring | the deadline, what came whole by then being verified, or no \
 member is left
-closing   | expired     | expiring | the result is not finite; all-reduce: a member is missing, or \
-results differ
+closing   | expired     | expiring | the result is not finite, or a codec fails in the merge; \
+all-reduce: no result is that of most, or a contributor has started again
 expiring  | recorded    | waiting  | the expiry is durable: announce it; attempt + 1 is next
 """
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from diloco.bounded_text import MOST_NAMES
 from diloco.protocol.run.admission import Entries
@@ -91,6 +91,8 @@ class _State:
         since: Timeline that an operator began; later ones were begun by returns.
         accused: Islands that something spoke against at the returns in a row.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of a newer program: refused
 
     lowest: tuple[float, ...] = ()
     verdicts: dict[int, tuple[str, float]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from diloco.protocol.run.admission import Entries
 
@@ -62,6 +62,8 @@ class Cut:
         parts: By island.
         is_complete: Whether the syncers keep its versions.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of a newer program: refused
 
     number: int
     timeline: int
