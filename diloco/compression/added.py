@@ -76,8 +76,9 @@ class AddedCodec:
 
 
 def _is_flat(made: object, dtype: torch.dtype, numel: int) -> bool:
-    is_of_type = isinstance(made, Tensor) and made.dtype == dtype
-    return is_of_type and made.shape == (numel,) and made.is_contiguous()
+    if not isinstance(made, Tensor):
+        return False
+    return made.dtype == dtype and made.shape == (numel,) and made.is_contiguous()
 
 
 def _shape(made: object) -> str:
