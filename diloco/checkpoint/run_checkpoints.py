@@ -244,7 +244,13 @@ def choose_checkpoint(
             f"the checkpoint of {membership.checkpoint_name(s)} is torn: {why}"
             for s, why in torn.items()
         )
-        + (_go_back(others, start) or ". Start the run again in an empty coordinator.state_dir")
+        + (
+            _go_back(others, start)
+            or f". diloco repair {state.root} makes torn versions again from what is left: type "
+            f"it, then this again. If that does not help, diloco export {state.root} takes the "
+            f"newest published parameters, from which another run starts (run.warm_start, in an "
+            f"empty coordinator.state_dir)"
+        )
     )
 
 
@@ -288,11 +294,17 @@ def _check_complete(
             f"export {state.root}{_go_back(complete, start)}"
         )
     if not complete:
+        if membership.is_stopped or membership.fatal_reason:
+            way = "Start it again in an empty coordinator.state_dir"
+        else:
+            way = (
+                f"It was neither stopped nor has failed, so it goes on where it was: diloco "
+                f"coordinator {state.resolved}, and each island (diloco island {state.resolved} "
+                f"--island NAME)"
+            )
         raise ConfigError(
-            f"{run} has no complete checkpoint to resume{_partial_text(state, membership)}. If it "
-            f"was neither stopped nor has failed, {start} goes on where it "
-            f"was; otherwise start it again in an empty coordinator.state_dir "
-            f"(checkpoint.every_inner_steps makes checkpoints)"
+            f"{run} has no complete checkpoint to resume{_partial_text(state, membership)}. {way}. "
+            f"checkpoint.every_inner_steps makes checkpoints"
         )
     if at_step is not None and at_step not in complete:
         raise ConfigError(

@@ -36,7 +36,10 @@ class AddedCodec:
 
     def wire_bytes(self, numel: int) -> int:
         """Pass on; see `Codec.wire_bytes`."""
-        return self._call(self._codec.wire_bytes, numel)
+        size = self._call(self._codec.wire_bytes, numel)
+        if not isinstance(size, int) or size < 0:
+            raise CodecError(f"the {self._shown} says {size!r} bytes for {numel} values")
+        return size
 
     def encode(self, values: Tensor, key: int = 0) -> Tensor:
         """Pass on, and refuse what is not of `wire_bytes`; see `Codec.encode`."""
@@ -69,9 +72,9 @@ class AddedCodec:
     def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
         try:
             return function(*arguments)
-        except (CodecError, MemoryError):
+        except (CodecError, MemoryError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # sys.exit(), too
             raise CodecError(f"the {self._shown} raised {type(error).__name__}: {error}") from error
 
 

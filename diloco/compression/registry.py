@@ -15,10 +15,11 @@ from diloco.compression.blocks import BlockCodec
 from diloco.compression.floats import FloatCodec
 from diloco.compression.levels import E2M1, E3M0, INT2, INT4, INT8
 from diloco.compression.sparse import TopKCodec
-from diloco.errors import ConfigError
+from diloco.errors import CodecError, ConfigError
 from diloco.extensions import Extension, extension, load
 
 _ATTRIBUTES = (*get_annotations(Codec), "wire_bytes", "encode", "decode", "check")
+_SOME_VALUES = 4096
 _ALL: tuple[Codec, ...] = (
     FloatCodec("float32", torch.float32),
     FloatCodec("float16", torch.float16),
@@ -63,4 +64,9 @@ def _added(found: Extension) -> Codec:
                 else f"it calls itself {codec.name!r}: both names must be the same"
             )
         )
-    return AddedCodec(codec, str(found))
+    added = AddedCodec(codec, str(found))
+    try:
+        added.wire_bytes(_SOME_VALUES)
+    except CodecError as error:
+        raise ConfigError(f"the {found} cannot be used: {error}") from error
+    return added

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diloco.checkpoint.lost_journal import check_journal
 from diloco.checkpoint.run_checkpoints import (
     check_run,
     check_same_run,
@@ -422,5 +423,6 @@ def find_resume_step(
         f"--resume\nStart this one elsewhere: {start} --set coordinator.state_dir=runs/NAME",
     )
     with open_journal(state.journal) as journal:
+        check_journal(state, journal)
         membership = read_membership(config, journal)
     return choose_checkpoint(config, state, membership, at, announce, start=start)

@@ -135,7 +135,7 @@ def test_checkpoints_that_not_every_island_keeps_are_named_and_not_taken(stored:
         ([], [], None, ["no complete checkpoint", "not complete on every island: 10, 20, 30"]),
         ([10, 20], [], 30, ["--at 30", "--resume --at 10 or", "--resume --at 20"]),
         ([10, 20], [20], 20, ["step 20 is torn", "fragment-0001", "--resume --at 10"]),
-        ([20], [20], None, ["step 20 is torn", "empty coordinator.state_dir"]),
+        ([20], [20], None, ["step 20 is torn", "diloco repair", "empty coordinator.state_dir"]),
     ],
     ids=["none", "no-such", "asked-is-torn", "all-torn"],
 )
@@ -240,7 +240,7 @@ def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_the_command_that_was_typed_is_the_one_to_type_next(stored: Stored) -> None:
     for complete, at_step, words in [
-        ([], None, "nor has failed, diloco local my.toml goes on where it was"),
+        ([], None, "nor has failed, so it goes on where it was: diloco coordinator"),
         ([10], 20, "to go back: diloco local my.toml --resume --at 10"),
     ]:
         membership = stored.membership(complete)

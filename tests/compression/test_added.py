@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def failing(*_: object) -> Tensor:
         ("decode", lambda payload, numel: torch.zeros(5), "decoded torch.float32 (5,), and 4"),
         ("decode", lambda payload, numel: torch.full((4,), torch.inf), "finite values in float32"),
         ("check", failing, "raised KeyError"),
+        ("check", lambda payload, numel: sys.exit(3), "raised SystemExit: 3"),
         ("wire_bytes", failing, "raised KeyError"),
+        ("wire_bytes", lambda numel: "16", "says '16' bytes for 4 values"),
     ],
 )
 def test_what_is_wrong_in_it_is_a_codec_error_that_names_it(

@@ -64,6 +64,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield build
     for run in runs:
         run.__exit__()
+        for process in (*run.islands.values(), *([run.coordinator] if run.coordinator else [])):
+            process.wait()  # it was killed, and ends when the machine has a turn for it
 
 
 def test_a_coordinator_that_dies_again_and_again_ends_the_run(make: Make) -> None:
