@@ -21,6 +21,7 @@ from diloco.checkpoint.run_checkpoints import open_journal, read_membership
 from diloco.coordinator.grants import load_or_create_secret
 from diloco.errors import ConfigError
 from diloco.launch.coordinator import _write_again, run_coordinator
+from diloco.launch.local import find_resume_step
 from diloco.launch.syncer import _next_epoch
 from diloco.protos.control_pb2 import Grant
 from diloco.report.repair import repair_run
@@ -129,6 +130,15 @@ def test_a_store_without_the_versions_that_the_journal_knows_founds_nothing(
         assert [(s.is_founded, s.is_damaged, s.wants_initial) for s in states] == [
             (False, True, False)
         ] * 2
+
+
+def test_a_resume_without_the_journal_says_that_it_is_missing_and_what_makes_it_again(
+    site: Site, begun: Begun
+) -> None:
+    begun.copy_to(site)
+    lose_journal(site)
+    with pytest.raises(ConfigError, match=r"is missing or empty, and .* diloco repair"):
+        find_resume_step(site.config(), None, print, start="diloco local RUN.toml")
 
 
 def test_the_journal_of_another_run_is_refused(site: Site, begun: Begun) -> None:
