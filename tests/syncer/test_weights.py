@@ -131,11 +131,11 @@ def test_an_island_that_has_made_more_than_counts_sends_the_rest_with_the_next()
 
 
 @pytest.mark.parametrize(
-    ("verdict", "dropped_steps"),
-    [(Verdict.INCLUDED, 9 * H), (Verdict.REFUSED, 10 * H), (Verdict.DECLINED, 10 * H)],
+    ("verdict", "kept_steps"),
+    [(Verdict.INCLUDED, H), (Verdict.REFUSED, 2 * H), (Verdict.DECLINED, 2 * H)],
 )
 def test_what_a_merge_replaced_counts_as_one_round_at_most(
-    verdict: Verdict, dropped_steps: int
+    verdict: Verdict, kept_steps: int
 ) -> None:
     ledger = FragmentLedger(0, 0)
     for _ in range(H):
@@ -146,6 +146,6 @@ def test_what_a_merge_replaced_counts_as_one_round_at_most(
 
     settled = ledger.settle(verdict, attempt=0, local_mix=0.0, most_kept=H)
 
-    assert settled.dropped_tokens == 3 * dropped_steps
+    assert settled.dropped_tokens == 3 * 9 * H
     sent = ledger.send(11 * H, is_flush=False)
-    assert (sent.weight_tokens, sent.weight_steps) == (3 * H, H)
+    assert (sent.weight_tokens, sent.weight_steps) == (3 * kept_steps, kept_steps)

@@ -215,8 +215,8 @@ class FragmentLedger:
                 skipped, which no due step served (`MAX_EXPIRED`).
             local_mix: alpha of the merge.
             merged: The version that is merged; None: the one after what was sent.
-            most_kept: Inner steps that stay counted though a merge with alpha = 0 replaced them;
-                the rest is dropped. 0: any number.
+            most_kept: Inner steps since the send that stay counted though a merge with alpha = 0
+                replaced them; the rest is dropped. 0: any number.
         """
         sent, self.outstanding = self.outstanding, None
         has_sent = sent is not None
@@ -253,10 +253,13 @@ class FragmentLedger:
                 self.steps -= weight_steps
             case Counters.MERGE:
                 dropped, self.tokens, self.steps = self.tokens, 0, 0
-        if local_mix == 0 and 0 < most_kept < self.steps:
-            kept = -(-self.tokens * most_kept // self.steps)
-            dropped += self.tokens - kept
-            self.tokens, self.steps = kept, most_kept
+        if verdict not in _KEEPING or void:  # else what was sent stays counted
+            weight_tokens = weight_steps = 0
+        tokens, steps = self.tokens - weight_tokens, self.steps - weight_steps
+        if local_mix == 0 and 0 < most_kept < steps:
+            kept = -(-tokens * most_kept // steps)
+            dropped += tokens - kept
+            self.tokens, self.steps = weight_tokens + kept, weight_steps + most_kept
         return Settled(overwritten if local_mix == 0 else 0, dropped)
 
 
