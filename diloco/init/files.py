@@ -12,6 +12,7 @@ Certificates are made by the command, as `diloco certs init` makes them.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +90,21 @@ def unit_of(answers: Answers, site: Site, index: int) -> str:
 
 def _render(template: str, answers: Answers, **more: Any) -> str:
     """Fill a template; what it is given are values of several types, hence `Any`."""
+    return (
+        _templates()
+        .get_template(f"{template}.j2")
+        .render(
+            run=answers,
+            final_codes=sorted(FINAL_EXIT_CODES),
+            asked_to_end=[129, 130, 143],  # 128 + SIGHUP, SIGINT, SIGTERM
+            **more,
+        )
+    )
+
+
+@functools.cache
+def _templates() -> Environment:
+    """Give the templates, each compiled once: a run may have units for thousands of hosts."""
     environment = Environment(
         loader=FileSystemLoader(str(files("diloco").joinpath("configs", "launch"))),
         undefined=StrictUndefined,
@@ -100,12 +116,7 @@ def _render(template: str, answers: Answers, **more: Any) -> str:
     )
     environment.filters |= {"toml": _toml, "bare_host": bare_host}
     environment.globals |= {"unit_of": unit_of, "meeting_port": MEETING_PORT}
-    return environment.get_template(f"{template}.j2").render(
-        run=answers,
-        final_codes=sorted(FINAL_EXIT_CODES),
-        asked_to_end=[129, 130, 143],  # 128 + SIGHUP, SIGINT, SIGTERM
-        **more,
-    )
+    return environment
 
 
 def _toml(value: str | tuple[str, ...]) -> str:
