@@ -90,15 +90,12 @@ def unit_of(answers: Answers, site: Site, index: int) -> str:
 
 def _render(template: str, answers: Answers, **more: Any) -> str:
     """Fill a template; what it is given are values of several types, hence `Any`."""
-    return (
-        _templates()
-        .get_template(f"{template}.j2")
-        .render(
-            run=answers,
-            final_codes=sorted(FINAL_EXIT_CODES),
-            asked_to_end=[129, 130, 143],  # 128 + SIGHUP, SIGINT, SIGTERM
-            **more,
-        )
+    found = _templates().get_template(f"{template}.j2")
+    return found.render(
+        run=answers,
+        final_codes=sorted(FINAL_EXIT_CODES),
+        asked_to_end=[129, 130, 143],  # 128 + SIGHUP, SIGINT, SIGTERM
+        **more,
     )
 
 

@@ -79,7 +79,8 @@ def test_every_choice_makes_a_run_file_that_loads(tmp_path: Path, words: tuple[s
     made = init(tmp_path / "run", "--yes", *words)
 
     assert made.exit_code == 0, (made.output, made.exception)
-    load_config(tmp_path / "run" / "run.toml")
+    outer = load_config(tmp_path / "run" / "run.toml").outer
+    assert outer.num_fragments <= outer.inner_steps_per_round, "each leaves at a step of its own"
 
 
 def test_a_model_of_transformers_is_what_the_run_begins_with(tmp_path: Path) -> None:

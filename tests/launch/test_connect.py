@@ -88,6 +88,7 @@ def test_a_loop_of_a_run_that_is_over_says_so_at_once(
     if there["is_finished"]:
         with pytest.raises(ConfigError, match=said):
             diloco.connect(config, "127.0.0.1:9")
+        diloco.connect(config, "192.0.2.7:9")  # another coordinator than that of this directory
     else:
         diloco.connect(config, "127.0.0.1:9")
         assert re.search(said, caplog.text)

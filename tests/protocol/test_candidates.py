@@ -227,3 +227,8 @@ def test_what_an_operator_resumes_counts_as_calm() -> None:
     assert run.candidates.num_returns == 0
     assert not run.candidates.is_followed(1)
     assert run.candidates.is_followed(2)
+
+
+def test_what_a_newer_program_wrote_is_refused_and_not_half_read() -> None:
+    with pytest.raises(ValueError, match="later"):
+        Candidates().apply([("candidates", '{"num_bad": 1, "later": 1}')])

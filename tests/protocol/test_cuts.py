@@ -600,3 +600,10 @@ def test_what_is_not_asked_for_changes_nothing() -> None:
     assert cuts.asked_of(1, "a") == (0, False)
     cuts.apply(cuts.named(["b"], timeline=1, tokens=0, told={}, is_last=False))
     assert cuts.asked_of(1, "b") == (3, False), "numbers are counted over all timelines"
+
+
+def test_a_cut_that_a_newer_program_wrote_is_refused_and_not_half_read() -> None:
+    cut = {"number": 1, "timeline": 0, "tokens": 8, "told": {}, "is_last": False, "owing": []}
+    Cuts().apply([("cut/1", json.dumps(cut))])
+    with pytest.raises(ValueError, match="later"):
+        Cuts().apply([("cut/1", json.dumps({**cut, "later": 1}))])
