@@ -103,20 +103,45 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ConfigError: If there is none, or it is damaged.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ConfigError(f"{path / MANIFEST} is of another version of diloco")
-        files = {
-            str(name): {"bytes": int(expected["bytes"]), "blake3": str(expected["blake3"])}
-            for name, expected in dict(manifest["files"]).items()
-        }
-        return {**manifest, "files": files, "parts": str(manifest["parts"])}
+        return parse_manifest((path / MANIFEST).read_bytes(), str(path / MANIFEST))
     except FileNotFoundError:
         raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
     except OSError as error:
         raise ConfigError(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path / MANIFEST} is damaged: {error!r}") from error
+
+
+def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint says; `where` is its place, in words.
+
+    Raises:
+        ConfigError: If it is damaged.
+    """
+    try:
+        manifest = json.loads(text)
+        if manifest["format"] != FORMAT:
+            raise ConfigError(f"{where} is of another version of diloco")
+        files = {
+            str(name): {"bytes": int(expected["bytes"]), "blake3": str(expected["blake3"])}
+            for name, expected in dict(manifest["files"]).items()
+        }
+        timeline = int(manifest.get("timeline", -1))
+        parts = str(manifest["parts"])
+        return {**manifest, "timeline": timeline, "files": files, "parts": parts}
+    except KeyError as error:
+        raise ConfigError(f"{where} is damaged: it has no {error}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{where} is damaged: {error}") from error
+
+
+def verify_sizes(path: Path) -> None:
+    """Hold the names and sizes of a checkpoint's files against its manifest; reads only that.
+
+    Raises:
+        ConfigError: Saying what is missing or differs.
+    """
+    manifest = read_manifest(path)
+    for name, expected in sorted(manifest["files"].items()):
+        _verify_size(path / manifest["parts"] / name, expected["bytes"])
 
 
 def verify(
@@ -141,9 +166,8 @@ def verify(
     done, total = 0, sum(expected["bytes"] for _, expected in files)
     for name, expected in files:
         file_path, hasher = path / manifest["parts"] / name, blake3()
+        _verify_size(file_path, expected["bytes"])
         try:
-            if (size := file_path.stat().st_size) != expected["bytes"]:
-                raise ConfigError(f"{file_path} has {size} bytes, not {expected['bytes']}")
             with file_path.open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
                     hasher.update(piece)
@@ -154,6 +178,15 @@ def verify(
         if hasher.hexdigest() != expected["blake3"]:
             raise ConfigError(f"{file_path} is damaged: its digest is not that of the manifest")
     return manifest
+
+
+def _verify_size(path: Path, expected_bytes: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    if size != expected_bytes:
+        raise ConfigError(f"{path} has {size} bytes, not {expected_bytes}")
 
 
 def valid_steps(directory: Path, island: str) -> list[int]:
@@ -371,8 +404,8 @@ def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> 
     for later, path in _steps(directory, island).items():
         if later <= step:
             continue
-        with contextlib.suppress(OSError, ValueError, KeyError):  # what is not whole goes, too
-            if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["timeline"] >= timeline:
+        with contextlib.suppress(ConfigError):  # what is not whole goes, too
+            if read_manifest(path)["timeline"] >= timeline:
                 continue
         aside.mkdir(exist_ok=True)
         if (aside / path.name).exists():

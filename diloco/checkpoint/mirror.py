@@ -12,7 +12,7 @@ See fsspec, https://filesystem-spec.readthedocs.io
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import shutil
 import threading
@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.checkpoints import MANIFEST, found_directory, read_manifest, step_of
+from diloco.checkpoint.checkpoints import (
+    MANIFEST,
+    found_directory,
+    parse_manifest,
+    read_manifest,
+    step_of,
+)
 from diloco.durable import make_directory_durably, sync_directory, unlink, write_durably
 from diloco.errors import ConfigError
 from diloco.telemetry.events import CheckpointMirrored, CheckpointMirrorFailed, Event
@@ -132,10 +138,10 @@ class Mirror:
         try:
             there = dict(self._directories())[step]
             text = self._fs.cat_file(f"{there}/{MANIFEST}")
+            manifest = parse_manifest(text, f"{there}/{MANIFEST}")
             path = directory / island / there.rsplit("/", 1)[1]
             unlink(path / MANIFEST)
             shutil.rmtree(path, ignore_errors=True)
-            manifest = json.loads(text)
             parts = path / _plain(manifest["parts"])
             make_directory_durably(parts)
             for name in manifest["files"]:
@@ -163,11 +169,10 @@ class Mirror:
             if later <= step:
                 continue
             manifest = f"{path}/{MANIFEST}"
-            if (
-                not self._has(manifest)
-                or json.loads(self._fs.cat_file(manifest))["timeline"] < timeline
-            ):
-                self._remove(path)
+            with contextlib.suppress(FileNotFoundError, ConfigError):  # what is not whole goes, too
+                if parse_manifest(self._fs.cat_file(manifest), manifest)["timeline"] >= timeline:
+                    continue
+            self._remove(path)
 
     def _directories(self) -> list[tuple[int, str]]:
         self._fs.invalidate_cache()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from diloco.checkpoint.checkpoints import found_directory, verify_sizes, written_steps
 from diloco.checkpoint.lost_journal import has_journal, rebuild_journal, stores_of
 from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.checkpoint.stores import StorePart, known_plan, parts_of
@@ -37,7 +38,8 @@ def repair_run(
     """Verify and repair the store of a run that is not served; returns one finding a part.
 
     Where islands merge among themselves only a lost journal is made again: a peer takes what is
-    damaged of its store from the others by itself.
+    damaged of its store from the others by itself. Of islands' checkpoints that are on this machine
+    manifests and sizes are looked at; a damaged one is nowhere else, but in its mirror.
 
     Args:
         state: The run's state directory.
@@ -59,9 +61,35 @@ def repair_run(
     if not has_journal(state, config):
         rebuilt = (_rebuilt(state, config, plan),)
         on_finding(rebuilt[0])
-    if config.outer.exchange == "allreduce":
-        return rebuilt
-    return (*rebuilt, *_repaired(state, config, plan, on_finding))
+    repaired: tuple[RepairFinding, ...] = ()
+    if config.outer.exchange != "allreduce":
+        repaired = _repaired(state, config, plan, on_finding)
+    checkpoints = tuple(_checkpoints(config.checkpoint_dir))
+    for finding in checkpoints:
+        on_finding(finding)
+    return (*rebuilt, *repaired, *checkpoints)
+
+
+def _checkpoints(directory: Path) -> Iterator[RepairFinding]:
+    """Hold the islands' checkpoints that are on this machine against their manifests, by size.
+
+    Whoever resumes one verifies its bytes.
+    """
+    for path in sorted(each for each in directory.glob("*") if each.is_dir()):
+        for step in written_steps(directory, path.name):
+            found = found_directory(directory, path.name, step)
+            condition, detail = Condition.WHOLE, ""
+            try:
+                verify_sizes(found)
+            except ConfigError as error:
+                condition = Condition.DAMAGED
+                detail = (
+                    f"{error}. The others are resumed without it; bring it back from a copy, or "
+                    f"remove {found}"
+                )
+            yield RepairFinding(
+                ALL_FRAGMENTS, f"checkpoint {path.name}/{found.name}", condition, detail
+            )
 
 
 def _rebuilt(state: StateDir, config: Config, plan: Plan) -> RepairFinding:

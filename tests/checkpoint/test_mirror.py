@@ -66,6 +66,22 @@ def test_what_was_copied_comes_back_to_the_bit_and_only_what_is_kept_stays(
         mirror.fetch(15, tmp_path / "there", ISLAND)
 
 
+def test_a_torn_manifest_there_is_said_takes_nothing_here_and_is_abandoned(
+    tmp_path: Path, url: str
+) -> None:
+    write(tmp_path / "here", 5, 10)
+    mirror = Mirror(url, ISLAND)
+    mirror.put(step_directory(tmp_path / "here", ISLAND, 10))
+    mirror._fs.pipe_file(f"{dict(mirror._directories())[10]}/{MANIFEST}", b'{"for')
+
+    with pytest.raises(ConfigError, match="is damaged: Unterminated string"):
+        mirror.fetch(10, tmp_path / "here", ISLAND)
+
+    assert valid_steps(tmp_path / "here", ISLAND) == [5, 10]
+    mirror.abandon_later(5, timeline=0)
+    assert 10 not in mirror.steps()
+
+
 def test_a_copy_that_ends_in_the_middle_is_none_and_the_one_before_stays(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

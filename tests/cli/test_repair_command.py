@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from diloco.checkpoint.checkpoints import MANIFEST
 from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.cli.main import app
 from diloco.config.load import load_config
@@ -61,6 +62,24 @@ def test_what_remains_damaged_is_said_with_what_to_do_and_the_exit_code(state: S
     ]
     assert "does not say by which rules" in found[2]["detail"]
     assert found[3]["detail"].endswith("Resume a checkpoint: diloco coordinator RUN.toml --resume")
+
+
+def test_a_torn_checkpoint_of_an_island_is_said_with_the_way_on(
+    state: StateDir, tmp_path: Path
+) -> None:
+    directory = load_config(tmp_path / "run.toml").checkpoint_dir / "east"
+    for step, text in ((5, '{"for'), (10, "[" * 100_000)):
+        (directory / f"step-{step:012d}").mkdir(parents=True)
+        (directory / f"step-{step:012d}" / MANIFEST).write_text(text)
+
+    result = invoke(state.root)
+
+    assert result.exit_code == 1, result.output
+    (torn,) = [line for line in result.stdout.splitlines() if f"{5:012d}: " in line]
+    assert torn.startswith(f"checkpoint east/step-{5:012d}: ")
+    assert f"{MANIFEST} is damaged: Unterminated string" in torn
+    assert torn.endswith(f"or remove {directory / f'step-{5:012d}'}")
+    assert "2 damaged" in result.stdout
 
 
 def test_a_store_that_is_served_or_is_none_is_left_alone(state: StateDir, tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def repair(
     left half written is removed. A journal that is lost or damaged is made again from the store,
     its pins and the islands' checkpoints (where islands merge among themselves, from those of their
     peers' directories that are here); what cannot be known then is said, and every island has to be
-    started again. Exits with 1 if something stays damaged.
+    started again. Of the islands' checkpoints that are on this machine manifests and sizes are
+    looked at, and damage is said: their bytes are verified when one is resumed. Exits with 1 if
+    something stays damaged.
 
     A run under way repairs a damaged fragment itself, from any island that holds the version that
     its syncer has lost. With --fragment and --from-island it is asked of that island first, and the
@@ -76,10 +78,13 @@ def repair(
             "fragment": lambda f: f.fragment_id if f.fragment_id >= 0 else "-",
             "what": lambda f: f.what,
             "condition": lambda f: f.condition,
-            "detail": lambda f: f.detail,
         }
         console = output()
         console.print(FittedTable.of(found, columns))
+        for finding in found:
+            if finding.detail:
+                where = f"fragment {finding.fragment_id}, " if finding.fragment_id >= 0 else ""
+                console.print(f"{where}{finding.what}: {finding.detail}", soft_wrap=True)
         num_repaired = sum(finding.condition is Condition.REPAIRED for finding in found)
         console.print(f"{len(found)} parts, {num_repaired} repaired, {len(remains)} damaged")
     if remains:
