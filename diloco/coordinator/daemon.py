@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+from diloco.bounded_text import MOST_ENDING, bounded_text
 from diloco.config.schema import Config
 from diloco.coordinator.audit_log import audit_entries_of
 from diloco.coordinator.grants import is_valid
@@ -409,6 +410,7 @@ class Coordinator:
             )
 
     def _failed(self, reason: str, exit_code: int) -> Entries:
+        reason = bounded_text(reason + self.run_status.failures, MOST_ENDING)
         entries = self._membership.failed(reason, exit_code)
         if entries:
             logger.error("run failed, exit_code=%d: %s", exit_code, reason)

@@ -419,6 +419,7 @@ class IslandService:
                 "left, island=%s exit_code=%d: %s",
                 grant.island, request.exit_code, bounded_text(request.reason),
             )  # fmt: skip
+            self._run_status.last_words[grant.island] = bounded_text(request.reason)
             if request.is_early and not request.exit_code:
                 left = membership.left_early(
                     grant.island,

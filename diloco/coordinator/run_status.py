@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from diloco.bounded_text import MOST_NAMES
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, SYNCER, ReportedAlarms
 from diloco.loop_clock import loop_now
@@ -68,6 +69,7 @@ class RunStatus:
         syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
         alarms: That were reported.
+        last_words: Of islands whose newest start has failed.
     """
 
     def __init__(
@@ -88,11 +90,23 @@ class RunStatus:
         self.watched_at = -math.inf
         self.syncers: dict[int, SyncerWord] = {}
         self.instead_of_syncer = ""
+        self.last_words: dict[str, str] = {}
         self._islands: dict[str, _Seen] = {}
         self._fragments: dict[int, _Seen] = {}
         self._refusals: Counter[tuple[str, Cause]] = Counter()
         self._away = _NEVER_LOOKED
         self.alarms = alarms
+
+    @property
+    def failures(self) -> str:
+        """Which islands have failed, and what they said: a run may end by that, in other words."""
+        members = sorted(self._membership.members.items())
+        failed = [(island, m.exit_code) for island, m in members if m.exit_code]
+        return "".join(
+            f". Island {island} had failed with exit code {code}"
+            + (f": {words}" if (words := self.last_words.get(island, "")) else "")
+            for island, code in failed[:MOST_NAMES]
+        )
 
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
         """Record where islands reach a syncer."""

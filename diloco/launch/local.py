@@ -67,7 +67,8 @@ class LocalRun:
     Args:
         config: The run.
         request: What signals have asked for: one kindly, then by force.
-        resume_step: Inner step of the run checkpoint to go on from; None: a new run.
+        resume_step: Inner step of the run checkpoint to go on from; None: a new run, or one whose
+            coordinator goes on where it was.
         emulated: The network that this process is in, if it is not the machine's own.
         environment: Variables of all its processes, beyond this one's.
         look_s: Seconds between two looks at the processes.
@@ -127,13 +128,14 @@ class LocalRun:
                 time; names the log. A resumed run's reads every byte of its checkpoint before.
             Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
+        is_new = not self.state.journal.exists()
         self.state.create(self.config.coordinator.num_syncers)
         self._run_file.write_text(resolved_toml(self.config))
         make_directory(self.config.telemetry_dir, "telemetry.dir")
         # What is resumed is durable before the coordinator binds its address: once is enough.
         resume = [] if self.resume_step is None else ["--resume", "--at", str(self.resume_step)]
         self._start_coordinator(*resume)
-        deadline = time.monotonic() + (_START_S if self.resume_step is None else math.inf)
+        deadline = time.monotonic() + (_START_S if is_new else math.inf)
         while not self._is_bound:
             assert self.coordinator is not None
             code = self.coordinator.poll()
@@ -347,8 +349,9 @@ def check_place(state_dir: Path, *, fresh: bool) -> None:
     has_begun = not state.resolved.exists() or any(state.root.rglob("fragment-*/*.record"))
     if has_begun and not fresh:
         raise ConfigError(
-            f"{state_dir} already holds a run. Go on with it from its newest checkpoint with "
-            f"--resume, move it aside with --fresh, or give another coordinator.state_dir (--set "
+            f"{state_dir} already holds a run. Go on with it with --resume (from its newest "
+            f"checkpoint; before there is one, from what it has published), move it aside with "
+            f"--fresh, or give another coordinator.state_dir (--set "
             f"coordinator.state_dir=runs/NAME)"
         )
 
@@ -396,8 +399,11 @@ def check_no_events(config: Config) -> None:
 
 def find_resume_step(
     config: Config, at: int | None, announce: Callable[[str], None], *, start: str
-) -> int:
+) -> int | None:
     """Find the newest run checkpoint that is whole, or insist on the one of inner step `at`.
+
+    None before there is any, of a run that has neither ended nor been stopped: its coordinator goes
+    on where it was, and the islands with what is published.
 
     Args:
         config: The run.
@@ -425,4 +431,8 @@ def find_resume_step(
     with open_journal(state.journal) as journal:
         check_journal(state, journal)
         membership = read_membership(config, journal)
+    is_over = membership.is_finished or membership.is_stopped or membership.fatal_reason
+    if at is None and not (is_over or membership.checkpoints):
+        announce("no checkpoint is complete yet: the run goes on from what it has published")
+        return None
     return choose_checkpoint(config, state, membership, at, announce, start=start)

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
+from diloco.checkpoint.run_checkpoints import membership_of, open_journal
 from diloco.cli.main import app, main
 from diloco.cli.run import local as local_command
 from diloco.config.load import load_config, resolved_toml
@@ -295,6 +296,13 @@ def test_a_resume_of_another_run_says_which_is_there_and_how_to_go_on(tmp_path: 
     with pytest.raises(ConfigError, match=r"run.seed: 7 here, 8 there"):
         resume(load_config(run_file, ["run.name=earlier"]))
     with pytest.raises(ConfigError, match="has no complete checkpoint to resume"):
+        find_resume_step(there, 4, lambda _: None, start=f"diloco local {run_file}")
+    said_so: list[str] = []
+    assert find_resume_step(there, None, said_so.append, start="diloco local") is None
+    assert "goes on from what it has published" in said_so[0]
+    with open_journal(state.journal) as journal:
+        journal.write((("fatal", json.dumps(["diverged", 20])),))
+    with pytest.raises(ConfigError, match="has no complete checkpoint to resume"):
         resume(there)
 
     said = str(refused.value)
@@ -342,7 +350,7 @@ def test_a_signal_before_the_islands_have_joined_ends_every_process(tmp_path: Pa
     _, said = said_by(process, 60)
 
     assert process.returncode == 128 + signal.SIGHUP, said
-    assert f"there is no checkpoint yet. Start again: diloco local {run_file} --fresh" in said
+    assert f"there is no checkpoint yet. Go on where it was: diloco local {run_file} --res" in said
     assert holder(state.coordinator_lock) is None
     assert holder(state.store_lock) is None
     wait_for_no_process(tmp_path)
@@ -366,6 +374,28 @@ def test_a_second_signal_ends_every_process_at_once(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT, said
     assert "stopped: every process has ended" in said
     wait_for_no_process(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_first_checkpoint_goes_on(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=200)
+    config = load_config(run_file)
+    events = config.telemetry_dir / "events-west-0.jsonl"
+    process = started(run_file)
+    wait_until(lambda: read(events).count("fragment_merged") > 3)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    said_by(process, 60)
+    wait_for_no_process(tmp_path)
+    assert membership_of(config).checkpoints == ()
+    merged = read(events).count("fragment_merged")
+
+    resumed = local(str(run_file), "--resume")
+
+    assert resumed.returncode == 0, resumed.stderr
+    assert "no checkpoint is complete yet" in resumed.stdout
+    assert 0 < merged < read(events).count("fragment_merged")
+    assert membership_of(config).is_finished
 
 
 def started(run_file: Path) -> subprocess.Popen[str]:

@@ -386,6 +386,19 @@ def test_what_ended_the_run_is_remembered_by_the_next_coordinator(play: Play) ->
     play(story)
 
 
+def test_why_islands_failed_is_in_the_reason_for_which_the_run_ends(play: Play) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        await coord.leave(west, exit_code=20, reason="the loss is not finite")
+        await coord.round_report(fatal_reason="quorum lost", fatal_exit_code=50)
+
+        assert (await coord.report(east)).reason == (
+            "quorum lost. Island west had failed with exit code 20: the loss is not finite"
+        )
+
+    play(story)
+
+
 def test_a_syncer_that_cannot_start_ends_this_coordinator_only(play: Play) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, _ = await joined(coord)

@@ -502,6 +502,23 @@ def test_three_expiries_in_a_row_lose_the_run_and_name_the_missing() -> None:
     assert rounds.tick(1e9) == []
 
 
+def test_what_was_refused_is_in_the_reason_for_which_a_run_is_lost() -> None:
+    rounds = machine()
+    for now in (0.0, 100.0, 200.0):
+        refuse(rounds, "a", now)
+        (expiry,) = refuse(rounds, "b", now)
+        assert isinstance(expiry, RecordExpiry)
+        end = rounds.expiry_recorded(expiry.key, now)
+
+    (lost,) = end
+    assert isinstance(lost, Lost)
+    assert lost.reason == (
+        f"3 attempts in a row expired, the last, {lost.key}: too few members have anything valid "
+        f"to send; of attempt 2 a was out: declined: not finite; of attempt 2 b was out: declined: "
+        f"not finite"
+    )
+
+
 def test_a_publication_starts_the_count_of_expiries_again() -> None:
     rounds = machine()
     for now in (0.0, 100.0):

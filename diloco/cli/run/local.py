@@ -44,7 +44,8 @@ def local(
         bool, flag("Move an earlier run in state_dir aside first.", "--fresh")
     ] = False,
     resume: Annotated[
-        bool, flag("Go on with the run, from its newest whole checkpoint.", "--resume")
+        bool,
+        flag("Go on, from the newest whole checkpoint if there is one.", "--resume"),
     ] = False,
     at: Annotated[int | None, option("With --resume: from that checkpoint.", "STEP", min=0)] = None,
     as_json: AsJson = False,
@@ -219,12 +220,13 @@ def _failure_text(config: Config, command: str) -> str:
     from diloco.checkpoint.run_checkpoints import membership_of
     from diloco.launch.process.logs import tail
 
-    lines = ["The run failed. What the islands said last:"]
+    membership = membership_of(config)
+    known = "" if membership is None else membership.fatal_reason
+    lines = [f"The run failed{known and f': {known}'}. What the islands said last:"]
     for island in sorted(config.islands):
         log = Path(config.coordinator.state_dir) / f"island-{island}.log"
         said = tail(log, _SHOWN_LINES).splitlines()
         lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
-    membership = membership_of(config)
     if membership is not None and membership.checkpoints:
         name = membership.checkpoint_name(membership.to_resume)
         lines.append(f"Once the cause is removed, go on from {name}: {command} --resume")
@@ -258,6 +260,6 @@ def _stopped_text(config: Config, command: str) -> str:
             f"{membership.checkpoint_name(membership.to_resume)}: {command} --resume"
         )
     return (
-        f"stopped: every process has ended; there is no checkpoint yet. Start again: {command} "
-        f"--fresh"
+        f"stopped: every process has ended; there is no checkpoint yet. Go on where it was: "
+        f"{command} --resume"
     )

@@ -20,6 +20,7 @@ class Participants:
         self._configured = members
         self._roster = Roster(members)
         self._least: dict[str, int] = {}
+        self._eligible: tuple[str, ...] | None = None  # as last asked for: each poll asks twice
 
     def newest(self, island: str) -> int:
         """Return the incarnation below which starts of an island are fenced."""
@@ -34,9 +35,14 @@ class Participants:
         """Islands of which the coordinator waits for a newer start than any that is known."""
         return {i for i in self._least if self.is_fenced(i, self.incarnations.get(i, 0))}
 
+    def granted(self, island: str, incarnation: int) -> None:
+        """Know of a newer start of an island."""
+        self.incarnations[island] = incarnation
+        self._eligible = None
+
     def set_roster(self, roster: Roster, *, has_fixed_members: bool) -> None:
         """Set the live islands, and the starts that count no more."""
-        self._roster = roster
+        self._roster, self._eligible = roster, None
         for island, least in roster.fenced.items():
             self._least[island] = max(least, self._least.get(island, 0))
         if has_fixed_members:
@@ -46,11 +52,14 @@ class Participants:
 
     def eligible(self) -> tuple[str, ...]:
         """Return the live islands that are here with a start that counts."""
-        return tuple(
-            island
-            for island in self.live
-            if island in self.incarnations and not self.is_fenced(island, self.incarnations[island])
-        )
+        if self._eligible is None:
+            starts = self.incarnations
+            self._eligible = tuple(
+                island
+                for island in self.live
+                if island in starts and not self.is_fenced(island, starts[island])
+            )
+        return self._eligible
 
     def can_open(self, rules: RoundRules) -> bool:
         """Whether enough islands are here for a round."""
@@ -76,8 +85,9 @@ class Attempt:
         self.left: dict[str, str] = {}
         self.takes_flush = False
         self._num_lanes = num_lanes
-        #: Here and not verified yet, by identity: of a lane that came twice each is on its own.
-        self._arrived: dict[int, LaneArrival] = {}
+        #: Island -> what is here of it and not verified yet, by identity: of a lane that came twice
+        #: each is on its own.
+        self._arrived: dict[str, dict[int, LaneArrival]] = {}
 
     def clear(self) -> None:
         """Have no members again."""
@@ -85,24 +95,20 @@ class Attempt:
 
     def arrived(self, lane: LaneArrival) -> None:
         """Note that all of a lane is here, and is being verified."""
-        self._arrived[id(lane)] = lane
+        self._arrived.setdefault(lane.island, {})[id(lane)] = lane
 
     def verified(self, lane: LaneArrival) -> bool:
         """Note that a lane is being verified no more; returns whether it was."""
-        return self._arrived.pop(id(lane), None) is not None
+        return self._arrived.get(lane.island, {}).pop(id(lane), None) is not None
 
-    def forget_arrived(self, island: str | None = None) -> bool:
-        """Forget what an island, or every island, has being verified; returns if it had any."""
-        before = len(self._arrived)
-        self._arrived = {
-            n: lane for n, lane in self._arrived.items() if island not in (None, lane.island)
-        }
-        return len(self._arrived) < before
+    def forget_arrived(self, island: str) -> bool:
+        """Forget what an island has being verified; returns if it had any."""
+        return bool(self._arrived.pop(island, None))
 
     def drop_incomplete(self) -> None:
         """Forget the contributions of which lanes are missing, and what is being verified."""
         self.contributions = {c.island: c for c in self.complete}
-        self.forget_arrived()
+        self._arrived = {}
 
     def is_complete(self, contribution: Contribution) -> bool:
         """Whether every lane of a contribution was verified."""
@@ -132,14 +138,17 @@ class Attempt:
     def is_held_up(self) -> bool:
         """Whether a contribution that came whole, and in time, is still being verified."""
         return any(
-            lane.lane_id not in self._verified(lane.island) and self._is_here(lane.island)
-            for lane in self._arrived.values()
+            self._is_here(island)
+            and any(lane.lane_id not in self._verified(island) for lane in lanes.values())
+            for island, lanes in self._arrived.items()
         )
 
     def _is_here(self, island: str) -> bool:
         """Whether every lane of the contribution of an island is here, verified or not yet."""
-        arrived = {lane.lane_id for lane in self._arrived.values() if lane.island == island}
-        return len(self._verified(island) | arrived) == self._num_lanes
+        verified, lanes = self._verified(island), self._arrived.get(island, {})
+        if len(verified) + len(lanes) < self._num_lanes:  # mostly, and asked after each lane
+            return False
+        return len(verified | {lane.lane_id for lane in lanes.values()}) == self._num_lanes
 
     def _verified(self, island: str) -> Set[int]:
         held = self.contributions.get(island)

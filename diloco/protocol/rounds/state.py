@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from diloco.bounded_text import MOST_REASON, bounded_text
+from diloco.bounded_text import MOST_NAMES, MOST_REASON, bounded_text
 from diloco.protocol.rounds.members import Attempt, Participants
 from diloco.protocol.rounds.past_rounds import PastRounds
 from diloco.protocol.rounds.terms import (
@@ -293,7 +293,7 @@ class FragmentRounds:
         known = participants.incarnations.get(island, 0)
         if incarnation <= known or participants.is_fenced(island, incarnation):
             return []
-        participants.incarnations[island] = incarnation
+        participants.granted(island, incarnation)
         self._record(now, f"{island} holds grant {incarnation}")
         if not self.is_open:
             return self._open_if_due(now)
@@ -572,9 +572,14 @@ class FragmentRounds:
             )
             return self._lose(key, reason, is_numeric=True)
         if self._is_beyond(self._expired_in_a_row):
+            refused = "".join(
+                f"; of attempt {attempt} {island} was out: {why}"
+                for island, (attempt, why) in sorted(self.refused_at.items())[:MOST_NAMES]
+            )
             return self._lose(
                 key,
-                f"{self._expired_in_a_row} attempts in a row expired: {self.history[-1]}",
+                f"{self._expired_in_a_row} attempts in a row expired, the last, {key}: "
+                f"{self._expiry_reason}{refused}",
                 is_numeric=False,
             )
         return self._open_if_due(now)
