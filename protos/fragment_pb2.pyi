@@ -151,7 +151,7 @@ class UploadHeader(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[_control_pb2.Grant, _Mapping]] = ..., fragment_id: _Optional[int] = ..., lane_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., is_published: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
 
 class FragmentState(_message.Message):
-    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush", "members", "merged_tokens", "takes_flush", "asks_trial", "counted_version", "counted_attempt", "is_damaged", "asked", "wanted_version", "num_held")
+    __slots__ = ("fragment_id", "is_founded", "version", "attempt", "is_open", "digest", "lane_digests", "contributors", "wants_initial", "payload_codec", "sent_at_inner_step", "is_flush", "members", "merged_tokens", "takes_flush", "asks_trial", "is_member", "counted_version", "counted_attempt", "is_damaged", "asked", "wanted_version", "num_held")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     IS_FOUNDED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class FragmentState(_message.Message):
     MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TAKES_FLUSH_FIELD_NUMBER: _ClassVar[int]
     ASKS_TRIAL_FIELD_NUMBER: _ClassVar[int]
+    IS_MEMBER_FIELD_NUMBER: _ClassVar[int]
     COUNTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     IS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
@@ -190,13 +191,14 @@ class FragmentState(_message.Message):
     merged_tokens: int
     takes_flush: bool
     asks_trial: bool
+    is_member: bool
     counted_version: int
     counted_attempt: int
     is_damaged: bool
     asked: int
     wanted_version: int
     num_held: int
-    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., merged_tokens: _Optional[int] = ..., takes_flush: _Optional[bool] = ..., asks_trial: _Optional[bool] = ..., counted_version: _Optional[int] = ..., counted_attempt: _Optional[int] = ..., is_damaged: _Optional[bool] = ..., asked: _Optional[int] = ..., wanted_version: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
+    def __init__(self, fragment_id: _Optional[int] = ..., is_founded: _Optional[bool] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., is_open: _Optional[bool] = ..., digest: _Optional[bytes] = ..., lane_digests: _Optional[_Iterable[bytes]] = ..., contributors: _Optional[_Iterable[str]] = ..., wants_initial: _Optional[bool] = ..., payload_codec: _Optional[str] = ..., sent_at_inner_step: _Optional[int] = ..., is_flush: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., merged_tokens: _Optional[int] = ..., takes_flush: _Optional[bool] = ..., asks_trial: _Optional[bool] = ..., is_member: _Optional[bool] = ..., counted_version: _Optional[int] = ..., counted_attempt: _Optional[int] = ..., is_damaged: _Optional[bool] = ..., asked: _Optional[int] = ..., wanted_version: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "checkpoint_step", "versions")

@@ -23,6 +23,8 @@ from diloco.transport.contracts import IncomingCall, Reply
 from diloco.transport.errors import FrameError
 
 _MAX_POLL_S = 60.0
+#: Most bytes of contributors' names in an answer: a header carries 1 MiB, half of it digests.
+_MOST_NAME_BYTES = 1 << 18
 #: An island that cannot say yet how long its steps take is answered soon, so that it can: where
 #: times are measured nothing opens before.
 UNTIMED_POLL_S = 1.0
@@ -91,12 +93,11 @@ class Polls:
             async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(
                     request,
-                    # Of a thousand islands most of an answer is lists, and as many polls look.
-                    self._answer(request, keys, has_lists=False),
+                    self._answer(request, keys),
                     self._contributed(request.grant),
                 ):
                     await self._changed.wait()
-        reply = self._answer(request, keys)
+        reply = self._complete(self._answer(request, keys), request)
         reply.asks_first = self._spool.is_full or not self._spool.lets_in(self._due_bytes())
         return Reply.of(reply)
 
@@ -116,18 +117,25 @@ class Polls:
             for service in self._services.values():
                 service.runner.stepped()
 
-    def _answer(
-        self, request: wire.PollRequest, keys: Sequence[RoundKey], *, has_lists: bool = True
-    ) -> wire.PollReply:
+    def _complete(self, reply: wire.PollReply, request: wire.PollRequest) -> wire.PollReply:
+        """Add the lists of an answer: of a thousand islands they are most of it."""
+        known = {state.fragment_id: state for state in request.known if state.is_founded}
+        left = _MOST_NAME_BYTES
+        for state in reply.fragments:
+            before = known.get(state.fragment_id)
+            digest = b"" if before is None else before.digest
+            service = self._services[state.fragment_id]
+            left -= service.complete(state, request.grant.island, digest, left)
+        return reply
+
+    def _answer(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
         grant, timeline = request.grant, self._admission.rules.timeline
         if not self._admission.is_current(grant):
             return self._fenced(f"a newer start of island {grant.island!r} has joined")
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
             fragments=[
-                service.state(
-                    wants_initial=self._wants_initial(service, grant.island), has_lists=has_lists
-                )
+                service.state(wants_initial=self._wants_initial(service, grant.island))
                 for service in self._services.values()
             ],
             fatal=self._fatal(),

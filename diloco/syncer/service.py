@@ -28,6 +28,10 @@ from diloco.syncer.spool import SpooledLane
 from diloco.transport.contracts import Buffer, IncomingCall
 from diloco.transport.errors import NotYet
 from diloco.versions.store import FragmentStore
+from diloco.versions.version import VersionRecord
+
+#: Bytes of a name in a message, beside its characters.
+_NAME_OVERHEAD = 2
 
 logger = logging.getLogger(__name__)
 
@@ -203,31 +207,74 @@ class FragmentService:
             return WAITING_FOR_DISK
         return "ended" if self.runner.rounds.is_over else str(self.runner.rounds.phase)
 
-    def state(self, *, wants_initial: bool, has_lists: bool = True) -> wire.FragmentState:
-        """Return what islands and the coordinator see of this fragment, or all but lists of it."""
+    def state(self, *, wants_initial: bool) -> wire.FragmentState:
+        """Return what there is of this fragment, but for its lists."""
+        runner = self.runner
         state = wire.FragmentState(
             fragment_id=self._fragment.fragment_id,
-            version=self.runner.rounds.version,
-            attempt=self.runner.rounds.attempt,
-            is_open=self.runner.rounds.is_open,
+            version=runner.rounds.version,
+            attempt=runner.rounds.attempt,
+            is_open=runner.rounds.is_open,
             wants_initial=wants_initial,
-            is_damaged=bool(self.runner.damage.text),
+            is_damaged=bool(runner.damage.text),
         )
-        if self.runner.rounds.is_open:
-            state.takes_flush = self.runner.rounds.current.takes_flush
-            state.members.extend(self.runner.rounds.current.members if has_lists else ())
-        if self.runner.record is not None and self._is_readable(self.runner.record.version):
-            state.version, state.is_founded = self.runner.record.version, True
-            state.digest = self.runner.record.digest
-            if has_lists:
-                state.lane_digests.extend(self.runner.record.lane_digests)
-                state.contributors.extend(c.island for c in self.runner.record.contributors)
-            state.payload_codec = self.runner.record.payload_codec
-            state.sent_at_inner_step = self.runner.record.sent_at_inner_step
-            state.is_flush = self.runner.record.is_flush
-            state.merged_tokens = self.runner.record.merged_tokens
-            state.asks_trial = asks_trial(self.runner.record.guard)
+        if runner.rounds.is_open:
+            state.takes_flush = runner.rounds.current.takes_flush
+        if (record := self._readable) is not None:
+            state.version, state.is_founded = record.version, True
+            state.digest = record.digest
+            state.payload_codec = record.payload_codec
+            state.sent_at_inner_step = record.sent_at_inner_step
+            state.is_flush = record.is_flush
+            state.merged_tokens = record.merged_tokens
+            state.asks_trial = asks_trial(record.guard)
         return state
+
+    @property
+    def full_state(self) -> wire.FragmentState:
+        """What the coordinator is told of this fragment."""
+        state = self.state(wants_initial=False)
+        if state.is_open:
+            state.members.extend(self.runner.rounds.current.members)
+        if (record := self._readable) is not None:
+            state.lane_digests.extend(record.lane_digests)
+            state.contributors.extend(c.island for c in record.contributors)
+        return state
+
+    def complete(
+        self, state: wire.FragmentState, island: str, known_digest: bytes, most_name_bytes: int
+    ) -> int:
+        """Add to a `state` what else a poll of an island is told: of a version that is new to it.
+
+        Args:
+            state: From `state`, now.
+            island: Whose poll it is.
+            known_digest: Of the version that it knows of this fragment; empty: none.
+            most_name_bytes: Names of contributors are left out beyond so many.
+
+        Returns:
+            Bytes of the names.
+        """
+        state.is_member = state.is_open and island in self.runner.rounds.current.members
+        if (record := self._readable) is None:
+            return 0
+        names = [c.island for c in record.contributors]
+        # Of one that it made alone nothing is tried: there is no other to choose from.
+        state.asks_trial = state.asks_trial and names != [island]
+        if known_digest == record.digest:
+            return 0
+        state.lane_digests.extend(record.lane_digests)
+        num_bytes = sum(_NAME_OVERHEAD + len(name) for name in names)
+        if num_bytes > most_name_bytes:
+            return 0
+        state.contributors.extend(names)
+        return num_bytes
+
+    @property
+    def _readable(self) -> VersionRecord | None:
+        """The record of now, if its version can be fetched."""
+        record = self.runner.record
+        return record if record is not None and self._is_readable(record.version) else None
 
     async def fetch(self, header: wire.FetchHeader) -> tuple[wire.FetchReply, Buffer]:
         """Return lanes of a published version, and the reply that goes before them."""

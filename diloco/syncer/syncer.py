@@ -198,7 +198,7 @@ class Syncer:
     @property
     def states(self) -> list[wire.FragmentState]:
         """Public state of every fragment."""
-        return [service.state(wants_initial=False) for service in self._services.values()]
+        return [service.full_state for service in self._services.values()]
 
     @property
     def refusals(self) -> list[RefusalCount]:

@@ -53,7 +53,9 @@ class _Served:
     contributors: tuple[str, ...] = ()
     unfetched: set[str] = field(default_factory=set)
     shown: tuple[object, ...] = ()
-    state: wire.FragmentState = field(default_factory=wire.FragmentState)
+    members: frozenset[str] = frozenset()
+    #: As those see it who are not members of the open attempt, and as those who are.
+    states: tuple[wire.FragmentState, ...] = (wire.FragmentState(),) * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +133,14 @@ class SimulatedSyncer:
         """Whether every fragment has merged the run's tokens, where these end it."""
         return all(served.rounds.is_over for served in self._served.values())
 
-    @property
-    def states(self) -> list[wire.FragmentState]:
-        """What islands see of every fragment."""
-        return [served.state for served in self._served.values()]
+    def states(self, island: str) -> list[wire.FragmentState]:
+        """What an island sees of every fragment."""
+        return [served.states[island in served.members] for served in self._served.values()]
 
     @property
     def is_steady(self) -> bool:
         """Whether what is published stays the newest until somebody contributes, or for good."""
-        return all(state.is_open or state.is_flush for state in self.states)
+        return all(served.rounds.is_open or served.is_flush for served in self._served.values())
 
     # -- what islands ask ------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class SimulatedSyncer:
         self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]
     ) -> wire.PollReply | None:
         """Answer a poll; None: there is nothing new, and it waits for `changed`."""
-        reply = wire.PollReply(syncer_epoch=_EPOCH, fragments=self.states)
+        reply = wire.PollReply(syncer_epoch=_EPOCH, fragments=self.states(island))
         for key in keys:
             served = self._served.get(key.fragment_id)
             outcome = served and served.rounds.outcome(key, island, incarnation)
@@ -226,7 +227,7 @@ class SimulatedSyncer:
 
     # -- what rounds decide ----------------------------------------------------------------------
 
-    def _state(self, served: _Served) -> wire.FragmentState:
+    def _state(self, served: _Served, *, is_member: bool) -> wire.FragmentState:
         rounds = served.rounds
         return wire.FragmentState(
             fragment_id=served.fragment.fragment_id,
@@ -234,7 +235,7 @@ class SimulatedSyncer:
             attempt=rounds.attempt,
             is_open=rounds.is_open,
             is_founded=True,
-            members=rounds.current.members if rounds.is_open else (),
+            is_member=is_member,
             takes_flush=rounds.is_open and rounds.current.takes_flush,
             contributors=served.contributors,
             sent_at_inner_step=served.sent_at_inner_step,
@@ -269,7 +270,9 @@ class SimulatedSyncer:
             rounds.is_over,
         )
         if shown != served.shown:  # most lanes that arrive change nothing that islands see
-            served.shown, served.state = shown, self._state(served)
+            served.shown = shown
+            served.members = frozenset(rounds.current.members if rounds.is_open else ())
+            served.states = tuple(self._state(served, is_member=m) for m in (False, True))
             self.changed.set()
 
     def _merge(self, served: _Served, close: Close) -> Steps:

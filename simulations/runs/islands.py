@@ -149,9 +149,8 @@ class RoundServer(Protocol):
     def fragment_ids(self) -> tuple[int, ...]:
         """Fragments that it serves."""
 
-    @property
-    def states(self) -> list[wire.FragmentState]:
-        """What islands see of every fragment."""
+    def states(self, island: str) -> list[wire.FragmentState]:
+        """What an island sees of every fragment."""
 
     @property
     def is_steady(self) -> bool:
@@ -281,7 +280,7 @@ class SimulatedIsland:
             # is newest.
             while not (self._common.on_arrival or connection.syncer.is_steady):
                 yield connection.syncer.changed.next
-            for state in connection.syncer.states:
+            for state in connection.syncer.states(self.name):
                 carried = connection.carried[state.fragment_id]
                 carried.on_announcement(state)
                 carried.anchor_version = state.version
@@ -376,7 +375,7 @@ class SimulatedIsland:
                 yield from self._settle(self._ledgers[p])
 
     def _step_on_arrival(self) -> Steps:
-        views = [carried.view(self.name) for carried in self._carried]
+        views = [carried.view() for carried in self._carried]
         votes = [
             arrival_vote(ledger, view) for ledger, view in zip(self._ledgers, views, strict=True)
         ]
@@ -407,7 +406,7 @@ class SimulatedIsland:
     def _settle(self, ledger: FragmentLedger) -> Steps:
         """Wait for the outcome of what is outstanding, and merge."""
         carried, began = self._carried[ledger.fragment_id], self._engine.now
-        while not (view := carried.view(self.name)).has_ended or view.key is None:
+        while not (view := carried.view()).has_ended or view.key is None:
             yield self._news.next
         assert view.verdict is not None
         sent = ledger.outstanding

@@ -66,15 +66,14 @@ class SimulatedPeer:
         """All fragments."""
         return tuple(self._fragments)
 
-    @property
-    def states(self) -> list[wire.FragmentState]:
-        """What the island sees of every fragment."""
+    def states(self, island: str) -> list[wire.FragmentState]:
+        """What its island sees of every fragment."""
         return [fragment.state() for fragment in self._fragments.values()]
 
     @property
     def is_steady(self) -> bool:
         """Whether what is published stays the newest until this island contributes, or for good."""
-        return all(state.is_open or state.is_flush for state in self.states)
+        return all(state.is_open or state.is_flush for state in self.states(self.name))
 
     def stepped(self, island: str, step_s: float) -> None:
         """Ignore how long inner steps take: no deadline of an all-reduce depends on it."""
@@ -86,7 +85,7 @@ class SimulatedPeer:
         self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]
     ) -> wire.PollReply | None:
         """Answer a poll; None: there is nothing new, and it waits for `changed`."""
-        reply = wire.PollReply(syncer_epoch=incarnation, fragments=self.states)
+        reply = wire.PollReply(syncer_epoch=incarnation, fragments=self.states(island))
         for key in keys:
             own = self._fragments[key.fragment_id].own
             if own is not None and own.key == key and own.outcome is not None:

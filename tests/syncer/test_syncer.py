@@ -493,6 +493,33 @@ def test_a_round_publishes_the_weighted_mean_and_names_its_contributors(setting:
     run_virtual(scenario())
 
 
+def test_a_poll_repeats_no_lists_of_a_version_that_its_caller_knows(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        _, (a, b) = await founded(setting)
+        for island in (a, b):
+            await island.contribute()
+        await asyncio.sleep(1.0)
+
+        (new,) = (await a.poll()).fragments
+        known = wire.FragmentState(is_founded=True, version=new.version, digest=new.digest)
+        (same,) = (await a.poll(known=[known])).fragments
+        known.digest = b"another"
+        (other,) = (await a.poll(known=[known])).fragments
+        monkeypatch.setattr("diloco.syncer.polls._MOST_NAME_BYTES", 5)
+        (nameless,) = (await a.poll()).fragments
+
+        assert (len(new.lane_digests), list(new.contributors)) == (2, ["a", "b"])
+        assert new == other
+        assert (list(nameless.lane_digests), len(nameless.contributors)) == (new.lane_digests, 0)
+        assert same.digest == new.digest
+        assert not (same.lane_digests or same.contributors)
+        assert all(s.is_member and not s.members for s in (new, same, nameless))
+
+    run_virtual(scenario())
+
+
 def test_arrival_order_does_not_show_in_the_bits(setting: Setting) -> None:
     # 1e8 + 1 - 1e8 is 0 or 1 in float32, depending on the order of the sum.
     amounts = {"a": 3e8, "b": 3.0, "c": -3e8}

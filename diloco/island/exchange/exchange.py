@@ -381,4 +381,4 @@ class Exchange:
     def _show(self) -> None:
         """Show the training thread how things stand."""
         for p, fragment in self._fragments.items():
-            self._views[p] = fragment.view(self._grant.island)
+            self._views[p] = fragment.view()

@@ -97,7 +97,11 @@ class IslandFragment:
         """Take what the syncer announces; of a damaged fragment nothing but that it is so.
 
         Unless this rank has not entered yet: then also which older version there is of it.
+        What is known of a version the syncer does not repeat.
         """
+        if state.digest and state.digest == self.state.digest and not state.lane_digests:
+            state.lane_digests.extend(self.state.lane_digests)
+            state.contributors.extend(self.state.contributors)
         if state.is_damaged:
             if not self.state.is_damaged:
                 logger.error(
@@ -174,8 +178,8 @@ class IslandFragment:
         is_refused = self.outcome is Verdict.REFUSED
         return Verdict.REFUSED_EXPIRED if is_refused else Verdict.EXPIRED
 
-    def view(self, island: str) -> FragmentView:
-        """Return how things stand now for an island."""
+    def view(self) -> FragmentView:
+        """Return how things stand now for this island."""
         sent, state = self.outstanding, self.state
         return FragmentView(
             key=None if sent is None else sent.key,
@@ -191,24 +195,23 @@ class IslandFragment:
             is_flush=state.is_flush,
             merged_tokens=state.merged_tokens,
             anchor_tokens=self.anchor_tokens,
-            staging=self._staging(island),
+            staging=self._staging(),
             gone_version=self.gone_version,
-            is_open=state.is_open and island in state.members,
+            is_open=state.is_open and state.is_member,
             is_ending=state.takes_flush or state.is_flush,
             counted=(state.counted_version, state.counted_attempt),
             is_damaged=state.is_damaged,
-            asks_trial=_asks_trial(state, island),
+            asks_trial=state.asks_trial,
         )
 
-    def _staging(self, island: str) -> AnnouncedVersion | None:
+    def _staging(self) -> AnnouncedVersion | None:
         version = self.staging_version
         if version <= self.anchor_version:
             return None
         state = self.announced.get(version)
         if state is None:
             return AnnouncedVersion(Target(version))
-        is_tried = _asks_trial(state, island)
-        target = Target(version, state.merged_tokens, state.is_flush, is_tried)
+        target = Target(version, state.merged_tokens, state.is_flush, state.asks_trial)
         return AnnouncedVersion(target, state.digest.hex(), tuple(state.contributors))
 
     def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> LaneCheckpoint:
@@ -271,11 +274,3 @@ class IslandFragment:
             asked=state.asked,
             num_held=1 + max(self.anchor_version, self.staged_version),
         )
-
-
-def _asks_trial(state: wire.FragmentState, island: str) -> bool:
-    """Whether what an island sends after a version is tried first.
-
-    Not of one that made it alone: while the other sends nothing, there is no other to choose from.
-    """
-    return state.asks_trial and list(state.contributors) != [island]

@@ -20,6 +20,8 @@ Entries = tuple[tuple[str, str], ...]
 #: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names
 #: next to it.
 MOST_PLAN_BYTES = 7 << 17
+#: Lanes of the largest plan: the answer to a first poll names the digest of each, in one header.
+MOST_LANES = 20_000
 _MOST_DIGEST = 256
 
 
@@ -93,7 +95,10 @@ def objection(
             raise PlanMismatch(
                 f"its manifest has {len(there.plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
             )
-        num_fragments = len(Plan.from_json(there.plan_json).fragments)
+        fragments = Plan.from_json(there.plan_json).fragments
+        num_fragments, num_lanes = len(fragments), sum(len(each.lanes) for each in fragments)
+        if num_lanes > MOST_LANES:
+            raise PlanMismatch(f"it has {num_lanes} lanes; {MOST_LANES} are allowed")
         here_num = json.loads(here.identity_json).get("outer.num_fragments", num_fragments)
         if not here.plan_json and num_fragments != here_num:  # it would be the plan of all
             raise PlanMismatch(
