@@ -32,6 +32,8 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.refusals import Cause
 
+#: Seconds after which a syncer, which says something every two, is said to be silent.
+_SILENT_S = 15.0
 #: Seconds between looks for who is away, as long as nobody comes or goes.
 _AWAY_LOOK_S = 0.5
 #: When that was, of which members, and what was found.
@@ -89,6 +91,7 @@ class RunStatus:
         self.is_stop_waiting = False
         self.watched_at = -math.inf
         self.syncers: dict[int, SyncerWord] = {}
+        self._began = loop_now()
         self.instead_of_syncer = ""
         self.last_words: dict[str, str] = {}
         self._islands: dict[str, _Seen] = {}
@@ -229,6 +232,19 @@ class RunStatus:
         return texts
 
     @property
+    def silent_syncers(self) -> list[str]:
+        """Say which syncers have said nothing for a while; of one that hangs, nothing else does."""
+        if self.state not in ("running", "stopping"):
+            return []
+        return [
+            f"syncer {number} ({word.address or 'address not known'}) is not heard of: its process "
+            f"hangs, or the way to it is gone. Rounds of its fragments wait for it; its log says "
+            f"what it did last"
+            for number, word in self._words
+            if loop_now() - max(word.at, self._began) > _SILENT_S
+        ]
+
+    @property
     def inner_steps(self) -> int:
         """Where inner steps end the run; 0: tokens do."""
         if self.terms.total_tokens:
@@ -270,7 +286,7 @@ class RunStatus:
             is_paused=membership.members.is_paused,
             total_tokens=self.terms.total_tokens,
             exit_code=membership.fatal_exit_code,
-            away=self.away,
+            away=[*self.away, *self.silent_syncers],
         )
         reply.islands.extend(map(self.island_status, membership.members))
         for _, seen in sorted(self._fragments.items()):

@@ -61,7 +61,6 @@ class OuterLoop:
         exchange: With the syncers.
         merging: Of published values; counts what merges have overwritten and dropped.
         check: Of this island's own soundness.
-        blocked_s: Seconds for which outcomes were waited for since the start.
         must_leave: Asked on the leader, on arrival: whether an operator has this island end.
         is_leaving: The answer, on all ranks, or that it leaves by itself: what is outstanding is
             finished, and no more is sent.
@@ -100,7 +99,8 @@ class OuterLoop:
                 reaches=[Reach() for _ in parts.plan.fragments],
             )
         )
-        self.blocked_s = 0.0
+        self._blocked_s = 0.0
+        self._waits_since: float | None = None
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
         self.loss_of: Callable[[], float | None] = lambda: None
@@ -126,6 +126,12 @@ class OuterLoop:
     def first_checkpoint_step(self) -> int:
         """Inner step before which no run checkpoint may be taken."""
         return self.state.first_checkpoint_step
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which outcomes were waited for since the start, the wait of now included."""
+        since = self._waits_since
+        return self._blocked_s + (0.0 if since is None else self._parts.clock() - since)
 
     @property
     def num_in_flight(self) -> int:
@@ -476,7 +482,7 @@ class OuterLoop:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
         sent = ledger.outstanding
         assert sent is not None
-        began = self._parts.clock()
+        began = self._waits_since = self._parts.clock()
         with record_function("diloco/wait"):
             while True:
                 if agreed is not None:
@@ -489,7 +495,7 @@ class OuterLoop:
                 self._raise_failure(agreed)
                 self.check.take_vote(agreed)
         blocked_s = self._parts.clock() - began
-        self.blocked_s += blocked_s
+        self._blocked_s, self._waits_since = self._blocked_s + blocked_s, None
         self._parts.on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
         assert vote.verdict is not None
         self._apply(ledger, vote, vote.verdict, blocked_s)

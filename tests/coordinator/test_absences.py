@@ -64,12 +64,33 @@ def test_a_silent_island_is_named_to_all_within_its_lease_with_what_comes_of_it(
         assert text.startswith("island west is away: no report") and words in text
         assert "start it again" in text
         assert [m for m in caplog.messages if m.startswith("island west is away")] == [text]
-        assert list(coord.coordinator.status().away) == [text]
+        said = list(coord.coordinator.status().away)
+        assert [line for line in said if not line.startswith("syncer ")] == [text]
 
         assert list((await coord.report(west)).away) == []
         watching.cancel()
 
     tell(tmp_path, story, config=config_of(tmp_path, *overrides))
+
+
+def test_a_syncer_that_hangs_is_in_the_status_until_it_speaks_again(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = await joined(coord)
+        await coord.told_to_syncer()
+        for _ in range(14):
+            await asyncio.sleep(1.0)
+            for grant in grants:
+                await coord.report(grant)
+        assert list(coord.coordinator.status().away) == []
+
+        await away(coord, grants[0], 2)
+        (text,) = [t for t in coord.coordinator.status().away if t.startswith("syncer ")]
+        assert text.startswith("syncer 0 (address not known) is not heard of: its process hangs")
+
+        await coord.told_to_syncer()
+        assert list(coord.coordinator.status().away) == []
+
+    tell(tmp_path, story, config=config_of(tmp_path))
 
 
 def test_of_hundreds_that_are_away_a_few_are_named_and_reports_do_not_look_again(

@@ -959,7 +959,10 @@ def test_blocked_seconds_are_what_training_waited(setting: Setting) -> None:
     async def scenario() -> None:
         _, a, b = await started(setting)
         b.setting = replace(b.setting, step_s=3.0)
-        await asyncio.gather(a.train(5), b.train(5))
+        both = asyncio.gather(a.train(5), b.train(5))
+        await asyncio.sleep(8.0)
+        assert a.session.blocked_s == pytest.approx(3.0), "it waits still"
+        await both
 
         # a sends after 4 s and stands at 5 s; b sends after 12 s.
         assert a.session.blocked_s == pytest.approx(7.0)
