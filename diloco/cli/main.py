@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -148,11 +149,16 @@ def main() -> None:
     """Run the command line; an error of the product ends in its exit code and one message.
 
     An optional package that is not installed is such an error, whichever command needs it. Anyone
-    who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs.
+    who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs. Ctrl-C ends it
+    at once, whatever threads are still doing that nobody waits for.
     """
     try:
         app()
     except SystemExit as end:
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            typer.echo("interrupted", err=True)
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)
         if not isinstance(end.__context__, BrokenPipeError):  # which typer and rich end with 1
             raise
         sys.exit(128 + signal.SIGPIPE)

@@ -103,6 +103,25 @@ def test_a_reader_that_has_enough_is_no_defect() -> None:
     assert (plan.returncode, said) == (128 + signal.SIGPIPE, b"")
 
 
+def test_ctrl_c_ends_a_command_at_once_though_a_thread_of_it_is_at_work() -> None:
+    hangs = (
+        "import sys, threading, time\n"
+        "from diloco.cli import main\n"
+        "@main.app.command()\n"
+        "def hang():\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "    raise KeyboardInterrupt\n"
+        "sys.argv = ['diloco', 'hang']\n"
+        "main.main()\n"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, "-c", hangs], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

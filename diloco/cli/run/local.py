@@ -89,7 +89,12 @@ def local(
     if request.number:
         console.print(_FINISHED_BEFORE)
     extra = {} if emulated is None else {"emulation": emulated.description}
-    show_report(config, console, extra, as_json=as_json)
+    try:
+        show_report(config, console, extra, as_json=as_json)
+    except KeyboardInterrupt:
+        root = shlex.quote(config.coordinator.state_dir)
+        notes().print(f"the run is complete, its summary was not shown: diloco report {root}")
+        raise
 
 
 def _prepare(
