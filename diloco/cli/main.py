@@ -149,8 +149,8 @@ def main() -> None:
     """Run the command line; an error of the product ends in its exit code and one message.
 
     An optional package that is not installed is such an error, whichever command needs it. Anyone
-    who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs. Ctrl-C ends it
-    at once, whatever threads are still doing that nobody waits for.
+    who reads may have enough (`| head`): that ends it as SIGPIPE ends other programs. Ctrl-C ends
+    it at once, whatever threads are still doing that nobody waits for.
     """
     try:
         app()
