@@ -431,8 +431,12 @@ def find_resume_step(
     with open_journal(state.journal) as journal:
         check_journal(state, journal)
         membership = read_membership(config, journal)
-    is_over = membership.is_finished or membership.is_stopped or membership.fatal_reason
-    if at is None and not (is_over or membership.checkpoints):
-        announce("no checkpoint is complete yet: the run goes on from what it has published")
-        return None
+        is_over = membership.is_finished or membership.is_stopped or membership.fatal_reason
+        if at is None and not (is_over or membership.checkpoints):
+            announce("no checkpoint is complete yet: the run goes on from what it has published")
+            if membership.promises is not None:  # those who were asked have ended
+                journal.write(membership.stop_without(()))
+            elif membership.is_stopping:
+                announce("a stop was asked for: it comes first, with a checkpoint to --resume from")
+            return None
     return choose_checkpoint(config, state, membership, at, announce, start=start)
