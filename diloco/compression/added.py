@@ -65,9 +65,13 @@ class AddedCodec:
         return values
 
     def check(self, payload: Tensor, numel: int) -> None:
-        """Pass on; see `Codec.check`."""
+        """Pass on, then decode: what passes and does not decode would cost all a round.
+
+        See `Codec.check`.
+        """
         check_payload(self.name, payload, self.wire_bytes(numel), numel)
         self._call(self._codec.check, payload, numel)
+        self.decode(payload, numel)
 
     def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
         try:

@@ -32,7 +32,9 @@ class Plain:
 
 class Failing(Plain):
     name = "failing"
-    def decode(self, payload, numel): return {}["never written"]
+    def decode(self, payload, numel):
+        values = super().decode(payload, numel)
+        return {}["never written"] if values[0] == 13 else values
 
 PLAIN, FAILING = Plain(), Failing()
 """
@@ -95,25 +97,38 @@ def test_what_is_wrong_in_it_is_a_codec_error_that_names_it(
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize("link", ["uplink", "downlink"])
-def test_a_syncer_whose_codec_fails_in_a_merge_lets_the_attempt_expire(
-    link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "acme_codecs.py").write_text(SOURCE)
+def scenario(link: str, path: Path, patch: pytest.MonkeyPatch, *said: float) -> list[object]:
+    """How the contributions of two islands end where a codec does not decode 13."""
+    (path / "acme_codecs.py").write_text(SOURCE)
     points = {"plain": "acme_codecs:PLAIN", "failing": "acme_codecs:FAILING"}
-    install(tmp_path / "acme", "acme", "1.0", {"diloco.codecs": points})
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "acme")
+    install(path / "acme", "acme", "1.0", {"diloco.codecs": points})
+    patch.syspath_prepend(path)
+    patch.syspath_prepend(path / "acme")
     codecs = {"uplink_codec": "plain", "downlink_codec": "plain", f"{link}_codec": "failing"}
-    setting = Setting(
-        {"w": [0.0] * NUMEL}, lambda *_: None, tmp_path / "run", inner_steps=8, **codecs
-    )
+    setting = Setting({"w": [0.0] * NUMEL}, lambda *_: None, path / "run", inner_steps=8, **codecs)
 
-    async def scenario() -> list[OutcomeKind | None]:
-        _, (a, b) = await founded(setting)
-        await a.contribute()
-        await b.contribute()
+    async def play() -> list[object]:
+        _, islands = await founded(setting)
+        for island, value in zip(islands, said, strict=True):
+            await island.submit(value=value)
+            await island.submit(lane_id=1, value=value)
         await asyncio.sleep(10.0)
-        return [await a.end(), await b.end()]
+        return [await island.end() for island in islands]
 
-    assert run_virtual(scenario()) == [OutcomeKind.EXPIRED] * 2
+    return run_virtual(play())
+
+
+def test_a_payload_that_an_added_codec_does_not_decode_costs_the_round_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = scenario("uplink", tmp_path, monkeypatch, 13.0, 1.0)
+
+    assert ends == [OutcomeKind.REFUSED, OutcomeKind.INCLUDED]
+
+
+def test_a_syncer_whose_codec_fails_in_a_merge_lets_the_attempt_expire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = scenario("downlink", tmp_path, monkeypatch, -13.0, -13.0)
+
+    assert ends == [OutcomeKind.EXPIRED] * 2
