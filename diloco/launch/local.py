@@ -343,8 +343,8 @@ def check_place(state_dir: Path, *, fresh: bool) -> None:
     state = StateDir(state_dir)
     if (pid := holder(state.coordinator_lock)) is not None:
         raise ConfigError(
-            f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it with diloco "
-            f"status, stop it, or give another coordinator.state_dir"
+            f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it "
+            f"({_status_of(state)}), stop it, or give another coordinator.state_dir"
         )
     has_begun = not state.resolved.exists() or any(state.root.rglob("fragment-*/*.record"))
     if has_begun and not fresh:
@@ -354,6 +354,11 @@ def check_place(state_dir: Path, *, fresh: bool) -> None:
             f"--fresh, or give another coordinator.state_dir (--set "
             f"coordinator.state_dir=runs/NAME)"
         )
+
+
+def _status_of(state: StateDir) -> str:
+    endpoint = read_endpoint(state.coordinator)
+    return f"diloco status {endpoint.address if endpoint is not None else 'HOST:PORT'}"
 
 
 def make_room(state_dir: Path) -> Path | None:
@@ -419,7 +424,7 @@ def find_resume_step(
     if (pid := holder(state.coordinator_lock)) is not None:
         raise ConfigError(
             f"--resume: the run in {state.root} is under way (coordinator: process {pid}). Watch "
-            f"it with diloco status; to stop it with a checkpoint: kill -TERM {pid}"
+            f"it: {_status_of(state)}; to stop it with a checkpoint: kill -TERM {pid}"
         )
     check_run(state, start=start)
     check_same_run(
