@@ -249,15 +249,16 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
 
 def event_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of one file, as they are; a torn line is left out, with a warning."""
-    for number, line in enumerate(path.read_text(errors="replace").split("\n"), start=1):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if line:
-                logger.warning("torn line skipped, path=%s line=%d", path, number)
-            continue
-        if isinstance(event, dict):
-            yield event
+    with path.open(errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                if line != "\n":
+                    logger.warning("torn line skipped, path=%s line=%d", path, number)
+                continue
+            if isinstance(event, dict):
+                yield event
 
 
 def _fragment_summary(
