@@ -111,7 +111,7 @@ class Site:
     def assert_of_source(self, island: str, taken: dict[str, Any]) -> None:
         """Insist on the moments of the source's part of the cut, to the last bit."""
         checkpoint = Checkpoint.open(
-            Path(self.config.checkpoint_dir), taken["source"], taken["checkpoint"]
+            Path(self.config.checkpoint_dir), taken["from_island"], taken["checkpoint"]
         )
         assert checkpoint.inner_step == taken["taken_step"] > 0
         found = load_file(self.directory / f"{island}.taken")
@@ -161,8 +161,8 @@ def test_islands_that_nobody_knew_take_the_inner_optimizer_of_one_at_work(tmp_pa
 
         here.join("guest")
         taken = here.taken("guest")
-        assert (taken["source"], taken["reason"]) == ("source", "")
-        assert taken["source"] in ("fsdp", "one")
+        assert (taken["source"], taken["reason"]) == ("island", "")
+        assert taken["from_island"] in ("fsdp", "one")
         here.assert_of_source("guest", taken)
         before = here.steps("guest")
         wait_until(lambda: here.steps("guest") > before + 10, 60.0)
@@ -180,8 +180,8 @@ def test_islands_that_nobody_knew_take_the_inner_optimizer_of_one_at_work(tmp_pa
 
         while_given(here, known, kill_source)
         taken = here.taken("other")
-        assert taken["source"] == "source", taken
-        assert taken["source"] != sources[0]
+        assert taken["source"] == "island", taken
+        assert taken["from_island"] != sources[0]
         here.assert_of_source("other", taken)
         before = here.steps("other")
         wait_until(lambda: here.steps("other") > before + 10, 60.0)

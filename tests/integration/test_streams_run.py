@@ -33,5 +33,5 @@ def test_a_run_that_has_no_more_text_ends_with_the_remedy(tmp_path: Path) -> Non
 
     told = process.stdout + process.stderr + all_logs(tmp_path)
     assert process.returncode == 2, told
-    assert "after inner step 69: data.sources.code ended: island slot" in told
+    assert "after inner step 69: data.sources.code ended: slot 0 of 1 was" in told
     assert "set data.sources.code.repeat = true" in told
