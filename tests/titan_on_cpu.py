@@ -1,6 +1,7 @@
 """torchtitan on a machine without a GPU, as far as a small model needs it; for tests.
 
-Imported before anything else of torchtitan, it replaces the device that torchtitan has chosen.
+Imported before anything else of torchtitan, it replaces the device that torchtitan has chosen, if
+there is no GPU.
 `llama_debug` is its Llama debug model with an attention that CPUs have.
 """
 
@@ -25,7 +26,8 @@ _OF_CPU = SimpleNamespace(
     Event=torch.Event,
     Stream=torch.Stream,
 )
-chosen.device_type, chosen.device_module = "cpu", _OF_CPU
+if not torch.cuda.is_available():
+    chosen.device_type, chosen.device_module = "cpu", _OF_CPU
 if not hasattr(torch.distributed, "set_timeout"):  # later versions of torch have it
     torch.distributed.set_timeout = lambda timeout, group: None
 
@@ -47,7 +49,7 @@ def held_out_loss(trainer: Any, text: str) -> float:
     """Return the mean loss of what a trainer's model holds, on rows of a text."""
     (model,) = trainer.model_parts
     tokens = torch.tensor(trainer.tokenizer.encode(text, add_bos=False, add_eos=False))
-    rows = tokens[: len(tokens) // 65 * 65].view(-1, 65)
+    rows = tokens[: len(tokens) // 65 * 65].view(-1, 65).to(next(model.parameters()).device)
     with torch.no_grad():
         logits = model.lm_head(model(rows[:, :-1]))  # the loss of torchtitan applies the head
     return torch.nn.functional.cross_entropy(

@@ -73,7 +73,7 @@ def repair_run(
 def _checkpoints(directory: Path) -> Iterator[RepairFinding]:
     """Hold the islands' checkpoints that are on this machine against their manifests, by size.
 
-    Whoever resumes one verifies its bytes.
+    Its bytes are verified when it is resumed.
     """
     for path in sorted(each for each in directory.glob("*") if each.is_dir()):
         for step in written_steps(directory, path.name):

@@ -30,7 +30,7 @@ from diloco.transport.errors import NotYet
 from diloco.versions.store import FragmentStore
 from diloco.versions.version import VersionRecord
 
-#: Bytes of a name in a message, beside its characters.
+#: Bytes of a name in a message, its characters not counted.
 _NAME_OVERHEAD = 2
 
 logger = logging.getLogger(__name__)
