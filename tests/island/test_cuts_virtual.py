@@ -200,6 +200,11 @@ class Story:
                     for s in (first, second)
                     for e in s.island.kinds("fragment_merged")
                     if e["fragment_id"] == p and (s is second or e["inner_step"] <= until)
+                ) + sum(
+                    e["dropped_tokens"][p]
+                    for s in (first, second)
+                    for e in s.island.kinds("published_taken")
+                    if s is second or e["inner_step"] <= until
                 )
                 left = second.left[p] + (first.left[p] if first.until < 0 else 0)
                 was_counted = 0
