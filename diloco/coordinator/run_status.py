@@ -103,8 +103,12 @@ class RunStatus:
     @property
     def failures(self) -> str:
         """Which islands have failed, and what they said: a run may end by that, in other words."""
-        members = sorted(self._membership.members.items())
-        failed = [(island, m.exit_code) for island, m in members if m.exit_code]
+        members, timeline = self._membership.members, self._membership.timeline
+        failed = [
+            (island, member.exit_code)
+            for island, member in sorted(members.items())
+            if member.exit_code and member.timeline == timeline
+        ]
         return "".join(
             f". Island {island} had failed with exit code {code}"
             + (f": {words}" if (words := self.last_words.get(island, "")) else "")
