@@ -128,7 +128,7 @@ class LocalRun:
                 time; names the log. A resumed run's reads every byte of its checkpoint before.
             Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
-        is_new = not self.state.journal.exists()
+        is_new = self.resume_step is None and not self.state.journal.exists()
         self.state.create(self.config.coordinator.num_syncers)
         self._run_file.write_text(resolved_toml(self.config))
         make_directory(self.config.telemetry_dir, "telemetry.dir")
