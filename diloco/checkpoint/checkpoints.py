@@ -32,6 +32,7 @@ import json
 import logging
 import re
 import shutil
+import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,9 @@ OUTER = "outer/"
 _STEP = re.compile(r"(?:step|cut)-(\d{12,})")
 _ABANDONED = re.compile(r"abandoned-before-timeline-\d+-after-(\d{12,})")
 _PIECE_BYTES = 1 << 24
+#: Of 100,000 ranks a manifest has 15 MiB.
+_MOST_MANIFEST_BYTES = 1 << 26
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def step_directory(directory: Path, island: str, step: int, *, is_cut: bool = False) -> Path:
@@ -103,15 +107,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ConfigError: If there is none, or it is damaged.
     """
     try:
-        return parse_manifest((path / MANIFEST).read_bytes(), str(path / MANIFEST))
+        return parse_manifest(_manifest_text(path / MANIFEST), str(path / MANIFEST))
     except FileNotFoundError:
         raise ConfigError(f"{path} has no {MANIFEST}: it was not completed") from None
     except OSError as error:
         raise ConfigError(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
 
 
+def _manifest_text(path: Path) -> bytes:
+    """Read what may be anything: a pipe has no end, nor has a device."""
+    if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= _MOST_MANIFEST_BYTES:
+        return path.read_bytes()
+    raise ConfigError(
+        f"{path} is damaged: it is no regular file of at most {_MOST_MANIFEST_BYTES} bytes"
+    )
+
+
 def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
     """Return what the manifest of a checkpoint says; `where` is its place, in words.
+
+    It names plain files of one directory: the plan, and those of all ranks.
 
     Raises:
         ConfigError: If it is damaged.
@@ -124,13 +139,27 @@ def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
             str(name): {"bytes": int(expected["bytes"]), "blake3": str(expected["blake3"])}
             for name, expected in dict(manifest["files"]).items()
         }
-        timeline = int(manifest.get("timeline", -1))
         parts = str(manifest["parts"])
-        return {**manifest, "timeline": timeline, "files": files, "parts": parts}
+        for name in (parts, *files):
+            if not _PLAIN.fullmatch(name):
+                raise ValueError(f"it names {name!r}, which is no plain name")
+        num_ranks = len(files) - 1
+        expected_names = {PLAN, *(rank_file(rank, num_ranks) for rank in range(num_ranks))}
+        if not num_ranks or files.keys() != expected_names:
+            raise ValueError("it does not name the plan and the files of all ranks")
+        return {**manifest, "files": files, "parts": parts}
     except KeyError as error:
         raise ConfigError(f"{where} is damaged: it has no {error}") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where} is damaged: {error}") from error
+
+
+def timeline_of(text: bytes) -> int:
+    """Return in which timeline a checkpoint was written, by a manifest of any version; -1: none."""
+    try:
+        return int(json.loads(text)["timeline"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return -1
 
 
 def verify_sizes(path: Path) -> None:
@@ -404,8 +433,8 @@ def abandon_later(directory: Path, island: str, *, step: int, timeline: int) -> 
     for later, path in _steps(directory, island).items():
         if later <= step:
             continue
-        with contextlib.suppress(ConfigError):  # what is not whole goes, too
-            if read_manifest(path)["timeline"] >= timeline:
+        with contextlib.suppress(OSError, ConfigError):  # what is not whole goes, too
+            if timeline_of(_manifest_text(path / MANIFEST)) >= timeline:
                 continue
         aside.mkdir(exist_ok=True)
         if (aside / path.name).exists():

@@ -12,7 +12,6 @@ See fsspec, https://filesystem-spec.readthedocs.io
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import threading
@@ -29,6 +28,7 @@ from diloco.checkpoint.checkpoints import (
     parse_manifest,
     read_manifest,
     step_of,
+    timeline_of,
 )
 from diloco.durable import make_directory_durably, sync_directory, unlink, write_durably
 from diloco.errors import ConfigError
@@ -142,15 +142,16 @@ class Mirror:
             path = directory / island / there.rsplit("/", 1)[1]
             unlink(path / MANIFEST)
             shutil.rmtree(path, ignore_errors=True)
-            parts = path / _plain(manifest["parts"])
+            parts = path / manifest["parts"]
             make_directory_durably(parts)
             for name in manifest["files"]:
-                source = f"{there}/{manifest['parts']}/{_plain(name)}"
+                source = f"{there}/{manifest['parts']}/{name}"
                 self._fs.get_file(source, str(parts / name))
             sync_directory(parts)
             write_durably(path / MANIFEST, [text])
         except Exception as error:  # of as many types as there are file systems
-            known = "it is not there" if isinstance(error, KeyError) else repr(error)
+            known = str(error) if isinstance(error, ConfigError) else repr(error)
+            known = "it is not there" if isinstance(error, KeyError) else known
             raise ConfigError(
                 f"checkpoint {step} of island {island} cannot be taken from checkpoint.mirror = "
                 f"{self.url!r}: {known}"
@@ -169,10 +170,8 @@ class Mirror:
             if later <= step:
                 continue
             manifest = f"{path}/{MANIFEST}"
-            with contextlib.suppress(FileNotFoundError, ConfigError):  # what is not whole goes, too
-                if parse_manifest(self._fs.cat_file(manifest), manifest)["timeline"] >= timeline:
-                    continue
-            self._remove(path)
+            if not self._has(manifest) or timeline_of(self._fs.cat_file(manifest)) < timeline:
+                self._remove(path)
 
     def _directories(self) -> list[tuple[int, str]]:
         self._fs.invalidate_cache()
@@ -193,17 +192,6 @@ class Mirror:
             self._fs.rm_file(f"{path}/{MANIFEST}")
         if self._has(path):
             self._fs.rm(path, recursive=True)
-
-
-def _plain(name: str) -> str:
-    """Return a file's name as a manifest has it.
-
-    Raises:
-        ValueError: If it leads elsewhere.
-    """
-    if Path(name).name != name:
-        raise ValueError(f"its manifest names {name!r}, which is no plain name")
-    return name
 
 
 @dataclass(frozen=True, slots=True)

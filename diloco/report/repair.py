@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diloco.checkpoint.checkpoints import found_directory, verify_sizes, written_steps
 from diloco.checkpoint.lost_journal import has_journal, rebuild_journal, stores_of
-from diloco.checkpoint.run_checkpoints import open_journal
+from diloco.checkpoint.run_checkpoints import open_journal, read_membership
 from diloco.checkpoint.stores import StorePart, known_plan, parts_of
 from diloco.config.load import load_config
 from diloco.config.schema import Config
@@ -64,28 +64,32 @@ def repair_run(
     repaired: tuple[RepairFinding, ...] = ()
     if config.outer.exchange != "allreduce":
         repaired = _repaired(state, config, plan, on_finding)
-    checkpoints = tuple(_checkpoints(config.checkpoint_dir))
+    checkpoints = tuple(_checkpoints(state, config))
     for finding in checkpoints:
         on_finding(finding)
     return (*rebuilt, *repaired, *checkpoints)
 
 
-def _checkpoints(directory: Path) -> Iterator[RepairFinding]:
+def _checkpoints(state: StateDir, config: Config) -> Iterator[RepairFinding]:
     """Hold the islands' checkpoints that are on this machine against their manifests, by size.
 
-    Its bytes are verified when it is resumed.
+    What the journal does not call complete need have none: a writer may have been killed.
     """
+    with open_journal(state.journal) as journal:
+        complete = read_membership(config, journal).checkpoints
+    directory = config.checkpoint_dir
     for path in sorted(each for each in directory.glob("*") if each.is_dir()):
-        for step in written_steps(directory, path.name):
-            found = found_directory(directory, path.name, step)
+        for step in sorted({*complete, *written_steps(directory, path.name)}):
+            if not (found := found_directory(directory, path.name, step)).exists():
+                continue  # not every island has a part of each cut
             condition, detail = Condition.WHOLE, ""
             try:
                 verify_sizes(found)
             except ConfigError as error:
                 condition = Condition.DAMAGED
                 detail = (
-                    f"{error}. The others are resumed without it; bring it back from a copy, or "
-                    f"remove {found}"
+                    f"{error}. Bring it back from a copy or a mirror, or move {found} away; a "
+                    f"resume takes the newest checkpoint of which every island has its part"
                 )
             yield RepairFinding(
                 ALL_FRAGMENTS, f"checkpoint {path.name}/{found.name}", condition, detail

@@ -130,6 +130,20 @@ def flip(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+#: Of a file that a manifest names.
+SOME = {"bytes": 1, "blake3": ""}
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
 def edit(path: Path, **changes: object) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | changes))
@@ -149,6 +163,14 @@ def edit(path: Path, **changes: object) -> None:
         (lambda path: (path / MANIFEST).write_text('{"for'), f"{MANIFEST} is damaged"),
         (lambda path: edit(path, files=3), f"{MANIFEST} is damaged"),
         (lambda path: edit(path, files={PLAN: 3}), f"{MANIFEST} is damaged"),
+        (lambda path: edit(path, files={}), "does not name the plan and the files of all"),
+        (lambda path: edit(path, files={PLAN: SOME}), "does not name the plan and the files of"),
+        (lambda path: edit(path, files={PLAN: {**SOME, "bytes": 1e999}}), "is damaged: cannot con"),
+        (lambda path: edit(path, files={"../x": SOME}), "names '../x', which is no plain name"),
+        (lambda path: edit(path, files={"a\0": SOME}), r"names 'a.*x00', which is no plain"),
+        (lambda path: edit(path, parts="../.."), "names '../..', which is no plain name"),
+        (lambda path: as_pipe(path / MANIFEST), "is damaged: it is no regular file of at most"),
+        (lambda path: as_link(path / MANIFEST, "/dev/zero"), "is damaged: it is no regular file"),
         (lambda path: edit(path, format=1), "is of another version of diloco"),
     ],
 )

@@ -78,7 +78,11 @@ def test_a_torn_manifest_there_is_said_takes_nothing_here_and_is_abandoned(
         mirror.fetch(10, tmp_path / "here", ISLAND)
 
     assert valid_steps(tmp_path / "here", ISLAND) == [5, 10]
-    mirror.abandon_later(5, timeline=0)
+    newer = json.dumps({"format": 99, "timeline": 1}).encode()
+    mirror._fs.pipe_file(f"{dict(mirror._directories())[10]}/{MANIFEST}", newer)
+    mirror.abandon_later(5, timeline=1)
+    assert 10 in mirror.steps(), "of this timeline, by another version of diloco"
+    mirror.abandon_later(5, timeline=2)
     assert 10 not in mirror.steps()
 
 

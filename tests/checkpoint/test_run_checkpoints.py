@@ -13,7 +13,7 @@ from pathlib import Path
 import blake3
 import pytest
 
-from diloco.checkpoint.checkpoints import FORMAT
+from diloco.checkpoint.checkpoints import FORMAT, rank_file
 from diloco.checkpoint.mirror import Mirror
 from diloco.checkpoint.run_checkpoints import (
     check_run,
@@ -73,10 +73,11 @@ class Stored:
         """Write an island's part of a checkpoint."""
         path = self.config.checkpoint_dir / island / f"step-{step:012d}"
         (path / "parts-0001").mkdir(parents=True, exist_ok=True)
-        plan = self.plan.to_json().encode()
-        (path / "parts-0001" / "plan.json").write_bytes(plan)
-        digest = {"bytes": len(plan), "blake3": blake3.blake3(plan).hexdigest()}
-        manifest = {"format": FORMAT, "parts": "parts-0001", "files": {"plan.json": digest}}
+        files = {}
+        for name, data in (("plan.json", self.plan.to_json().encode()), (rank_file(0, 1), b"0")):
+            (path / "parts-0001" / name).write_bytes(data)
+            files[name] = {"bytes": len(data), "blake3": blake3.blake3(data).hexdigest()}
+        manifest = {"format": FORMAT, "parts": "parts-0001", "files": files}
         (path / "manifest.json").write_text(json.dumps(manifest))
         return path
 
@@ -302,7 +303,8 @@ def test_verification_that_takes_long_says_how_far_it_is(
     part = "verifying the checkpoint of inner step 30, "
     lines = [line for line in stored.told if line.startswith(part)]
     assert [line.removeprefix(part).split(" [")[0] for line in lines] == [
-        "the syncer's part", "the syncer's part", "island east", "island west",
+        "the syncer's part", "the syncer's part",
+        "island east", "island east", "island west", "island west",
     ]  # fmt: skip
     assert "[####################] 100%" in lines[-1]
 

@@ -78,8 +78,16 @@ def test_a_torn_checkpoint_of_an_island_is_said_with_the_way_on(
     (torn,) = [line for line in result.stdout.splitlines() if f"{5:012d}: " in line]
     assert torn.startswith(f"checkpoint east/step-{5:012d}: ")
     assert f"{MANIFEST} is damaged: Unterminated string" in torn
-    assert torn.endswith(f"or remove {directory / f'step-{5:012d}'}")
+    assert f"or move {directory / f'step-{5:012d}'} away" in torn
     assert "2 damaged" in result.stdout
+
+    with open_journal(state.journal) as journal:
+        journal.write((("checkpoint", "[15]"),))
+    for step in (15, 20):  # of which 20 was never complete
+        (directory / f"step-{step:012d}").mkdir()
+    found = json.loads(invoke(state.root, "--json").stdout)["findings"]
+    damaged = [f["what"] for f in found if f["condition"] == "damaged"]
+    assert damaged == [f"checkpoint east/step-{step:012d}" for step in (5, 10, 15)]
 
 
 def test_a_store_that_is_served_or_is_none_is_left_alone(state: StateDir, tmp_path: Path) -> None:
