@@ -10,7 +10,7 @@ from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.patterns import check_match
 from diloco.outer.schedule import Schedule
-from diloco.protocol.run.admission import MOST_LANES, MOST_PLAN_BYTES
+from diloco.protocol.run.admission import MOST_PLAN_BYTES, size_problem
 
 
 def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
@@ -39,16 +39,13 @@ def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
         explicit=outer.explicit_fragments,
         num_lanes=outer.num_lanes,
     )
-    chosen = f"outer.num_fragments = {outer.num_fragments}, outer.num_lanes = {outer.num_lanes}"
-    if (num_lanes := sum(len(fragment.lanes) for fragment in plan.fragments)) > MOST_LANES:
+    problem = size_problem(plan)
+    if not problem and (size := len(plan.to_json())) > MOST_PLAN_BYTES:
+        problem = f"the plan takes {size} bytes, and a join carries {MOST_PLAN_BYTES}"
+    if problem:
         raise ConfigError(
-            f"{chosen}: the plan has {num_lanes} lanes in all, and a poll tells of {MOST_LANES}: "
-            f"lower them"
-        )
-    if (size := len(plan.to_json())) > MOST_PLAN_BYTES:
-        raise ConfigError(
-            f"{chosen}: the plan takes {size} bytes, and a join carries {MOST_PLAN_BYTES}: lower "
-            f"them"
+            f"outer.num_fragments = {outer.num_fragments}, outer.num_lanes = {outer.num_lanes}: "
+            f"{problem}: lower them"
         )
     return plan
 

@@ -21,10 +21,13 @@ from diloco.syncer.service import FragmentService
 from diloco.syncer.spool import Spool
 from diloco.transport.contracts import IncomingCall, Reply
 from diloco.transport.errors import FrameError
+from diloco.transport.framing import MAX_HEADER_BYTES
 
 _MAX_POLL_S = 60.0
-#: Most bytes of contributors' names in an answer: a header carries 1 MiB, half of it digests.
-_MOST_NAME_BYTES = 1 << 18
+#: Bytes up to which an answer has contributors' names; lengths of what is around them may grow.
+_MOST_REPLY_BYTES = MAX_HEADER_BYTES - (1 << 14)
+#: Bytes of a name in a message, its characters not counted.
+_NAME_OVERHEAD = 2
 #: An island that cannot say yet how long its steps take is answered soon, so that it can: where
 #: times are measured nothing opens before.
 UNTIMED_POLL_S = 1.0
@@ -118,14 +121,23 @@ class Polls:
                 service.runner.stepped()
 
     def _complete(self, reply: wire.PollReply, request: wire.PollRequest) -> wire.PollReply:
-        """Add the lists of an answer: of a thousand islands they are most of it."""
-        known = {state.fragment_id: state for state in request.known if state.is_founded}
-        left = _MOST_NAME_BYTES
+        """Add the lists of an answer: of a thousand islands they are most of it.
+
+        Names are given while there is room; plans are bounded so that the rest has some.
+        """
+        known = {state.fragment_id: state for state in request.known}
+        names = {
+            state.fragment_id: self._services[state.fragment_id].complete(
+                state, request.grant.island, known.get(state.fragment_id)
+            )
+            for state in reply.fragments
+        }
+        left = _MOST_REPLY_BYTES - reply.ByteSize()
         for state in reply.fragments:
-            before = known.get(state.fragment_id)
-            digest = b"" if before is None else before.digest
-            service = self._services[state.fragment_id]
-            left -= service.complete(state, request.grant.island, digest, left)
+            left -= sum(_NAME_OVERHEAD + len(name) for name in names[state.fragment_id])
+            if left < 0:
+                break
+            state.contributors.extend(names[state.fragment_id])
         return reply
 
     def _answer(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:

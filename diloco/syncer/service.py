@@ -9,6 +9,7 @@ Source: PROTOCOL.md, "Contributions" and "Staging".
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
@@ -29,9 +30,6 @@ from diloco.transport.contracts import Buffer, IncomingCall
 from diloco.transport.errors import NotYet
 from diloco.versions.store import FragmentStore
 from diloco.versions.version import VersionRecord
-
-#: Bytes of a name in a message, its characters not counted.
-_NAME_OVERHEAD = 2
 
 logger = logging.getLogger(__name__)
 
@@ -242,33 +240,31 @@ class FragmentService:
         return state
 
     def complete(
-        self, state: wire.FragmentState, island: str, known_digest: bytes, most_name_bytes: int
-    ) -> int:
+        self, state: wire.FragmentState, island: str, known: wire.FragmentState | None
+    ) -> Sequence[str]:
         """Add to a `state` what else a poll of an island is told: of a version that is new to it.
 
         Args:
             state: From `state`, now.
             island: Whose poll it is.
-            known_digest: Of the version that it knows of this fragment; empty: none.
-            most_name_bytes: Names of contributors are left out beyond so many.
+            known: What it knows of this fragment; None: nothing.
 
         Returns:
-            Bytes of the names.
+            Contributors of such a version, which are not added.
         """
         state.is_member = state.is_open and island in self.runner.rounds.current.members
         if (record := self._readable) is None:
-            return 0
+            return ()
         names = [c.island for c in record.contributors]
         # Of one that it made alone nothing is tried: there is no other to choose from.
         state.asks_trial = state.asks_trial and names != [island]
-        if known_digest == record.digest:
-            return 0
+        if known is not None and known.is_founded:
+            if (known.version, known.digest) == (record.version, record.digest):
+                return ()
+            if state.is_damaged and known.num_held:
+                return ()  # it keeps what it holds
         state.lane_digests.extend(record.lane_digests)
-        num_bytes = sum(_NAME_OVERHEAD + len(name) for name in names)
-        if num_bytes > most_name_bytes:
-            return 0
-        state.contributors.extend(names)
-        return num_bytes
+        return names
 
     @property
     def _readable(self) -> VersionRecord | None:

@@ -505,13 +505,13 @@ def test_a_poll_repeats_no_lists_of_a_version_that_its_caller_knows(
         (new,) = (await a.poll()).fragments
         known = wire.FragmentState(is_founded=True, version=new.version, digest=new.digest)
         (same,) = (await a.poll(known=[known])).fragments
-        known.digest = b"another"
-        (other,) = (await a.poll(known=[known])).fragments
-        monkeypatch.setattr("diloco.syncer.polls._MOST_NAME_BYTES", 5)
+        known.version = 0
+        (older,) = (await a.poll(known=[known])).fragments
+        monkeypatch.setattr("diloco.syncer.polls._MOST_REPLY_BYTES", new.ByteSize())
         (nameless,) = (await a.poll()).fragments
 
         assert (len(new.lane_digests), list(new.contributors)) == (2, ["a", "b"])
-        assert new == other
+        assert new == older, "a version of the same digest is another"
         assert (list(nameless.lane_digests), len(nameless.contributors)) == (new.lane_digests, 0)
         assert same.digest == new.digest
         assert not (same.lane_digests or same.contributors)

@@ -99,9 +99,11 @@ class IslandFragment:
         Unless this rank has not entered yet: then also which older version there is of it.
         What is known of a version the syncer does not repeat.
         """
-        if state.digest and state.digest == self.state.digest and not state.lane_digests:
-            state.lane_digests.extend(self.state.lane_digests)
-            state.contributors.extend(self.state.contributors)
+        before = self.state
+        is_known = state.digest and (state.version, state.digest) == (before.version, before.digest)
+        if is_known and not state.lane_digests:
+            state.lane_digests.extend(before.lane_digests)
+            state.contributors.extend(before.contributors)
         if state.is_damaged:
             if not self.state.is_damaged:
                 logger.error(
@@ -109,7 +111,7 @@ class IslandFragment:
                     "nothing of it sent until it is repaired (diloco status HOST:PORT)",
                     self.fragment_id,
                 )
-            before, self.state = self.state, wire.FragmentState()
+            self.state = wire.FragmentState()
             self.state.CopyFrom(before if self.anchor_version >= 0 else state)
             self.state.is_open, self.state.is_damaged = False, True
             self.state.asked = state.asked

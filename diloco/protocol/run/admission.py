@@ -20,8 +20,10 @@ Entries = tuple[tuple[str, str], ...]
 #: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names
 #: next to it.
 MOST_PLAN_BYTES = 7 << 17
-#: Lanes of the largest plan: the answer to a first poll names the digest of each, in one header.
-MOST_LANES = 20_000
+#: Bytes of the answer to a first poll, in one header, at most; the rest is for outcomes and names.
+_MOST_ANSWER_BYTES = 7 << 17
+#: What it says of a fragment and of a lane, whose digest it names.
+_FRAGMENT_BYTES, _LANE_BYTES = 160, 34
 _MOST_DIGEST = 256
 
 
@@ -91,14 +93,14 @@ def objection(
             cause=Cause.IDENTITY,
         )
     try:
-        if len(there.plan_json) > MOST_PLAN_BYTES:
+        if len(there.plan_json) > MOST_PLAN_BYTES:  # before it is read
             raise PlanMismatch(
                 f"its manifest has {len(there.plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
             )
-        fragments = Plan.from_json(there.plan_json).fragments
-        num_fragments, num_lanes = len(fragments), sum(len(each.lanes) for each in fragments)
-        if num_lanes > MOST_LANES:
-            raise PlanMismatch(f"it has {num_lanes} lanes; {MOST_LANES} are allowed")
+        plan = Plan.from_json(there.plan_json)
+        num_fragments = len(plan.fragments)
+        if problem := size_problem(plan):
+            raise PlanMismatch(problem)
         here_num = json.loads(here.identity_json).get("outer.num_fragments", num_fragments)
         if not here.plan_json and num_fragments != here_num:  # it would be the plan of all
             raise PlanMismatch(
@@ -115,6 +117,18 @@ def objection(
             cause=Cause.PLAN,
         )
     return _data_objection(here, there, island)
+
+
+def size_problem(plan: Plan) -> str:
+    """Say that the answer to a first poll would not hold what a plan has; empty: it does."""
+    num_fragments, num_lanes = len(plan.fragments), sum(len(f.lanes) for f in plan.fragments)
+    num_bytes = num_fragments * _FRAGMENT_BYTES + num_lanes * _LANE_BYTES
+    if num_bytes <= _MOST_ANSWER_BYTES:
+        return ""
+    return (
+        f"the plan has {num_fragments} fragments with {num_lanes} lanes in all: a poll would tell "
+        f"of them in {num_bytes} bytes, and {_MOST_ANSWER_BYTES} are allowed"
+    )
 
 
 def _data_objection(here: Shared, there: Shared, island: str) -> Joined | None:
