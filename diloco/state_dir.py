@@ -3,6 +3,7 @@
     coordinator.lock   held by the coordinator while it lives
     coordinator.json   address and pid of the newest coordinator; its port is bound again
     resolved.toml      the run's configuration, and `fingerprint`, that of its identity class
+    local.toml         the same as `diloco local` gives it to every process
     secret             signs grants, mode 0600
     journal.sqlite     what the coordinator must never forget
     timeline.json      which timeline the coordinator serves, and the checkpoint it began from
@@ -114,6 +115,11 @@ class StateDir:
     def resolved(self) -> Path:
         """The run's configuration, every value of it."""
         return self.root / "resolved.toml"
+
+    @property
+    def local(self) -> Path:
+        """The same, as `diloco local` gives it to every process; there before the journal is."""
+        return self.root / "local.toml"
 
     @property
     def fingerprint(self) -> Path:

@@ -193,10 +193,11 @@ def choose_checkpoint(
     announce: Callable[[str], None],
     *,
     start: str = START,
-) -> int:
+) -> int | None:
     """Choose what to resume: the newest complete checkpoint that is whole, or the one asked for.
 
-    One that was judged bad only where there is no other.
+    One that was judged bad only where there is no other. None before there is any, of a run that
+    has neither ended nor been stopped: it goes on where it was, with what is published.
 
     Args:
         config: The run, with the islands' `checkpoint.dir` on this machine.
@@ -208,14 +209,17 @@ def choose_checkpoint(
             behind it.
 
     Returns:
-        The inner step of the checkpoint.
+        The inner step of the checkpoint, or None.
 
     Raises:
-        ConfigError: If the run has finished and no step was asked for, if there is no such
-            checkpoint, or none is whole.
+        ConfigError: If the run has ended without a checkpoint, has finished and no step was asked
+            for, if there is no such checkpoint, or none is whole.
     """
     complete = membership.checkpoints
     _check_complete(state, membership, at_step, start)
+    if not complete:
+        announce("no checkpoint is complete yet: the run goes on from what it has published")
+        return None
     announce(_found_text(state, membership))
     plan = Plan.from_json(membership.plan_json)
     torn: dict[int, str] = {}
@@ -247,9 +251,7 @@ def choose_checkpoint(
         + (
             _go_back(others, start)
             or f". diloco repair {state.root} makes torn versions again from what is left: type "
-            f"it, then this again. If that does not help, diloco export {state.root} takes the "
-            f"newest published parameters, from which another run starts (run.warm_start, in an "
-            f"empty coordinator.state_dir)"
+            f"it, then this again. If that does not help: {take_published(state)}"
         )
     )
 
@@ -293,14 +295,13 @@ def _check_complete(
             f"{run} has finished, there is nothing to resume: take its parameters with diloco "
             f"export {state.root}{_go_back(complete, start)}"
         )
-    if not complete:
+    if not complete and (at_step is not None or membership.is_stopped or membership.fatal_reason):
         if membership.is_stopped or membership.fatal_reason:
-            way = "Start it again in an empty coordinator.state_dir"
+            way = f"It has ended. {take_published(state)}; or start it again there"
         else:
             way = (
-                f"It was neither stopped nor has failed, so it goes on where it was: diloco "
-                f"coordinator {state.resolved}, and each island (diloco island {state.resolved} "
-                f"--island NAME)"
+                f"It was neither stopped nor has failed, so it goes on where it was: {start} "
+                f"--resume"
             )
         raise ConfigError(
             f"{run} has no complete checkpoint to resume{_partial_text(state, membership)}. {way}. "
@@ -311,6 +312,14 @@ def _check_complete(
             f"--at {at_step}: {run} has no complete checkpoint of that inner step"
             f"{_go_back(complete, start)}"
         )
+
+
+def take_published(state: StateDir) -> str:
+    """Say how another run begins with what an ended one has published."""
+    return (
+        f"Take the newest published parameters with diloco export {state.root}, and start another "
+        f"run from them (run.warm_start, in an empty coordinator.state_dir)"
+    )
 
 
 def _missing_text(membership: Membership, step: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -156,12 +157,12 @@ def main() -> None:
         app()
     except SystemExit as end:
         if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
-            typer.echo("interrupted", err=True)
-            sys.stdout.flush()
-            os._exit(128 + signal.SIGINT)
+            _end_interrupted()
         if not isinstance(end.__context__, BrokenPipeError):  # which typer and rich end with 1
             raise
         sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:  # before typer looks for it
+        _end_interrupted()
     except (DilocoError, IsADirectoryError) as problem:
         _end_with(directory_in_place(problem) if isinstance(problem, OSError) else problem)
     except ModuleNotFoundError as error:
@@ -169,6 +170,13 @@ def main() -> None:
         if package not in EXTRA_OF:
             raise
         _end_with(missing(shlex.join(["diloco", *sys.argv[1:]]), package))
+
+
+def _end_interrupted() -> NoReturn:
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        typer.echo("interrupted", err=True)
+        sys.stdout.flush()
+    os._exit(128 + signal.SIGINT)
 
 
 def _end_with(error: DilocoError) -> NoReturn:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from diloco.bounded_text import MOST_NAMES
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, SYNCER, ReportedAlarms
+from diloco.errors import Fenced, QuorumLost, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.absences import away_texts
 from diloco.protocol.run.alarms import MOST_ALARMS
@@ -36,6 +37,8 @@ from diloco.refusals import Cause
 _SILENT_S = 15.0
 #: Seconds between looks for who is away, as long as nobody comes or goes.
 _AWAY_LOOK_S = 0.5
+#: What an island ends with that was told to.
+_TOLD_TO_END = {e.exit_code for e in (Fenced, QuorumLost, RunHalted, RunReturned)}
 #: When that was, of which members, and what was found.
 _NEVER_LOOKED: tuple[float, tuple[int, bool], list[str]] = (-math.inf, (-1, False), [])
 
@@ -102,12 +105,14 @@ class RunStatus:
 
     @property
     def failures(self) -> str:
-        """Which islands have failed, and what they said: a run may end by that, in other words."""
+        """Which islands have failed by themselves, and what they said: a run may end by that."""
         members, timeline = self._membership.members, self._membership.timeline
         failed = [
             (island, member.exit_code)
             for island, member in sorted(members.items())
-            if member.exit_code and member.timeline == timeline
+            if member.timeline == timeline
+            and 0 < (member.exit_code or 0) < 128  # by no signal
+            and member.exit_code not in _TOLD_TO_END
         ]
         return "".join(
             f". Island {island} had failed with exit code {code}"
@@ -238,14 +243,15 @@ class RunStatus:
     @property
     def silent_syncers(self) -> list[str]:
         """Say which syncers have said nothing for a while; of one that hangs, nothing else does."""
-        if self.state not in ("running", "stopping"):
+        if (state := self.state) in ("failed", "finished", "stopped"):
             return []
+        unheard = self._began if state in ("running", "stopping") else math.inf
         return [
             f"syncer {number} ({word.address or 'address not known'}) is not heard of: its process "
             f"hangs, or the way to it is gone. Rounds of its fragments wait for it; its log says "
             f"what it did last"
             for number, word in self._words
-            if loop_now() - max(word.at, self._began) > _SILENT_S
+            if loop_now() - (word.at if word.at > -math.inf else unheard) > _SILENT_S
         ]
 
     @property

@@ -99,8 +99,7 @@ class OuterLoop:
                 reaches=[Reach() for _ in parts.plan.fragments],
             )
         )
-        self._blocked_s = 0.0
-        self._waits_since: float | None = None
+        self._waited: tuple[float, float | None] = 0.0, None  # s so far, and since when
         self.is_leaving = False
         self.must_leave: Callable[[], bool] = lambda: False
         self.loss_of: Callable[[], float | None] = lambda: None
@@ -130,8 +129,8 @@ class OuterLoop:
     @property
     def blocked_s(self) -> float:
         """Seconds for which outcomes were waited for since the start, the wait of now included."""
-        since = self._waits_since
-        return self._blocked_s + (0.0 if since is None else self._parts.clock() - since)
+        before_s, since = self._waited  # at once: another thread reads it
+        return before_s + (0.0 if since is None else self._parts.clock() - since)
 
     @property
     def num_in_flight(self) -> int:
@@ -482,20 +481,23 @@ class OuterLoop:
         """Wait until the island agrees on the outcome of what is outstanding, and apply it."""
         sent = ledger.outstanding
         assert sent is not None
-        began = self._waits_since = self._parts.clock()
-        with record_function("diloco/wait"):
-            while True:
-                if agreed is not None:
-                    vote = agreed.votes[ledger.fragment_id]
-                    has_expired = vote.verdict is not None and vote.verdict.has_expired
-                    if has_expired or _is_staged(vote, sent):
-                        break
-                yield self.exchange.wait_for_end(ledger.fragment_id, LOOK_S)
-                agreed = self._agree()
-                self._raise_failure(agreed)
-                self.check.take_vote(agreed)
-        blocked_s = self._parts.clock() - began
-        self._blocked_s, self._waits_since = self._blocked_s + blocked_s, None
+        before_s, began = self._waited[0], self._parts.clock()
+        self._waited = before_s, began
+        try:
+            with record_function("diloco/wait"):
+                while True:
+                    if agreed is not None:
+                        vote = agreed.votes[ledger.fragment_id]
+                        has_expired = vote.verdict is not None and vote.verdict.has_expired
+                        if has_expired or _is_staged(vote, sent):
+                            break
+                    yield self.exchange.wait_for_end(ledger.fragment_id, LOOK_S)
+                    agreed = self._agree()
+                    self._raise_failure(agreed)
+                    self.check.take_vote(agreed)
+        finally:
+            blocked_s = self._parts.clock() - began
+            self._waited = before_s + blocked_s, None
         self._parts.on_event(PhaseDone("wait", ledger.fragment_id, sent.key.version, -1, blocked_s))
         assert vote.verdict is not None
         self._apply(ledger, vote, vote.verdict, blocked_s)

@@ -37,6 +37,7 @@ from diloco.checkpoint.run_checkpoints import (
     commands_of_islands,
     open_journal,
     read_membership,
+    take_published,
 )
 from diloco.config.classes import fingerprint, identity_difference, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
@@ -109,7 +110,8 @@ async def run_coordinator(
             the same run.
         announce: Called with, in words for people, what was found, where the coordinator listens
             and how it ended.
-        resume: Whether to begin a new timeline from a run checkpoint.
+        resume: Whether to begin a new timeline from a run checkpoint; where none is complete yet,
+            to go on without a stop that was asked for.
         resume_stopped: Whether to do so only where a graceful stop is complete, and else to go on.
         at_step: Inner step of that checkpoint; None takes the newest that is whole.
         linger_s: Seconds for which a failed run is still answered, so that its islands learn why;
@@ -415,7 +417,7 @@ class _Run:
         if membership.fatal_reason:
             announce(f"the run {membership.run!r} failed: {membership.fatal_reason}")
             if read_membership(config, self.journal).fatal_reason:
-                announce(_next_text(config, membership))
+                announce(_next_text(config, self.state, membership))
             else:  # of this coordinator alone; it has said itself that the run goes on
                 announce(f"the islands: {commands_of_islands(config)}")
             return membership.fatal_exit_code
@@ -595,13 +597,13 @@ def _stopped_text(config: Config, state: StateDir, membership: Membership) -> st
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
         f"{', '.join(map(str, pins))} of "
         f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
-        + _next_text(config, membership)
+        + _next_text(config, state, membership)
     )
 
 
-def _next_text(config: Config, membership: Membership) -> str:
+def _next_text(config: Config, state: StateDir, membership: Membership) -> str:
     if not membership.checkpoints:
-        return "no checkpoint is complete: start the run again in an empty coordinator.state_dir"
+        return f"no checkpoint is complete. {take_published(state)}"
     return (
         f"resume it from {membership.checkpoint_name(membership.to_resume)}: {RESUME}; then "
         f"every island: "

@@ -31,6 +31,7 @@ from diloco.checkpoint.run_checkpoints import (
     check_run,
     check_same_run,
     choose_checkpoint,
+    membership_of,
     open_journal,
     read_membership,
 )
@@ -67,11 +68,14 @@ class LocalRun:
     Args:
         config: The run.
         request: What signals have asked for: one kindly, then by force.
-        resume_step: Inner step of the run checkpoint to go on from; None: a new run, or one whose
-            coordinator goes on where it was.
+        resume_step: Inner step of the run checkpoint to go on from; None: a new run, or one that
+            goes on where it was.
         emulated: The network that this process is in, if it is not the machine's own.
         environment: Variables of all its processes, beyond this one's.
         look_s: Seconds between two looks at the processes.
+
+    Attributes:
+        ended: Exit codes of the islands that have ended for good, in that order.
     """
 
     config: Config
@@ -82,6 +86,7 @@ class LocalRun:
     look_s: float = _LOOK_S
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
     coordinator_restarts: int = 0
     _budget: RestartBudget = field(default_factory=lambda: RestartBudget(*_COORDINATOR_RESTARTS))
     _began: float = 0.0
@@ -94,11 +99,6 @@ class LocalRun:
     def state(self) -> StateDir:
         """Where coordinator and syncer keep what is durable."""
         return StateDir(Path(self.config.coordinator.state_dir))
-
-    @property
-    def _run_file(self) -> Path:
-        """The run as every process reads it, overrides included."""
-        return self.state.root / "local.toml"
 
     @property
     def address(self) -> str:
@@ -128,13 +128,14 @@ class LocalRun:
                 time; names the log. A resumed run's reads every byte of its checkpoint before.
             Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
-        is_new = self.resume_step is None and not self.state.journal.exists()
+        is_new = not self.state.journal.exists()
         self.state.create(self.config.coordinator.num_syncers)
-        self._run_file.write_text(resolved_toml(self.config))
+        self.state.local.write_text(resolved_toml(self.config))
         make_directory(self.config.telemetry_dir, "telemetry.dir")
         # What is resumed is durable before the coordinator binds its address: once is enough.
-        resume = [] if self.resume_step is None else ["--resume", "--at", str(self.resume_step)]
-        self._start_coordinator(*resume)
+        resume = [] if is_new else ["--resume"]
+        at = [] if self.resume_step is None else ["--at", str(self.resume_step)]
+        self._start_coordinator(*resume, *at)
         deadline = time.monotonic() + (_START_S if is_new else math.inf)
         while not self._is_bound:
             assert self.coordinator is not None
@@ -157,24 +158,24 @@ class LocalRun:
             CoordinatorUnavailable: If the coordinator ended for good and the islands did not.
             Interrupted: If a second signal asked for the end.
         """
-        codes: dict[str, int] = {}
-        first_failure = 0
-        while len(codes) < len(self.islands):
+        while len(self.ended) < len(self.islands):
             for island, process in self.islands.items():
                 code = process.poll()
-                if code is None or island in codes or island in self._away:
+                if code is None or island in self.ended or island in self._away:
                     continue
-                codes[island] = code
-                first_failure = first_failure or code
+                self.ended[island] = code
+                if code != 0:
+                    log = self._log(f"island-{island}")
+                    logger.warning("island %s has ended with exit code %d: %s", island, code, log)
                 if code in _HOPELESS:
                     return code
-            if self._has_stopped() or (self._asked_pid and first_failure):
+            if self._has_stopped() or (self._asked_pid and any(self.ended.values())):
                 break
             self._pass_on()
             self.request.check()
             on_look()
             time.sleep(self.look_s)
-        return first_failure
+        return next(filter(None, self.ended.values()), 0)
 
     def take_down(self, name: str, number: int) -> None:
         """Send a signal that ends the coordinator or an island, whose end then is nobody's failure.
@@ -199,9 +200,12 @@ class LocalRun:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run ended because it was asked to; call it after `wait_for_coordinator`."""
+        """Whether it was asked to, by a signal or `diloco stop`; after `wait_for_coordinator`."""
         assert self.coordinator is not None
-        return self.request.number != 0 and self.coordinator.returncode != 0
+        if self.request.number:
+            return self.coordinator.returncode != 0
+        membership = membership_of(self.config)
+        return membership is not None and membership.is_stopped
 
     def wait_for_coordinator(self) -> None:
         """Give the coordinator time to note the end and to stop its syncer."""
@@ -284,13 +288,13 @@ class LocalRun:
         return error
 
     def _start_coordinator(self, *options: str) -> None:
-        arguments = ["coordinator", str(self._run_file), *options]
+        arguments = ["coordinator", str(self.state.local), *options]
         self.coordinator = self._spawn(arguments, COORDINATOR)
         self._began = self._seen_alive = time.monotonic()
         self._restart_at = 0.0
 
     def _start_island(self, island: str) -> None:
-        arguments = ["island", str(self._run_file), "--island", island]
+        arguments = ["island", str(self.state.local), "--island", island]
         arguments += ["--coordinator", self.address]
         arguments += ["--output", str(self.config.telemetry_dir)]
         prefix = self.emulated.prefix(island) if self.emulated else []
@@ -346,7 +350,8 @@ def check_place(state_dir: Path, *, fresh: bool) -> None:
             f"a run is under way in {state_dir} (coordinator: process {pid}). Watch it "
             f"({_status_of(state)}), stop it, or give another coordinator.state_dir"
         )
-    has_begun = not state.resolved.exists() or any(state.root.rglob("fragment-*/*.record"))
+    is_of_a_start = state.resolved.exists() or state.local.exists()
+    has_begun = not is_of_a_start or any(state.root.rglob("fragment-*/*.record"))
     if has_begun and not fresh:
         raise ConfigError(
             f"{state_dir} already holds a run. Go on with it with --resume (from its newest "
@@ -407,8 +412,7 @@ def find_resume_step(
 ) -> int | None:
     """Find the newest run checkpoint that is whole, or insist on the one of inner step `at`.
 
-    None before there is any, of a run that has neither ended nor been stopped: its coordinator goes
-    on where it was, and the islands with what is published.
+    As `choose_checkpoint` does; None where the run goes on without one.
 
     Args:
         config: The run.
@@ -436,12 +440,4 @@ def find_resume_step(
     with open_journal(state.journal) as journal:
         check_journal(state, journal)
         membership = read_membership(config, journal)
-        is_over = membership.is_finished or membership.is_stopped or membership.fatal_reason
-        if at is None and not (is_over or membership.checkpoints):
-            announce("no checkpoint is complete yet: the run goes on from what it has published")
-            if membership.promises is not None:  # those who were asked have ended
-                journal.write(membership.stop_without(()))
-            elif membership.is_stopping:
-                announce("a stop was asked for: it comes first, with a checkpoint to --resume from")
-            return None
     return choose_checkpoint(config, state, membership, at, announce, start=start)

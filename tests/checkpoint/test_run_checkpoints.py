@@ -58,7 +58,7 @@ class Stored:
         membership.checkpoints = tuple(complete)
         return membership
 
-    def choose(self, complete: Sequence[int], at_step: int | None = None) -> int:
+    def choose(self, complete: Sequence[int], at_step: int | None = None) -> int | None:
         membership = self.membership(complete)
         return choose_checkpoint(self.config, self.state, membership, at_step, self.told.append)
 
@@ -133,7 +133,7 @@ def test_checkpoints_that_not_every_island_keeps_are_named_and_not_taken(stored:
 @pytest.mark.parametrize(
     ("complete", "torn", "at_step", "words"),
     [
-        ([], [], None, ["no complete checkpoint", "not complete on every island: 10, 20, 30"]),
+        ([], [], 10, ["no complete checkpoint", "not complete on every island: 10, 20, 30"]),
         ([10, 20], [], 30, ["--at 30", "--resume --at 10 or", "--resume --at 20"]),
         ([10, 20], [20], 20, ["step 20 is torn", "fragment-0001", "--resume --at 10"]),
         ([20], [20], None, ["step 20 is torn", "diloco repair", "empty coordinator.state_dir"]),
@@ -150,6 +150,20 @@ def test_what_cannot_be_resumed_is_refused_with_the_next_command(
         stored.choose(complete, at_step)
 
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_run_without_a_checkpoint_goes_on_or_says_what_begins_with_what_it_published(
+    stored: Stored,
+) -> None:
+    assert stored.choose([]) is None
+    assert stored.told == [
+        "no checkpoint is complete yet: the run goes on from what it has published"
+    ]
+
+    failed = stored.membership([])
+    failed.apply([("fatal", json.dumps(["quorum lost", 50]))])
+    with pytest.raises(ConfigError, match=f"diloco export {stored.state.root}, .*run.warm_start"):
+        choose_checkpoint(stored.config, stored.state, failed, None, print)
 
 
 def test_parts_of_islands_on_this_machine_are_looked_at_too(stored: Stored) -> None:
@@ -241,7 +255,7 @@ def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_the_command_that_was_typed_is_the_one_to_type_next(stored: Stored) -> None:
     for complete, at_step, words in [
-        ([], None, "nor has failed, so it goes on where it was: diloco coordinator"),
+        ([], 10, "nor has failed, so it goes on where it was: diloco local my.toml --resume"),
         ([10], 20, "to go back: diloco local my.toml --resume --at 10"),
     ]:
         membership = stored.membership(complete)

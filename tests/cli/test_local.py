@@ -184,9 +184,13 @@ def test_an_earlier_run_is_moved_to_the_first_free_name(tmp_path: Path) -> None:
 def test_a_start_that_never_trained_makes_room_by_itself(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.create()
-    state.resolved.write_text("")
+    state.local.write_text("")  # interrupted before the coordinator had a journal
     check_place(state.root, fresh=False)
     assert make_room(state.root) == tmp_path / "state.1"
+    state.create()
+    state.resolved.write_text("")
+    check_place(state.root, fresh=False)
+    assert make_room(state.root) == tmp_path / "state.2"
 
     record = state.store / "fragment-0000" / "v000000000000.record"
     record.parent.mkdir(parents=True)
@@ -321,11 +325,13 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
     run_file = write_run(tmp_path, {"east": "", "west": ""})
     finished = SimpleNamespace(is_finished=True, is_stopped=False, checkpoints=(4,))
 
-    def run(_: object, __: object, request: StopRequest, *___: object) -> tuple[int, bool]:
+    def run(
+        _: object, __: object, request: StopRequest, *___: object
+    ) -> tuple[dict[str, int], int, bool]:
         request.note(signal.SIGINT)
         if is_forced:
             raise Interrupted(signal.SIGINT)
-        return 0, False
+        return {}, 0, False
 
     monkeypatch.setattr("diloco.checkpoint.run_checkpoints.membership_of", lambda _: finished)
     monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
@@ -337,6 +343,43 @@ def test_a_signal_at_the_very_end_does_not_claim_a_stop(
     assert result.exit_code == (128 + signal.SIGINT if is_forced else 0)
     assert "The run finished before the step at which it would have stopped." in result.output
     assert "--resume" not in result.output
+
+
+def test_a_stop_that_an_operator_asked_for_is_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""})
+    stopped = SimpleNamespace(is_finished=False, is_stopped=True, stop_name="after inner step 12")
+    monkeypatch.setattr("diloco.checkpoint.run_checkpoints.membership_of", lambda _: stopped)
+    monkeypatch.setattr(local_command, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(local_command, "_run", lambda *_: ({"east": 0, "west": 0}, 0, True))
+
+    result = CliRunner().invoke(app, ["local", str(run_file)])
+
+    assert result.exit_code == 0
+    assert "stopped after inner step 12 of" in result.output
+    assert f"diloco local {run_file} --resume" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("reason", "way"),
+    [("quorum lost", "diloco export"), ("", "go on where it was: TYPED --resume")],
+    ids=["run-failed", "islands-ended"],
+)
+def test_a_failure_names_the_island_that_ended_first_and_the_way_on(
+    tmp_path: Path, reason: str, way: str
+) -> None:
+    config = load_config(write_run(tmp_path, {"east": "", "west": ""}))
+    state = StateDir(Path(config.coordinator.state_dir))
+    state.create()
+    with open_journal(state.journal) as journal:
+        journal.write((("fatal", json.dumps([reason, 50])),))
+
+    text = local_command._failure_text(config, "TYPED", {"west": 40, "east": 50})
+
+    assert "Island west failed first, with exit code 40." in text
+    assert text.index("island-west.log") < text.index("island-east.log")
+    assert reason in text and way in text
 
 
 @pytest.mark.slow

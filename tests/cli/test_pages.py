@@ -103,14 +103,15 @@ def test_a_reader_that_has_enough_is_no_defect() -> None:
     assert (plan.returncode, said) == (128 + signal.SIGPIPE, b"")
 
 
-def test_ctrl_c_ends_a_command_at_once_though_a_thread_of_it_is_at_work() -> None:
+@pytest.mark.parametrize("is_begun", [True, False], ids=["at-work", "before-it-begins"])
+def test_ctrl_c_ends_a_command_at_once_though_a_thread_of_it_is_at_work(is_begun: bool) -> None:
     hangs = (
         "import sys, threading, time\n"
         "from diloco.cli import main\n"
-        "@main.app.command()\n"
         "def hang():\n"
         "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "    raise KeyboardInterrupt\n"
+        f"{'main.app.command()(hang)' if is_begun else 'main.app = hang'}\n"
         "sys.argv = ['diloco', 'hang']\n"
         "main.main()\n"
     )

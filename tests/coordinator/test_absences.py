@@ -93,6 +93,21 @@ def test_a_syncer_that_hangs_is_in_the_status_until_it_speaks_again(tmp_path: Pa
     tell(tmp_path, story, config=config_of(tmp_path))
 
 
+def test_a_syncer_that_has_spoken_and_hangs_is_told_while_islands_are_waited_for(
+    tmp_path: Path,
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        await asyncio.sleep(20.0)
+        assert list(coord.coordinator.status().away) == [], "it may still be starting"
+        await coord.told_to_syncer()
+        assert list(coord.coordinator.status().away) == []
+        await asyncio.sleep(20.0)
+        (text,) = coord.coordinator.status().away
+        assert coord.state() == "waiting for islands" and "is not heard of" in text
+
+    tell(tmp_path, story, config=config_of(tmp_path))
+
+
 def test_of_hundreds_that_are_away_a_few_are_named_and_reports_do_not_look_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -459,12 +459,13 @@ def test_what_cannot_be_resumed_is_refused_and_touches_nothing(site: Site) -> No
     process.wait()
     syncer_pid = holder(site.state.store_lock)
 
-    without = site.coordinate(resume=True)
+    without = site.coordinate(resume=True, at_step=4)
     output, _ = said_by(without, 30)
     assert without.returncode == 2
     assert "no complete checkpoint to resume" in output
     assert holder(site.state.store_lock) == syncer_pid
-    _, again = site.coordinate_until_up()
+    _, again = site.coordinate_until_up(resume=True)
+    assert holder(site.state.store_lock) == syncer_pid, "it goes on where it was"
     assert not report(again, east).stop
 
 

@@ -390,6 +390,7 @@ def test_why_islands_failed_is_in_the_reason_for_which_the_run_ends(play: Play) 
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = await joined(coord)
         await coord.leave(west, exit_code=20, reason="the loss is not finite")
+        await coord.leave(east, exit_code=50, reason="told to end")
         await coord.round_report(fatal_reason="quorum lost", fatal_exit_code=50)
 
         assert (await coord.report(east)).reason == (

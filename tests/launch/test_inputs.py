@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.checkpoint.checkpoints import FORMAT, MANIFEST, step_directory
+from diloco.checkpoint.checkpoints import FORMAT, MANIFEST, rank_file, step_directory
 from diloco.config.load import load_config
 from diloco.data.open import open_data
 from diloco.errors import ConfigError
@@ -103,7 +103,9 @@ def test_a_resume_needs_the_text_of_its_checkpoint_and_no_warm_start(
     config = load_config(tmp_path / "run.toml", overrides)
     path = step_directory(config.checkpoint_dir, "west", 8)
     path.mkdir(parents=True)
-    manifest = {"format": FORMAT, "files": {}, "parts": "", "data": open_data(config).content()}
+    files = {name: {"bytes": 0, "blake3": ""} for name in ("plan.json", rank_file(0, 1))}
+    manifest = {"format": FORMAT, "files": files, "parts": "parts-0001"}
+    manifest["data"] = open_data(config).content()
     (path / MANIFEST).write_text(json.dumps(manifest))
     gone = [*overrides, "run.warm_start=./gone"]
 

@@ -216,9 +216,23 @@ def test_a_coordinator_that_verifies_what_it_resumes_is_given_its_time(
         late.start()
 
     run = make(f"sleep 0.6; {STOPS}", resume_step=5)
+    run.state.journal.touch()
     run.start()
 
     assert sorted(run.islands) == ["east", "west"]
+
+
+def test_which_island_ended_first_and_how_is_told_at_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make(STOPS, island="sleep 0.4; exit 50")
+    run.start()
+    run.islands["west"].kill()
+
+    assert run.wait(lambda: None) == -signal.SIGKILL
+
+    assert list(run.ended.items()) == [("west", -signal.SIGKILL), ("east", 50)]
+    assert "island west has ended with exit code -9: " in caplog.text
 
 
 def test_a_coordinator_that_ends_instead_of_resuming_is_not_awaited(make: Make) -> None:

@@ -105,6 +105,30 @@ def test_a_stop_is_a_cut_after_which_everybody_leaves(tmp_path: Path, elastic: C
     tell(tmp_path, story, config=elastic)
 
 
+def test_who_resumes_before_there_is_a_checkpoint_goes_on_with_the_last_cut_as_any_other(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
+        await stop(coord)
+        await coord.report(grants[0], cut=part_of(1, 3, 5))
+        await coord.leave(grants[0], is_stopped=True)
+
+        coord.journal.write(coord.membership.resumed(None))
+        await coord.restart()
+
+        assert not coord.membership.is_stopping
+        assert (await coord.join("east", "b")).status == control.JOIN_STATUS_ACCEPTED
+        told = await coord.report(grants[1])
+        assert (told.cut, told.is_last_cut) == (1, False)
+        await coord.report(grants[1], cut=part_of(1, 4, 2))
+        await told_to_syncer(coord, pinned_cut=1)
+        assert coord.membership.checkpoints == (1,)
+        assert coord.state() == "running"
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_who_lapses_leaves_the_cut_and_takes_what_is_published_on_a_resume(
     tmp_path: Path, elastic: Config
 ) -> None:

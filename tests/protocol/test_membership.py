@@ -534,6 +534,16 @@ def test_a_stop_without_islands_is_taken_back_or_done() -> None:
     assert membership.is_stopped
 
 
+def test_who_resumes_before_there_is_a_checkpoint_takes_a_stop_back() -> None:
+    membership = deciding(24, 24)
+    timeline = membership.timeline
+
+    do(membership, membership.resumed(None))
+
+    assert not membership.is_stopping
+    assert membership.timeline == timeline
+
+
 def test_a_stop_at_the_last_step_is_a_finish() -> None:
     membership, _ = complete()
     do(membership, membership.request_stop())

@@ -40,7 +40,8 @@ def coordinator(
     run_file: RunFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, flag("Take the run back to its newest complete checkpoint.", "--resume")
+        bool,
+        flag("Take the run back to its newest complete checkpoint, if there is one.", "--resume"),
     ] = False,
     resume_stopped: Annotated[
         bool,

@@ -77,23 +77,23 @@ def local(
     step = _prepare(config, console, command, fresh=fresh, resume=resume, at=at)
     with note_signals(num_graceful=1) as request:
         try:
-            code, is_stopped = _run(config, console, request, step, emulated)
+            ended, code, is_stopped = _run(config, console, request, step, emulated)
         except Interrupted:
-            code, is_stopped = 0, True
+            ended, code, is_stopped = {}, 0, True
     if is_stopped:
         notes().print(_stopped_text(config, command))
-        raise typer.Exit(128 + request.number)
+        raise typer.Exit(request.exit_code)
     if code != 0:
-        notes().print(_failure_text(config, command), style="red")
-        raise typer.Exit(code)
+        notes().print(_failure_text(config, command, ended), style="red")
+        raise typer.Exit(code if code > 0 else 128 - code)  # as shells have it
     if request.number:
         console.print(_FINISHED_BEFORE)
     extra = {} if emulated is None else {"emulation": emulated.description}
     try:
         show_report(config, console, extra, as_json=as_json)
     except KeyboardInterrupt:
-        root = shlex.quote(config.coordinator.state_dir)
-        notes().print(f"the run is complete, its summary was not shown: diloco report {root}")
+        resolved = shlex.quote(str(Path(config.coordinator.state_dir) / "resolved.toml"))
+        notes().print(f"the run is complete, its summary was not shown: diloco report {resolved}")
         raise
 
 
@@ -152,8 +152,12 @@ def _run(
     request: StopRequest,
     resume_step: int | None,
     emulated: Emulated | None,
-) -> tuple[int, bool]:
-    """Run every process to its end; returns the first failure or 0, and whether it was stopped."""
+) -> tuple[dict[str, int], int, bool]:
+    """Run every process to its end.
+
+    Returns:
+        How islands ended, in that order, the first failure or 0, and whether it was stopped.
+    """
     from diloco.launch.local import LocalRun
 
     with LocalRun(config, request, resume_step, emulated) as run:
@@ -168,7 +172,7 @@ def _run(
         if code == 0:
             with waiting(console, "waiting for coordinator and syncer to end"):
                 run.wait_for_coordinator()
-        return code, code == 0 and run.is_stopped
+        return run.ended, code, code == 0 and run.is_stopped
 
 
 def _watch(run: LocalRun, console: Console) -> int:
@@ -221,20 +225,30 @@ def _watch(run: LocalRun, console: Console) -> int:
         io.stop()
 
 
-def _failure_text(config: Config, command: str) -> str:
-    from diloco.checkpoint.run_checkpoints import membership_of
+def _failure_text(config: Config, command: str, ended: dict[str, int]) -> str:
+    from diloco.checkpoint.run_checkpoints import membership_of, take_published
     from diloco.launch.process.logs import tail
+    from diloco.state_dir import StateDir
 
+    state_dir = Path(config.coordinator.state_dir)
     membership = membership_of(config)
     known = "" if membership is None else membership.fatal_reason
-    lines = [f"The run failed{known and f': {known}'}. What the islands said last:"]
-    for island in sorted(config.islands):
-        log = Path(config.coordinator.state_dir) / f"island-{island}.log"
+    first = next(name for name, code in ended.items() if code)
+    lines = [
+        f"The run failed{known and f': {known}'}. Island {first} failed first, with exit code "
+        f"{ended[first]}. What the islands said last:"
+    ]
+    for island in sorted(config.islands, key=lambda name: (name != first, name)):
+        log = state_dir / f"island-{island}.log"
         said = tail(log, _SHOWN_LINES).splitlines()
         lines += [f"  {island} ({log}):", *(f"    {line}" for line in said)]
     if membership is not None and membership.checkpoints:
         name = membership.checkpoint_name(membership.to_resume)
         lines.append(f"Once the cause is removed, go on from {name}: {command} --resume")
+    elif known:
+        lines.append(f"There is no checkpoint. {take_published(StateDir(state_dir))}")
+    elif membership is not None:
+        lines.append(f"Once the cause is removed, go on where it was: {command} --resume")
     return "\n".join(lines)
 
 
@@ -246,13 +260,6 @@ def _stopped_text(config: Config, command: str) -> str:
     if membership is not None and membership.is_finished:
         root = config.coordinator.state_dir
         return f"{_FINISHED_BEFORE} Take its parameters: diloco export {shlex.quote(root)}"
-    if membership is not None and membership.is_stopped and config.outer.is_on_arrival:
-        root = config.coordinator.state_dir
-        return (
-            f"stopped: every island has left, without a checkpoint, as outer.merge = "
-            f'"on_arrival" has none yet, so the run ends here. What it published: diloco export '
-            f"{shlex.quote(root)}"
-        )
     if membership is not None and membership.is_stopped:
         of = "" if config.outer.is_on_arrival else f" of {config.run.inner_steps}"
         return (
@@ -264,6 +271,8 @@ def _stopped_text(config: Config, command: str) -> str:
             f"stopped: every process has ended, without a checkpoint of this moment. Go on from "
             f"{membership.checkpoint_name(membership.to_resume)}: {command} --resume"
         )
+    if membership is None:
+        return f"stopped: every process has ended, before the run began. Start it again: {command}"
     return (
         f"stopped: every process has ended; there is no checkpoint yet. Go on where it was: "
         f"{command} --resume"

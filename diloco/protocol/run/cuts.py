@@ -236,9 +236,10 @@ class Cuts:
         return cut.number, cut.is_last
 
     def taken_back(self, timeline: int) -> Entries:
-        """Let the run go on after a last cut that was aborted."""
+        """Let the run go on after a last cut, or with one that is under way as an ordinary one."""
         cut = self.newest(timeline)
-        assert cut is not None and cut.is_void
+        if cut is None or not cut.is_last or cut.is_complete:
+            return ()
         return cut_entry(replace(cut, is_last=False))
 
     def last(self, timeline: int) -> Cut | None:

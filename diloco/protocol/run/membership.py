@@ -677,11 +677,14 @@ class Membership:
             *self.claims.restored(cut.told, [part.text for part in cut.parts.values()]),
         )
 
-    def resumed(self, step: int, *, is_return: bool = False) -> Entries:
+    def resumed(self, step: int | None, *, is_return: bool = False) -> Entries:
         """Begin a new timeline from a complete checkpoint: all must join again.
 
-        `is_return`: the run does so by itself.
+        None, where there is none: go on in this one, without the stop that was asked for, whose
+        islands have ended. `is_return`: the run does so by itself.
         """
+        if step is None:
+            return (("stop", "null"), *self.cuts.taken_back(self.timeline))
         beginning = {"timeline": self.timeline + 1, "resume_step": step}
         kept = [checkpoint for checkpoint in self.checkpoints if checkpoint <= step]
         return (
