@@ -201,7 +201,7 @@ def test_the_environments_proxy_is_asked_for_a_syncer_beyond_this_machine(
             ["10.255.255.1:4711"], island_rank=0, carriers=[0]
         )
         for way in ways:
-            with pytest.raises(ConnectError):
+            with pytest.raises(ConnectError, match=rf"the proxy 127.0.0.1:{port} \(grpc_proxy\)"):
                 await way.call("fragment.poll", b"", deadline_s=30.0)
             await way.close()
         proxy.close()

@@ -123,8 +123,8 @@ class GrpcTransport:
         self._proxy = proxy
         self._pacer = pacer or Pacer()
         self._turns = LineTurns(chunk_bytes)
-        proxied = proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
-        self._places = {split_address(at) for at in (*self._candidates, proxied) if at}
+        self._proxied = proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
+        self._places = {split_address(at) for at in (*self._candidates, self._proxied) if at}
         bytes_moved = BytesMoved()
         self._movement = (
             Movement(has_moved=lambda: bytes_moved.have(self._places))
@@ -373,6 +373,8 @@ class GrpcTransport:
             hint = _tls_hint(str(error.details()), self._tls.days_left)
         elif kind is ConnectError and _NOBODY_LISTENS not in str(error.details()):
             hint = "; if the peer asks for certificates, give them: --certs, or transport.certs"
+        if kind is ConnectError and self._proxy:
+            hint += f"; it was asked for through the proxy {self._proxied} (grpc_proxy)"
         return self._error(kind, f"{error.details()} ({code.name}){hint}", method)
 
     def _check_open(self, method: str) -> None:
