@@ -58,7 +58,7 @@ _STEP = re.compile(r"(?:step|cut)-(\d{12,})")
 _ABANDONED = re.compile(r"abandoned-before-timeline-\d+-after-(\d{12,})")
 _PIECE_BYTES = 1 << 24
 #: Of 100,000 ranks a manifest has 15 MiB.
-_MOST_MANIFEST_BYTES = 1 << 26
+MOST_MANIFEST_BYTES = 1 << 26
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -115,12 +115,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _manifest_text(path: Path) -> bytes:
-    """Read what may be anything: a pipe has no end, nor has a device."""
-    if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= _MOST_MANIFEST_BYTES:
+    if (size := _size(path)) <= MOST_MANIFEST_BYTES:
         return path.read_bytes()
-    raise ConfigError(
-        f"{path} is damaged: it is no regular file of at most {_MOST_MANIFEST_BYTES} bytes"
-    )
+    raise ConfigError(f"{path} is damaged: it has {size} bytes; {MOST_MANIFEST_BYTES} are allowed")
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of what may be anything: a pipe has no end, nor has a device."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} is damaged: it is no regular file")
+    return found.st_size
 
 
 def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
@@ -139,6 +144,10 @@ def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
             str(name): {"bytes": int(expected["bytes"]), "blake3": str(expected["blake3"])}
             for name, expected in dict(manifest["files"]).items()
         }
+        numbers = [manifest["inner_step"], *manifest.get("versions", ())]
+        numbers += [manifest.get(name, 0) for name in ("cut", "timeline", "optimizer_step")]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"not all of its steps and versions are whole numbers: {numbers}")
         parts = str(manifest["parts"])
         for name in (parts, *files):
             if not _PLAIN.fullmatch(name):
@@ -211,7 +220,7 @@ def verify(
 
 def _verify_size(path: Path, expected_bytes: int) -> None:
     try:
-        size = path.stat().st_size
+        size = _size(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     if size != expected_bytes:

@@ -226,7 +226,7 @@ def _parts(config: Config, step: int) -> dict[str, CutPart]:
             try:
                 manifest = read_manifest(found_directory(config.checkpoint_dir, island, step))
                 versions, inner_step = tuple(manifest["versions"]), int(manifest["inner_step"])
-            except (ConfigError, KeyError, ValueError):
+            except (ConfigError, KeyError):
                 continue
             parts[island] = CutPart(inner_step, versions, manifest.get("text", {}))
     return parts

@@ -24,6 +24,7 @@ from typing import Any
 
 from diloco.checkpoint.checkpoints import (
     MANIFEST,
+    MOST_MANIFEST_BYTES,
     found_directory,
     parse_manifest,
     read_manifest,
@@ -97,6 +98,22 @@ class Mirror:
         with_manifest = (n for n, path in self._directories() if self._has(f"{path}/{MANIFEST}"))
         return sorted(with_manifest)
 
+    def check(self, step: int) -> None:
+        """Refuse a checkpoint that is not here, or whose manifest is damaged; no more is read.
+
+        Raises:
+            ConfigError: Saying so.
+            Exception: What the file system raises.
+        """
+        if (there := dict(self._directories()).get(step)) is None:
+            raise ConfigError("it is not there")
+        parse_manifest(self._manifest_text(there), f"{there}/{MANIFEST}")
+
+    def _manifest_text(self, there: str) -> bytes:
+        """Read the manifest of a directory; nothing where it is larger than one can be."""
+        path = f"{there}/{MANIFEST}"
+        return self._fs.cat_file(path) if self._fs.size(path) <= MOST_MANIFEST_BYTES else b""
+
     def put(self, path: Path) -> int:
         """Copy a whole checkpoint, its manifest last, in place of what has its name.
 
@@ -112,7 +129,7 @@ class Mirror:
         """
         manifest = read_manifest(path)
         text, there = (path / MANIFEST).read_bytes(), f"{self._root}/{path.name}"
-        if self._has(f"{there}/{MANIFEST}") and self._fs.cat_file(f"{there}/{MANIFEST}") == text:
+        if self._has(f"{there}/{MANIFEST}") and self._manifest_text(there) == text:
             return 0
         self._remove(there)
         parts = f"{there}/{manifest['parts']}"
@@ -137,7 +154,7 @@ class Mirror:
         """
         try:
             there = dict(self._directories())[step]
-            text = self._fs.cat_file(f"{there}/{MANIFEST}")
+            text = self._manifest_text(there)
             manifest = parse_manifest(text, f"{there}/{MANIFEST}")
             path = directory / island / there.rsplit("/", 1)[1]
             unlink(path / MANIFEST)
@@ -169,8 +186,8 @@ class Mirror:
         for later, path in self._directories():
             if later <= step:
                 continue
-            manifest = f"{path}/{MANIFEST}"
-            if not self._has(manifest) or timeline_of(self._fs.cat_file(manifest)) < timeline:
+            has_manifest = self._has(f"{path}/{MANIFEST}")
+            if not has_manifest or timeline_of(self._manifest_text(path)) < timeline:
                 self._remove(path)
 
     def _directories(self) -> list[tuple[int, str]]:

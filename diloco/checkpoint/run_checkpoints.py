@@ -11,6 +11,7 @@ Source: PROTOCOL.md, "Resume".
 from __future__ import annotations
 
 import logging
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -218,7 +219,13 @@ def choose_checkpoint(
     complete = membership.checkpoints
     _check_complete(state, membership, at_step, start)
     if not complete:
-        announce("no checkpoint is complete yet: the run goes on from what it has published")
+        last = membership.cuts.last(membership.timeline)
+        announce(
+            "every island has written its part of the stop's checkpoint: it is completed first, "
+            "and the run stops; then resume it"
+            if last is not None and last.is_taken
+            else "no checkpoint is complete yet: the run goes on from what it has published"
+        )
         return None
     announce(_found_text(state, membership))
     plan = Plan.from_json(membership.plan_json)
@@ -290,7 +297,7 @@ def _check_complete(
     state: StateDir, membership: Membership, at_step: int | None, start: str
 ) -> None:
     complete, run = membership.checkpoints, f"the run {membership.run!r} in {state.root}"
-    if membership.is_finished and at_step is None:
+    if membership.is_finished and (at_step is None or not complete):
         raise ConfigError(
             f"{run} has finished, there is nothing to resume: take its parameters with diloco "
             f"export {state.root}{_go_back(complete, start)}"
@@ -317,7 +324,8 @@ def _check_complete(
 def take_published(state: StateDir) -> str:
     """Say how another run begins with what an ended one has published."""
     return (
-        f"Take the newest published parameters with diloco export {state.root}, and start another "
+        f"Take the newest published parameters (diloco export {shlex.quote(str(state.root))}), and "
+        f"start another "
         f"run from them (run.warm_start, in an empty coordinator.state_dir)"
     )
 
@@ -374,9 +382,13 @@ def _is_mirrored(config: Config, island: str, step: int) -> bool:
     if not config.checkpoint.mirror:
         return False
     try:
-        return step in Mirror(config.checkpoint.mirror, island).steps()
+        Mirror(config.checkpoint.mirror, island).check(step)
+        return True
     except Exception as error:  # of as many types as there are file systems
-        logger.warning("checkpoint.mirror = %s cannot be read: %r", config.checkpoint.mirror, error)
+        logger.warning(
+            "checkpoint %d of island %s in checkpoint.mirror = %s: %r",
+            step, island, config.checkpoint.mirror, error,
+        )  # fmt: skip
         return False
 
 

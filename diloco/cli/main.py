@@ -173,7 +173,7 @@ def main() -> None:
 
 
 def _end_interrupted() -> NoReturn:
-    with contextlib.suppress(OSError):  # a terminal that was closed
+    with contextlib.suppress(OSError, ValueError):  # a terminal that was closed
         typer.echo("interrupted", err=True)
         sys.stdout.flush()
     os._exit(128 + signal.SIGINT)

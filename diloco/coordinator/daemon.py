@@ -410,7 +410,7 @@ class Coordinator:
             )
 
     def _failed(self, reason: str, exit_code: int) -> Entries:
-        reason = bounded_text(reason + self.run_status.failures, MOST_ENDING)
+        reason = bounded_text(reason + self.run_status.failures_beyond(reason), MOST_ENDING)
         entries = self._membership.failed(reason, exit_code)
         if entries:
             logger.error("run failed, exit_code=%d: %s", exit_code, reason)

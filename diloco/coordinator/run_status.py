@@ -74,7 +74,7 @@ class RunStatus:
         syncers: Those that have said something, by their numbers.
         instead_of_syncer: For people, where there is none.
         alarms: That were reported.
-        last_words: Of islands whose newest start has failed.
+        last_words: Of islands whose newest start has left with some.
     """
 
     def __init__(
@@ -103,9 +103,11 @@ class RunStatus:
         self._away = _NEVER_LOOKED
         self.alarms = alarms
 
-    @property
-    def failures(self) -> str:
-        """Which islands have failed by themselves, and what they said: a run may end by that."""
+    def failures_beyond(self, reason: str) -> str:
+        """Which islands have failed by themselves, and what they said: a run may end by that.
+
+        Those that say the `reason` for which it ends have been told it.
+        """
         members, timeline = self._membership.members, self._membership.timeline
         failed = [
             (island, member.exit_code)
@@ -115,9 +117,9 @@ class RunStatus:
             and member.exit_code not in _TOLD_TO_END
         ]
         return "".join(
-            f". Island {island} had failed with exit code {code}"
-            + (f": {words}" if (words := self.last_words.get(island, "")) else "")
+            f". Island {island} had failed with exit code {code}" + (words and f": {words}")
             for island, code in failed[:MOST_NAMES]
+            if not (words := self.last_words.get(island, "")) or words not in reason
         )
 
     def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
@@ -245,11 +247,11 @@ class RunStatus:
         """Say which syncers have said nothing for a while; of one that hangs, nothing else does."""
         if (state := self.state) in ("failed", "finished", "stopped"):
             return []
-        unheard = self._began if state in ("running", "stopping") else math.inf
+        unheard = math.inf if state == "waiting for islands" else self._began
         return [
             f"syncer {number} ({word.address or 'address not known'}) is not heard of: its process "
-            f"hangs, or the way to it is gone. Rounds of its fragments wait for it; its log says "
-            f"what it did last"
+            f"hangs or still reads its store, or the way to it is gone. Rounds of its fragments "
+            f"wait for it; its log says what it did last"
             for number, word in self._words
             if loop_now() - (word.at if word.at > -math.inf else unheard) > _SILENT_S
         ]

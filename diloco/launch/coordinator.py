@@ -123,8 +123,8 @@ async def run_coordinator(
 
     Raises:
         ConfigError: If the state directory belongs to another run or another coordinator, if it
-            holds a stopped run and neither `resume` nor `resume_stopped` is true, or nothing that
-            can be resumed and one is, or if the address cannot be used.
+            holds a stopped run and neither `resume` nor `resume_stopped` is true, or one that has
+            ended and cannot be resumed, or none, and one is, or if the address cannot be used.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute())
     if config.transport.kind != "hivemind":  # a libp2p peer finds its addresses out
@@ -142,18 +142,26 @@ async def run_coordinator(
             with open_journal(state.journal, waits_for_room=True) as journal:
                 check_journal(state, journal)
                 membership = read_membership(config, journal)
+                goes_on = False
                 if resume or (resume_stopped and membership.is_stopped):
                     step = choose_checkpoint(config, state, membership, at_step, announce)
-                    entries = membership.resumed(step)
-                    journal.write(entries, told=audit_entries_of(entries))
-                    membership.apply(entries)
-                    announce(f"start every island: {commands_of_islands(config)}")
+                    goes_on = step is None
+                    if step is not None:
+                        entries = membership.resumed(step)
+                        journal.write(entries, told=audit_entries_of(entries))
+                        membership.apply(entries)
+                        announce(f"start every island: {commands_of_islands(config)}")
                 elif membership.is_stopped:
                     raise ConfigError(_stopped_text(config, state, membership))
                 config = _with_settings(config, membership, announce)
                 await retry_disk_full_async(
                     "the configuration", functools.partial(_claim, config, state, membership)
                 )
+                if goes_on:  # under the policy that has just been checked
+                    entries = membership.stop_taken_back()
+                    journal.write(entries, told=audit_entries_of(entries))
+                    membership.apply(entries)
+                    announce(f"start every island that has ended: {commands_of_islands(config)}")
                 signals = note_signals_async(num_graceful=1)
                 return await _Run(config, state, journal, announce, linger_s, signals).coordinate()
     except Held as error:

@@ -129,8 +129,9 @@ class LocalRun:
             Interrupted: If a signal came meanwhile: there is nothing yet to stop kindly.
         """
         is_new = not self.state.journal.exists()
+        make_directory(self.state.root, "coordinator.state_dir")
+        self.state.local.write_text(resolved_toml(self.config))  # whatever comes is of this start
         self.state.create(self.config.coordinator.num_syncers)
-        self.state.local.write_text(resolved_toml(self.config))
         make_directory(self.config.telemetry_dir, "telemetry.dir")
         # What is resumed is durable before the coordinator binds its address: once is enough.
         resume = [] if is_new else ["--resume"]

@@ -76,12 +76,16 @@ def _checkpoints(state: StateDir, config: Config) -> Iterator[RepairFinding]:
     What the journal does not call complete need have none: a writer may have been killed.
     """
     with open_journal(state.journal) as journal:
-        complete = read_membership(config, journal).checkpoints
+        membership = read_membership(config, journal)
+    complete, is_elastic = membership.checkpoints, membership.rules.is_elastic
     directory = config.checkpoint_dir
     for path in sorted(each for each in directory.glob("*") if each.is_dir()):
-        for step in sorted({*complete, *written_steps(directory, path.name)}):
-            if not (found := found_directory(directory, path.name, step)).exists():
-                continue  # not every island has a part of each cut
+        island = path.name
+        for step in sorted({*complete, *written_steps(directory, island)}):
+            has_no_part = is_elastic and island not in membership.cuts[step].parts
+            found = found_directory(directory, island, step)
+            if has_no_part and not found.exists():
+                continue
             condition, detail = Condition.WHOLE, ""
             try:
                 verify_sizes(found)

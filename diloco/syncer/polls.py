@@ -44,7 +44,7 @@ class Polls:
         spool: Spool,
         *,
         syncer_epoch: int,
-        wants_initial: Callable[[FragmentService, str], bool],
+        founded_by: Callable[[str], Collection[int]],
         fatal: Callable[[], wire.Fatal | None],
     ) -> None:
         """Assign only.
@@ -55,7 +55,7 @@ class Polls:
             steps: Is told how long inner steps take.
             spool: Says whether what is due has room.
             syncer_epoch: Of the syncer's start.
-            wants_initial: Whether an island, by name, is to give a fragment's first parameters.
+            founded_by: Fragments whose first parameters an island, by name, is to give.
             fatal: Gives why the run cannot go on; None: it can.
         """
         self._services = services
@@ -63,7 +63,7 @@ class Polls:
         self._steps = steps
         self._spool = spool
         self._epoch = syncer_epoch
-        self._wants_initial = wants_initial
+        self._founded_by = founded_by
         self._fatal = fatal
         self._changed = asyncio.Event()
 
@@ -144,11 +144,11 @@ class Polls:
         grant, timeline = request.grant, self._admission.rules.timeline
         if not self._admission.is_current(grant):
             return self._fenced(f"a newer start of island {grant.island!r} has joined")
+        wanted = self._founded_by(grant.island)
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
             fragments=[
-                service.state(wants_initial=self._wants_initial(service, grant.island))
-                for service in self._services.values()
+                service.state(wants_initial=p in wanted) for p, service in self._services.items()
             ],
             fatal=self._fatal(),
         )

@@ -154,10 +154,14 @@ class FragmentService:
         return ""
 
     @property
+    def is_new(self) -> bool:
+        """Whether there is no version 0 yet, nor was there one."""
+        return self.runner.record is None and not self.runner.damage.text
+
+    @property
     def initial_bytes(self) -> list[int]:
         """Bytes of each lane of the initial parameters; empty once version 0 is durable."""
-        is_founded = self.runner.record is not None or self.runner.damage.text
-        return [] if is_founded else self._initial.bytes_of_lanes
+        return self._initial.bytes_of_lanes if self.is_new else []
 
     # -- a version that was lost -------------------------------------------------------------------
 
@@ -235,7 +239,6 @@ class FragmentService:
         if state.is_open:
             state.members.extend(self.runner.rounds.current.members)
         if (record := self._readable) is not None:
-            state.lane_digests.extend(record.lane_digests)
             state.contributors.extend(c.island for c in record.contributors)
         return state
 
@@ -255,16 +258,16 @@ class FragmentService:
         state.is_member = state.is_open and island in self.runner.rounds.current.members
         if (record := self._readable) is None:
             return ()
-        names = [c.island for c in record.contributors]
-        # Of one that it made alone nothing is tried: there is no other to choose from.
-        state.asks_trial = state.asks_trial and names != [island]
+        if state.asks_trial and len(record.contributors) == 1:
+            # Of one that it made alone nothing is tried: there is no other to choose from.
+            state.asks_trial = record.contributors[0].island != island
         if known is not None and known.is_founded:
             if (known.version, known.digest) == (record.version, record.digest):
                 return ()
             if state.is_damaged and known.num_held:
                 return ()  # it keeps what it holds
         state.lane_digests.extend(record.lane_digests)
-        return names
+        return [c.island for c in record.contributors]
 
     @property
     def _readable(self) -> VersionRecord | None:

@@ -153,7 +153,7 @@ class Syncer:
             self._steps,
             self._spool,
             syncer_epoch=syncer_epoch,
-            wants_initial=self._wants_initial,
+            founded_by=self._founded_by,
             fatal=lambda: self.fatal,
         )
         self.fatal: wire.Fatal | None = None
@@ -377,7 +377,7 @@ class Syncer:
         service.check_whole()
         if service.runner.record is not None:
             return self._ack("")
-        if not self._wants_initial(service, header.grant.island):
+        if header.fragment_id not in self._founded_by(header.grant.island):
             return self._ack(
                 f"version 0 is founded by {self._admission.founder() or self._rules.islands[0]!r}"
             )
@@ -448,13 +448,11 @@ class Syncer:
         self.meter.refusal(grant.island, cause)
         return words
 
-    def _wants_initial(self, service: FragmentService, island: str) -> bool:
-        is_new = (
-            service.runner.record is None
-            and not service.runner.damage.text
-            and self._rules.timeline == 0
-        )
-        return is_new and island == self._admission.founder()
+    def _founded_by(self, island: str) -> frozenset[int]:
+        """Fragments whose version 0 an island founds."""
+        new = frozenset(p for p, service in self._services.items() if service.is_new)
+        is_founder = new and self._rules.timeline == 0 and island == self._admission.founder()
+        return new if is_founder else frozenset()
 
     # -- plumbing --------------------------------------------------------------------------------
 

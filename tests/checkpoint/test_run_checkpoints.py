@@ -77,7 +77,7 @@ class Stored:
         for name, data in (("plan.json", self.plan.to_json().encode()), (rank_file(0, 1), b"0")):
             (path / "parts-0001" / name).write_bytes(data)
             files[name] = {"bytes": len(data), "blake3": blake3.blake3(data).hexdigest()}
-        manifest = {"format": FORMAT, "parts": "parts-0001", "files": files}
+        manifest = {"format": FORMAT, "parts": "parts-0001", "files": files, "inner_step": step}
         (path / "manifest.json").write_text(json.dumps(manifest))
         return path
 
@@ -162,7 +162,9 @@ def test_a_run_without_a_checkpoint_goes_on_or_says_what_begins_with_what_it_pub
 
     failed = stored.membership([])
     failed.apply([("fatal", json.dumps(["quorum lost", 50]))])
-    with pytest.raises(ConfigError, match=f"diloco export {stored.state.root}, .*run.warm_start"):
+    with pytest.raises(
+        ConfigError, match=rf"\(diloco export {stored.state.root}\), .*run.warm_start"
+    ):
         choose_checkpoint(stored.config, stored.state, failed, None, print)
 
 
@@ -197,6 +199,8 @@ def test_a_part_that_is_in_its_islands_mirror_is_not_missing(
 
     assert "island west: " in "\n".join(stored.told)
     assert "it will be taken from its mirror" in "\n".join(stored.told)
+    (tmp_path / "far" / "west" / path.name / "manifest.json").write_text("{")
+    assert stored.choose([20, 30]) == 20, "nor is that one whole"
 
 
 @pytest.mark.parametrize("at_step", [None, 10])

@@ -295,11 +295,15 @@ def test_policy_cannot_change_under_a_living_syncer(site: Site) -> None:
     site.syncer_address(coordinator, "east", "a")
     process.kill()
     process.wait()
+    with open_journal(site.state.journal) as journal:
+        journal.write((("stop", '{"east": 12}'),))
 
-    changed = site.coordinate("outer.round_deadline=5s")
+    changed = site.coordinate("outer.round_deadline=5s", resume=True)
     output, _ = said_by(changed, 30)
 
     assert changed.returncode == 2
+    with open_journal(site.state.journal) as journal:
+        assert dict(journal.entries())["stop"] == '{"east": 12}', "it is not taken back"
     assert 'outer.round_deadline: "5s" here, "30s" there' in output
     assert str(holder(site.state.store_lock)) in output
 

@@ -104,7 +104,7 @@ def test_a_resume_needs_the_text_of_its_checkpoint_and_no_warm_start(
     path = step_directory(config.checkpoint_dir, "west", 8)
     path.mkdir(parents=True)
     files = {name: {"bytes": 0, "blake3": ""} for name in ("plan.json", rank_file(0, 1))}
-    manifest = {"format": FORMAT, "files": files, "parts": "parts-0001"}
+    manifest = {"format": FORMAT, "files": files, "parts": "parts-0001", "inner_step": 8}
     manifest["data"] = open_data(config).content()
     (path / MANIFEST).write_text(json.dumps(manifest))
     gone = [*overrides, "run.warm_start=./gone"]

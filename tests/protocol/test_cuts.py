@@ -114,7 +114,7 @@ def test_who_resumes_before_there_is_a_checkpoint_goes_on_with_the_last_cut_as_a
         await coord.report(grants[0], cut=part_of(1, 3, 5))
         await coord.leave(grants[0], is_stopped=True)
 
-        coord.journal.write(coord.membership.resumed(None))
+        coord.journal.write(coord.membership.stop_taken_back())
         await coord.restart()
 
         assert not coord.membership.is_stopping
@@ -125,6 +125,28 @@ def test_who_resumes_before_there_is_a_checkpoint_goes_on_with_the_last_cut_as_a
         await told_to_syncer(coord, pinned_cut=1)
         assert coord.membership.checkpoints == (1,)
         assert coord.state() == "running"
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_a_stop_of_which_every_island_has_its_part_is_not_taken_back(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = [(await coord.join(name)).grant for name in NAMES]
+        await stop(coord)
+        for grant in grants:
+            await coord.report(grant, cut=part_of(1, 3, 5))
+            await coord.leave(grant, is_stopped=True)
+        assert coord.membership.cuts[1].is_taken
+
+        assert coord.membership.stop_taken_back() == ()
+
+        await coord.restart()
+        await told_to_syncer(coord)
+        await told_to_syncer(coord, pinned_cut=1)
+        assert coord.membership.checkpoints == (1,)
+        assert coord.state() == "stopped"
 
     tell(tmp_path, story, config=elastic)
 

@@ -538,7 +538,7 @@ def test_who_resumes_before_there_is_a_checkpoint_takes_a_stop_back() -> None:
     membership = deciding(24, 24)
     timeline = membership.timeline
 
-    do(membership, membership.resumed(None))
+    do(membership, membership.stop_taken_back())
 
     assert not membership.is_stopping
     assert membership.timeline == timeline

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco.protocol.rounds.members import Attempt
 from diloco.protocol.rounds.state import FragmentRounds, InvalidTransition
 from diloco.protocol.rounds.terms import (
     Admission,
@@ -1004,6 +1005,31 @@ def test_a_commit_of_another_round_is_an_error() -> None:
         rounds.committed(RoundKey(0, 3, 0, 1), 0.0)
 
 
+def test_whose_lanes_are_all_verified_is_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    islands = tuple(f"island-{number:03d}" for number in range(500))
+    rounds = FragmentRounds(0, 0, RoundRules(members=islands, num_lanes=1, deadline_s=60.0))
+    rounds.founded(0, 0, {}, 0.0)
+    looked_at: list[str] = []
+    is_here = Attempt._is_here
+
+    def look(attempt: Attempt, island: str) -> bool:
+        looked_at.append(island)
+        return is_here(attempt, island)
+
+    monkeypatch.setattr(Attempt, "_is_here", look)
+    for island in islands:
+        rounds.granted(island, 1, 0.0)
+    for island in islands:
+        arrival = lane(rounds, island)
+        rounds.lane_arrived(arrival, 1.0)
+        assert rounds.current.is_held_up
+        rounds.lane_received(arrival, 1.0)
+        assert rounds.phase is Phase.CLOSING or rounds.next_wake > 1.0
+
+    assert set(looked_at) == set(islands)
+    assert len(looked_at) < 10 * len(islands)
+
+
 def test_expiries_in_a_row_are_counted_over_a_restart_of_the_syncer() -> None:
     rules = RoundRules(members=("a", "b"), num_lanes=1, deadline_s=5.0)
     again = FragmentRounds(0, 0, rules)
@@ -1015,12 +1041,16 @@ def test_expiries_in_a_row_are_counted_over_a_restart_of_the_syncer() -> None:
     again.refused(again.key, "a", 1, "declined", 1.0)
     again.refused(again.key, "b", 1, "declined", 1.0)
     third = again.expiry_recorded(again.key, 1.0)
-    after = lost.founded(4, 3, {}, 0.0, expired_in_a_row=3, missing=("b",))
+    after = lost.founded(
+        4, 3, {}, 0.0, expired_in_a_row=3, missing=("b",), refused_at={"a": (2, "its norm")}
+    )
 
     assert [type(instruction) for instruction in (*third, *after)] == [Lost, Lost]
     assert isinstance(after[0], Lost)
     assert after[0].missing == ("b",)
-    assert after[0].reason.endswith("before this restart; missing: b")
+    assert after[0].reason.endswith(
+        "before this restart; missing: b; of attempt 2 a was out: its norm"
+    )
     assert lost.granted("a", 1, 1.0) == []
     assert not lost.is_open
 

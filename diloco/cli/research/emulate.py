@@ -74,7 +74,7 @@ def emulate(
     if emulation.ended:
         ended = ", ".join(map(str, emulation.ended))
         console.print(f"ended what still ran inside: processes {ended}")
-    write_json(record, json_target)
+    write_json(record, json_target, err=bool(words))
     raise typer.Exit(code)
 
 

@@ -118,14 +118,17 @@ JsonTarget = Annotated[
 ]
 
 
-def write_json(content: Mapping[str, Any], target: str) -> None:
-    """Write figures where `JsonTarget` says; empty: nowhere."""
+def write_json(content: Mapping[str, Any], target: str, *, err: bool = False) -> None:
+    """Write figures where `JsonTarget` says; empty: nowhere.
+
+    `err`: standard output is another program's.
+    """
     text = json.dumps(content, indent=2)
     if target == "-":
         typer.echo(text)
     elif target:
         Path(target).write_text(text + "\n", encoding="utf-8")
-        typer.echo(f"figures: {target}")
+        typer.echo(f"figures: {target}", err=err)
 
 
 def size_of(option: str, text: str) -> int:

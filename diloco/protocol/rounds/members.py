@@ -99,7 +99,11 @@ class Attempt:
 
     def verified(self, lane: LaneArrival) -> bool:
         """Note that a lane is being verified no more; returns whether it was."""
-        return self._arrived.get(lane.island, {}).pop(id(lane), None) is not None
+        lanes = self._arrived.get(lane.island, {})
+        was_here = lanes.pop(id(lane), None) is not None
+        if not lanes:  # of a thousand islands few have anything being verified
+            self._arrived.pop(lane.island, None)
+        return was_here
 
     def forget_arrived(self, island: str) -> bool:
         """Forget what an island has being verified; returns if it had any."""

@@ -282,7 +282,8 @@ class FragmentRounds:
             last = reason or ("results not usable" if is_numeric else absent)
             return self._lose(
                 self.key,
-                f"{expired_in_a_row} attempts in a row had expired before this restart; {last}",
+                f"{expired_in_a_row} attempts in a row had expired before this restart; {last}"
+                f"{'' if is_numeric else self._refused_text}",
                 is_numeric=is_numeric,
             )
         return self._open_if_due(now)
@@ -572,17 +573,20 @@ class FragmentRounds:
             )
             return self._lose(key, reason, is_numeric=True)
         if self._is_beyond(self._expired_in_a_row):
-            refused = "".join(
-                f"; of attempt {attempt} {island} was out: {why}"
-                for island, (attempt, why) in sorted(self.refused_at.items())[:MOST_NAMES]
-            )
             return self._lose(
                 key,
                 f"{self._expired_in_a_row} attempts in a row expired, the last, {key}: "
-                f"{self._expiry_reason}{refused}",
+                f"{self._expiry_reason}{self._refused_text}",
                 is_numeric=False,
             )
         return self._open_if_due(now)
+
+    @property
+    def _refused_text(self) -> str:
+        return "".join(
+            f"; of attempt {attempt} {island} was out: {why}"
+            for island, (attempt, why) in sorted(self.refused_at.items())[:MOST_NAMES]
+        )
 
     def _is_beyond(self, count: int, *, or_at: float = math.inf) -> bool:
         """Whether so many expired attempts in a row end the run."""

@@ -92,6 +92,8 @@ def objection(
             + "\n  ".join(differing),
             cause=Cause.IDENTITY,
         )
+    if here.plan_json and there.plan_json == here.plan_json:  # mostly; reading it takes long
+        return _data_objection(here, there, island)
     try:
         if len(there.plan_json) > MOST_PLAN_BYTES:  # before it is read
             raise PlanMismatch(
@@ -109,7 +111,7 @@ def objection(
     except PlanMismatch as error:
         message = f"island {island!r} sent no usable plan: {error}"
         return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
-    if here.plan_json and there.plan_json != here.plan_json:
+    if here.plan_json:
         return Joined(
             JoinVerdict.PLAN_MISMATCH,
             f"the plan of island {island!r} (there) differs from the run's (here):\n  "

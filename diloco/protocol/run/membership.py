@@ -506,6 +506,16 @@ class Membership:
             return (("stop", "null"),)
         return tuple(entry for i in islands for entry in self.left(i, 0, is_stopped=True))
 
+    def stop_taken_back(self) -> Entries:
+        """Let a run go on that was asked to stop, and has no checkpoint to begin a timeline from.
+
+        But not where every island has written its part of the last cut: the syncers' is to come.
+        """
+        promised = () if self.promises is None else (("stop", "null"),)
+        cut = self.cuts.last(self.timeline)
+        is_taken = cut is not None and cut.is_taken
+        return promised if is_taken else (*promised, *self.cuts.taken_back(self.timeline))
+
     @property
     def is_stopping(self) -> bool:
         """Whether a stop was asked for."""
@@ -677,14 +687,11 @@ class Membership:
             *self.claims.restored(cut.told, [part.text for part in cut.parts.values()]),
         )
 
-    def resumed(self, step: int | None, *, is_return: bool = False) -> Entries:
+    def resumed(self, step: int, *, is_return: bool = False) -> Entries:
         """Begin a new timeline from a complete checkpoint: all must join again.
 
-        None, where there is none: go on in this one, without the stop that was asked for, whose
-        islands have ended. `is_return`: the run does so by itself.
+        `is_return`: the run does so by itself.
         """
-        if step is None:
-            return (("stop", "null"), *self.cuts.taken_back(self.timeline))
         beginning = {"timeline": self.timeline + 1, "resume_step": step}
         kept = [checkpoint for checkpoint in self.checkpoints if checkpoint <= step]
         return (
