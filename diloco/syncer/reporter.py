@@ -352,18 +352,25 @@ def _told_of(header: Mapping[str, Any]) -> str:
     """Return what is told of a record: its header, or what of it has room in a message.
 
     The record itself stays whole. Coefficients go first, they are for who recomputes a version;
-    then reasons, then whatever has an entry for each island: an index needs none of them.
+    then reasons, then the digests of contributions, most of it: with the others a version that is
+    lost can be taken from an island. Then whatever has an entry for each island: an index needs
+    none of it.
     """
-    text = json.dumps(header, sort_keys=True)
-    dropped: tuple[str, ...] = ()
-    for more in (("merge",), ("refused",), ("lane_digests", "contributors", "last_included")):
-        dropped += more
+    text, told, dropped = json.dumps(header, sort_keys=True), dict(header), ""
+    contributors = [{**each, "lane_digests": []} for each in header.get("contributors", ())]
+    for less in (
+        {"merge": None},
+        {"refused": None},
+        {"contributors": contributors},
+        dict.fromkeys(("lane_digests", "contributors", "last_included")),
+    ):
         if len(text) <= _MOST_HEADER_BYTES:
             break
+        told, dropped = {**told, **less}, f"{dropped} {' '.join(less)}"
         logger.warning(
             "a record's header is too large to be reported, fragment=%s version=%s bytes=%d: told "
-            "without %s",
-            header["fragment_id"], header["version"], len(text), ", ".join(dropped),
+            "without all of%s",
+            header["fragment_id"], header["version"], len(text), dropped,
         )  # fmt: skip
-        text = json.dumps({k: v for k, v in header.items() if k not in dropped}, sort_keys=True)
+        text = json.dumps({k: v for k, v in told.items() if v is not None}, sort_keys=True)
     return text

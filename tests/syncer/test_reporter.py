@@ -396,10 +396,17 @@ def test_what_was_last_known_of_checkpoints_holds_while_the_coordinator_is_away(
             {"refused": {"east": "\x01" * 180_000}, "merge": {}, "lane_digests": ["00"]},
             {"lane_digests": ["00"]},
         ),
+        (
+            {
+                "lane_digests": ["00"],
+                "contributors": [{"island": "a", "lane_digests": ["0"] * 300_000}],
+            },
+            {"lane_digests": ["00"], "contributors": [{"island": "a", "lane_digests": []}]},
+        ),
         ({"refused": {}, "lane_digests": ["00" * 32] * 20_000, "contributors": []}, {}),
         ({"last_included": {f"i{i}": [1, 0, 0] for i in range(100_000)}}, {}),
     ],
-    ids=["coefficients", "reasons", "digests", "inclusions"],
+    ids=["coefficients", "reasons", "contributions", "digests", "inclusions"],
 )
 def test_a_record_that_no_message_holds_is_told_without_what_is_too_much(
     header: dict[str, Any], told: dict[str, Any]
