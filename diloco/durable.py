@@ -76,12 +76,14 @@ def read_json(path: Path) -> Any | None:
         ValueError: If the file is not JSON: it was not written here.
     """
     try:
+        if not path.is_file() and os.path.lexists(path):  # a pipe has no end
+            raise ValueError(f"{path} is damaged, it is no regular file")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, it does not hold JSON: {error}") from error
 
 

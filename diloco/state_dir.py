@@ -304,8 +304,12 @@ def read_timeline(path: Path) -> Timeline:
         ConfigError: If the file is damaged.
     """
     try:
-        value = read_json(path)
-        return Timeline() if value is None else Timeline(value["timeline"], value["resume_step"])
+        if (value := read_json(path)) is None:
+            return Timeline()
+        number, resume_step = value["timeline"], value["resume_step"]
+        if not (type(number) is type(resume_step) is int and 0 <= number < 2**31):
+            raise ValueError(f"timeline {number!r:.50}, resumed at {resume_step!r:.50}")
+        return Timeline(number, resume_step)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}, which says how often the run was resumed, is damaged: {error!r}. Remove it "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from diloco.extensions import check_same_packages
 S = TypeVar("S", bound=classes.Section)
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_KEY = 200
 _SHOWN_FILES = 3
 _MESSAGES = {
     "bool_type": "must be true or false",
@@ -134,6 +136,8 @@ def section_with(values: Mapping[str, Any], section: type[S], attempt: str) -> S
 
 def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
     try:
+        if not os.path.isfile(path) and os.path.exists(path) and not os.path.isdir(path):
+            raise ConfigError(f"cannot read {path}: it is no regular file")
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
@@ -141,7 +145,7 @@ def _read(path: str | Path, root: type[classes.Section]) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror or error}. Paths are counted from "
             f"{Path.cwd()}{_files_near(Path(path), root)}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
 
 
@@ -157,7 +161,7 @@ def _is_of_kind(path: Path, root: type[classes.Section]) -> bool:
     """Whether a TOML file has tables of `root`, and no others."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")).keys()
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return bool(tables) and tables <= root.model_fields.keys()
 
@@ -274,7 +278,7 @@ def _value(text: str) -> Any:
     """Read a value as TOML; whatever is no boolean, number, array, table or string is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     value = parsed.pop("value")
     is_configurable = isinstance(value, bool | int | float | str | list | dict)
@@ -322,7 +326,8 @@ def _lines(root: type[classes.Section], error: ErrorDetails) -> Iterator[str]:
 
 def _line(root: type[classes.Section], path: tuple[str, ...], problem: str) -> str:
     """Write ``path: problem; allowed: range (what the field is)``."""
-    line = f"{'.'.join(path)}: {problem}"
+    name = ".".join(path)[:_SHOWN_KEY]
+    line = f"{name if name.isprintable() else json.dumps(name)}: {problem}"
     while path[-1:] and path[-1].isdecimal():  # an index into an array: the array's field tells
         path = path[:-1]
     field = classes.field_at(root, path)
@@ -334,7 +339,10 @@ def _line(root: type[classes.Section], path: tuple[str, ...], problem: str) -> s
 
 
 def _shown(value: object) -> str:
-    text = _toml(value)
+    try:
+        text = _toml(value)
+    except RecursionError:
+        return "values nested too deep to be shown"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

@@ -22,7 +22,7 @@ from diloco.coordinator.island_service import IslandService
 from diloco.coordinator.journal import AuditEntry, Journal, RoundRow
 from diloco.coordinator.operator_service import Operations, OperatorService
 from diloco.coordinator.reported_alarms import ReportedAlarms
-from diloco.coordinator.run_status import RunStatus
+from diloco.coordinator.run_status import RunStatus, merged_by_index
 from diloco.coordinator.syncer_service import SyncerService
 from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
@@ -120,7 +120,8 @@ class Coordinator:
         )
         self._away: list[str] = []
         membership.members.rules = terms.rules
-        membership.merged_tokens = lambda: self.run_status.merged_tokens
+        indexed = merged_by_index(journal, membership)
+        membership.merged_tokens = lambda: self.run_status.merged_tokens or indexed
         self.ended = asyncio.Event()
         #: Called after each command of an operator.
         self.on_operated: Callable[[], None] = lambda: None

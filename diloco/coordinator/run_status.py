@@ -62,6 +62,13 @@ class _Seen:
     fragment: FragmentStatus = field(default_factory=FragmentStatus)
 
 
+def merged_by_index(journal: Journal, membership: Membership) -> int:
+    """Give the tokens that all fragments have merged by the versions that are indexed."""
+    fragments = membership.assignment.of_all(membership.plan_json)
+    newest = [journal.newest_rounds(membership.timeline, p, 1) for p in fragments]
+    return min((json.loads(h[0]).get("merged_tokens", 0) if h else 0 for h in newest), default=0)
+
+
 class RunStatus:
     """What was last told of one run.
 

@@ -29,6 +29,18 @@ _GROUP_DOCUMENTS = 32
 _GROUP_BYTES = 8 << 10
 
 
+def check_counts(*counts: object) -> tuple[int, ...]:
+    """Return what must be whole numbers from 0 on: a cursor may be another island's word.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    found = tuple(n for n in counts if isinstance(n, int) and n is not True and 0 <= n < 2**63)
+    if len(found) < len(counts):
+        raise ValueError(f"a cursor's numbers are whole, from 0 on: {counts!r:.100}")
+    return found
+
+
 class SourceEndedError(Exception):
     """A source that does not repeat has no further sequence; the message is for the user."""
 
@@ -154,8 +166,9 @@ class PackedSource:
             self._reader.go_to(None)
             return
         start = cursor["start"]
-        self.num_sequences, self._offset = cursor["sequences"], cursor["token"]
-        self._pass = start["pass"]
+        self.num_sequences, self._offset, self._pass, _ = check_counts(
+            cursor["sequences"], cursor["token"], start["pass"], start["document"]
+        )
         self._reader.go_to(start)
         if not cursor["check"]:
             if self._offset or self.num_sequences:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diloco.data.packing import PackedSource, SourceEndedError
+from diloco.data.packing import PackedSource, SourceEndedError, check_counts
 from diloco.data.tokenizer import Tokens
 
 #: A sequence and its source.
@@ -125,12 +125,13 @@ class WindowShuffle:
 
     def go_to(self, cursor: Mapping[str, Any] | None) -> None:
         """Go to a cursor, or to the start."""
+        window, position = check_counts(cursor["window"], cursor["position"]) if cursor else (0, 0)
         self._mixture.go_to(cursor["sources"] if cursor else None)
-        self._begin(cursor["window"] - 1 if cursor else -1, self._mixture.cursor())
+        self._begin(window - 1, self._mixture.cursor())
         self._position = self._size
-        if cursor and cursor["position"]:
+        if position:
             self._turn()
-            self._position = cursor["position"]
+            self._position = position
             for source, _ in self._sequences[: self._position]:
                 self.drawn[source] += 1
 

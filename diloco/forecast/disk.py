@@ -231,7 +231,7 @@ def _bytes_in(directory: Path) -> int:
         for name in names:
             try:
                 status = os.stat(os.path.join(root, name))
-            except FileNotFoundError:  # a writer has renamed it meanwhile
+            except OSError:  # a writer has renamed it meanwhile, or it is a link to itself
                 continue
             sizes[status.st_ino] = status.st_size
     return sum(sizes.values())

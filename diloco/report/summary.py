@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.schema import Config
+from diloco.errors import ConfigError
 from diloco.forecast.traffic import Traffic, data_parallel_traffic, diloco_traffic
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
@@ -249,11 +250,14 @@ def read_events(directory: Path, islands: Iterable[str]) -> dict[str, list[dict[
 
 def event_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of one file, as they are; a torn line is left out, with a warning."""
+    if not path.is_file():
+        logger.warning("no regular file, skipped, path=%s", path)
+        return
     with path.open(errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 if line != "\n":
                     logger.warning("torn line skipped, path=%s line=%d", path, number)
                 continue
@@ -265,8 +269,11 @@ def _fragment_summary(
     store: FragmentStore, plan: Plan, rules: PublicationRules, retained_versions: int
 ) -> FragmentSummary:
     """Make the last versions again (`diloco.versions.replay`)."""
-    recovered = store.recover()
-    assert recovered is not None, "a finished run has a durable version of every fragment"
+    if (recovered := store.recover()) is None:
+        raise ConfigError(
+            f"{store.store_dir} has no published version of fragment {store.fragment.fragment_id}: "
+            f"there is nothing to sum up. The logs in coordinator.state_dir say how the run ended"
+        )
     last = recovered.record
     replay = FragmentReplay(store.store_dir, plan, last.fragment_id, unnamed=rules)
     replayed = list(replay.run(max(1, last.version - retained_versions + 1)))

@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from diloco.baseline.local import FLAT, HIERARCHICAL, BaselineOptions
 from diloco.config.fields import Bandwidth, Duration, Size
 from diloco.config.schema import Config
+from diloco.errors import ConfigError
 from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.scenarios.scenario import Method, Scenario
 from diloco.simulations.scenarios.wallclock import utilisation
@@ -46,17 +49,27 @@ def alternatives(config: Config, num_parameters: int, assumed: Assumptions) -> l
 
     Returns:
         Nothing for a run of one island, which reduces with nobody.
+
+    Raises:
+        ConfigError: If the model or a batch is larger than anything that is predicted.
     """
     if len(config.islands) == 1:
         return []
-    return [
-        _alternative(config, num_parameters, assumed, name, bits, codec)
-        for name, bits, codec in (
-            (FLAT, 32.0, "float32"),
-            (HIERARCHICAL, 32.0, "float32"),
-            (HIERARCHICAL, 16.0, "bfloat16"),
-        )
-    ]
+    try:
+        return [
+            _alternative(config, num_parameters, assumed, name, bits, codec)
+            for name, bits, codec in (
+                (FLAT, 32.0, "float32"),
+                (HIERARCHICAL, 32.0, "float32"),
+                (HIERARCHICAL, 16.0, "bfloat16"),
+            )
+        ]
+    except ValidationError as error:
+        raise ConfigError(
+            f"a model of {num_parameters:,} parameters whose inner step takes "
+            f"{max(assumed.step_s.values()):.3g} s is beyond what can be predicted: see to [model] "
+            f"and tokens_per_inner_step"
+        ) from error
 
 
 def _alternative(

@@ -1,5 +1,6 @@
 """Loading run files: every refusal says where, what, the range and the remedy."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -607,8 +608,12 @@ def test_all_problems_of_a_file_are_listed_one_a_line(tmp_path: Path) -> None:
         ("[run]\nname = demo\n", ["run.toml is not valid TOML", "line 2"]),
         ("[run]\nname = 'a'\nname = 'b'\n", ["run.toml is not valid TOML"]),
         ("[run]\n[run]\n", ["run.toml is not valid TOML", "line 2"]),
+        (f"a = {'[' * 100_000}", ["run.toml is not valid TOML"]),
+        (f"a = {'9' * 5000}", ["run.toml is not valid TOML"]),
+        (f"[{'.'.join('a' * 50_000)}]", ["nested too deep to be shown"]),
+        ('[islands."\\u001b[2J"]\nx = 1', ['"islands.\\u001b[2J.x": ']),
     ],
-    ids=["bare word", "key twice", "section twice"],
+    ids=["bare word", "key twice", "section twice", "deep", "long number", "tables", "escape"],
 )
 def test_broken_toml_is_refused_with_file_and_line(
     text: str, parts: list[str], tmp_path: Path
@@ -630,6 +635,8 @@ def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     assert "project" not in absent
     assert "absent.toml: No such file" in refusal(tmp_path / "nowhere" / "absent.toml")
     assert f"{tmp_path}: Is a directory" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert "pipe.toml: it is no regular file" in refusal(tmp_path / "pipe.toml")
     assert "bytes.toml is not valid TOML" in refusal(tmp_path / "bytes.toml")
 
 

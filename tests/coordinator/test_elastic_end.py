@@ -24,6 +24,7 @@ def test_an_island_that_starts_again_at_the_end_still_hears_of_it(tmp_path: Path
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = await coord.join("east"), await coord.join("west")
         watching = asyncio.create_task(coord.coordinator.watch())
+        coord.merge_all()
         await coord.leave(west.grant, exit_code=1)  # it dies, and its supervisor starts it again
         await coord.leave(east.grant)
         await asyncio.sleep(RETURN_S / 2)
@@ -51,6 +52,7 @@ def test_an_island_that_stays_away_does_not_keep_a_run_from_its_end(tmp_path: Pa
         for _ in range(int(config.lease_s) + 2):  # its lease ends, the other's does not
             await asyncio.sleep(1.0)
             await coord.report(east.grant)
+        coord.merge_all()
         await coord.leave(east.grant)
         assert not coord.coordinator.ended.is_set()
 
@@ -79,11 +81,38 @@ def test_an_island_that_says_that_it_has_finished_does_not_end_the_run_of_others
         await asyncio.sleep(config.lease_s + RETURN_S + 2)  # the other cannot be reached for long
 
         assert not coord.coordinator.ended.is_set()
-        for p in range(2):
-            status = FragmentStatus(fragment_id=p, merged_tokens=config.total_tokens)
-            coord.coordinator.fragment_stands(status)
+        coord.merge_all()
         await asyncio.sleep(2)
         assert coord.coordinator.ended.is_set()
+        watching.cancel()
+
+    tell(tmp_path, story, config=config)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_comes_first_and_says_that_it_has_finished_ends_nothing(
+    tmp_path: Path, restarts: bool
+) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.leave((await coord.join("east")).grant)  # before anything is founded
+        if restarts:
+            await coord.restart()
+        watching = asyncio.create_task(coord.coordinator.watch())
+        await asyncio.sleep(RETURN_S + 2)
+        assert not coord.coordinator.ended.is_set()
+        assert not coord.membership.is_finished
+
+        honest = await coord.join("west")
+        header = {"timeline": 0, "version": 1, "merged_tokens": config.total_tokens}
+        for p in range(2):
+            await coord.round_report(record={**header, "fragment_id": p})
+        await coord.restart()  # it knows from its index that all is merged
+        await coord.leave(honest.grant)
+        assert coord.membership.is_finished
         watching.cancel()
 
     tell(tmp_path, story, config=config)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.cli.main import app
 from diloco.config.load import load_config
 from diloco.errors import RunHalted
@@ -158,6 +159,9 @@ def test_a_coordinator_killed_at_the_end_waits_again_for_who_has_not_fetched_it(
     assert coordinator.poll() is None, "it waits for west"
     coordinator.kill()
     coordinator.wait()
+    with open_journal(site.state.journal) as journal:  # every fragment has merged the run's tokens
+        header = json.dumps({"merged_tokens": site.config(*ELASTIC).total_tokens})
+        journal.write((), [(0, p, 1, header) for p in range(2)])
 
     coordinator, again = site.coordinate_until_up(*ELASTIC)
 

@@ -244,6 +244,10 @@ def _lies():
     for key, value in {"token": 2**60, "check": "00", "start": {}, "sequences": None}.items():
         yield lie(*source, key, value=value)
     yield lie(*source, "check", value="")
+    yield lie(*source, "token", value=0.0)
+    yield lie("cursor", "window", value=-5)
+    for value in ("x", [], True):
+        yield lie(*source, "start", "pass", value=value)
     yield lie(*source, "start", "stream", value={"examples_iterable": 1})
 
 

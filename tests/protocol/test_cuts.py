@@ -593,6 +593,7 @@ def test_who_comes_to_the_end_of_the_run_first_is_not_stopped(
     async def story(coord: CoordinatorInMemory) -> None:
         grants = [(await coord.join(name)).grant for name in NAMES]
         await stop(coord)
+        coord.merge_all()
         for grant in grants:
             await coord.leave(grant)  # it was in its last flush
         assert (coord.membership.is_finished, coord.membership.is_stopped) == (True, False)

@@ -301,6 +301,7 @@ def test_a_drained_island_is_told_and_leaves_for_good(tmp_path: Path, config_of)
         assert leases(coord) == {"east": "active", "west": "left"}
         assert (await coord.operate("drain", island="west")).message == "west has left already"
         assert not coord.coordinator.ended.is_set()
+        coord.merge_all()
         await coord.leave(east)
         assert coord.state() == "finished"
 

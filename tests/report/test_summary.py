@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -366,6 +368,13 @@ def test_alarms_are_said_once_each_with_how_often_they_began(run: Run) -> None:
     assert "Alarm" not in run.summary().as_text()
 
 
+def test_a_run_that_ended_before_it_published_has_nothing_to_sum_up(run: Run) -> None:
+    shutil.rmtree(run.stores[0].store_dir)
+
+    with pytest.raises(ConfigError, match="has no published version of fragment 0"):
+        run.summary()
+
+
 def test_events_are_read_by_island_and_a_torn_line_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -376,12 +385,16 @@ def test_events_are_read_by_island_and_a_torn_line_is_left_out_with_a_warning(
         torn = '{"kind": "inner_'
         (tmp_path / f"events-{name}-0.jsonl").write_text(torn + '{"kind": 1}\n' + text + torn)
 
+    (tmp_path / "events-far-0.jsonl").symlink_to(tmp_path / "events-far-0.jsonl")
+    os.mkfifo(tmp_path / "events-pipe-0.jsonl")
+    (tmp_path / "events-deep-0.jsonl").write_text("[" * 200_000)
+
     found = read_events(tmp_path, ["east"])
 
     assert found == {"east": [json.loads(json.dumps(line)) for line in events["east"]]}
     warnings = [line for line in caplog.messages if line.startswith("torn line skipped")]
-    assert len(warnings) == 4
-    assert f"path={tmp_path / 'events-east-0.jsonl'} line=1" in warnings[0]
+    assert len(warnings) == 5
+    assert f"path={tmp_path / 'events-east-0.jsonl'} line=1" in warnings[1]
 
 
 def test_steps_that_were_no_slower_besides_exchanges_bound_utilisation(run: Run) -> None:

@@ -66,7 +66,7 @@ class Membership:
         checkpoints: Inner steps of the complete run checkpoints, ascending.
         promises: Island -> inner step that it will not pass unasked; None while nobody asked for a
             stop.
-        merged_tokens: Gives the tokens that all fragments have merged, as far as is known.
+        merged_tokens: Gives the tokens that all fragments are known to have merged.
     """
 
     run: str
@@ -383,15 +383,15 @@ class Membership:
     def is_finished(self) -> bool:
         """Whether every island has left without an error, at the end of the run.
 
-        Where islands come and go: whether one has come to the end, and none is at work. One that
-        says so while fragments are known to lack tokens has not.
+        Where islands come and go: whether one has come to the end, none is at work, and every
+        fragment has merged the run's tokens: one that says so before has not.
         """
         if self.rules.is_elastic:
             members = filter(self._has_joined, self.members.values())
             has_end = any(m.has_finished for m in members)
             if not has_end or self.members.holders or self.is_stopping:
                 return False
-            return not 0 < self.merged_tokens() < self.rules.total_tokens
+            return self.merged_tokens() >= self.rules.total_tokens
         return self._have_left_well and not any(m.is_stopped for m in self.members.counted.values())
 
     @property
