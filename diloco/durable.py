@@ -76,7 +76,8 @@ def read_json(path: Path) -> Any | None:
         ValueError: If the file is not JSON: it was not written here.
     """
     try:
-        if not path.is_file() and os.path.lexists(path):  # a pipe has no end
+        # A pipe has no end; of a directory opening it says so.
+        if not (path.is_file() or path.is_dir()) and os.path.lexists(path):
             raise ValueError(f"{path} is damaged, it is no regular file")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
