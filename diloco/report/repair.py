@@ -82,9 +82,10 @@ def _checkpoints(state: StateDir, config: Config) -> Iterator[RepairFinding]:
     for path in sorted(each for each in directory.glob("*") if each.is_dir()):
         island = path.name
         for step in sorted({*complete, *written_steps(directory, island)}):
-            has_no_part = is_elastic and island not in membership.cuts[step].parts
             found = found_directory(directory, island, step)
-            if has_no_part and not found.exists():
+            cut = membership.cuts.find(step)
+            has_part = not is_elastic or (cut is not None and island in cut.parts)
+            if not (has_part or found.exists()):
                 continue
             condition, detail = Condition.WHOLE, ""
             try:
