@@ -45,7 +45,7 @@ _END = ""
 _PREFIX = struct.Struct("<8sQ32s")
 _FLOAT32_BYTES = 4
 #: Errors of a disk; others, such as a lack of descriptors, say nothing of what it holds.
-_UNREADABLE = (errno.EIO, errno.EISDIR, errno.EUCLEAN)
+_UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
 _DIGEST_BYTES = 32
 
 
@@ -342,6 +342,8 @@ def check_whole(path: Path) -> StoredRecord:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file to be read; what the disk does not give back is damaged, not this process."""
     try:
+        if path.is_fifo():
+            raise RecordInvalid(f"{path} is no file, but a pipe")
         with path.open("rb") as file:
             yield file
     except FileNotFoundError as error:

@@ -224,6 +224,19 @@ def assert_made_again(store: FragmentStore, records: list[VersionRecord]) -> Non
     assert_same(recovered.record, records[-1], is_recovered=True)
 
 
+@pytest.mark.parametrize("is_pipe", [True, False], ids=["pipe", "link-to-itself"])
+def test_what_is_no_file_in_the_place_of_a_record_is_damage(
+    store: FragmentStore, is_pipe: bool
+) -> None:
+    commit(store, 2)
+    path = path_of(store, 2)
+    path.unlink()
+    os.mkfifo(path) if is_pipe else path.symlink_to(path)
+
+    with pytest.raises(RecordInvalid, match="is no file, but a pipe" if is_pipe else "cannot be"):
+        store.load(2)
+
+
 def test_a_record_torn_at_any_border_was_published_and_is_lost(store: FragmentStore) -> None:
     """All of it was durable before it had its name."""
     records = commit(store, 2)
