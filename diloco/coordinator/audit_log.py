@@ -42,8 +42,6 @@ def audit_entries_of(entries: Entries) -> list[AuditEntry]:
                 told.append(AuditEntry("policy", name, value))
             case "operation":
                 told.append(AuditEntry("operation", str(json.loads(value)["number"]), value))
-            case "stop" if value == "null" and not any(k == "timeline" for k, _ in entries):
-                told.append(AuditEntry("stop", "taken back", value))
             case "timeline":
                 told.append(AuditEntry("timeline", str(json.loads(value)["timeline"]), value))
     return told

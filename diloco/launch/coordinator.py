@@ -23,7 +23,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.bounded_text import bounded_text
 from diloco.checkpoint.backup import Backups
@@ -86,6 +86,13 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
+#: What the audit log has of a resume before there is a checkpoint.
+_GOES_ON: Mapping[str, Any] = {
+    "by": "the coordinator's command line",
+    "command": "resume",
+    "arguments": {},
+    "message": "no checkpoint is complete: the run goes on, and a stop is taken back",
+}
 #: Seconds within which `diloco status --watch` looks again, on a machine that is busy, too.
 _WATCHED_S = 3.0
 
@@ -158,7 +165,9 @@ async def run_coordinator(
                     "the configuration", functools.partial(_claim, config, state, membership)
                 )
                 if goes_on:  # under the policy that has just been checked
+                    unix_clock = wall_clock(os.environ, "coordinator")
                     entries = membership.stop_taken_back()
+                    entries += membership.settings.operated({**_GOES_ON, "unix_s": unix_clock()})
                     journal.write(entries, told=audit_entries_of(entries))
                     membership.apply(entries)
                     announce(f"start every island that has ended: {commands_of_islands(config)}")

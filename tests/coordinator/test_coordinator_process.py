@@ -470,6 +470,9 @@ def test_what_cannot_be_resumed_is_refused_and_touches_nothing(site: Site) -> No
     assert holder(site.state.store_lock) == syncer_pid
     _, again = site.coordinate_until_up(resume=True)
     assert holder(site.state.store_lock) == syncer_pid, "it goes on where it was"
+    with open_journal(site.state.journal) as journal:
+        done = [row.content for row in journal.audit_rows() if row.kind == "operation"]
+    assert [each["command"] for each in done] == ["resume"]
     assert not report(again, east).stop
 
 
