@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import mmap
 import queue
 import shutil
 import threading
@@ -39,6 +40,8 @@ _FULL_S = 5.0
 #: Payloads are let go lane by lane, and what a merge makes of them does not fit where they lay. A
 #: smaller step costs the vectors of a merge their pages too often.
 _GIVEN_BACK_BYTES = 32 << 20
+#: Of payloads that get pages of their own: a process may have some 65,000 mappings.
+_APART_BYTES = 256 << 10
 
 
 class Spool:
@@ -161,7 +164,7 @@ class Spool:
             if is_held:
                 self._held_bytes += size
         if is_held:
-            return SpooledLane(self, size, digest, payload)
+            return SpooledLane(self, size, digest, _apart(payload))
         path = self._directory / f"{next(self._names):012d}"
         try:
             with raising_disk_full():
@@ -235,6 +238,18 @@ class _Place:
         if self.turn is not None and not self.turn.done():
             self.turn.set_exception(NotYet(why))
         self.turn = None
+
+
+def _apart(payload: Buffer) -> Buffer:
+    """Copy a large payload to pages of its own, which go back to the system with it.
+
+    What stays until the merge would else lie scattered between messages that come and go.
+    """
+    if len(payload) < _APART_BYTES:
+        return payload
+    pages = mmap.mmap(-1, len(payload), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages[:] = payload
+    return memoryview(pages)
 
 
 class SpooledLane:
