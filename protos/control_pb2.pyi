@@ -328,12 +328,13 @@ class IslandStatus(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ..., lease: _Optional[str] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage", "lost_version", "holders", "wants_header")
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "num_contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage", "lost_version", "holders", "wants_header")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     MERGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +349,7 @@ class FragmentStatus(_message.Message):
     attempt: int
     digest: str
     contributors: _containers.RepeatedScalarFieldContainer[str]
+    num_contributors: int
     age_s: float
     phase: str
     merged_tokens: int
@@ -357,7 +359,7 @@ class FragmentStatus(_message.Message):
     lost_version: int
     holders: _containers.RepeatedScalarFieldContainer[str]
     wants_header: bool
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ..., lost_version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., wants_header: _Optional[bool] = ...) -> None: ...
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., num_contributors: _Optional[int] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ..., lost_version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., wants_header: _Optional[bool] = ...) -> None: ...
 
 class RefusalCount(_message.Message):
     __slots__ = ("service", "island", "cause", "count")

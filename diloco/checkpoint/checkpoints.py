@@ -146,6 +146,8 @@ def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
         }
         numbers = [manifest["inner_step"], *manifest.get("versions", ())]
         numbers += [manifest.get(name, 0) for name in ("cut", "timeline", "optimizer_step")]
+        if not isinstance(manifest.get("text", {}), dict):
+            raise ValueError("its text is no object")
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"not all of its steps and versions are whole numbers: {numbers}")
         parts = str(manifest["parts"])

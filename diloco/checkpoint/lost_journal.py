@@ -174,7 +174,7 @@ def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Rema
         timeline=timeline.number,
         resume_step=timeline.resume_step,
         pins=tuple(sorted(pins)),
-        parts={step: _parts(config, step) for step in pins},
+        parts={step: _parts(config, step, len(plan.fragments)) for step in pins},
         policy=json.loads(newest.policy_json or "{}"),
         policy_revision=newest.policy_revision,
         generation=max((roster.generation for roster in rosters), default=0),
@@ -217,7 +217,7 @@ def _most(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return most
 
 
-def _parts(config: Config, step: int) -> dict[str, CutPart]:
+def _parts(config: Config, step: int, num_fragments: int) -> dict[str, CutPart]:
     """Read whose parts of a run checkpoint are on this machine; their files are not verified."""
     parts = {}
     for directory in sorted(config.checkpoint_dir.glob("*")):
@@ -228,7 +228,8 @@ def _parts(config: Config, step: int) -> dict[str, CutPart]:
                 versions, inner_step = tuple(manifest["versions"]), int(manifest["inner_step"])
             except (ConfigError, KeyError):
                 continue
-            parts[island] = CutPart(inner_step, versions, manifest.get("text", {}))
+            if len(versions) == num_fragments:
+                parts[island] = CutPart(inner_step, versions, manifest.get("text", {}))
     return parts
 
 

@@ -110,9 +110,11 @@ class Mirror:
         parse_manifest(self._manifest_text(there), f"{there}/{MANIFEST}")
 
     def _manifest_text(self, there: str) -> bytes:
-        """Read the manifest of a directory; nothing where it is larger than one can be."""
+        """Read the manifest of a directory; nothing where no file can be one, or one so large."""
         path = f"{there}/{MANIFEST}"
-        return self._fs.cat_file(path) if self._fs.size(path) <= MOST_MANIFEST_BYTES else b""
+        found = self._fs.info(path)
+        is_one = found["type"] == "file" and (found["size"] or 0) <= MOST_MANIFEST_BYTES
+        return self._fs.cat_file(path) if is_one else b""
 
     def put(self, path: Path) -> int:
         """Copy a whole checkpoint, its manifest last, in place of what has its name.

@@ -25,7 +25,6 @@ from diloco.config.classes import fingerprint, identity_difference, identity_jso
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.journal import Journal
-from diloco.coordinator.run_status import merged_by_index
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError
 from diloco.launch.process.disk_full_retry import retry_disk_full
@@ -95,8 +94,6 @@ def read_membership(config: Config, journal: Journal) -> Membership:
     except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
         path = StateDir(Path(config.coordinator.state_dir)).journal
         raise _unreadable(path, error) from error
-    indexed = merged_by_index(journal, membership)
-    membership.merged_tokens = lambda: indexed
     return membership
 
 

@@ -22,7 +22,7 @@ from diloco.coordinator.island_service import IslandService
 from diloco.coordinator.journal import AuditEntry, Journal, RoundRow
 from diloco.coordinator.operator_service import Operations, OperatorService
 from diloco.coordinator.reported_alarms import ReportedAlarms
-from diloco.coordinator.run_status import RunStatus, merged_by_index
+from diloco.coordinator.run_status import RunStatus
 from diloco.coordinator.syncer_service import SyncerService
 from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
@@ -120,8 +120,7 @@ class Coordinator:
         )
         self._away: list[str] = []
         membership.members.rules = terms.rules
-        indexed = merged_by_index(journal, membership)
-        membership.merged_tokens = lambda: self.run_status.merged_tokens or indexed
+        membership.merged_tokens = lambda: self.run_status.merged_tokens
         self.ended = asyncio.Event()
         #: Called after each command of an operator.
         self.on_operated: Callable[[], None] = lambda: None
@@ -394,6 +393,7 @@ class Coordinator:
     def _end_if_over(self) -> None:
         """End with the run; an island that may be starting again is to hear of its end, too."""
         membership, now = self._membership, loop_now()
+        self._keep(membership.all_merged())
         is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.members.away)
         if (
             membership.fatal_reason

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diloco.bounded_text import MOST_NAMES
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.round_journal import JournalUnwritable, RoundJournal, SavedRound
 from diloco.loop_clock import loop_now
@@ -229,12 +230,14 @@ class DecidedRounds:
 
     def _status(self, fragment: DecidedFragment) -> FragmentStatus:
         rounds, record = fragment.rounds.rounds, fragment.saved and fragment.saved.record
+        contributors = [c["island"] for c in record["contributors"]] if record else []
         return FragmentStatus(
             fragment_id=rounds.fragment_id,
             version=rounds.version,
             attempt=rounds.attempt,
             digest=record["digest"] if record else "",
-            contributors=[c["island"] for c in record["contributors"]] if record else [],
+            contributors=contributors[:MOST_NAMES],
+            num_contributors=len(contributors),
             age_s=loop_now() - fragment.published_at,
             phase=fragment.rounds.phase,
         )

@@ -1,6 +1,6 @@
 """Keeps the last reports of a run, for operators, islands and metrics.
 
-Memory only; nothing is decided by it.
+Memory only. Of it the run's end is decided alone: by the tokens that syncers say are merged.
 """
 
 from __future__ import annotations
@@ -62,13 +62,6 @@ class _Seen:
     fragment: FragmentStatus = field(default_factory=FragmentStatus)
 
 
-def merged_by_index(journal: Journal, membership: Membership) -> int:
-    """Give the tokens that all fragments have merged by the versions that are indexed."""
-    fragments = membership.assignment.of_all(membership.plan_json)
-    newest = [journal.newest_rounds(membership.timeline, p, 1) for p in fragments]
-    return min((json.loads(h[0]).get("merged_tokens", 0) if h else 0 for h in newest), default=0)
-
-
 class RunStatus:
     """What was last told of one run.
 
@@ -106,6 +99,12 @@ class RunStatus:
         self.last_words: dict[str, str] = {}
         self._islands: dict[str, _Seen] = {}
         self._fragments: dict[int, _Seen] = {}
+        #: By fragment, the most that was indexed before this start, or reported since.
+        self._merged_tokens = {
+            p: int(json.loads(header).get("merged_tokens", 0))
+            for p in membership.assignment.of_all(membership.plan_json)
+            if (header := self.newest(p))
+        }
         self._refusals: Counter[tuple[str, Cause]] = Counter()
         self._away = _NEVER_LOOKED
         self.alarms = alarms
@@ -174,7 +173,9 @@ class RunStatus:
 
     def fragment_stands(self, status: FragmentStatus) -> None:
         """Record how a fragment stands."""
-        self._fragments[status.fragment_id] = _Seen(loop_now(), fragment=status)
+        p, merged = status.fragment_id, status.merged_tokens
+        self._fragments[p] = _Seen(loop_now(), fragment=status)
+        self._merged_tokens[p] = max(merged, self._merged_tokens.get(p, 0))
 
     def refused(self, island: str, cause: Cause) -> None:
         """Count a refusal; `island` is empty where nobody has proved whose call it was."""
@@ -183,10 +184,8 @@ class RunStatus:
     @property
     def merged_tokens(self) -> int:
         """Tokens that all fragments have merged; 0 until all of them have been heard of."""
-        membership = self._membership
-        if not self._fragments.keys() >= {*membership.assignment.of_all(membership.plan_json)}:
-            return 0  # one of several syncers has not reported yet
-        return min((seen.fragment.merged_tokens for seen in self._fragments.values()), default=0)
+        fragments = self._membership.assignment.of_all(self._membership.plan_json)
+        return min((self._merged_tokens.get(p, 0) for p in fragments), default=0)
 
     def indexed(self, fragment_id: int) -> tuple[int, str]:
         """Count the versions of a fragment that are indexed in this timeline, from 0 on.

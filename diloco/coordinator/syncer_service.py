@@ -254,6 +254,7 @@ class SyncerService:
             attempt=fragment.attempt,
             digest=bounded_text(fragment.digest),
             contributors=sorted(set(fragment.contributors).intersection(self._membership.members)),
+            num_contributors=fragment.num_contributors,
             age_s=fragment.age_s,
             phase=bounded_text(fragment.phase),
             merged_tokens=fragment.merged_tokens,

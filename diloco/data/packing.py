@@ -35,7 +35,7 @@ def check_counts(*counts: object) -> tuple[int, ...]:
     Raises:
         ValueError: If they are not.
     """
-    found = tuple(n for n in counts if isinstance(n, int) and n is not True and 0 <= n < 2**63)
+    found = tuple(n for n in counts if type(n) is int and 0 <= n < 2**63)
     if len(found) < len(counts):
         raise ValueError(f"a cursor's numbers are whole, from 0 on: {counts!r:.100}")
     return found

@@ -124,10 +124,19 @@ class WindowShuffle:
         return {"window": self._window, "position": self._position, "sources": self._cursor}
 
     def go_to(self, cursor: Mapping[str, Any] | None) -> None:
-        """Go to a cursor, or to the start."""
+        """Go to a cursor, or to the start.
+
+        Raises:
+            ValueError: If its window and position are not those of its sources.
+        """
         window, position = check_counts(cursor["window"], cursor["position"]) if cursor else (0, 0)
         self._mixture.go_to(cursor["sources"] if cursor else None)
         self._begin(window - 1, self._mixture.cursor())
+        if position > self._size or window * self._size != self.num_drawn:
+            raise ValueError(
+                f"a cursor at {position} of window {window}, of {self._size} each, does not begin "
+                f"behind {self.num_drawn} sequences"
+            )
         self._position = self._size
         if position:
             self._turn()

@@ -168,7 +168,10 @@ async def run_coordinator(
                     unix_clock = wall_clock(os.environ, "coordinator")
                     entries = membership.stop_taken_back()
                     entries += membership.settings.operated({**_GOES_ON, "unix_s": unix_clock()})
-                    journal.write(entries, told=audit_entries_of(entries))
+                    await retry_disk_full_async(
+                        "that the run goes on",
+                        functools.partial(journal.write, entries, told=audit_entries_of(entries)),
+                    )
                     membership.apply(entries)
                     announce(f"start every island that has ended: {commands_of_islands(config)}")
                 signals = note_signals_async(num_graceful=1)
@@ -218,6 +221,11 @@ def _check_same_policy(
     config: Config, before: Config, state: StateDir, membership: Membership
 ) -> None:
     differing = identity_difference(policy_json(config), policy_json(before))
+    if config.outer.is_on_arrival and config.total_tokens != before.total_tokens:
+        differing.append(
+            f"tokens of the run, run.inner_steps times islands.*.tokens_per_inner_step: "
+            f"{config.total_tokens} here, {before.total_tokens} there"
+        )
     if differing and config.outer.exchange == "allreduce" and membership.has_been_joined:
         # Its islands may be at work with the policy that they were given, which nobody here knows.
         raise ConfigError(
@@ -440,7 +448,7 @@ class _Run:
             return membership.fatal_exit_code
         if membership.is_finished:
             said = f"the run {membership.run!r} has finished"
-            merged = run_status.merged_tokens  # 0 where no syncer has reported to this start
+            merged = run_status.merged_tokens
             if config.outer.is_on_arrival and merged:
                 said += f": every fragment has merged {merged:,} tokens, planned were "
                 said += f"{config.total_tokens:,}"

@@ -81,10 +81,13 @@ def _checkpoints(state: StateDir, config: Config) -> Iterator[RepairFinding]:
     directory = config.checkpoint_dir
     for path in sorted(each for each in directory.glob("*") if each.is_dir()):
         island = path.name
+        if island not in membership.members:
+            continue
         for step in sorted({*complete, *written_steps(directory, island)}):
             found = found_directory(directory, island, step)
             cut = membership.cuts.find(step)
-            has_part = not is_elastic or (cut is not None and island in cut.parts)
+            has_part = cut is not None and island in cut.parts
+            has_part |= not is_elastic and island in membership.members.counted
             if not (has_part or found.exists()):
                 continue
             condition, detail = Condition.WHOLE, ""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from diloco.bounded_text import bounded_text
+from diloco.bounded_text import MOST_NAMES, bounded_text
 from diloco.loop_clock import loop_now
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.run.alarms import Alarms, alarm_message
@@ -50,8 +50,10 @@ _MOST_EXPIRIES = 1000
 _SPACING_S = 0.1
 _RETRY_WAIT_S = 0.25
 _DEADLINE_S = 5.0
-#: Of a record's header in a report, which says other things, too.
-_MOST_HEADER_BYTES = MAX_HEADER_BYTES * 3 // 4
+#: Of a report: lengths of what is around a record's header may grow.
+_MOST_REPORT_BYTES = MAX_HEADER_BYTES - (1 << 10)
+#: Of a record's header in it: an answer that hands it on says other things, too.
+_MOST_RECORD_BYTES = MAX_HEADER_BYTES * 3 // 4
 
 
 class ReportedRounds(Protocol):
@@ -150,6 +152,7 @@ class Reporter:
         self.num_answers = 0
         self._records: deque[Mapping[str, Any]] = deque()
         self._expiries: deque[RoundExpired] = deque(maxlen=_MOST_EXPIRIES)
+        self._shortened: Mapping[str, Any] | None = None  # the last that was told in part
         self._indexed: dict[int, int] = {}
         self._published_at: dict[int, float] = {}
         self._complete: Sequence[int] | None = None
@@ -251,15 +254,15 @@ class Reporter:
         rounds.indexed(*indexed_of(hello))
         while self._expiries:
             expired = self._expiries[0]
-            await self._report(rounds, "", _expiry(expired))
+            await self._report(rounds, expiry=_expiry(expired))
             if self._expiries and self._expiries[0] is expired:  # or it went, for want of room
                 self._expiries.popleft()
         while self._records:
             header = self._records[0]
-            await self._report(rounds, _told_of(header))
+            await self._report(rounds, header)
             self._records.popleft()
             self._indexed[header["fragment_id"]] = header["version"]
-        reply = await self._report(rounds, "")
+        reply = await self._report(rounds)
         self._complete = reply.checkpoint_steps
         rounds.keep_checkpoints(self._complete)
         rounds.set_orders(Orders.of(reply))
@@ -270,7 +273,10 @@ class Reporter:
             rounds.keep_cut(reply.cut, reply.cut_versions)
 
     async def _report(
-        self, rounds: ReportedRounds, record_json: str, expiry: Expiry | None = None
+        self,
+        rounds: ReportedRounds,
+        header: Mapping[str, Any] | None = None,
+        expiry: Expiry | None = None,
     ) -> RoundReportReply:
         """Report once; returns what the coordinator says."""
         reason, exit_code = self._fatal
@@ -280,7 +286,6 @@ class Reporter:
             syncer_id=self._syncer_id,
             syncer_epoch=self._epoch,
             fragments=[self._status(rounds, state) for state in rounds.states],
-            record_json=record_json,
             expiry=expiry,
             fatal_reason=reason,
             fatal_exit_code=exit_code,
@@ -288,8 +293,41 @@ class Reporter:
             alarms=map(alarm_message, self.alarms.holding(loop_now())),
             pinned_cut=rounds.pinned_cut,
         )
+        if header is not None:
+            room = min(_MOST_RECORD_BYTES, _MOST_REPORT_BYTES - report.ByteSize())
+            report.record_json = self._told_of(header, room)
         reply = await self._call("control.round_report", report)
         return RoundReportReply.FromString(reply.header)
+
+    def _told_of(self, header: Mapping[str, Any], most_bytes: int) -> str:
+        """Return what is told of a record: its header, or what of it has room in a message.
+
+        The record itself stays whole. Coefficients go first, they are for who recomputes a version;
+        then reasons, then the digests of contributions, most of it: with the others a version that
+        is lost can be taken from an island. Then whatever has an entry for each island: an index
+        needs none of it.
+        """
+        text, told, dropped = json.dumps(header, sort_keys=True), dict(header), ""
+        num_bytes = len(text)
+        contributors = [{**each, "lane_digests": []} for each in header.get("contributors", ())]
+        for less in (
+            {"merge": None},
+            {"refused": None},
+            {"contributors": contributors},
+            dict.fromkeys(("lane_digests", "contributors", "last_included")),
+        ):
+            if len(text) <= most_bytes:
+                break
+            told, dropped = {**told, **less}, f"{dropped} {' '.join(less)}"
+            text = json.dumps({k: v for k, v in told.items() if v is not None}, sort_keys=True)
+        if dropped and header is not self._shortened:
+            self._shortened = header
+            logger.warning(
+                "a record's header is too large to be reported, fragment=%s version=%s bytes=%d: "
+                "told without all of%s",
+                header["fragment_id"], header["version"], num_bytes, dropped,
+            )  # fmt: skip
+        return text
 
     def _status(self, rounds: ReportedRounds, state: FragmentState) -> FragmentStatus:
         now = loop_now()
@@ -299,7 +337,8 @@ class Reporter:
             version=state.version,
             attempt=state.attempt,
             digest=state.digest.hex(),
-            contributors=state.contributors,
+            contributors=state.contributors[:MOST_NAMES],
+            num_contributors=len(state.contributors),
             age_s=now - self._published_at.get(state.fragment_id, now),
             phase=rounds.phase(state.fragment_id),
             merged_tokens=state.merged_tokens,
@@ -346,31 +385,3 @@ def _expiry(expired: RoundExpired) -> Expiry:
         missing=expired.missing,
         reason=expired.reason,
     )
-
-
-def _told_of(header: Mapping[str, Any]) -> str:
-    """Return what is told of a record: its header, or what of it has room in a message.
-
-    The record itself stays whole. Coefficients go first, they are for who recomputes a version;
-    then reasons, then the digests of contributions, most of it: with the others a version that is
-    lost can be taken from an island. Then whatever has an entry for each island: an index needs
-    none of it.
-    """
-    text, told, dropped = json.dumps(header, sort_keys=True), dict(header), ""
-    contributors = [{**each, "lane_digests": []} for each in header.get("contributors", ())]
-    for less in (
-        {"merge": None},
-        {"refused": None},
-        {"contributors": contributors},
-        dict.fromkeys(("lane_digests", "contributors", "last_included")),
-    ):
-        if len(text) <= _MOST_HEADER_BYTES:
-            break
-        told, dropped = {**told, **less}, f"{dropped} {' '.join(less)}"
-        logger.warning(
-            "a record's header is too large to be reported, fragment=%s version=%s bytes=%d: told "
-            "without all of%s",
-            header["fragment_id"], header["version"], len(text), dropped,
-        )  # fmt: skip
-        text = json.dumps({k: v for k, v in told.items() if v is not None}, sort_keys=True)
-    return text

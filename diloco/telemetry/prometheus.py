@@ -273,7 +273,7 @@ _ISLAND_COUNTERS: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = 
 _FRAGMENT_GAUGES: Sequence[tuple[str, str, Callable[[FragmentStatus], float]]] = (
     ("version", "Newest published version", lambda f: f.version),
     ("attempt", "Attempt of the current round", lambda f: f.attempt),
-    ("contributors", "Islands in the newest version", lambda f: len(f.contributors)),
+    ("contributors", "Islands in the newest version", lambda f: f.num_contributors),
     ("version_age_seconds", "Time since the newest version", lambda f: f.age_s),
 )
 _REFUSALS = "Calls refused; no island: nobody has proved whose they were"

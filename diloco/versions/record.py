@@ -18,6 +18,7 @@ import errno
 import itertools
 import json
 import os
+import stat
 import struct
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -342,8 +343,8 @@ def check_whole(path: Path) -> StoredRecord:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file to be read; what the disk does not give back is damaged, not this process."""
     try:
-        if path.is_fifo():
-            raise RecordInvalid(f"{path} is no file, but a pipe")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RecordInvalid(f"{path} is no file")
         with path.open("rb") as file:
             yield file
     except FileNotFoundError as error:

@@ -78,6 +78,13 @@ def test_a_torn_manifest_there_is_said_takes_nothing_here_and_is_abandoned(
         mirror.fetch(10, tmp_path / "here", ISLAND)
 
     assert valid_steps(tmp_path / "here", ISLAND) == [5, 10]
+    if url.startswith("file:"):
+        pipe = Path(f"{dict(mirror._directories())[10]}/{MANIFEST}")
+        pipe.unlink()
+        os.mkfifo(pipe)
+        with pytest.raises(ConfigError, match="is damaged"):
+            mirror.check(10)
+        pipe.unlink()
     newer = json.dumps({"format": 99, "timeline": 1}).encode()
     mirror._fs.pipe_file(f"{dict(mirror._directories())[10]}/{MANIFEST}", newer)
     mirror.abandon_later(5, timeline=1)

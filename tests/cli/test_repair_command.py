@@ -85,6 +85,7 @@ def test_a_torn_checkpoint_of_an_island_is_said_with_the_way_on(
         journal.write((("checkpoint", "[15]"),))
     for step in (15, 20):  # of which 20 was never complete
         (directory / f"step-{step:012d}").mkdir()
+    (directory.parent / "lost+found").mkdir()
     found = json.loads(invoke(state.root, "--json").stdout)["findings"]
     damaged = [f["what"] for f in found if f["condition"] == "damaged"]
     assert damaged == [f"checkpoint east/step-{step:012d}" for step in (5, 10, 15)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.checkpoint.run_checkpoints import read_membership
 from diloco.config.load import load_config
 from diloco.coordinator.daemon import RETURN_S
 from diloco.durable import DiskFull
@@ -114,6 +115,45 @@ def test_who_comes_first_and_says_that_it_has_finished_ends_nothing(
         await coord.leave(honest.grant)
         assert coord.membership.is_finished
         watching.cancel()
+
+    tell(tmp_path, story, config=config)
+
+
+def test_a_syncer_that_serves_an_older_version_again_does_not_keep_a_run_from_its_end(
+    tmp_path: Path,
+) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await coord.join("east"), await coord.join("west")
+        coord.merge_all()
+        older = FragmentStatus(fragment_id=1, version=0, damage="torn", lost_version=1)
+        await coord.round_report(fragments=[older])
+        await coord.leave(east.grant)
+        await coord.leave(west.grant)
+
+        assert coord.coordinator.ended.is_set()
+
+    tell(tmp_path, story, config=config)
+
+
+def test_a_run_that_has_finished_is_known_to_have_where_no_syncer_answers(tmp_path: Path) -> None:
+    config = load_config(
+        write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
+    )
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        east = await coord.join("east")
+        coord.merge_all()  # by versions that the index of this timeline does not have
+        assert not read_membership(config, coord.journal).is_finished
+        await coord.leave(east.grant)
+
+        assert read_membership(config, coord.journal).is_finished
+        entries = coord.membership.resumed(0)
+        coord.journal.write(entries)
+        assert not read_membership(config, coord.journal).is_finished, "another timeline"
 
     tell(tmp_path, story, config=config)
 

@@ -124,6 +124,15 @@ def test_goes_on_exactly_from_every_cursor(window, length):
     assert take(again, len(taken)) == taken
 
 
+@pytest.mark.parametrize("forged", [{"window": 2**62}, {"position": 6}, {"window": 0}])
+def test_a_cursor_that_no_shuffle_of_these_sources_has_is_refused(forged):
+    whole = make_shuffle(5)
+    take(whole, 12)
+
+    with pytest.raises(ValueError, match="does not begin behind 10 sequences"):
+        make_shuffle(5).go_to({**whole.cursor(), **forged})
+
+
 def test_all_that_was_read_is_given_out_before_a_source_ends():
     # a gives 10 of each 15 sequences: its 11th is missing after 15 or 16.
     plain = rest(make_shuffle(1, length=10))

@@ -12,7 +12,7 @@ from diloco.errors import ConfigError
 from diloco.launch.coordinator import _claim, _timeline
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.membership import Membership
-from diloco.state_dir import StateDir
+from diloco.state_dir import StateDir, hold
 from tests.run_files import write_run
 
 
@@ -51,6 +51,20 @@ def test_the_islands_of_an_all_reduce_keep_the_policy_that_they_began_with(run_f
     membership.apply(membership.resumed(0))
     _claim(other, state, membership)
     assert load_config(state.resolved) == other
+
+
+def test_another_batch_changes_the_tokens_that_end_a_run_on_arrival(run_file: Path) -> None:
+    config = load_config(run_file, ["outer.preset=decoupled"])
+    larger = load_config(
+        run_file, ["outer.preset=decoupled", "islands.west.tokens_per_inner_step=4096"]
+    )
+    state, membership = begun(config, joined=True)
+
+    with hold(StateDir(state.root).syncers[0].store_lock):
+        with pytest.raises(ConfigError, match=r"tokens of the run.* here, .* there"):
+            _claim(larger, state, membership)
+        _claim(config, state, membership)
+    _claim(larger, state, membership)  # the syncer that starts next has it, too
 
 
 def test_before_an_island_has_joined_the_policy_may_change(run_file: Path) -> None:

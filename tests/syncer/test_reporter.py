@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco.bounded_text import MOST_NAMES
 from diloco.protocol.rounds import terms
 from diloco.protocol.rounds.orders import Orders
 from diloco.protos.control_pb2 import (
@@ -74,15 +75,15 @@ class FakeRounds:
         self.repairs.append((fragment_id, island, record_json))
 
     def damage(self, fragment_id: int) -> str:
-        return ("", "version 7 cannot be read")[fragment_id]
+        return ("", "version 7 cannot be read")[fragment_id % 2]
 
     def lost(self, fragment_id: int) -> FragmentStatus:
-        if fragment_id == 0:
+        if fragment_id % 2 == 0:
             return FragmentStatus()
         return FragmentStatus(lost_version=7, holders=["east"], wants_header=True)
 
     def phase(self, fragment_id: int) -> str:
-        return ("open", "closing")[fragment_id]
+        return ("open", "closing")[fragment_id % 2]
 
     def rounds_of(self, fragment_id: int) -> tuple[int, int]:
         return 7, fragment_id
@@ -430,6 +431,38 @@ def test_a_record_that_no_message_holds_is_told_without_what_is_too_much(
         {"fragment_id": 1, "version": 1},
     ]
     assert scene.coordinator.reports[-1][1].fatal_reason == "quorum lost"
+
+
+def test_what_is_told_of_a_thousand_islands_fits_in_a_message_whatever_the_record(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    islands = [f"datacenter-{i:04d}" for i in range(1000)]
+    merged = [{"island": island, "lane_digests": ["00" * 32] * 12} for island in islands]
+
+    class ManyIslands(FakeRounds):
+        @property
+        def states(self) -> list[FragmentState]:
+            return [
+                FragmentState(fragment_id=p, version=1, digest=bytes(32), contributors=islands)
+                for p in range(1000)
+            ]
+
+    async def story(scene: Scene) -> None:
+        scene.rounds = ManyIslands()
+        scene.coordinator.refused_reports = 2
+        await scene.coordinator.up()
+        scene.reporter.add_record({"fragment_id": 0, "version": 1, "contributors": merged})
+        running = scene.run()
+        assert await scene.reporter.drain(30)
+        running.cancel()
+
+    scene = play(story)
+
+    ((told,),) = [[json.loads(record)["contributors"] for record in scene.coordinator.records]]
+    assert told == [{"island": island, "lane_digests": []} for island in islands]
+    status = scene.coordinator.reports[-1][1].fragments[999]
+    assert (status.num_contributors, list(status.contributors)) == (1000, islands[:MOST_NAMES])
+    assert caplog.text.count("too large to be reported") == 1, "said once, told three times"
 
 
 def test_expiries_are_told_once_though_the_coordinator_was_away() -> None:

@@ -65,8 +65,8 @@ def status() -> StatusReply:
         ],
         fragments=[
             FragmentStatus(
-                fragment_id=0, version=3, attempt=1, contributors=["east", "west"], age_s=4.0,
-                phase="open",
+                fragment_id=0, version=3, attempt=1, contributors=["east"], num_contributors=2,
+                age_s=4.0, phase="open",
             )
         ],
         syncers=[SyncerStatus(syncer_id=n, syncer_epoch=2 + n, age_s=0.25) for n in (0, 1)],

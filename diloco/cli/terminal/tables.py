@@ -223,8 +223,14 @@ def _fragment_cells(fragment: FragmentStatus | None) -> tuple[str, ...]:
         fragment.phase,
         _UNKNOWN if fragment.phase == "unfounded" else f"{_seconds(fragment.age_s)} ago",
         fragment.digest[:_DIGEST_CHARACTERS] or _UNKNOWN,
-        ", ".join(fragment.contributors) or _UNKNOWN,
+        _names(fragment) or _UNKNOWN,
     )
+
+
+def _names(fragment: FragmentStatus) -> str:
+    """Name the islands of the newest version; of many the first, and how many more."""
+    more = fragment.num_contributors - len(fragment.contributors)
+    return ", ".join([*fragment.contributors, *([f"{more} more"] if more > 0 else [])])
 
 
 def _seconds(duration_s: float) -> str:

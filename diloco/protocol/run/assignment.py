@@ -5,6 +5,7 @@ Source: PROTOCOL.md, "Fragments and lanes".
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,8 +54,14 @@ class FragmentAssignment:
             return list(self.fragments[syncer_id])
         if not plan_json or self.num_syncers > 1:
             return []
-        return list(range(len(json.loads(plan_json)["fragments"])))
+        return list(range(_num_fragments(plan_json)))
 
     def of_all(self, plan_json: str) -> list[int]:
         """Give the fragments of the run; none before the first join."""
         return sorted(p for n in range(self.num_syncers) for p in self.of(n, plan_json))
+
+
+@functools.lru_cache(maxsize=4)
+def _num_fragments(plan_json: str) -> int:
+    """Count a plan's fragments; a large plan takes a while to read, and is asked for often."""
+    return len(json.loads(plan_json)["fragments"])

@@ -8,6 +8,7 @@ durably, then applies, then answers; a write that fails has changed nothing.
     plan, corpus, tokenizer, start    what the first join fixed
     position/NAME     {timeline, inner_step}: how far it has come
     stop, checkpoint, timeline, fatal
+    merged                            timeline in which every fragment has merged the run's tokens
 
 Its parts have entries of their own: `members`, `assignment`, `candidates`, `claims`, `cuts`,
 `repairs`, `settings`.
@@ -93,6 +94,7 @@ class Membership:
     members: Members = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
+    _merged_in: int = -1
     _kept: dict[str, set[int]] = field(default_factory=dict)
     _positions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -144,6 +146,8 @@ class Membership:
                     self.promises = json.loads(value)
                 case "fatal":
                     self.fatal_reason, self.fatal_exit_code = json.loads(value)
+                case "merged":
+                    self._merged_in = int(value)
                 case "position":
                     self._positions[name] = json.loads(value)
 
@@ -379,19 +383,27 @@ class Membership:
         """Whether any island has joined this timeline."""
         return any(map(self._has_joined, self.members.values()))
 
+    def all_merged(self) -> Entries:
+        """Note, once it is so, that every fragment has merged the tokens that end the run."""
+        is_known = not self.rules.is_elastic or self._merged_in == self.timeline
+        if is_known or self.merged_tokens() < self.rules.total_tokens:
+            return ()
+        return (("merged", str(self.timeline)),)
+
     @property
     def is_finished(self) -> bool:
         """Whether every island has left without an error, at the end of the run.
 
         Where islands come and go: whether one has come to the end, none is at work, and every
-        fragment has merged the run's tokens: one that says so before has not.
+        fragment is noted (`all_merged`) to have merged the run's tokens: one that says so before
+        has not.
         """
         if self.rules.is_elastic:
             members = filter(self._has_joined, self.members.values())
             has_end = any(m.has_finished for m in members)
             if not has_end or self.members.holders or self.is_stopping:
                 return False
-            return self.merged_tokens() >= self.rules.total_tokens
+            return self._merged_in == self.timeline
         return self._have_left_well and not any(m.is_stopped for m in self.members.counted.values())
 
     @property
