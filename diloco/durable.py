@@ -69,6 +69,18 @@ def write_json(path: Path, value: object) -> None:
     write_durably(path, [json.dumps(value, sort_keys=True).encode()])
 
 
+def read_text(path: Path) -> str:
+    """Return what a file holds; of a pipe, which has no end, that it is no regular file.
+
+    Raises:
+        ValueError: If it is none, or not UTF-8.
+        OSError: If it cannot be read; a directory, too.
+    """
+    if not (path.is_file() or path.is_dir()) and os.path.lexists(path):
+        raise ValueError(f"{path} is damaged, it is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
 def read_json(path: Path) -> Any | None:
     """Return what `write_json` wrote, hence any JSON value; None if there is no such file.
 
@@ -76,10 +88,7 @@ def read_json(path: Path) -> Any | None:
         ValueError: If the file is not JSON: it was not written here.
     """
     try:
-        # A pipe has no end; of a directory opening it says so.
-        if not (path.is_file() or path.is_dir()) and os.path.lexists(path):
-            raise ValueError(f"{path} is damaged, it is no regular file")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return None
     try:

@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.durable import read_json, write_json
+from diloco.durable import read_json, read_text, write_json
 from diloco.errors import ConfigError
 from diloco.transport.addresses import split_address
 
@@ -87,7 +87,7 @@ class StateDir:
         if not self.resolved.exists():
             return self.of_syncers(1)
         try:
-            resolved = tomllib.loads(self.resolved.read_text(encoding="utf-8"))
+            resolved = tomllib.loads(read_text(self.resolved))
             return self.of_syncers(int(resolved.get("coordinator", {}).get("num_syncers", 1)))
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(

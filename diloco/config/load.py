@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from diloco.config import classes
 from diloco.config.hugging_face import with_config_json
 from diloco.config.schema import Config
+from diloco.durable import read_text
 from diloco.errors import ConfigError
 from diloco.extensions import check_same_packages
 
@@ -160,7 +161,7 @@ def _files_near(path: Path, root: type[classes.Section]) -> str:
 def _is_of_kind(path: Path, root: type[classes.Section]) -> bool:
     """Whether a TOML file has tables of `root`, and no others."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).keys()
+        tables = tomllib.loads(read_text(path)).keys()
     except (OSError, ValueError, RecursionError):
         return False
     return bool(tables) and tables <= root.model_fields.keys()

@@ -6,6 +6,7 @@ Source: PROTOCOL.md, "Damaged fragments" and "Lost journal".
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,10 @@ from diloco.errors import ConfigError, QuorumLost
 from diloco.island.peer.replica import state_digest
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import read_member
+from diloco.protocol.run.membership import Membership
 from diloco.state_dir import ONLY_SYNCER, Held, StateDir, hold, read_timeline
+from diloco.versions.pins import pin_directory, verify_pin
+from diloco.versions.record import RecordInvalid
 from diloco.versions.repair import Condition, RepairFinding, repair_fragment
 from diloco.versions.store import FragmentStore
 
@@ -64,19 +68,34 @@ def repair_run(
     repaired: tuple[RepairFinding, ...] = ()
     if config.outer.exchange != "allreduce":
         repaired = _repaired(state, config, plan, on_finding)
-    checkpoints = tuple(_checkpoints(state, config))
+    with open_journal(state.journal) as journal:
+        membership = read_membership(config, journal)
+    checkpoints: list[RepairFinding] = []
+    if config.outer.exchange != "allreduce":
+        checkpoints += _pins(parts_of(state, plan), membership)
+    checkpoints += _checkpoints(config, membership)
     for finding in checkpoints:
         on_finding(finding)
     return (*rebuilt, *repaired, *checkpoints)
 
 
-def _checkpoints(state: StateDir, config: Config) -> Iterator[RepairFinding]:
+def _pins(parts: Sequence[StorePart], membership: Membership) -> Iterator[RepairFinding]:
+    """Read the pins of checkpoints that are complete; one that is lost cannot be made again."""
+    for part, step in itertools.product(parts, membership.checkpoints):
+        condition, detail = Condition.WHOLE, ""
+        try:
+            verify_pin(part.state.store, part, step)
+        except RecordInvalid as error:
+            condition, detail = Condition.DAMAGED, f"{error}. A resume takes an older checkpoint"
+        name = pin_directory(part.state.store, step).relative_to(part.state.root)
+        yield RepairFinding(ALL_FRAGMENTS, f"pin {name}", condition, detail)
+
+
+def _checkpoints(config: Config, membership: Membership) -> Iterator[RepairFinding]:
     """Hold the islands' checkpoints that are on this machine against their manifests, by size.
 
     What the journal does not call complete need have none: a writer may have been killed.
     """
-    with open_journal(state.journal) as journal:
-        membership = read_membership(config, journal)
     complete, is_elastic = membership.checkpoints, membership.rules.is_elastic
     directory = config.checkpoint_dir
     for path in sorted(each for each in directory.glob("*") if each.is_dir()):

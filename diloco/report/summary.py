@@ -180,6 +180,12 @@ def summarise(
         else []
     )
     there = [island for island in sorted(events) if island not in away]
+    if not there:
+        raise ConfigError(
+            f"no island of the run {config.run.name!r} has come to its end ({', '.join(away)} have "
+            f"left before): it was stopped or has failed. Go on with it (diloco coordinator "
+            f"RUN.toml --resume), then type this again"
+        )
     islands = tuple(island_summary(name, config.islands[name], events[name]) for name in there)
     resumed = {step for name in there for step in resumed_after(events[name])}
     return Summary(

@@ -15,7 +15,7 @@ from diloco.durable import DiskFull
 from diloco.syncer.admission import CallAdmission
 from diloco.syncer.service import FragmentService
 from diloco.syncer.worker import Worker
-from diloco.versions.pins import forget_pins, pinned_version
+from diloco.versions.pins import forget_pins, pinned_steps, pinned_version
 from diloco.versions.store import FragmentStore, PinRefused
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,16 @@ class Pinning:
         self._spawn = spawn
         self._on_change = on_change
         self._on_full = on_full
-        self._last_pin: dict[str, int] = {}  # island -> newest inner step it asked a pin for
-        self._complete: tuple[tuple[int, ...], dict[str, int]] = (), {}
+        self._asked: dict[str, frozenset[int]] = {}  # island -> inner steps it asked a pin for
+        self._earlier: list[int] = []  # inner steps that had pins before this start
+        self._complete: tuple[tuple[int, ...], dict[str, frozenset[int]]] = (), {}
         self._has_warned = False
         self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
+
+    async def start(self) -> None:
+        """Look what is pinned; before anything is."""
+        store_dir = next(iter(self._stores.values())).store_dir
+        self._earlier = await self._worker.run(lambda: pinned_steps(store_dir))
 
     async def pin(self, island: str, step: int, versions: Mapping[int, int]) -> None:
         """Keep versions, by fragment id, for the run checkpoint of an inner step.
@@ -68,15 +74,18 @@ class Pinning:
 
         Raises:
             DiskFull: If there is no room for them.
-            PinRefused: If others are kept for this step, or one is not here.
+            PinRefused: If others are kept for this step, or one is not here, or if checkpoints are
+                cuts, for which the coordinator asks.
         """
+        if self._admission.rules.min_members is not None:
+            raise PinRefused("checkpoints of this run are cuts, which the coordinator asks for")
 
         def pin() -> None:
             for p, version in versions.items():
                 self._stores[p].pin(step, version)
 
         await self._worker.run(pin)
-        self._last_pin[island] = step
+        self._asked[island] = self._asked.get(island, frozenset()) | {step}
 
     # -- cuts ------------------------------------------------------------------------------------
 
@@ -127,22 +136,28 @@ class Pinning:
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Record the run checkpoints that are complete: pins that are not needed go."""
-        heard = tuple(steps), dict(self._last_pin)
+        last, num_unsure = max(steps, default=-1), self._admission.rules.num_unsure_pins
+        for island, asked in self._asked.items():
+            newest = sorted(step for step in asked if step > last)[-num_unsure:]
+            self._asked[island] = frozenset(newest)
+        heard = tuple(steps), dict(self._asked)
         if heard != self._complete:  # most reports bring nothing new
             self._complete = heard
             self._spawn(self._forget(tuple(steps)))
 
     async def _forget(self, complete: tuple[int, ...]) -> None:
-        store_dir = next(iter(self._stores.values())).store_dir
-        num_unsure = self._admission.rules.num_unsure_pins
+        store_dir, rules = next(iter(self._stores.values())).store_dir, self._admission.rules
+        asked = dict(self._asked)
+        each = [*asked.values(), *({step} for step in self._earlier)]  # of these nobody knows whose
         dropped = await self._worker.run(
-            lambda: forget_pins(store_dir, complete=complete, num_unsure=num_unsure)
+            lambda: forget_pins(
+                store_dir, complete=complete, num_unsure=rules.num_unsure_pins, asked=each
+            )
         )
         if not dropped or self._has_warned:
             return
         self._has_warned = True
-        islands = self._admission.rules.islands
-        absent = [i for i in islands if self._last_pin.get(i, -1) < dropped[-1]]
+        absent = [i for i in rules.islands if max(asked.get(i, ()), default=-1) < dropped[-1]]
         why = (
             f"islands that did not ask for them: {', '.join(absent)}"
             if absent

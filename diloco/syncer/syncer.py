@@ -254,6 +254,7 @@ class Syncer:
         await self._workers.notes.run(self._spool.start)
         await self._admission.start()
         await self._transfers.start()
+        await self._pinning.start()
         for service in self._services.values():
             await service.runner.start(self._admission)
 

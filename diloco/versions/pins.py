@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -88,21 +88,30 @@ def verify_pin(
         RecordInvalid: If the pin is not whole; says what is missing or damaged.
     """
     paths = [_pinned_record(store_dir, step, fragment) for fragment in plan.fragments]
-    sizes = [path.stat().st_size for path in paths]
+    sizes = [0 if path.is_symlink() else path.stat().st_size for path in paths]
     for number, (path, fragment) in enumerate(zip(paths, plan.fragments, strict=True), start=1):
         verify(path, version_of(path), fragment)
         on_progress(sum(sizes[:number]), sum(sizes))
 
 
-def forget_pins(store_dir: Path, *, complete: Collection[int], num_unsure: int) -> list[int]:
+def forget_pins(
+    store_dir: Path,
+    *,
+    complete: Collection[int],
+    num_unsure: int,
+    asked: Iterable[Collection[int]] | None = None,
+) -> list[int]:
     """Remove the pins that no resume can need, and what a resume abandoned once it is superseded.
 
-    Islands keep their parts by the same rule, so neither outgrows the other.
+    Islands keep their parts by the same rule, so neither outgrows the other; and what one island
+    asks for takes nothing from what another has asked for.
 
     Args:
         store_dir: The store.
         complete: Inner steps of the run checkpoints that are complete: their pins stay.
         num_unsure: Newest pins after the last complete one to keep besides them; at least 1.
+        asked: Inner steps that each island has asked for: of each the newest so many stay. None:
+            one island has asked for all.
 
     Returns:
         Inner steps of removed pins that were newer than every complete checkpoint, ascending: they
@@ -111,13 +120,16 @@ def forget_pins(store_dir: Path, *, complete: Collection[int], num_unsure: int) 
     last = max(complete, default=-1)
     pinned = pinned_steps(store_dir)
     unsure = [step for step in pinned if step > last]
+    kept = set(complete)
+    for steps in [unsure] if asked is None else asked:
+        kept.update([step for step in unsure if step in steps][-num_unsure:])
     for step in pinned:
-        if step not in complete and step not in unsure[-num_unsure:]:
+        if step not in kept:
             durable.remove_tree(pin_directory(store_dir, step))
     for aside in store_dir.glob("*/abandoned-*"):
         if (match := _ABANDONED.fullmatch(aside.name)) and last > int(match[1]):
             durable.remove_tree(aside)
-    return unsure[:-num_unsure]
+    return [step for step in unsure if step not in kept]
 
 
 def restore(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timeline: int) -> None:

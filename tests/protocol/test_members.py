@@ -236,6 +236,7 @@ def test_who_left_or_lapsed_does_not_keep_a_run_from_its_end() -> None:
     assert not run.membership.is_finished
 
     run.do(run.membership.left("east", 0, is_stopped=False))
+    run.do(run.membership.all_merged())
 
     assert run.membership.is_finished
 
@@ -244,6 +245,7 @@ def test_an_island_at_work_is_waited_for() -> None:
     run = joined()
     run.do(run.membership.left("east", 0, is_stopped=False))
     run.do(run.membership.left("north", 0, is_stopped=False))
+    run.do(run.membership.all_merged())
 
     assert not run.membership.is_finished
     run.do(run.membership.members.lapsed(["west"]))

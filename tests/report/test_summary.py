@@ -204,6 +204,10 @@ def test_an_island_that_was_away_when_a_run_ended_that_waited_for_nobody_is_name
     of_plan = f"{trained:,} were trained ({trained / planned - 1:+.1%} of the plan)"
     assert f"{planned:,} merged tokens end the run; {of_plan}" in summary.as_text()
 
+    run.events["east"] = island_events("east", 0, run.leader[:3])
+    with pytest.raises(ConfigError, match=r"no island of the run .* has come to its end"):
+        run.summary()
+
 
 def test_an_island_with_other_bytes_is_told(run: Run) -> None:
     run.events["west"] = run.of("west", 0, digests=(run.ended.digests[0], "00"))

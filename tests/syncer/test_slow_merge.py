@@ -105,9 +105,8 @@ async def everything(run: VirtualRun, a: RawIsland) -> None:
         assert reply.status == wire.SUBMIT_STATUS_RECEIVED
     await a.poll(step_s=0.01)
     assert await a.published(0) == [0.0, 0.0]
-    versions = [wire.Pinned(fragment_id=p, version=0) for p in (0, 1)]
-    pin = wire.PinRequest(checkpoint_step=4, versions=versions)
-    assert wire.Ack.FromString((await a.call("fragment.pin", pin)).header).is_accepted
+    run.syncer.keep_cut(4, [0, 0])
+    await until(lambda: run.syncer.pinned_cut == 4)
 
 
 def test_during_a_merge_of_a_minute_no_call_takes_longer_and_no_lease_lapses(

@@ -103,6 +103,21 @@ def test_nothing_opens_before_a_step_time_is_known_and_a_round_has_passed(
     run_virtual(scenario())
 
 
+def test_no_island_has_versions_kept_where_checkpoints_are_cuts(setting: Setting) -> None:
+    async def scenario() -> None:
+        run, (a, *_) = await begun(setting)
+        request = wire.PinRequest(checkpoint_step=1, versions=[wire.Pinned(fragment_id=0)])
+
+        ack = wire.Ack.FromString((await a.call("fragment.pin", request)).header)
+
+        assert "are cuts" in ack.message
+        run.syncer.keep_cut(1, [0])
+        await asyncio.sleep(0.1)
+        assert run.syncer.pinned_cut == 1
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("step_s", [math.nan, math.inf, -math.inf, -1.0, 5e-324, 1e308])
 def test_what_is_no_step_time_opens_nothing(setting: Setting, step_s: float) -> None:
     async def scenario() -> None:

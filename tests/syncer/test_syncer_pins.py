@@ -174,6 +174,31 @@ def test_pins_are_bounded_though_no_checkpoint_becomes_complete(
     assert words in warning
 
 
+def test_pins_that_one_island_asks_for_far_ahead_cost_no_other_its_checkpoint(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        run.syncer.keep_checkpoints([])
+        for step in (4, 8):
+            await pin(a, step, {0: 0})
+        for step in range(900, 920):
+            await pin(b, step, {0: 0})
+        for _ in range(2):
+            run.syncer.keep_checkpoints([])
+            await asyncio.sleep(0.1)
+        assert {4, 8} < {*pinned_steps(setting.directory)}
+        assert len(pinned_steps(setting.directory)) == 2 + setting.num_unsure_pins
+
+        await restart(run)
+        await pin(b, 930, {0: 0})
+        run.syncer.keep_checkpoints([])
+        await asyncio.sleep(0.1)
+        assert {4, 8} < {*pinned_steps(setting.directory)}, "of an earlier start"
+
+    run_virtual(scenario())
+
+
 # -- what a returning island must know -------------------------------------------------------------
 
 

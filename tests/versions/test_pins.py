@@ -212,6 +212,18 @@ def test_only_what_is_complete_or_may_become_so_stays_pinned(
     assert dropped == never_complete
 
 
+def test_what_one_island_asks_for_takes_nothing_from_the_others(store: Store) -> None:
+    store.commit(0)
+    for step in (8, 16, 24, 32, 900, 910, 920, 930):
+        store.pin(step, 0, 0)
+    east, west = [16, 24, 32], [900, 910, 920, 930, 32]
+
+    dropped = forget_pins(store.directory, complete=[8], num_unsure=2, asked=[east, west])
+
+    assert pinned_steps(store.directory) == [8, 24, 32, 920, 930]
+    assert dropped == [16, 900, 910]
+
+
 def test_what_was_abandoned_goes_when_a_later_checkpoint_is_complete(tmp_path: Path) -> None:
     store = grown(tmp_path / "store")
     restore(store.directory, PLAN, step=16, abandoned_timeline=0)

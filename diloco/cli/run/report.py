@@ -72,6 +72,7 @@ def show_report(
     Raises:
         Exit: If something is wrong with the run.
     """
+    from diloco.durable import write_durably
     from diloco.report.summary import read_events
     from diloco.telemetry.plots import write_plots
 
@@ -80,9 +81,10 @@ def show_report(
     with waiting(console, "recomputing the last versions from their contributions"):
         summary = _summary(config, events)
     path = state_dir / "summary.json"
-    path.write_text(json.dumps({**summary.as_dict(), **extra}, indent=2) + "\n")
+    text = json.dumps({**summary.as_dict(), **extra}, indent=2)
+    write_durably(path, [text.encode(), b"\n"])
     if as_json:
-        typer.echo(path.read_text())
+        typer.echo(text)
     plots: list[Path] = []
     without = "; pip install 'diloco[plots]' has plots drawn, too"
     if is_installed("matplotlib"):

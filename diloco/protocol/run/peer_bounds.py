@@ -291,6 +291,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "attempt": _ATTEMPT,
         "digest": _SAID,
         "contributors": Many("num_islands", _SAID),
+        "num_contributors": _COUNT,
         "age_s": Real(),
         "phase": _SAID,
         "merged_tokens": _COUNT,
