@@ -185,6 +185,14 @@ def test_more_inner_steps_may_be_as_many_times_larger() -> None:
     assert outsized(seen(deltas, [10, 40]), history, UNITS) == {}
 
 
+def test_the_first_work_of_an_island_alone_may_be_long() -> None:
+    """As when it trained while the others still started: 156 steps, 7.5 times the parameters."""
+    first = [delta(0, 0.375)]
+
+    assert list(outsized(seen(first, [30]), History.empty(len(UNITS)), UNITS)) == [0]
+    assert outsized(seen(first, [156]), History.empty(len(UNITS)), UNITS) == {}
+
+
 def test_a_tensor_that_was_never_touched_may_begin_to_move() -> None:
     """An expert that no token came to, or a frozen tensor that thaws."""
 
