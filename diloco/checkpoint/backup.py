@@ -63,6 +63,11 @@ class Backups:
         async with self._lock:
             try:
                 num_bytes = await asyncio.to_thread(_copy_run, self._state, directory, with_secret)
+            except FileExistsError as error:
+                raise ConfigError(
+                    f"backup to {directory} on the coordinator's machine: it is there already, and "
+                    f"left as it is. Give a directory that is not there yet"
+                ) from error
             except (OSError, sqlite3.Error) as error:
                 raise ConfigError(
                     f"backup to {directory} on the coordinator's machine: {error}. Give a "

@@ -14,10 +14,10 @@ Work of more inner steps than theirs may be as many times larger. What all islan
 when a learning rate restarts, is refused of none, since the others do it too. In the first four
 rounds half the size of the parameters is not too large either, besides one other contribution (that
 one may be the wrong one), and 4 times their size alone; of more than 32 inner steps as many times
-more, since every step of the common optimizers moves values by about a learning rate. After two attempts in a row of which all
-members were refused, and without another since, the history is forgotten, and that holds again: an
-island that is alone may jump by any factor, as when its learning rate restarts, and is refused
-twice; 4.8e35 always is.
+more, since every step of the common optimizers moves values by about a learning rate. After two
+attempts in a row of which all members were refused, and without another since, the history is
+forgotten, and that holds again: an island that is alone may jump by any factor, as when its
+learning rate restarts, and is refused twice; 4.8e35 always is.
 
 What has the usual size and is wrong, as with flipped signs, shuffled labels or noise, goes another
 way than the others, where these agree. With three or more contributions, by cosines of samples:
