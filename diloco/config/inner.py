@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from diloco.config.classes import Needs, Policy, Section
 from diloco.config.fields import Beta, Problem, tuples
 
+MuonScale = Literal["rms", "spectral"]
 #: PATTERN=NUMBER, the first that matches counts.
 Rules = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
@@ -50,7 +51,16 @@ class InnerOptimizerConfig(Section):
         default=1e-8, gt=0, description="Added to the root of the second moment"
     )
     momentum: Annotated[Policy[float], Needs("name", "muon")] = Field(
-        default=0.95, ge=0, lt=1, description="Decay of muon's momentum (Nesterov)"
+        default=0.95, ge=0, lt=1, description="Decay of muon's momentum"
+    )
+    nesterov: Annotated[Policy[bool], Needs("name", "muon")] = Field(
+        default=True, description="Whether muon's momentum is Nesterov's"
+    )
+    scale: Annotated[Policy[MuonScale], Needs("name", "muon")] = Field(
+        default="rms",
+        description="What muon's update of a matrix [M, N] is scaled by: rms: 0.2 sqrt(max(M, N)), "
+        "for rates made for AdamW; spectral: sqrt(M / N), for rates that serve many widths. Of "
+        "width d, lr in spectral units is 5 lr / sqrt(d) in rms ones",
     )
     adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon")] = Field(
         default=("*embed*", "*head.weight"),

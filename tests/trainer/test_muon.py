@@ -15,7 +15,12 @@ from diloco.config.inner import InnerOptimizerConfig
 from diloco.errors import ConfigError
 from diloco.trainer.optimizers import muon
 from diloco.trainer.optimizers.muon import orthogonalise
-from diloco.trainer.optimizers.optimizer import build_optimizer, check_names, set_learning_rate_
+from diloco.trainer.optimizers.optimizer import (
+    build_optimizer,
+    check_names,
+    set_learning_rate_,
+    step_bound,
+)
 from tests.distributed import run_ranks
 
 NUM_STEPS = 3
@@ -120,6 +125,36 @@ def test_a_step_is_that_of_pytorch_for_matrices_and_adamw_for_the_rest():
         update = 0.2 * math.sqrt(8) * orthogonalise(nesterov)
         before = values("c.experts", SHAPES["c.experts"], 0)[expert] * (1 - 0.02 * 0.1)
         torch.testing.assert_close(found["c.experts"][expert], before - 0.02 * update)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+def test_momentum_and_scale_are_those_that_the_file_names(nesterov, scale):
+    model = Parts()
+    config = CONFIG.model_copy(update={"nesterov": nesterov, "scale": scale, "weight_decay": 0.0})
+    optimizer = build_optimizer(model, config)
+    expected, moments = {}, {}
+    for name in ("a.tall", "b.wide"):
+        expected[name], moments[name] = values(name, SHAPES[name], 0), torch.zeros(SHAPES[name])
+
+    for step in (1, 2):
+        for name, parameter in model.named_parameters():
+            parameter.grad = values(name, SHAPES[name], step)
+        optimizer.step()
+        for name, moment in moments.items():
+            grad = values(name, SHAPES[name], step)
+            moment.lerp_(grad, 0.05)
+            rows, columns = SHAPES[name]
+            factor = {"rms": 0.2 * max(rows, columns) ** 0.5, "spectral": (rows / columns) ** 0.5}
+            update = torch.lerp(grad, moment, 0.95) if nesterov else moment
+            expected[name] = expected[name] - 0.02 * factor[scale] * orthogonalise(update)
+
+    found = dict(model.named_parameters())
+    for name, values_ in expected.items():
+        torch.testing.assert_close(found[name].detach(), values_, atol=1e-5, rtol=0)
+    changes = [found[name].detach() - values(name, SHAPES[name], 0) for name in expected]
+    largest = max(change.abs().max() for change in changes)
+    assert largest <= 2 * step_bound(optimizer).update
 
 
 def place(model, mesh, placements):

@@ -1,10 +1,18 @@
 """Owns Muon: the momentum of a matrix, made orthogonal, is its update; the rest is left to AdamW.
 
-    exp_avg <- mu exp_avg + (1 - mu) grad,    u = mu exp_avg + (1 - mu) grad        (Nesterov)
-    p <- (1 - lr decay) p - lr 0.2 sqrt(max(M, N)) orthogonalise(u)
+    exp_avg <- mu exp_avg + (1 - mu) grad
+    u = mu exp_avg + (1 - mu) grad        with Nesterov's momentum; without it u = exp_avg
+    p <- (1 - lr decay) p - lr scale(M, N) orthogonalise(u)
 
-The factor gives an update the root mean square of AdamW's, about 0.2, so that rates and decays made
-for AdamW serve both. Stacked matrices [E, M, N] are E matrices.
+    scale        factor                 what an update has then
+    rms          0.2 sqrt(max(M, N))    the root mean square of AdamW's, about 0.2, so that rates
+                                        and decays made for AdamW serve both
+    spectral     sqrt(M / N)            fan-out over fan-in: outputs that change by lr, whatever the
+                                        width, so that one rate serves many widths
+
+The same update of a square matrix of width d takes 5 lr / sqrt(d) in units of rms for lr in
+spectral ones: 0.0625 is 0.039 at d = 64, and 0.0069 at 2,048. Stacked matrices [E, M, N] are E
+matrices.
 
 Ranks that share matrices make each orthogonal once: the parts of u go to the one rank that owns the
 matrix, the result comes back by the same way, in two all-to-alls a bucket of matrices; the parts of
@@ -14,8 +22,8 @@ and get the same bits.
 
 Knows DTensors, neither model nor names.
 
-Source: https://kellerjordan.github.io/posts/muon; factor and decay: Moonlight (arXiv
-2502.16982); under DiLoCo: MuLoCo (arXiv 2505.23725).
+Source: https://kellerjordan.github.io/posts/muon; rms and decay: Moonlight (arXiv 2502.16982);
+spectral: arXiv 2310.17813; under DiLoCo: MuLoCo (arXiv 2505.23725), spectral and without Nesterov.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from diloco.config.inner import MuonScale
 from diloco.island.lanes.boxes import Box, stored, stored_box, whole_shape
 
 #: The one moment of a parameter that Muon takes.
@@ -40,8 +49,8 @@ MOMENT = "exp_avg"
 #: Most elements of a bucket that a rank owns, and most that it holds: 128 MiB in float32.
 BUCKET_NUMEL = 1 << 25
 _RMS = 0.2
-#: Of an element of an update, over lr sqrt(max(M, N)): see `orthogonalise`.
-LARGEST_UPDATE = _RMS * 1.25
+#: Of an element of `orthogonalise`, whose singular values are at most about 1.2.
+_LARGEST = 1.25
 _STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
@@ -78,6 +87,12 @@ def orthogonalise(matrix_MN: Tensor) -> Tensor:
     return x.T if is_tall else x
 
 
+def update_scale(scale: MuonScale, shape: Sequence[int]) -> float:
+    """Return what the orthogonalised update of a matrix [M, N] is multiplied with, and with lr."""
+    rows, columns = shape
+    return _RMS * math.sqrt(max(shape)) if scale == "rms" else math.sqrt(rows / columns)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for matrices and AdamW for everything else, under one list of groups and one state.
 
@@ -89,6 +104,8 @@ class Muon(torch.optim.Optimizer):
         adamw: Over all other parameters; it is stepped here.
         lr: Of groups without one of their own.
         momentum: mu, in [0, 1).
+        nesterov: Whether the gradient counts once more.
+        scale: Of updates.
     """
 
     def __init__(
@@ -98,6 +115,8 @@ class Muon(torch.optim.Optimizer):
         *,
         lr: float,
         momentum: float,
+        nesterov: bool = True,
+        scale: MuonScale = "rms",
     ) -> None:
         """Exchange with the other ranks who holds what, and deal the matrices.
 
@@ -105,6 +124,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: If parts of a matrix lie on ranks that share no mesh.
         """
         self._momentum = momentum
+        self._nesterov = nesterov
         self._adamw = adamw
         mine = [{**group, "moments": (MOMENT,)} for group in groups]
         super().__init__([*mine, *adamw.param_groups], {"lr": lr})
@@ -113,11 +133,18 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
                 by_mesh.setdefault(mesh, []).append(parameter)
-        self._shared = [_Shared(mesh, parameters) for mesh, parameters in by_mesh.items()]
+        self._scale: MuonScale = scale
+        self._shared = [_Shared(mesh, parameters, scale) for mesh, parameters in by_mesh.items()]
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the groups of matrices."""
         return [group for group in self.param_groups if "moments" in group]
+
+    @property
+    def largest_update(self) -> float:
+        """Most that a step of lr 1 changes an element of any matrix by."""
+        shapes = [whole_shape(p)[-2:] for group in self._groups() for p in group["params"]]
+        return _LARGEST * max((update_scale(self._scale, shape) for shape in shapes), default=0.0)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -152,6 +179,8 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a part of what is to be made orthogonal, `part` of what this rank stores."""
         moment, grad = part(stored(self.state[parameter][MOMENT])), parameter.grad
+        if not self._nesterov:
+            return moment
         if grad is None:
             return moment * self._momentum
         return torch.lerp(part(stored(grad)), moment, self._momentum)
@@ -220,8 +249,9 @@ class _ParameterBucket:
 class _Shared:
     """The matrices of one mesh, or those that this rank has to itself, and who owns which."""
 
-    def __init__(self, mesh: DeviceMesh | None, parameters: list[Tensor]) -> None:
+    def __init__(self, mesh: DeviceMesh | None, parameters: list[Tensor], scale: MuonScale) -> None:
         self._parameters = parameters
+        self._scale: MuonScale = scale
         self._group = None if mesh is None else _group_of(mesh)
         self._me = 0 if self._group is None else dist.get_rank(self._group)
         self._device = stored(parameters[0]).device
@@ -363,7 +393,7 @@ class _Shared:
             parameter = self._parameters[matrix.key[0]]
             lr, _ = settings(parameter)
             part = self._part(matrix, stored(parameter))
-            part.add_(result, alpha=-lr * _RMS * math.sqrt(max(matrix.shape)))
+            part.add_(result, alpha=-lr * update_scale(self._scale, matrix.shape))
 
     def _part(self, matrix: _Matrix, values: Tensor) -> Tensor:
         """Return this rank's box of a matrix, of what it stores of the parameter."""

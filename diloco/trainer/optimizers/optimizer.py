@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from diloco.config.inner import InnerOptimizerConfig, decay_begin
 from diloco.errors import ConfigError
-from diloco.island.lanes.boxes import whole_shape
 from diloco.island.lanes.parameters import canonical_parameters
 from diloco.outer.patterns import check_match, matches
 from diloco.protocol.island.soundness import StepBound
-from diloco.trainer.optimizers.muon import LARGEST_UPDATE, Muon
+from diloco.trainer.optimizers.muon import Muon
 
 #: Of a group of parameters: what its learning rate is, as a multiple of the schedule's.
 _FACTOR = "lr_factor"
@@ -90,7 +89,14 @@ def build_optimizer(
     if config.name == "adamw":
         return adamw
     matrices = [_group(*group) for group in groups[True].items()]
-    return Muon(matrices, adamw, lr=config.lr, momentum=config.momentum)
+    return Muon(
+        matrices,
+        adamw,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        scale=config.scale,
+    )
 
 
 def step_bound(optimizer: torch.optim.Optimizer) -> StepBound:
@@ -114,7 +120,10 @@ def step_bound(optimizer: torch.optim.Optimizer) -> StepBound:
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        most = _largest_of_muon(group) if "moments" in group else largest_ratio(*group["betas"])
+        if isinstance(optimizer, Muon) and "moments" in group:
+            most = optimizer.largest_update
+        else:
+            most = largest_ratio(*group["betas"])
         update = max(update, group["lr"] * max(1.0, most))
         decay = max(decay, group["lr"] * group["weight_decay"])
     return StepBound(update, decay + _ROUNDING)
@@ -125,11 +134,6 @@ def largest_ratio(beta1: float, beta2: float) -> float:
     if beta1 * beta1 >= beta2:
         return math.inf
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
-
-
-def _largest_of_muon(group: Mapping[str, Any]) -> float:
-    sides = (max(whole_shape(parameter)[-2:]) for parameter in group["params"])
-    return LARGEST_UPDATE * math.sqrt(max(sides))
 
 
 def check_names(config: InnerOptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
