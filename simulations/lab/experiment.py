@@ -128,6 +128,7 @@ class ExperimentConfig(Section):
     axis: str = Field(default="", description="What x is; empty: bars")
     is_log: bool = Field(default=False, description="Whether the picture's axis is logarithmic")
     figure: FigureName = Field(default="loss", description="What rows are compared by")
+    is_long: bool = Field(default=False, description="Whether it is run only where it is named")
     set: Names = Field(default=(), description="Overrides of all rows, before their own")
     rows: Annotated[tuple[RowConfig, ...], BeforeValidator(tuples)] = Field(
         default=(), description="Ways to train"
@@ -174,7 +175,7 @@ def load_experiments(names: Sequence[str], size: Size, *, is_quick: bool) -> lis
     """Load experiments with the points of a size, in the order of their names.
 
     Args:
-        names: Of files, without suffix; none: all.
+        names: Of files, without suffix; none: all that are not long.
         size: How long rows are.
         is_quick: Whether rows that are not quick are left out.
 
@@ -185,11 +186,12 @@ def load_experiments(names: Sequence[str], size: Size, *, is_quick: bool) -> lis
     for name in names:
         if name not in paths:
             raise ConfigError(f"{name}: no such experiment; there are {', '.join(paths)}")
-    return [
+    loaded = [
         _load(path, size, is_quick=is_quick)
         for name, path in paths.items()
         if not names or name in names
     ]
+    return [each for each in loaded if names or not each.config.is_long]
 
 
 def _load(path: Path, size: Size, *, is_quick: bool) -> Experiment:

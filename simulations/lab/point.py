@@ -107,6 +107,10 @@ class LabPoint:
 
     def deciding(self) -> dict[str, Any]:
         """Say everything that decides its figures, as JSON values."""
+        return {**self.settings(), **_environment(self)}
+
+    def settings(self) -> dict[str, Any]:
+        """Say what is asked for, whatever code, machine and text trains it, as JSON values."""
         links = {name: self.link_of(name) for name in self.config.islands}
         config = self.config.model_dump(mode="json")
         return {
@@ -116,7 +120,6 @@ class LabPoint:
             },
             "lab": self.lab.model_dump(mode="json", exclude=_OUTER_FIELDS),
             "links": {name: repr(link and (link.up, link.down)) for name, link in links.items()},
-            **_environment(self),
         }
 
     def fingerprint(self) -> str:

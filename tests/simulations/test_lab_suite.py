@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from diloco.simulations.lab.experiment import (
     Size,
     load_experiments,
 )
+from diloco.simulations.lab.kept import keep_found, read_found
 from diloco.simulations.lab.point import points_of
 from diloco.simulations.lab.results import Found, write_results
 from diloco.simulations.lab.run import Result
@@ -145,3 +147,38 @@ def test_rows_that_are_not_quick_are_whole_too(path: Path) -> None:
     (loaded,) = load_experiments([path.stem], one_seed, is_quick=False)
 
     assert list(loaded.points) == [row.name for row in loaded.config.rows]
+
+
+def test_what_was_found_is_kept_and_judged_again_as_long_as_its_settings_hold(
+    tmp_path: Path,
+) -> None:
+    (loaded,) = load_experiments(["islands"], QUICK, is_quick=True)
+    rows = {
+        name: [result(p.config.run.seed, 2.0) for p in of] for name, of in loaded.points.items()
+    }
+    path = keep_found(Found(loaded, rows), tmp_path)
+
+    (found,) = read_found([loaded], tmp_path)
+    assert {name: [r["loss"] for r in of] for name, of in found.rows.items()} == {
+        name: [2.0, 2.0] for name in rows
+    }
+    kept = json.loads(path.read_text())
+    for each in kept["M = 2"]:
+        each["settings"]["outer"]["inner_steps_per_round"] += 1
+    for each in kept["M = 4"]:
+        del each["settings"]["outer"]["error_feedback"]  # there was no such setting then
+    path.write_text(json.dumps(kept))
+    (found,) = read_found([loaded], tmp_path)
+    assert rows.keys() - found.rows.keys() == {"M = 2"}
+
+    path.write_text('{"M = 2": [1]}')
+    with pytest.raises(ConfigError, match=r"points\.json is damaged"):
+        read_found([loaded], tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no .*codecs.points.json: train it"):
+        read_found(load_experiments(["codecs"], QUICK, is_quick=True), tmp_path)
+
+
+def test_an_experiment_of_hours_runs_only_where_it_is_named() -> None:
+    assert "from-scratch" not in {each.name for each in load_experiments([], FULL, is_quick=False)}
+    (named,) = load_experiments(["from-scratch"], FULL, is_quick=False)
+    assert named.config.is_long

@@ -215,12 +215,18 @@ def _summary(result: Result) -> str:
 @lab.command()
 def suite(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Only these experiments; none: all.")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Only these experiments; none: all but from-scratch."),
     ] = None,
     quick: Annotated[
         bool, flag("Two seeds, short runs, fewer rows: under six minutes.", "--quick")
     ] = False,
-    out: Annotated[Path, option("Where RESULTS.md and plots/ go.", "DIR")] = Path("runs/lab-suite"),
+    out: Annotated[Path, option("Where RESULTS.md, plots/ and NAME.points.json go.", "DIR")] = Path(
+        "runs/lab-suite"
+    ),
+    judge: Annotated[
+        Path | None, option("Train nothing: judge NAME.points.json there.", "DIR", "--judge")
+    ] = None,
     cache: CacheDir = _CACHE,
     processes: Processes = 0,
     json_target: JsonTarget = "",
@@ -236,6 +242,9 @@ def suite(
     is about data parallel, one of 0.87M, half an hour of CPU time a seed. Finished points are
     kept: a suite that was killed goes on, and one that was changed trains what has changed.
 
+    Learning from scratch against data parallel takes hours, and runs only where it is named; what
+    it came to is kept: diloco lab suite from-scratch --judge simulations/from-scratch
+
     Read "found": excess of the held-out loss, paired by seed; the verdict is computed from it, and
     RESULTS.md says why we think that a claim did not reproduce.
 
@@ -243,6 +252,7 @@ def suite(
     """
     from diloco.simulations.lab.cache import Cache
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments
+    from diloco.simulations.lab.kept import keep_found, read_found
     from diloco.simulations.lab.results import run_suite, write_results
     from diloco.system import usable_cpus
 
@@ -250,16 +260,21 @@ def suite(
     began, size = time.monotonic(), QUICK if quick else FULL
     experiments = load_experiments(names or [], size, is_quick=quick)
     console = notes(json_target)
-    with counting(console) as show:
-        found, num_cached = run_suite(
-            experiments, Cache(cache), num_processes=processes or usable_cpus(), show=show
-        )
-    words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
-    path = write_results(found, size, out, " ".join(words))
+    if judge is not None:
+        found, told = read_found(experiments, judge), f"what was kept in {judge}"
+    else:
+        with counting(console) as show:
+            found, num_cached = run_suite(
+                experiments, Cache(cache), num_processes=processes or usable_cpus(), show=show
+            )
+        words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
+        path = write_results(found, size, out, " ".join(words))
+        for each in found:
+            keep_found(each, out)
+        told = f"{path}; {num_cached} points were found in {cache}"
     if json_target != "-":
         _show_verdicts(found)
-        seconds = time.monotonic() - began
-        console.print(f"{path}; {num_cached} points were found in {cache}; {seconds:.0f} s")
+        console.print(f"{told}; {time.monotonic() - began:.0f} s")
     write_json({**_figures(found), "wall_s": time.monotonic() - began}, json_target)
     if require and any(verdict.has_held is False for each in found for verdict in each.verdicts):
         raise typer.Exit(1)
