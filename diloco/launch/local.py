@@ -41,6 +41,7 @@ from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.process.children import end_all, last_words, spawn, wait_for_all
 from diloco.launch.process.emulated import Emulated
 from diloco.launch.process.ending import Interrupted, StopRequest
+from diloco.launch.process.logs import bound_log
 from diloco.launch.process.restarts import RestartBudget
 from diloco.state_dir import StateDir, holder, make_directory, read_endpoint, stop_syncers
 
@@ -248,6 +249,7 @@ class LocalRun:
         code, now = self.coordinator.poll(), time.monotonic()
         if code is None:
             self._seen_alive = now
+            bound_log(self._log(COORDINATOR))
             return False
         if code >= 0 and code != 1:
             if self._asked_pid == self.coordinator.pid:

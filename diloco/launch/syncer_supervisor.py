@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from diloco.errors import ConfigError
 from diloco.launch.process.children import spawn
-from diloco.launch.process.logs import tail
+from diloco.launch.process.logs import bound_log, tail
 from diloco.launch.process.restarts import RestartBudget
 from diloco.state_dir import Held, StateDir, acquire, holder, read_endpoint, stop_syncer, write_pid
 
@@ -112,6 +112,7 @@ class SyncerSupervisor:
         logger.info("%s adopted, pid=%s", self._state.syncer_name, pid)
         while holder(self._state.store_lock) is not None:
             await asyncio.sleep(_LOOK_S)
+            await asyncio.to_thread(bound_log, self._state.syncer_log)
         return pid
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -133,4 +134,5 @@ class SyncerSupervisor:
     async def _wait(self, child: subprocess.Popen[bytes]) -> int:
         while (code := child.poll()) is None:
             await asyncio.sleep(_LOOK_S)
+            await asyncio.to_thread(bound_log, self._state.syncer_log)
         return code

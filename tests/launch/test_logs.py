@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from diloco.launch.process.logs import LogFormatter, tail
+import pytest
+
+from diloco.launch.process import logs
+from diloco.launch.process.logs import LogFormatter, bound_log, tail
 
 
 def shown(message: str, error: Exception | None = None) -> str:
@@ -38,3 +41,21 @@ def test_the_last_lines_of_a_large_log_are_read_without_the_rest(tmp_path: Path)
 
     assert tail(log, 2) == "last but one\nlast"
     assert tail(tmp_path / "none") == ""
+
+
+def test_a_log_that_somebody_fills_is_put_aside_and_its_process_writes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_MOST_BYTES", 100)
+    log = tmp_path / "syncer.log"
+    bound_log(log)
+    with log.open("ab", buffering=0) as output:
+        output.write(b"x" * 100)
+        bound_log(log)
+        assert log.stat().st_size == 100
+        output.write(b"y")
+        bound_log(log)
+        output.write(b"news")
+
+    assert log.read_bytes() == b"news"
+    assert (tmp_path / "syncer.log.1").read_bytes() == b"x" * 100 + b"y"

@@ -11,7 +11,6 @@ import resource
 import sys
 from pathlib import Path
 
-import diloco.launch  # sets how much gRPC writes
 import diloco.transport.grpc.listener
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import IncomingCall, Reply

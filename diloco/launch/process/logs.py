@@ -5,13 +5,16 @@ What peers say gets into them. It cannot look like a line of ours, nor command a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _TAIL_BYTES = 64 << 10
+_MOST_BYTES = 64 << 20
 
 
 class LogFormatter(logging.Formatter):
@@ -34,6 +37,18 @@ def log_to(path: Path | None, level: int) -> None:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(level)
+
+
+def bound_log(log: Path) -> None:
+    """Put what a process has appended aside, as LOG.1, once that is much; called now and then.
+
+    gRPC writes a line for each handshake that fails: a stranger can make it gigabytes a day. What
+    is appended while it is copied is lost.
+    """
+    with contextlib.suppress(OSError):  # it is gone, or there is no room: next time
+        if log.stat().st_size > _MOST_BYTES:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)
 
 
 def tail(log: Path, num_lines: int = 10) -> str:
