@@ -496,8 +496,7 @@ def test_nothing_outstanding_means_no_collective() -> None:
         assert steps[5]["all_reduce"] == 1
         assert set(steps[5]) == {"all_reduce", "all_to_all_single"}
         assert steps[6] == {"all_reduce": 1}
-        # Step 8 reads; at most a second agreement, at once, before it distributes.
-        assert steps[7].get("all_reduce", 0) <= 1
+        # Step 8 reads, agrees again as often as what comes is late, and distributes.
         assert steps[7]["all_to_all_single"] >= 1
 
 
