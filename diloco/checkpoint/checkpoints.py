@@ -67,12 +67,13 @@ def step_directory(directory: Path, island: str, step: int, *, is_cut: bool = Fa
     return directory / island / f"{'cut' if is_cut else 'step'}-{step:012d}"
 
 
-def found_directory(directory: Path, island: str, step: int) -> Path:
-    """Where the checkpoint of an inner step or cut is; of neither, where that of a step would be.
+def found_directory(directory: Path, island: str, step: int, *, is_cut: bool = False) -> Path:
+    """Where the checkpoint of an inner step or cut is; of neither, where it would be.
 
-    A run has checkpoints of one kind.
+    A run has checkpoints of one kind; `is_cut` says which, where that is known.
     """
-    return _steps(directory, island).get(step, step_directory(directory, island, step))
+    nowhere = step_directory(directory, island, step, is_cut=is_cut)
+    return _steps(directory, island).get(step, nowhere)
 
 
 def step_of(name: str) -> int | None:

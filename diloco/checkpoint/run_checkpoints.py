@@ -369,7 +369,9 @@ def _problems(
         if (config.checkpoint_dir / island).is_dir():
             try:
                 show = progress_bar(f"{what}, island {island}", announce)
-                verify(found_directory(config.checkpoint_dir, island, step), on_progress=show)
+                is_cut = membership.rules.is_elastic
+                path = found_directory(config.checkpoint_dir, island, step, is_cut=is_cut)
+                verify(path, on_progress=show)
             except ConfigError as error:
                 if _is_mirrored(config, island, step):
                     announce(f"island {island}: {error}; it will be taken from its mirror")

@@ -103,7 +103,7 @@ def _checkpoints(config: Config, membership: Membership) -> Iterator[RepairFindi
         if island not in membership.members:
             continue
         for step in sorted({*complete, *written_steps(directory, island)}):
-            found = found_directory(directory, island, step)
+            found = found_directory(directory, island, step, is_cut=is_elastic)
             cut = membership.cuts.find(step)
             has_part = cut is not None and island in cut.parts
             has_part |= not is_elastic and island in membership.members.counted
