@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, field_validator
 from diloco.config.classes import Needs, Policy, Section
 from diloco.config.fields import Beta, Problem, tuples
 
-MuonScale = Literal["rms", "spectral"]
 #: PATTERN=NUMBER, the first that matches counts.
 Rules = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
@@ -18,10 +17,13 @@ Rules = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 class InnerOptimizerConfig(Section):
     """The optimizer of inner steps."""
 
-    name: Policy[Literal["adamw", "muon"]] = Field(
+    name: Policy[Literal["adamw", "muon", "muloco"]] = Field(
         default="adamw",
-        description="Algorithm; muon: matrices by momentum made orthogonal (stacked experts one by "
-        "one), adamw_by_name and vectors by AdamW; no run changes it",
+        description="Algorithm; muon: matrices by Nesterov momentum made orthogonal (stacked "
+        "experts one by one), as large as AdamW's updates; adamw_by_name and vectors by AdamW; "
+        "muloco: the same with plain momentum and updates of M x N matrices scaled by sqrt(M / N), "
+        "whose rates serve many widths (of width d, lr there is 5 lr / sqrt(d) of muon's); no run "
+        "changes it",
     )
     lr: Policy[float] = Field(gt=0, description="Largest learning rate")
     schedule: Policy[Literal["cosine", "constant", "wsd"]] = Field(
@@ -50,19 +52,10 @@ class InnerOptimizerConfig(Section):
     eps: Policy[float] = Field(
         default=1e-8, gt=0, description="Added to the root of the second moment"
     )
-    momentum: Annotated[Policy[float], Needs("name", "muon")] = Field(
+    momentum: Annotated[Policy[float], Needs("name", "muon", "muloco")] = Field(
         default=0.95, ge=0, lt=1, description="Decay of muon's momentum"
     )
-    nesterov: Annotated[Policy[bool], Needs("name", "muon")] = Field(
-        default=True, description="Whether muon's momentum is Nesterov's"
-    )
-    scale: Annotated[Policy[MuonScale], Needs("name", "muon")] = Field(
-        default="rms",
-        description="What muon's update of a matrix [M, N] is scaled by: rms: 0.2 sqrt(max(M, N)), "
-        "for rates made for AdamW; spectral: sqrt(M / N), for rates that serve many widths. Of "
-        "width d, lr in spectral units is 5 lr / sqrt(d) in rms ones",
-    )
-    adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon")] = Field(
+    adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon", "muloco")] = Field(
         default=("*embed*", "*head.weight"),
         description="Matrices by name (* and ?) that muon leaves to AdamW",
     )

@@ -248,7 +248,7 @@ class ModelConfig(Section):
         default=256, ge=256, description="Tokens; the first 256 are byte values"
     )
     dim: Identity[int] = Field(ge=1, description="Width of the residual stream")
-    num_layers: Identity[int] = Field(ge=1, description="Decoder layers")
+    num_layers: Identity[int] = Field(ge=1, le=10_000, description="Decoder layers")
     latent_attention: LatentAttentionConfig = Field(
         default=LatentAttentionConfig(), description="Multi-head latent attention"
     )

@@ -239,7 +239,7 @@ def _local_numel(name: str, shape: tuple[int, ...], tp: int, shards: int) -> int
 
 
 def _has_one_moment(optimizer: InnerOptimizerConfig, name: str, shape: tuple[int, ...]) -> bool:
-    return optimizer.name == "muon" and is_orthogonalised(optimizer, name, len(shape))
+    return optimizer.name != "adamw" and is_orthogonalised(optimizer, name, len(shape))
 
 
 def _under_way(island: IslandConfig) -> int:

@@ -43,6 +43,8 @@ Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 #: Where the experiments of the suite are, and the laboratory that they change.
 DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "simulations"
 LABORATORY = DIRECTORY / "lab.toml"
+#: Below the suite: experiments of hours, which run only where they are named.
+LONG = "long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,6 @@ class ExperimentConfig(Section):
     axis: str = Field(default="", description="What x is; empty: bars")
     is_log: bool = Field(default=False, description="Whether the picture's axis is logarithmic")
     figure: FigureName = Field(default="loss", description="What rows are compared by")
-    is_long: bool = Field(default=False, description="Whether it is run only where it is named")
     set: Names = Field(default=(), description="Overrides of all rows, before their own")
     rows: Annotated[tuple[RowConfig, ...], BeforeValidator(tuples)] = Field(
         default=(), description="Ways to train"
@@ -175,23 +176,25 @@ def load_experiments(names: Sequence[str], size: Size, *, is_quick: bool) -> lis
     """Load experiments with the points of a size, in the order of their names.
 
     Args:
-        names: Of files, without suffix; none: all that are not long.
+        names: Of files, without suffix; none: all but the long ones.
         size: How long rows are.
         is_quick: Whether rows that are not quick are left out.
 
     Raises:
         ConfigError: If there is none of a name, or one cannot be used.
     """
-    paths = {path.stem: path for path in sorted((DIRECTORY / "suite").glob("*.toml"))}
+    usual = {path.stem: path for path in sorted((DIRECTORY / "suite").glob("*.toml"))}
+    paths = usual | {
+        path.stem: path for path in sorted((DIRECTORY / "suite" / LONG).glob("*.toml"))
+    }
     for name in names:
         if name not in paths:
             raise ConfigError(f"{name}: no such experiment; there are {', '.join(paths)}")
-    loaded = [
+    return [
         _load(path, size, is_quick=is_quick)
         for name, path in paths.items()
-        if not names or name in names
+        if name in (names or usual)
     ]
-    return [each for each in loaded if names or not each.config.is_long]
 
 
 def _load(path: Path, size: Size, *, is_quick: bool) -> Experiment:

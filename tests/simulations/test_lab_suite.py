@@ -140,7 +140,9 @@ def test_shipped_laboratories_can_be_planned() -> None:
             assert points_of(path)
 
 
-@pytest.mark.parametrize("path", sorted(DIRECTORY.glob("suite/*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(DIRECTORY.glob("suite/**/*.toml")), ids=lambda path: path.stem
+)
 def test_rows_that_are_not_quick_are_whole_too(path: Path) -> None:
     one_seed = Size(FULL.inner_steps, FULL.warm_steps, FULL.tokens_per_inner_step, (1,))
 
@@ -181,4 +183,4 @@ def test_what_was_found_is_kept_and_judged_again_as_long_as_its_settings_hold(
 def test_an_experiment_of_hours_runs_only_where_it_is_named() -> None:
     assert "from-scratch" not in {each.name for each in load_experiments([], FULL, is_quick=False)}
     (named,) = load_experiments(["from-scratch"], FULL, is_quick=False)
-    assert named.config.is_long
+    assert named.points

@@ -127,11 +127,10 @@ def test_a_step_is_that_of_pytorch_for_matrices_and_adamw_for_the_rest():
         torch.testing.assert_close(found["c.experts"][expert], before - 0.02 * update)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("scale", ["rms", "spectral"])
-def test_momentum_and_scale_are_those_that_the_file_names(nesterov, scale):
+@pytest.mark.parametrize(("algorithm", "nesterov"), [("muon", True), ("muloco", False)])
+def test_momentum_and_scale_are_those_of_the_algorithm(algorithm, nesterov):
     model = Parts()
-    config = CONFIG.model_copy(update={"nesterov": nesterov, "scale": scale, "weight_decay": 0.0})
+    config = CONFIG.model_copy(update={"name": algorithm, "weight_decay": 0.0})
     optimizer = build_optimizer(model, config)
     expected, moments = {}, {}
     for name in ("a.tall", "b.wide"):
@@ -145,9 +144,9 @@ def test_momentum_and_scale_are_those_that_the_file_names(nesterov, scale):
             grad = values(name, SHAPES[name], step)
             moment.lerp_(grad, 0.05)
             rows, columns = SHAPES[name]
-            factor = {"rms": 0.2 * max(rows, columns) ** 0.5, "spectral": (rows / columns) ** 0.5}
+            factor = 0.2 * max(rows, columns) ** 0.5 if nesterov else (rows / columns) ** 0.5
             update = torch.lerp(grad, moment, 0.95) if nesterov else moment
-            expected[name] = expected[name] - 0.02 * factor[scale] * orthogonalise(update)
+            expected[name] = expected[name] - 0.02 * factor * orthogonalise(update)
 
     found = dict(model.named_parameters())
     for name, values_ in expected.items():

@@ -85,7 +85,7 @@ def check_optimizer_names(shape: Shape, optimizer: InnerOptimizerConfig) -> None
     """
     shapes = parameter_shapes(shape)
     check_names(optimizer, shapes)
-    if optimizer.name != "muon" or not isinstance(shape, TransformersShape):
+    if optimizer.name == "adamw" or not isinstance(shape, TransformersShape):
         return
     for name in sorted(edges(shape)):
         if is_orthogonalised(optimizer, name, len(shapes[name])):

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from diloco.config.inner import MuonScale
 from diloco.island.lanes.boxes import Box, stored, stored_box, whole_shape
 
 #: The one moment of a parameter that Muon takes.
@@ -55,6 +54,7 @@ _STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
+MuonScale = Literal["rms", "spectral"]
 #: (number of the parameter, index of dim 0 or None) of a matrix.
 _Key = tuple[int, int | None]
 #: (parameter, which part of what this rank stores) -> that part of what is to be made orthogonal.

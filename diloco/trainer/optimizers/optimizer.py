@@ -82,7 +82,7 @@ def build_optimizer(
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
         factor = _by_name(config.lr_by_name, name)
         settings = (1.0 if factor is None else factor, decay)
-        is_muon = config.name == "muon" and is_orthogonalised(config, name, parameter.ndim)
+        is_muon = config.name != "adamw" and is_orthogonalised(config, name, parameter.ndim)
         groups[is_muon].setdefault(settings, []).append(parameter)
     others = [_group(*group) for group in groups[False].items()] or [_group((1.0, 0.0), [])]
     adamw = torch.optim.AdamW(others, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -94,8 +94,8 @@ def build_optimizer(
         adamw,
         lr=config.lr,
         momentum=config.momentum,
-        nesterov=config.nesterov,
-        scale=config.scale,
+        nesterov=config.name == "muon",
+        scale="rms" if config.name == "muon" else "spectral",
     )
 
 
@@ -149,7 +149,7 @@ def check_names(config: InnerOptimizerConfig, shapes: Mapping[str, tuple[int, ..
     for key in ("lr_by_name", "weight_decay_by_name"):
         for rule in getattr(config, key):
             check_match(f"inner.optimizer.{key}", rule, rule.rpartition("=")[0], shapes)
-    if config.name != "muon":
+    if config.name == "adamw":
         return
     if config.adamw_by_name != type(config).model_fields["adamw_by_name"].default:
         for pattern in config.adamw_by_name:  # the default suits models without a head
