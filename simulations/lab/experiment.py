@@ -183,10 +183,9 @@ def load_experiments(names: Sequence[str], size: Size, *, is_quick: bool) -> lis
     Raises:
         ConfigError: If there is none of a name, or one cannot be used.
     """
-    usual = {path.stem: path for path in sorted((DIRECTORY / "suite").glob("*.toml"))}
-    paths = usual | {
-        path.stem: path for path in sorted((DIRECTORY / "suite" / LONG).glob("*.toml"))
-    }
+    suite = DIRECTORY / "suite"
+    usual = {path.stem: path for path in sorted(suite.glob("*.toml"))}
+    paths = usual | {path.stem: path for path in sorted((suite / LONG).glob("*.toml"))}
     for name in names:
         if name not in paths:
             raise ConfigError(f"{name}: no such experiment; there are {', '.join(paths)}")

@@ -140,9 +140,10 @@ def test_shipped_laboratories_can_be_planned() -> None:
             assert points_of(path)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(DIRECTORY.glob("suite/**/*.toml")), ids=lambda path: path.stem
-)
+SHIPPED = sorted(DIRECTORY.glob("suite/**/*.toml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_rows_that_are_not_quick_are_whole_too(path: Path) -> None:
     one_seed = Size(FULL.inner_steps, FULL.warm_steps, FULL.tokens_per_inner_step, (1,))
 
