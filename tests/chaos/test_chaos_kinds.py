@@ -59,11 +59,11 @@ with open(f"{sys.argv[1]}/v000000000000.record", "rb") as file:
 version = 3
 while True:
     try:
-        with open(f"{sys.argv[1]}/v{version:012d}.record", "wb") as file:
+        with open(f"{sys.argv[1]}/next.tmp", "wb") as file:
             file.write(body)
+        os.rename(f"{sys.argv[1]}/next.tmp", f"{sys.argv[1]}/v{version:012d}.record")
         version += 1
     except OSError:
-        os.unlink(f"{sys.argv[1]}/v{version:012d}.record")
         open(f"{sys.argv[1]}/refused", "wb").close()
     time.sleep(0.02)
 """

@@ -167,21 +167,30 @@ def transfer(
     at_most_s: float = 20.0,
     *answers: tuple[float | threading.Event, dict[str, Any]],
 ) -> Any:
-    """Ask; each of the answers comes after some seconds, or when something has happened."""
+    """Ask; each of the answers comes after some seconds, or when something has happened.
+
+    It is told again and again, as with every report, until the next one or the end.
+    """
+    is_over = threading.Event()
 
     def answer() -> None:
+        last: dict[str, Any] = {}
         for after, said in answers or ((0.2, {"source": ISLAND}),):
             if isinstance(after, threading.Event):
-                assert after.wait(_ALWAYS_S)
+                while not after.wait(0.2):
+                    island.told(**last)
             else:
                 time.sleep(after)
-            island.told(**said)
+            island.told(**(last := said))
+        while not is_over.wait(0.2):
+            island.told(**last)
 
     telling = threading.Thread(target=answer)
     telling.start()
     try:
         return island.receiver(trained.plan(), at_most_s).take_(trained.model, trained.optimizer)
     finally:
+        is_over.set()
         telling.join()
 
 
