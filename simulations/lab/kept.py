@@ -20,6 +20,7 @@ from diloco.simulations.lab.run import Result
 
 def keep_found(found: Found, directory: Path) -> Path:
     """Write the figures of an experiment; returns the file's path."""
+    directory.mkdir(parents=True, exist_ok=True)
     path = _path(directory, found.experiment)
     points = found.experiment.points
     write_json(

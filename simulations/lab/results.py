@@ -128,12 +128,12 @@ def _document(found: Sequence[Found], size: Size, command: str) -> Iterator[str]
     results = [result for each in found for rows in each.rows.values() for result in rows]
     parameters = sorted({result["parameters"] for result in results})
     trained = {result["fingerprint"]: result for result in results}.values()
-    here = machine()
+    seeds, here = sorted({result["seed"] for result in results}), machine()
     yield "# What the laboratory found"
     yield ""
     yield from _paragraph(
         f"Written by `{command}`; nothing in it is written by hand. Experiments, claims and "
-        "reasons are in [configs/simulations/suite](../configs/simulations/suite)."
+        "reasons are in configs/simulations/suite."
     )
     yield from _paragraph(
         f"A model of {', '.join(f'{count:,}' for count in parameters)} parameters learns the "
@@ -141,8 +141,8 @@ def _document(found: Sequence[Found], size: Size, command: str) -> Iterator[str]
         f"{size.inner_steps} inner steps of {size.tokens_per_inner_step:,} tokens, all islands "
         f"together, the first {size.warm_steps} of them data parallel; from scratch "
         f"{size.inner_steps - size.warm_steps}. H is 30, M is 4 and outer steps are Nesterov's "
-        f"with lr 0.7 and momentum 0.9 unless a row says otherwise. Seeds: "
-        f"{', '.join(map(str, size.seeds))}. A loss is that of the published parameters after the "
+        f"with lr 0.7 and momentum 0.9 unless an experiment or a row says otherwise. Seeds: "
+        f"{', '.join(map(str, seeds))}. A loss is that of the published parameters after the "
         "last round, in nats a byte, mean +- sample deviation over seeds; an excess is paired by "
         "seed. An inner step takes 1 s of virtual time, and links none. At this size effects are "
         "ranked, not predicted: below 0.5 % they are nothing where more than rounding differs."

@@ -26,6 +26,7 @@ from diloco.simulations.lab.results import Found, write_results
 from diloco.simulations.lab.run import Result
 from diloco.simulations.lab.verdicts import judge
 
+ROOT = DIRECTORY.parents[1]
 #: Targets that small runs can check.
 TARGETS = {"B1", "B2", "B3", "B4", "B5", "B6", "B8", "B9", "B10", "B11", "B12"}
 
@@ -185,3 +186,11 @@ def test_an_experiment_of_hours_runs_only_where_it_is_named() -> None:
     assert "from-scratch" not in {each.name for each in load_experiments([], FULL, is_quick=False)}
     (named,) = load_experiments(["from-scratch"], FULL, is_quick=False)
     assert named.points
+
+
+def test_what_was_learned_from_scratch_is_kept_for_every_row() -> None:
+    experiments = load_experiments(["from-scratch"], FULL, is_quick=False)
+
+    (found,) = read_found(experiments, ROOT / "simulations" / "from-scratch")
+
+    assert found.rows.keys() == experiments[0].points.keys(), "train them, or say why they are gone"

@@ -261,20 +261,20 @@ def suite(
     experiments = load_experiments(names or [], size, is_quick=quick)
     console = notes(json_target)
     if judge is not None:
-        found, told = read_found(experiments, judge), f"what was kept in {judge}"
+        found, told = read_found(experiments, judge), f"as kept in {judge}"
     else:
         with counting(console) as show:
             found, num_cached = run_suite(
                 experiments, Cache(cache), num_processes=processes or usable_cpus(), show=show
             )
-        words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
-        path = write_results(found, size, out, " ".join(words))
         for each in found:
             keep_found(each, out)
-        told = f"{path}; {num_cached} points were found in {cache}"
+        told = f"{num_cached} points were found in {cache}"
+    words = ["diloco lab suite", *(["--quick"] if quick else []), *(names or [])]
+    path = write_results(found, size, out, " ".join(words))
     if json_target != "-":
         _show_verdicts(found)
-        console.print(f"{told}; {time.monotonic() - began:.0f} s")
+        console.print(f"{path}; {told}; {time.monotonic() - began:.0f} s")
     write_json({**_figures(found), "wall_s": time.monotonic() - began}, json_target)
     if require and any(verdict.has_held is False for each in found for verdict in each.verdicts):
         raise typer.Exit(1)
