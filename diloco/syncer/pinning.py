@@ -20,6 +20,9 @@ from diloco.versions.store import FragmentStore, PinRefused
 
 logger = logging.getLogger(__name__)
 
+#: Asks for cuts; no island has this name.
+_COORDINATOR = ""
+
 
 class Pinning:
     """Pins of one syncer, for all its fragments; on its event loop.
@@ -56,7 +59,8 @@ class Pinning:
         self._spawn = spawn
         self._on_change = on_change
         self._on_full = on_full
-        self._asked: dict[str, frozenset[int]] = {}  # island -> inner steps it asked a pin for
+        #: Island, or the coordinator, -> inner steps, or cuts, that it has asked a pin for.
+        self._asked: dict[str, frozenset[int]] = {}
         self._earlier: list[int] = []  # inner steps that had pins before this start
         self._complete: tuple[tuple[int, ...], dict[str, frozenset[int]]] = (), {}
         self._has_warned = False
@@ -84,8 +88,12 @@ class Pinning:
             for p, version in versions.items():
                 self._stores[p].pin(step, version)
 
+        self._note(island, step)
         await self._worker.run(pin)
-        self._asked[island] = self._asked.get(island, frozenset()) | {step}
+
+    def _note(self, asking: str, step: int) -> None:
+        """Note who asks for a pin, before there is one: nothing that is let go meanwhile is it."""
+        self._asked[asking] = self._asked.get(asking, frozenset()) | {step}
 
     # -- cuts ------------------------------------------------------------------------------------
 
@@ -121,6 +129,7 @@ class Pinning:
                 if pinned is None or pinned < least.get(p, 0):
                     store.pin(number, version)
 
+        self._note(_COORDINATOR, number)
         try:
             await self._worker.run(pin)
         except (DiskFull, PinRefused) as error:

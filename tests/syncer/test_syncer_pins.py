@@ -199,6 +199,23 @@ def test_pins_that_one_island_asks_for_far_ahead_cost_no_other_its_checkpoint(
     run_virtual(scenario())
 
 
+def test_a_cut_that_is_not_complete_yet_stays_pinned_though_checkpoints_change(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, _ = await founded(setting)
+        for number, complete in ((1, [1]), (2, [1]), (3, [2])):
+            run.syncer.keep_cut(number, [0])
+            run.syncer.keep_checkpoints(complete)  # while it is pinned, and of others
+            await asyncio.sleep(0.1)
+            assert run.syncer.pinned_cut == number
+            run.syncer.keep_checkpoints([])
+            await asyncio.sleep(0.1)
+            assert number in pinned_steps(setting.directory)
+
+    run_virtual(scenario())
+
+
 # -- what a returning island must know -------------------------------------------------------------
 
 
