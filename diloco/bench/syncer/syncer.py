@@ -24,7 +24,8 @@ freed and not given back: pages of coded lanes that the merge has let go, too sm
 In the row of a small spool the allocator says of 919 MiB at a peak, 420 above idle, as lanes came:
 64 arrived, 64 more were the same lanes as messages that gRPC had put together (a lane is one), 80
 had stayed in use since the first round, and 210 were free in pages that were still resident. Giving
-these back after each merge left peaks of 877 and 898 MiB, the first of them in a merge.
+these back after each merge left peaks of 877 and 898 MiB, the first of them in a merge; coded lanes
+that wait have had pages of their own since, with which peaks were 863 to 887 MiB.
 
 `others` is what a merge costs those that it does not concern: after the measured rounds one more,
 and from its close until it is published one island polls and another starts again and again, each
