@@ -113,7 +113,8 @@ class Mirror:
         """Read the manifest of a directory; nothing where no file can be one, or one so large."""
         path = f"{there}/{MANIFEST}"
         found = self._fs.info(path)
-        is_one = found["type"] == "file" and (found["size"] or 0) <= MOST_MANIFEST_BYTES
+        size = found["size"]  # unknown of what is no file
+        is_one = found["type"] == "file" and size is not None and size <= MOST_MANIFEST_BYTES
         return self._fs.cat_file(path) if is_one else b""
 
     def put(self, path: Path) -> int:

@@ -13,9 +13,9 @@ contribution is compared, by its norm and by its largest value, with what is usu
 Work of more inner steps than theirs may be as many times larger. What all islands do at once, as
 when a learning rate restarts, is refused of none, since the others do it too. In the first four
 rounds half the size of the parameters is not too large either, besides one other contribution (that
-one may be the wrong one), and 4 times their size alone; of more than 32 inner steps as many times
-more, since every step of the common optimizers moves values by about a learning rate. After two
-attempts in a row of which all members were refused, and without another since, the history is
+one may be the wrong one), and 4 times their size alone, there of more than 32 inner steps as many
+times more, since every step of the common optimizers moves values by about a learning rate. After
+two attempts in a row of which all members were refused, and without another since, the history is
 forgotten, and that holds again: an island that is alone may jump by any factor, as when its
 learning rate restarts, and is refused twice; 4.8e35 always is.
 
@@ -285,7 +285,8 @@ def limits(seen: Round, history: History, units: Sequence[Unit]) -> tuple[Floats
     if is_unsettled(history):
         own = _at_least_typical(seen.own[None], scale, is_judged)
         own = own * np.where(num_others > 0, _MOST_OF_OWN, _MOST_OF_OWN_ALONE)
-        own = own * np.maximum(steps / _STEPS_OF_OWN, 1.0)[:, None, None]
+        longer = np.maximum(steps / _STEPS_OF_OWN, 1.0)[:, None, None]
+        own = np.where(num_others > 0, own, own * longer)
         most = np.where(num_others < 2, np.maximum(most, own), most)
     return usual, np.where((most > 0) & is_judged, most, np.inf)
 

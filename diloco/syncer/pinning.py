@@ -20,6 +20,8 @@ from diloco.versions.store import FragmentStore, PinRefused
 
 logger = logging.getLogger(__name__)
 
+#: Times as many as are kept: of what an island has asked for.
+_REMEMBERED = 4
 #: Asks for cuts; no island has this name.
 _COORDINATOR = ""
 
@@ -62,14 +64,19 @@ class Pinning:
         #: Island, or the coordinator, -> inner steps, or cuts, that it has asked a pin for.
         self._asked: dict[str, frozenset[int]] = {}
         self._earlier: list[int] = []  # inner steps that had pins before this start
-        self._complete: tuple[tuple[int, ...], dict[str, frozenset[int]]] = (), {}
+        self._complete: tuple[int, ...] = ()
+        self._is_asked = False  # since pins were let go
         self._has_warned = False
         self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
 
     async def start(self) -> None:
         """Look what is pinned; before anything is."""
         store_dir = next(iter(self._stores.values())).store_dir
-        self._earlier = await self._worker.run(lambda: pinned_steps(store_dir))
+        pinned, rules = (
+            await self._worker.run(lambda: pinned_steps(store_dir)),
+            self._admission.rules,
+        )
+        self._earlier = pinned[-rules.num_unsure_pins * (1 + len(rules.islands)) :]
 
     async def pin(self, island: str, step: int, versions: Mapping[int, int]) -> None:
         """Keep versions, by fragment id, for the run checkpoint of an inner step.
@@ -93,7 +100,9 @@ class Pinning:
 
     def _note(self, asking: str, step: int) -> None:
         """Note who asks for a pin, before there is one: nothing that is let go meanwhile is it."""
-        self._asked[asking] = self._asked.get(asking, frozenset()) | {step}
+        asked = self._asked.get(asking, frozenset()) | {step}
+        most = _REMEMBERED * self._admission.rules.num_unsure_pins
+        self._asked[asking], self._is_asked = frozenset(sorted(asked)[-most:]), True
 
     # -- cuts ------------------------------------------------------------------------------------
 
@@ -145,13 +154,8 @@ class Pinning:
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Record the run checkpoints that are complete: pins that are not needed go."""
-        last, num_unsure = max(steps, default=-1), self._admission.rules.num_unsure_pins
-        for island, asked in self._asked.items():
-            newest = sorted(step for step in asked if step > last)[-num_unsure:]
-            self._asked[island] = frozenset(newest)
-        heard = tuple(steps), dict(self._asked)
-        if heard != self._complete:  # most reports bring nothing new
-            self._complete = heard
+        if self._is_asked or self._complete != tuple(steps):  # most reports bring nothing new
+            self._complete, self._is_asked = tuple(steps), False
             self._spawn(self._forget(tuple(steps)))
 
     async def _forget(self, complete: tuple[int, ...]) -> None:

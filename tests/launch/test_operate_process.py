@@ -160,7 +160,8 @@ def test_a_coordinator_killed_at_the_end_waits_again_for_who_has_not_fetched_it(
     coordinator.kill()
     coordinator.wait()
     with open_journal(site.state.journal) as journal:  # every fragment has merged the run's tokens
-        journal.write([("merged", "0")])
+        total = site.config(*ELASTIC).total_tokens
+        journal.write([("merged", json.dumps([0, total]))])
 
     coordinator, again = site.coordinate_until_up(*ELASTIC)
 

@@ -45,9 +45,13 @@ def bound_log(log: Path) -> None:
     gRPC writes a line for each handshake that fails: a stranger can make it gigabytes a day. What
     is appended while it is copied is lost.
     """
-    with contextlib.suppress(OSError):  # it is gone, or there is no room: next time
+    with contextlib.suppress(OSError):  # it is gone
         if log.stat().st_size > _MOST_BYTES:
-            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            aside = log.with_name(f"{log.name}.1")
+            try:
+                shutil.copyfile(log, aside)
+            except OSError:  # no room: others need it more
+                aside.unlink(missing_ok=True)
             os.truncate(log, 0)
 
 

@@ -8,7 +8,7 @@ durably, then applies, then answers; a write that fails has changed nothing.
     plan, corpus, tokenizer, start    what the first join fixed
     position/NAME     {timeline, inner_step}: how far it has come
     stop, checkpoint, timeline, fatal
-    merged                            timeline in which every fragment has merged the run's tokens
+    merged                            [timeline, tokens]: every fragment has merged so many
 
 Its parts have entries of their own: `members`, `assignment`, `candidates`, `claims`, `cuts`,
 `repairs`, `settings`.
@@ -94,7 +94,7 @@ class Membership:
     members: Members = field(init=False)
     fatal_reason: str = ""
     fatal_exit_code: int = 0
-    _merged_in: int = -1
+    _merged: tuple[int, int] = (-1, 0)
     _kept: dict[str, set[int]] = field(default_factory=dict)
     _positions: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -147,7 +147,8 @@ class Membership:
                 case "fatal":
                     self.fatal_reason, self.fatal_exit_code = json.loads(value)
                 case "merged":
-                    self._merged_in = int(value)
+                    timeline, tokens = json.loads(value)
+                    self._merged = int(timeline), int(tokens)
                 case "position":
                     self._positions[name] = json.loads(value)
 
@@ -385,10 +386,15 @@ class Membership:
 
     def all_merged(self) -> Entries:
         """Note, once it is so, that every fragment has merged the tokens that end the run."""
-        is_known = not self.rules.is_elastic or self._merged_in == self.timeline
+        is_known = not self.rules.is_elastic or self._are_merged
         if is_known or self.merged_tokens() < self.rules.total_tokens:
             return ()
-        return (("merged", str(self.timeline)),)
+        return (("merged", json.dumps([self.timeline, self.rules.total_tokens])),)
+
+    @property
+    def _are_merged(self) -> bool:
+        timeline, tokens = self._merged
+        return timeline == self.timeline and tokens >= self.rules.total_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -403,7 +409,7 @@ class Membership:
             has_end = any(m.has_finished for m in members)
             if not has_end or self.members.holders or self.is_stopping:
                 return False
-            return self._merged_in == self.timeline
+            return self._are_merged
         return self._have_left_well and not any(m.is_stopped for m in self.members.counted.values())
 
     @property
