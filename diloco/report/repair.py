@@ -42,8 +42,9 @@ def repair_run(
     """Verify and repair the store of a run that is not served; returns one finding a part.
 
     Where islands merge among themselves only a lost journal is made again: a peer takes what is
-    damaged of its store from the others by itself. Of islands' checkpoints that are on this machine
-    manifests and sizes are looked at; a damaged one is nowhere else, but in its mirror.
+    damaged of its store from the others by itself. Pins of complete checkpoints are read. Of
+    islands' checkpoints that are on this machine manifests and sizes are looked at; a
+    damaged one is nowhere else, but in its mirror.
 
     Args:
         state: The run's state directory.
@@ -70,11 +71,10 @@ def repair_run(
         repaired = _repaired(state, config, plan, on_finding)
     with open_journal(state.journal) as journal:
         membership = read_membership(config, journal)
-    checkpoints: list[RepairFinding] = []
-    if config.outer.exchange != "allreduce":
-        checkpoints += _pins(parts_of(state, plan), membership)
-    checkpoints += _checkpoints(config, membership)
-    for finding in checkpoints:
+    parts = parts_of(state, plan) if config.outer.exchange != "allreduce" else ()
+    checkpoints = []
+    for finding in itertools.chain(_pins(parts, membership), _checkpoints(config, membership)):
+        checkpoints.append(finding)
         on_finding(finding)
     return (*rebuilt, *repaired, *checkpoints)
 

@@ -156,11 +156,11 @@ def arrival_text(
     dropped = sum(island.dropped_tokens for island in islands)
     merged = [fragment.merged_tokens for fragment in fragments]
     solo = arrival.num_solo / arrival.num_rounds if arrival.num_rounds else 0.0
-    over, share = trained / arrival.total_tokens - 1, dropped / trained
+    over = trained / arrival.total_tokens - 1
     return (
         f"Nobody waited: {arrival.total_tokens:,} merged tokens end the run; {trained:,} were "
         f"trained ({over:+.1%} of the plan), {min(merged):,} to {max(merged):,} merged a "
-        f"fragment, {dropped:,.0f} ({share:.1%}) dropped, as rounds did not wait for "
+        f"fragment, {dropped:,.0f} ({dropped / trained:.1%}) dropped, as rounds did not wait for "
         f"them. {arrival.num_solo} of {arrival.num_rounds} rounds ({solo:.1%}) counted one island "
         f"only."
     )

@@ -72,10 +72,8 @@ class Pinning:
     async def start(self) -> None:
         """Look what is pinned; before anything is."""
         store_dir = next(iter(self._stores.values())).store_dir
-        pinned, rules = (
-            await self._worker.run(lambda: pinned_steps(store_dir)),
-            self._admission.rules,
-        )
+        pinned = await self._worker.run(lambda: pinned_steps(store_dir))
+        rules = self._admission.rules
         self._earlier = pinned[-rules.num_unsure_pins * (1 + len(rules.islands)) :]
 
     async def pin(self, island: str, step: int, versions: Mapping[int, int]) -> None:
