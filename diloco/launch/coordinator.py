@@ -54,6 +54,7 @@ from diloco.extras import require
 from diloco.faults.process import wall_clock
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
+from diloco.launch.process.logs import bound_output
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.alarms import Alarm, AlarmKind
@@ -337,6 +338,7 @@ class _Run:
             await first_of(
                 coordinator.ended.wait(),
                 coordinator.watch(),
+                bound_output(),
                 _asked_to_stop(coordinator, membership, self.signals, self.announce),
                 *([decider.watch()] if decider else [s.run() for s in supervisors]),
             )

@@ -19,6 +19,7 @@ from pathlib import Path
 from diloco.checkpoint.host_memory import HostMemory
 from diloco.errors import IslandFailed
 from diloco.launch.process.children import end_all, how_ended, last_words, spawn, wait_for_all
+from diloco.launch.process.logs import bound_log
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,8 @@ class Ranks:
 
     def look(self) -> RanksEnd | None:
         """Say how the ranks ended as soon as one has failed or all are done; None before that."""
+        for rank in self._ranks:  # those of an all-reduce answer strangers
+            bound_log(rank.log)
         if failed := [rank for rank in self._ranks if rank.code]:
             return min(map(self._end_of, failed), key=lambda end: end.telling)
         return RanksEnd(0) if all(rank.code == 0 for rank in self._ranks) else None

@@ -71,8 +71,9 @@ _MOST_ALONE = 32.0
 #: How many times as large as the parameters it may be in the first rounds, likewise.
 _MOST_OF_OWN = 0.5
 _MOST_OF_OWN_ALONE = 4.0
-#: Inner steps up to which that holds; work of more may be as many times larger.
+#: Inner steps up to which that holds; work of more may be as many times larger, up to a number.
 _STEPS_OF_OWN = 32.0
+_MOST_LONGER = 8.0
 #: Attempts in a row of which all was refused, from which on history does not tell what is usual.
 _MOST_REJECTED = 2
 #: Fewer do not tell which of them goes another way; and have no other to be compared with.
@@ -285,7 +286,7 @@ def limits(seen: Round, history: History, units: Sequence[Unit]) -> tuple[Floats
     if is_unsettled(history):
         own = _at_least_typical(seen.own[None], scale, is_judged)
         own = own * np.where(num_others > 0, _MOST_OF_OWN, _MOST_OF_OWN_ALONE)
-        longer = np.maximum(steps / _STEPS_OF_OWN, 1.0)[:, None, None]
+        longer = np.clip(steps / _STEPS_OF_OWN, 1.0, _MOST_LONGER)[:, None, None]
         own = np.where(num_others > 0, own, own * longer)
         most = np.where(num_others < 2, np.maximum(most, own), most)
     return usual, np.where((most > 0) & is_judged, most, np.inf)

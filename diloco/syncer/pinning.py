@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from diloco.durable import DiskFull
 from diloco.syncer.admission import CallAdmission
 from diloco.syncer.service import FragmentService
 from diloco.syncer.worker import Worker
-from diloco.versions.pins import forget_pins, pinned_steps, pinned_version
+from diloco.versions.pins import (
+    asked_for,
+    forget_pins,
+    note_asked,
+    pinned_steps,
+    pinned_version,
+)
 from diloco.versions.store import FragmentStore, PinRefused
 
 logger = logging.getLogger(__name__)
@@ -61,20 +68,19 @@ class Pinning:
         self._spawn = spawn
         self._on_change = on_change
         self._on_full = on_full
-        #: Island, or the coordinator, -> inner steps, or cuts, that it has asked a pin for.
-        self._asked: dict[str, frozenset[int]] = {}
-        self._earlier: list[int] = []  # inner steps that had pins before this start
+        #: Island, or the coordinator, -> inner steps, or cuts, of the pins it asks for, in order.
+        self._asked: dict[str, tuple[int, ...]] = {}
         self._complete: tuple[int, ...] = ()
+        self._fenced: Mapping[str, int] = {}
         self._is_asked = False  # since pins were let go
         self._has_warned = False
         self._pinning_cut = self._delayed_cut = self.pinned_cut = 0
 
     async def start(self) -> None:
-        """Look what is pinned; before anything is."""
-        store_dir = next(iter(self._stores.values())).store_dir
-        pinned = await self._worker.run(lambda: pinned_steps(store_dir))
-        rules = self._admission.rules
-        self._earlier = pinned[-rules.num_unsure_pins * (1 + len(rules.islands)) :]
+        """Look what is pinned, and who asked for it; before anything is."""
+        for step, islands in (await self._worker.run(self._pinned)).items():
+            for island in islands or [_COORDINATOR]:
+                self._asked[island] = (*self._asked.get(island, ()), step)
 
     async def pin(self, island: str, step: int, versions: Mapping[int, int]) -> None:
         """Keep versions, by fragment id, for the run checkpoint of an inner step.
@@ -90,17 +96,31 @@ class Pinning:
             raise PinRefused("checkpoints of this run are cuts, which the coordinator asks for")
 
         def pin() -> None:
-            for p, version in versions.items():
-                self._stores[p].pin(step, version)
+            try:
+                for p, version in versions.items():
+                    self._stores[p].pin(step, version)
+            except PinRefused as error:
+                others = [other for other in asked_for(self._store_dir, step) if other != island]
+                raise PinRefused(
+                    f"{error}, asked for by {', '.join(others) or 'nobody else'}"
+                ) from error
+            note_asked(self._store_dir, step, island)
 
         self._note(island, step)
         await self._worker.run(pin)
 
     def _note(self, asking: str, step: int) -> None:
         """Note who asks for a pin, before there is one: nothing that is let go meanwhile is it."""
-        asked = self._asked.get(asking, frozenset()) | {step}
+        earlier = [other for other in self._asked.get(asking, ()) if other != step]
         most = _REMEMBERED * self._admission.rules.num_unsure_pins
-        self._asked[asking], self._is_asked = frozenset(sorted(asked)[-most:]), True
+        self._asked[asking], self._is_asked = (*earlier, step)[-most:], True
+
+    def _pinned(self) -> dict[int, list[str]]:
+        return {step: asked_for(self._store_dir, step) for step in pinned_steps(self._store_dir)}
+
+    @property
+    def _store_dir(self) -> Path:
+        return next(iter(self._stores.values())).store_dir
 
     # -- cuts ------------------------------------------------------------------------------------
 
@@ -152,17 +172,23 @@ class Pinning:
 
     def keep_checkpoints(self, steps: Sequence[int]) -> None:
         """Record the run checkpoints that are complete: pins that are not needed go."""
-        if self._is_asked or self._complete != tuple(steps):  # most reports bring nothing new
-            self._complete, self._is_asked = tuple(steps), False
-            self._spawn(self._forget(tuple(steps)))
+        heard = tuple(steps), self._admission.roster.fenced
+        if self._is_asked or heard != (self._complete, self._fenced):  # most bring nothing new
+            (self._complete, self._fenced), self._is_asked = heard, False
+            self._spawn(self._forget(*heard))
 
-    async def _forget(self, complete: tuple[int, ...]) -> None:
-        store_dir, rules = next(iter(self._stores.values())).store_dir, self._admission.rules
+    async def _forget(self, complete: tuple[int, ...], fenced: Mapping[str, int]) -> None:
+        rules, incarnations = self._admission.rules, self._admission.incarnations
+        for island, least in fenced.items():  # who was kicked has asked for nothing
+            if incarnations.get(island, 0) < least:
+                self._asked.pop(island, None)
         asked = dict(self._asked)
-        each = [*asked.values(), *({step} for step in self._earlier)]  # of these nobody knows whose
         dropped = await self._worker.run(
             lambda: forget_pins(
-                store_dir, complete=complete, num_unsure=rules.num_unsure_pins, asked=each
+                self._store_dir,
+                complete=complete,
+                num_unsure=rules.num_unsure_pins,
+                asked=asked.values(),
             )
         )
         if not dropped or self._has_warned:

@@ -247,7 +247,10 @@ def _apart(payload: Buffer) -> Buffer:
     """
     if len(payload) < _APART_BYTES:
         return payload
-    pages = mmap.mmap(-1, len(payload), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, len(payload), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no more mappings: it stays where it is
+        return payload
     pages[:] = payload
     return memoryview(pages)
 

@@ -1,6 +1,7 @@
 """Pins the records that run checkpoints need, and takes a store back to one of these.
 
     pins/step-000000000120/fragment-0003/v000000000012.record    a hard link to the store's record
+    pins/step-000000000120/east.asked                            who asked for it; of cuts nobody
     fragment-0003/abandoned-timeline-0000-after-000000000120/    what a resume left behind
     pins/abandoned-timeline-0000-after-000000000120/step-000000000180/
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from diloco.versions.record import (
 
 logger = logging.getLogger(__name__)
 
+_ASKED = ".asked"
 _ABANDONED = re.compile(r"abandoned-timeline-\d+-after-(\d{12,})")
 
 
@@ -61,6 +63,20 @@ def pinned_version(store_dir: Path, step: int, fragment_id: int) -> int | None:
     """Return the version of a fragment that a pin holds on to, or is about to; None: none."""
     versions = versions_in(fragment_directory(pin_directory(store_dir, step), fragment_id))
     return versions[-1] if versions else None
+
+
+def note_asked(store_dir: Path, step: int, island: str) -> None:
+    """Write durably that an island has asked for the pin of an inner step."""
+    path = pin_directory(store_dir, step) / f"{island}{_ASKED}"
+    if not path.exists():
+        durable.write_durably(path, [])
+
+
+def asked_for(store_dir: Path, step: int) -> list[str]:
+    """Return the islands that have asked for the pin of an inner step, sorted."""
+    return sorted(
+        path.name.removesuffix(_ASKED) for path in pin_directory(store_dir, step).glob(f"*{_ASKED}")
+    )
 
 
 def valid_pins(store_dir: Path, plan: HasFragments) -> list[int]:
@@ -99,7 +115,7 @@ def forget_pins(
     *,
     complete: Collection[int],
     num_unsure: int,
-    asked: Iterable[Collection[int]] | None = None,
+    asked: Iterable[Sequence[int]] | None = None,
 ) -> list[int]:
     """Remove the pins that no resume can need, and what a resume abandoned once it is superseded.
 
@@ -110,8 +126,8 @@ def forget_pins(
         store_dir: The store.
         complete: Inner steps of the run checkpoints that are complete: their pins stay.
         num_unsure: Newest pins after the last complete one to keep besides them; at least 1.
-        asked: Inner steps that each island has asked for: of each the newest so many stay. None:
-            one island has asked for all.
+        asked: Inner steps that each island has asked for, in that order: of each the last so many
+            stay. None: one island has asked for all, in order.
 
     Returns:
         Inner steps of removed pins that were newer than every complete checkpoint, ascending: they
@@ -122,7 +138,7 @@ def forget_pins(
     unsure = [step for step in pinned if step > last]
     kept = set(complete)
     for steps in [unsure] if asked is None else asked:
-        kept.update([step for step in unsure if step in steps][-num_unsure:])
+        kept.update([step for step in steps if step in unsure][-num_unsure:])
     for step in pinned:
         if step not in kept:
             durable.remove_tree(pin_directory(store_dir, step))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,26 @@ def test_a_log_that_somebody_fills_is_put_aside_and_its_process_writes_on(
 
     assert log.read_bytes() == b"news"
     assert (tmp_path / "syncer.log.1").read_bytes() == b"x" * 100 + b"y"
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_a_process_bounds_the_file_that_a_shell_gave_it(tmp_path: Path, mode: str) -> None:
+    log = tmp_path / "coordinator.log"
+    code = (
+        "import asyncio, os, sys\n"
+        "from diloco.launch.process import logs\n"
+        "logs._MOST_BYTES, logs._LOOK_S = 100, 0.01\n"
+        "async def main():\n"
+        "    task = asyncio.create_task(logs.bound_output())\n"
+        "    os.write(2, b'x' * 101)\n"
+        "    while os.fstat(2).st_size or os.lseek(2, 0, os.SEEK_CUR):\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    os.write(2, b'news')\n"
+        "    task.cancel()\n"
+        "asyncio.run(main())\n"
+    )
+    with log.open(mode) as output:
+        subprocess.run([sys.executable, "-c", code], stderr=output, check=True)
+
+    assert log.read_bytes() == b"news"
+    assert (tmp_path / "coordinator.log.1").read_bytes() == b"x" * 101

@@ -191,6 +191,7 @@ def test_the_first_work_of_an_island_alone_may_be_long() -> None:
 
     assert list(outsized(seen(first, [30]), History.empty(len(UNITS)), UNITS)) == [0]
     assert outsized(seen(first, [156]), History.empty(len(UNITS)), UNITS) == {}
+    assert list(outsized(seen([first[0] * 8], [1e6]), History.empty(len(UNITS)), UNITS)) == [0]
 
 
 def test_a_tensor_that_was_never_touched_may_begin_to_move() -> None:

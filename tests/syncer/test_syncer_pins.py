@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from diloco.protocol.rounds.terms import OutcomeKind, RoundKey
+from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.terms import OutcomeKind, Roster, RoundKey
 from diloco.protos import fragment_pb2 as wire
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.errors import PeerReset
@@ -191,11 +192,51 @@ def test_pins_that_one_island_asks_for_far_ahead_cost_no_other_its_checkpoint(
         assert {4, 8} < {*pinned_steps(setting.directory)}
         assert len(pinned_steps(setting.directory)) == 2 + setting.num_unsure_pins
 
+        for step in range(1000, 1040):
+            await pin(b, step, {0: 0})
         await restart(run)
         await pin(b, 930, {0: 0})
         run.syncer.keep_checkpoints([])
         await asyncio.sleep(0.1)
         assert {4, 8} < {*pinned_steps(setting.directory)}, "of an earlier start"
+
+    run_virtual(scenario())
+
+
+def test_who_asked_first_for_another_version_is_named_and_counts_no_more_once_kicked(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, b) = await founded(setting)
+        for step in (12, 16):
+            await pin(b, step, {0: 0})
+        await publish([a, b], 0, 1.0)
+        refused = await pin(a, 12, {0: 1})
+        assert "holds version 0, not 1: another island had" in refused.message
+        assert refused.message.endswith("asked for by b")
+
+        await restart(run)
+        run.syncer.set_orders(Orders(roster=Roster(("a",), fenced={"b": 99})))
+        await asyncio.sleep(0.1)
+        run.syncer.keep_checkpoints([])
+        await asyncio.sleep(0.1)
+        assert pinned_steps(setting.directory) == []
+        assert (await pin(a, 12, {0: 1})).is_accepted
+
+    run_virtual(scenario())
+
+
+def test_what_an_earlier_start_of_an_island_asked_for_does_not_crowd_out_what_it_asks_for_now(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run, (a, _) = await founded(setting)
+        for step in (*range(900, 916), 8, 12):
+            await pin(a, step, {0: 0})
+        run.syncer.keep_checkpoints([])
+        await asyncio.sleep(0.1)
+        assert {8, 12} < {*pinned_steps(setting.directory)}
+        assert len(pinned_steps(setting.directory)) == setting.num_unsure_pins
 
     run_virtual(scenario())
 

@@ -5,16 +5,20 @@ What peers say gets into them. It cannot look like a line of ours, nor command a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import re
 import shutil
+import stat
+import sys
 from pathlib import Path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _TAIL_BYTES = 64 << 10
 _MOST_BYTES = 64 << 20
+_LOOK_S = 1.0
 
 
 class LogFormatter(logging.Formatter):
@@ -46,13 +50,27 @@ def bound_log(log: Path) -> None:
     is appended while it is copied is lost.
     """
     with contextlib.suppress(OSError):  # it is gone
-        if log.stat().st_size > _MOST_BYTES:
+        if stat.S_ISREG((status := log.stat()).st_mode) and status.st_size > _MOST_BYTES:
             aside = log.with_name(f"{log.name}.1")
             try:
                 shutil.copyfile(log, aside)
             except OSError:  # no room: others need it more
                 aside.unlink(missing_ok=True)
             os.truncate(log, 0)
+
+
+async def bound_output() -> None:
+    """Bound the file that a shell or a scheduler gave this process for stderr, for ever.
+
+    Systems without /proc are left to themselves.
+    """
+    descriptor = sys.stderr.fileno()
+    while True:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(bound_log, Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            if os.fstat(descriptor).st_size == 0:  # who does not append goes on where it was
+                os.lseek(descriptor, 0, os.SEEK_SET)
+        await asyncio.sleep(_LOOK_S)
 
 
 def tail(log: Path, num_lines: int = 10) -> str:
