@@ -11,6 +11,8 @@ import pytest
 
 from diloco.config.load import section_with
 from diloco.errors import ConfigError
+from diloco.simulations.lab.cache import Cache
+from diloco.simulations.lab.cost import cost_of
 from diloco.simulations.lab.experiment import (
     DIRECTORY,
     FULL,
@@ -180,6 +182,24 @@ def test_what_was_found_is_kept_and_judged_again_as_long_as_its_settings_hold(
         read_found([loaded], tmp_path)
     with pytest.raises(ConfigError, match=r"there is no .*codecs.points.json: train it"):
         read_found(load_experiments(["codecs"], QUICK, is_quick=True), tmp_path)
+
+
+def test_what_it_will_cost_is_told_by_what_others_took(tmp_path: Path) -> None:
+    cache, experiments = Cache(tmp_path), load_experiments(["from-scratch"], FULL, is_quick=False)
+    cache.prepare()
+
+    before = cost_of(experiments, cache)
+    points = [point for row in experiments[0].points.values() for point in row]
+    tokens = points[0].config.run.inner_steps * points[0].tokens_per_inner_step
+    cache.keep(points[0], {"wall_s": tokens * 1e-3, "parameters": 1_000})
+
+    assert before.num_missing == before.num_points == len(points)
+    after = cost_of(experiments, cache)
+    assert after.num_missing == len(points) - 1
+    assert after.tokens == before.tokens - tokens
+    num_parameters = 131_392
+    assert after.cpu_s == pytest.approx(after.tokens * 1e-6 * num_parameters)
+    assert f"{len(points)} points, 1 of them there already" in str(after)
 
 
 def test_an_experiment_of_hours_runs_only_where_it_is_named() -> None:

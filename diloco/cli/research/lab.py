@@ -251,6 +251,7 @@ def suite(
     Example: diloco lab suite overlap quorum
     """
     from diloco.simulations.lab.cache import Cache
+    from diloco.simulations.lab.cost import cost_of
     from diloco.simulations.lab.experiment import FULL, QUICK, load_experiments
     from diloco.simulations.lab.kept import keep_found, read_found
     from diloco.simulations.lab.results import run_suite, write_results
@@ -263,9 +264,11 @@ def suite(
     if judge is not None:
         found, told = read_found(experiments, judge), f"as kept in {judge}"
     else:
+        num_processes = processes or usable_cpus()
+        console.print(f"{cost_of(experiments, Cache(cache))}, {num_processes} points at a time")
         with counting(console) as show:
             found, num_cached = run_suite(
-                experiments, Cache(cache), num_processes=processes or usable_cpus(), show=show
+                experiments, Cache(cache), num_processes=num_processes, show=show
             )
         for each in found:
             keep_found(each, out)
