@@ -18,12 +18,13 @@ class InnerOptimizerConfig(Section):
     """The optimizer of inner steps."""
 
     name: Policy[Literal["adamw", "muon", "muloco"]] = Field(
-        default="adamw",
-        description="Algorithm; muon: matrices by Nesterov momentum made orthogonal (stacked "
-        "experts one by one), as large as AdamW's updates; adamw_by_name and vectors by AdamW; "
-        "muloco: the same with plain momentum and updates of M x N matrices scaled by sqrt(M / N), "
-        "whose rates serve many widths (of width d, lr there is 5 lr / sqrt(d) of muon's); no run "
-        "changes it",
+        default="muon",
+        description="Algorithm; unless given, adamw with run.warm_start, and else muon, with which "
+        "islands lose least to data parallel (diloco lab suite from-scratch). muon: matrices by "
+        "Nesterov momentum made orthogonal (stacked experts one by one), as large as AdamW's "
+        "updates; adamw_by_name and vectors by AdamW; muloco: the same with plain momentum and "
+        "updates of M x N matrices scaled by sqrt(M / N), whose rates serve many widths (of width "
+        "d, lr there is 5 lr / sqrt(d) of muon's); no run changes it",
     )
     lr: Policy[float] = Field(gt=0, description="Largest learning rate")
     schedule: Policy[Literal["cosine", "constant", "wsd"]] = Field(
@@ -56,7 +57,7 @@ class InnerOptimizerConfig(Section):
         default=0.95, ge=0, lt=1, description="Decay of muon's momentum"
     )
     adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon", "muloco")] = Field(
-        default=("*embed*", "*head.weight"),
+        default=("*embed*", "*head.weight", "*wte.weight", "*wpe.weight"),
         description="Matrices by name (* and ?) that muon leaves to AdamW",
     )
     lr_by_name: Policy[Rules] = Field(

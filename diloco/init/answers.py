@@ -32,7 +32,9 @@ class ModelDefaults:
     """Values of a run that fit a model: a start, which `diloco plan` and a trial improve.
 
     Large models have fragments of three layers, as in Streaming DiLoCo (arXiv 2501.18512), and
-    lanes of about 40M parameters: a syncer holds whole fragments, a carrier whole lanes.
+    lanes of about 40M parameters: a syncer holds whole fragments, a carrier whole lanes. Rates are
+    Muon's: five times AdamW's usual ones up to 1M parameters, where `diloco lab suite from-scratch`
+    measured them, above 2.5 times, as in MuLoCo (arXiv 2505.23725).
     """
 
     sequence_length: int
@@ -43,16 +45,16 @@ class ModelDefaults:
 
 
 _DEFAULTS = {
-    "tiny": ModelDefaults(32, 2e-3, 1, 2),
-    "debug": ModelDefaults(128, 2e-3, 1),
-    "10M": ModelDefaults(512, 1e-3, 1),
-    "150M": ModelDefaults(1024, 4e-4, 2),
-    "1B": ModelDefaults(1024, 4e-4, 4),
-    "llama3-8B": ModelDefaults(2048, 3e-4, 8, 10),
-    "llama3-70B": ModelDefaults(2048, 1.5e-4, 8, 26, 64),
-    "llama3-405B": ModelDefaults(2048, 8e-5, 8, 42, 256),
+    "tiny": ModelDefaults(32, 1e-2, 1, 2),
+    "debug": ModelDefaults(128, 1e-2, 1),
+    "10M": ModelDefaults(512, 2.5e-3, 1),
+    "150M": ModelDefaults(1024, 1e-3, 2),
+    "1B": ModelDefaults(1024, 1e-3, 4),
+    "llama3-8B": ModelDefaults(2048, 7.5e-4, 8, 10),
+    "llama3-70B": ModelDefaults(2048, 3.8e-4, 8, 26, 64),
+    "llama3-405B": ModelDefaults(2048, 2e-4, 8, 42, 256),
 }
-#: Of a model of transformers, whose weights the run begins with.
+#: Of a model of transformers, whose weights the run begins with, under AdamW.
 _TUNED = ModelDefaults(1024, 1e-5, 4)
 
 

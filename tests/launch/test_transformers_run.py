@@ -79,7 +79,7 @@ def test_a_plan_counts_parameters_from_config_json_alone(tmp_path: Path, kind: s
     run_file = write(tmp_path, kind)
     (tmp_path / "model" / "model.safetensors").unlink()
 
-    planned = forecast(load_config(run_file))
+    planned = forecast(load_config(run_file, ["inner.optimizer.name=adamw"]))
 
     assert planned.parameters == model(kind).num_parameters()
     rank = planned.ranks["east"]

@@ -332,7 +332,7 @@ def test_a_setting_counts_is_told_and_outlives_the_coordinator(tmp_path: Path, c
         east, _ = await joined(coord)
         done = await coord.operate("set", key="outer.optimizer.lr", value="0.25")
         assert done.is_done
-        assert "outer.optimizer.lr = 0.25 (before: 0.7), revision 1" in done.message
+        assert "outer.optimizer.lr = 0.25 (before: 0.9), revision 1" in done.message
         told = await coord.told_to_syncer()
         assert (told.policy_revision, json.loads(told.policy_json)) == (
             1, {"outer.optimizer.lr": 0.25},
@@ -495,7 +495,7 @@ def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, c
                 await coord.operate(command, **arguments)
 
         assert (coord.membership.members, await coord.roster()) == (before, roster)
-        assert coord.in_force.outer.optimizer.lr == 0.7
+        assert coord.in_force.outer.optimizer.lr == 0.9
         assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=config_of(*ELASTIC))

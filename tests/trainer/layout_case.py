@@ -30,7 +30,7 @@ INNER_STEPS = 5
 
 #: Small, and awkward: half of ffn_dim, a rank's share under tp = 2, divides by no other 2.
 MODEL = ModelConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=210)
-OPTIMIZER = InnerOptimizerConfig(lr=2e-3, warmup_steps=2)
+OPTIMIZER = InnerOptimizerConfig(name="adamw", lr=2e-3, warmup_steps=2)
 
 _ISLAND = "bench"
 _SEED = 11

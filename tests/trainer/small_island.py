@@ -84,7 +84,7 @@ def make_trainer(
     compute: Compute = PLAIN,
 ) -> InnerTrainer:
     config = InnerConfig(
-        optimizer=optimizer or InnerOptimizerConfig(lr=2e-3, warmup_steps=2),
+        optimizer=optimizer or InnerOptimizerConfig(name="adamw", lr=2e-3, warmup_steps=2),
         clip_norm=clip_norm,
         z_loss=z_loss,
     )

@@ -59,7 +59,9 @@ def test_run_that_ends_within_the_warm_up_has_a_rate_everywhere(inner_steps):
 
 
 def test_step_is_adamw_that_decays_matrices_and_not_vectors():
-    config = InnerOptimizerConfig(lr=0.5, betas=(0.8, 0.9), weight_decay=0.2, eps=1e-3)
+    config = InnerOptimizerConfig(
+        name="adamw", lr=0.5, betas=(0.8, 0.9), weight_decay=0.2, eps=1e-3
+    )
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight.fill_(3.0)
@@ -114,8 +116,8 @@ def test_a_pattern_that_matches_no_parameter_is_refused(key):
     ("settings", "why"),
     [
         ({"decay_ratio": 0.5}, 'needs schedule = "wsd"'),
-        ({"momentum": 0.9}, 'needs name = "muon"'),
-        ({"adamw_by_name": ["*"]}, 'needs name = "muon"'),
+        ({"name": "adamw", "momentum": 0.9}, 'needs name = "muon"'),
+        ({"name": "adamw", "adamw_by_name": ["*"]}, 'needs name = "muon"'),
         ({"lr_by_name": ["*norm"]}, "must be PATTERN=NUMBER"),
         ({"lr_by_name": ["*norm=-1"]}, "must be PATTERN=NUMBER"),
         ({"weight_decay_by_name": ["*norm=nan"]}, "must be PATTERN=NUMBER"),

@@ -111,7 +111,7 @@ def config_of(row: PlainRow, num_cycles: int) -> Config:
         inner_steps=row.block_steps * num_cycles,
         sequence_length=row.sequence_length,
         tokens=row.tokens_per_inner_step,
-        inner={"optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0}},
+        inner={"optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"}},
         island_id=ISLAND,
     )
     return Config.model_validate(values)

@@ -239,7 +239,13 @@ def race_config(setting: RaceSetting, method: str, state_dir: Path, link: LinkRo
         islands=ISLANDS,
         island={"ranks": _RANKS, "mesh": {"dp_shard": _RANKS}},
         state_dir=state_dir,
-        inner={"optimizer": {"lr": setting.lr, "warmup_steps": setting.inner_steps // 10}},
+        inner={
+            "optimizer": {
+                "name": "adamw",
+                "lr": setting.lr,
+                "warmup_steps": setting.inner_steps // 10,
+            }
+        },
         evaluation={"num_sequences": setting.evaluation_sequences},
         transport={"link": f"bench-{link.name}"} if link else {},
     )
