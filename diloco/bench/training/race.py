@@ -219,9 +219,10 @@ def race_config(setting: RaceSetting, method: str, state_dir: Path, link: LinkRo
         "inner_steps_per_round": setting.inner_steps_per_round,
         "uplink_codec": "float32",
         "downlink_codec": "float32",
-        "optimizer": {"momentum": setting.momentum},
+        "optimizer": {"lr": 0.7, "momentum": setting.momentum, "momentum_ramp_rounds": 0},
     }
     if method == STREAMING:
+        outer["optimizer"]["momentum_ramp_rounds"] = 5
         outer |= {
             "preset": "streaming",
             "num_fragments": setting.num_fragments,
