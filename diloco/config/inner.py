@@ -19,10 +19,10 @@ class InnerOptimizerConfig(Section):
 
     name: Policy[Literal["adamw", "muon", "muloco"]] = Field(
         default="muon",
-        description="Algorithm; unless given, adamw with run.warm_start, and else muon, with which "
-        "islands lose least to data parallel (diloco lab suite from-scratch). muon: matrices by "
-        "Nesterov momentum made orthogonal (stacked experts one by one), as large as AdamW's "
-        "updates; adamw_by_name and vectors by AdamW; muloco: the same with plain momentum and "
+        description="Algorithm. muon, with which islands lose least to data parallel from scratch "
+        "(diloco lab suite from-scratch): matrices by Nesterov momentum made orthogonal (stacked "
+        "experts one by one), as large as AdamW's updates; adamw_by_name and vectors by AdamW; "
+        "adamw: also for weights that it has trained; muloco: the same with plain momentum and "
         "updates of M x N matrices scaled by sqrt(M / N), whose rates serve many widths (of width "
         "d, lr there is 5 lr / sqrt(d) of muon's); no run changes it",
     )
@@ -57,8 +57,8 @@ class InnerOptimizerConfig(Section):
         default=0.95, ge=0, lt=1, description="Decay of muon's momentum"
     )
     adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon", "muloco")] = Field(
-        default=("*embed*", "*head.weight", "*wte.weight", "*wpe.weight"),
-        description="Matrices by name (* and ?) that muon leaves to AdamW",
+        default=("*embed*", "*head.weight"),
+        description="Matrices by name (* and ?) that muon leaves to AdamW, and tables of GPT-2",
     )
     lr_by_name: Policy[Rules] = Field(
         default=(),

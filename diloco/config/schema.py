@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -167,19 +167,6 @@ class Config(Section):
         """Directory of this site's checkpoints, one below it an island."""
         chosen = self.checkpoint.dir
         return Path(chosen) if chosen else Path(self.coordinator.state_dir) / "checkpoints"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _choose_optimizer(cls, data: Any) -> Any:
-        """Train weights that others have trained on with what most are trained with."""
-        try:
-            is_warm, optimizer = data["run"].get("warm_start"), data["inner"]["optimizer"]
-            if is_warm and "name" not in optimizer:
-                optimizer = {"name": "adamw", **optimizer}
-                return {**data, "inner": {**data["inner"], "optimizer": optimizer}}
-        except (AttributeError, KeyError, TypeError):
-            pass  # malformed: the field's own validation names it
-        return data
 
     @field_validator("data")
     @classmethod

@@ -33,7 +33,7 @@ class ModelDefaults:
 
     Large models have fragments of three layers, as in Streaming DiLoCo (arXiv 2501.18512), and
     lanes of about 40M parameters: a syncer holds whole fragments, a carrier whole lanes. Rates are
-    Muon's: five times AdamW's usual ones up to 1M parameters, where `diloco lab suite from-scratch`
+    Muon's: five times AdamW's usual ones for the small ones, as `diloco lab suite from-scratch`
     measured them, above 2.5 times, as in MuLoCo (arXiv 2505.23725).
     """
 

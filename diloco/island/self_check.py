@@ -50,7 +50,7 @@ class SelfCheck:
         self._watch = OwnLosses(parts.schedule.inner_steps_per_round)
         self._returns = Returns(parts.schedule.inner_steps_per_round, len(parts.plan.fragments))
         self._returned_at = -1
-        #: Contributions in a row: by fragment, or `_AMONG_OTHERS` where another's was merged.
+        #: In a row: by fragment, and `_AMONG_OTHERS` of all where another's was merged.
         self._refused = Counter[int]()
         self._is_agreed = False
         self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
@@ -125,10 +125,9 @@ class SelfCheck:
 
     def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
         """Take what the end of a contribution says of what this island trains."""
-        if verdict is Verdict.REFUSED:
-            self._refused[_AMONG_OTHERS] += 1
-        elif verdict is Verdict.REFUSED_EXPIRED:
+        if verdict in (Verdict.REFUSED, Verdict.REFUSED_EXPIRED):
             self._refused[fragment_id] += 1
+            self._refused[_AMONG_OTHERS] += verdict is Verdict.REFUSED
         elif verdict is Verdict.INCLUDED:
             del self._refused[_AMONG_OTHERS], self._refused[fragment_id]
             self._returns.included(fragment_id)

@@ -107,7 +107,11 @@ class Pinning:
             note_asked(self._store_dir, step, island)
 
         self._note(island, step)
-        await self._worker.run(pin)
+        try:
+            await self._worker.run(pin)
+        except PinRefused:
+            self._asked[island] = tuple(s for s in self._asked[island] if s != step)
+            raise
 
     def _note(self, asking: str, step: int) -> None:
         """Note who asks for a pin, before there is one: nothing that is let go meanwhile is it."""

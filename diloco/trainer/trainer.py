@@ -90,7 +90,7 @@ class InnerTrainer:
 
     Attributes:
         model: The parallelised model. Its parameters may be changed in place between calls.
-        optimizer: AdamW over the model's parameters.
+        optimizer: Over the model's parameters.
     """
 
     def __init__(

@@ -203,8 +203,9 @@ def test_pins_that_one_island_asks_for_far_ahead_cost_no_other_its_checkpoint(
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("does_restart", [False, True])
 def test_who_asked_first_for_another_version_is_named_and_counts_no_more_once_kicked(
-    setting: Setting,
+    setting: Setting, does_restart: bool
 ) -> None:
     async def scenario() -> None:
         run, (a, b) = await founded(setting)
@@ -215,7 +216,8 @@ def test_who_asked_first_for_another_version_is_named_and_counts_no_more_once_ki
         assert "holds version 0, not 1: another island had" in refused.message
         assert refused.message.endswith("asked for by b")
 
-        await restart(run)
+        if does_restart:
+            await restart(run)
         run.syncer.set_orders(Orders(roster=Roster(("a",), fenced={"b": 99})))
         await asyncio.sleep(0.1)
         run.syncer.keep_checkpoints([])

@@ -80,7 +80,7 @@ class SyncerLink:
                 f"{inner_step}: {ack.message}. This island took another way than the others: start "
                 f"it again, so that it returns to what is published: diloco island RUN.toml "
                 f"--island {self._grant.island}. If another island did, kick that one first: "
-                f"diloco kick RUN.toml ISLAND. If that does not help, stop the coordinator "
+                f"diloco kick HOST:PORT ISLAND. If that does not help, stop the coordinator "
                 f"and resume the newest checkpoint: diloco coordinator RUN.toml --resume"
             )
         self.pinned_step = inner_step

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
 import stat
-import sys
 from pathlib import Path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _TAIL_BYTES = 64 << 10
 _MOST_BYTES = 64 << 20
 _LOOK_S = 1.0
+_STDERR = 2
 
 
 class LogFormatter(logging.Formatter):
@@ -62,14 +63,13 @@ def bound_log(log: Path) -> None:
 async def bound_output() -> None:
     """Bound the file that a shell or a scheduler gave this process for stderr, for ever.
 
-    Systems without /proc are left to themselves.
+    It is appended to from now on. Systems without /proc are left to themselves.
     """
-    descriptor = sys.stderr.fileno()
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(_STDERR, fcntl.F_SETFL, fcntl.fcntl(_STDERR, fcntl.F_GETFL) | os.O_APPEND)
     while True:
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(bound_log, Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-            if os.fstat(descriptor).st_size == 0:  # who does not append goes on where it was
-                os.lseek(descriptor, 0, os.SEEK_SET)
+            await asyncio.to_thread(bound_log, Path(os.readlink(f"/proc/self/fd/{_STDERR}")))
         await asyncio.sleep(_LOOK_S)
 
 

@@ -45,7 +45,8 @@ from diloco.island.lanes.boxes import Box, stored, stored_box, whole_shape
 
 #: The one moment of a parameter that Muon takes.
 MOMENT = "exp_avg"
-#: Most elements of a bucket that a rank owns, and most that it holds: 128 MiB in float32.
+#: Most elements of a bucket that a rank owns, and most that it holds: 128 MiB in float32; or one
+#: matrix, if that is larger.
 BUCKET_NUMEL = 1 << 25
 _RMS = 0.2
 #: Of an element of `orthogonalise`, whose singular values are at most about 1.2.
@@ -307,13 +308,16 @@ class _Shared:
         num_ranks = len(self._boxes)
         loads, owned, held = ([0] * num_ranks for _ in range(3))
         dealt: list[list[tuple[_Matrix, int]]] = [[]]
-        for matrix in sorted(self._matrices(), key=lambda m: -m.cost):  # stable: alike everywhere
+        matrices = sorted(self._matrices(), key=lambda m: -m.cost)  # stable: alike everywhere
+        # Large matrices, too, are many ranks' work at once: each has one of them at a time.
+        most = max([BUCKET_NUMEL, *(math.prod(matrix.shape) for matrix in matrices)])
+        for matrix in matrices:
             owner = matrix.owner(loads)
             loads[owner] += matrix.cost
             owned[owner] += math.prod(matrix.shape)
             for rank, box in matrix.boxes.items():
                 held[rank] += box.numel
-            if dealt[-1] and max(*owned, *held) > BUCKET_NUMEL:
+            if dealt[-1] and max(*owned, *held) > most:
                 dealt.append([])
                 owned, held = [0] * num_ranks, [0] * num_ranks
                 owned[owner] = math.prod(matrix.shape)

@@ -26,6 +26,8 @@ from diloco.trainer.optimizers.muon import Muon
 
 #: Of a group of parameters: what its learning rate is, as a multiple of the schedule's.
 _FACTOR = "lr_factor"
+#: Tables of tokens and positions that are called neither embedding nor head: GPT-2's.
+_TABLES = ("*wte.weight", "*wpe.weight")
 #: Two roundings of a float32 value in a step.
 _ROUNDING = 2.0**-23
 
@@ -163,7 +165,8 @@ def check_names(config: InnerOptimizerConfig, shapes: Mapping[str, tuple[int, ..
 
 def is_orthogonalised(config: InnerOptimizerConfig, name: str, ndim: int) -> bool:
     """Say whether Muon takes a parameter: a matrix, or matrices stacked in three dims."""
-    return ndim in (2, 3) and not any(matches(name, pattern) for pattern in config.adamw_by_name)
+    left = (*config.adamw_by_name, *_TABLES)
+    return ndim in (2, 3) and not any(matches(name, pattern) for pattern in left)
 
 
 def _by_name(rules: Iterable[str], name: str) -> float | None:
