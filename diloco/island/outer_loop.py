@@ -366,7 +366,7 @@ class OuterLoop:
 
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
         p, is_tried = ledger.fragment_id, ledger.asks_trial
-        reason = self.check.before_send(p, self.inner_step)
+        reason = self.check.before_send(p, self.inner_step, is_flush=is_flush)
         self.merging.send(
             ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
         )

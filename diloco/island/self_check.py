@@ -52,6 +52,7 @@ class SelfCheck:
         self._returned_at = -1
         #: In a row: by fragment, and `_AMONG_OTHERS` of all where another's was merged.
         self._refused = Counter[int]()
+        self._doubted: set[int] = set()  # fragments of which the last was refused, another's merged
         self._is_agreed = False
         self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
         self._trials = Trials()
@@ -94,11 +95,20 @@ class SelfCheck:
         """Take the ranks' common word while a step waits: a return is made before the next."""
         self._is_agreed = self._is_agreed or agreed.is_unsound
 
-    def before_send(self, fragment_id: int, inner_step: int) -> str:
-        """Say why nothing of a fragment may be sent now; empty: it may."""
+    def before_send(self, fragment_id: int, inner_step: int, *, is_flush: bool) -> str:
+        """Say why nothing of a fragment may be sent now; empty: it may.
+
+        While the last contribution to a fragment was refused, only that fragment is sent, to see
+        whether the next one counts; a flush, whose direction nobody judges, is not.
+        """
         if reason := self._watch.reason:
             self._for_loss.add(fragment_id)
             self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, f"{reason}; it sends nothing")
+        elif doubted := sorted(self._doubted if is_flush else self._doubted - {fragment_id}):
+            return (
+                f"the last contribution to fragment {doubted[0]} was refused: nothing else is sent "
+                f"until one of it counts"
+            )
         return reason
 
     def trying(
@@ -127,8 +137,11 @@ class SelfCheck:
         """Take what the end of a contribution says of what this island trains."""
         if verdict in (Verdict.REFUSED, Verdict.REFUSED_EXPIRED):
             self._refused[fragment_id] += 1
-            self._refused[_AMONG_OTHERS] += verdict is Verdict.REFUSED
+            if verdict is Verdict.REFUSED:
+                self._refused[_AMONG_OTHERS] += 1
+                self._doubted.add(fragment_id)
         elif verdict is Verdict.INCLUDED:
+            self._doubted.discard(fragment_id)
             del self._refused[_AMONG_OTHERS], self._refused[fragment_id]
             self._returns.included(fragment_id)
         is_for_loss = fragment_id in self._for_loss
