@@ -365,13 +365,13 @@ class OuterLoop:
         return due
 
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
-        p, is_tried = ledger.fragment_id, ledger.asks_trial
+        p, is_tried = ledger.fragment_id, self.check.is_tried(ledger)
         reason = self.check.before_send(p, self.inner_step, is_flush=is_flush)
         self.merging.send(
             ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
         )
         if is_tried:
-            yield from self.check.trying(p, self.inner_step, self.loss_of)
+            yield from self.check.trying(ledger, self.inner_step, self.loss_of)
 
     def _apply(
         self, ledger: FragmentLedger, vote: FragmentVote, verdict: Verdict, blocked_s: float

@@ -55,6 +55,7 @@ class SelfCheck:
         self._doubted: set[int] = set()  # fragments of which the last was refused, another's merged
         self._is_agreed = False
         self._for_loss: set[int] = set()  # fragments of which the loss forbade the last send
+        self._for_trial: dict[int, str] = {}  # and of which, and why, a trial did for a high loss
         self._trials = Trials()
         self._tried_at, self._tried = -1, ""  # the last trial that failed
         self.mend = Mend.NOTHING
@@ -111,25 +112,37 @@ class SelfCheck:
             )
         return reason
 
+    def is_tried(self, ledger: FragmentLedger) -> bool:
+        """Whether what is about to be sent of a fragment is tried before; collective."""
+        if ledger.asks_trial:
+            return True
+        (minus_high,) = self._agreement.smallest([-bool(self._watch.high)])
+        return minus_high < 0
+
     def trying(
-        self, fragment_id: int, inner_step: int, loss_of: Callable[[], float | None]
+        self, ledger: FragmentLedger, inner_step: int, loss_of: Callable[[], float | None]
     ) -> Waits[None]:
         """Submit what is held back of a fragment, unless it makes the published values worse.
 
         Collective; all ranks decide alike, at the step of the send.
         """
+        fragment_id = ledger.fragment_id
         losses = yield from self._merging.trying(fragment_id, loss_of)
         reason = ""
         if losses is not None:
             before, after = losses
             (minus_worse,) = self._agreement.smallest([-int(self._trials.is_worse(before, after))])
             if minus_worse:
+                against = "another island's goes against it"
+                if not ledger.asks_trial:
+                    against = self._watch.high or "another rank's loss is high"
                 reason = (
                     f"half of its contribution to fragment {fragment_id} takes the held-out loss "
                     f"of what is published from {before:.5g} to {after:.5g}, "
-                    f"{self._trials.num_rises} of its last trials raised it, and another island's "
-                    f"goes against it"
+                    f"{self._trials.num_rises} of its last trials raised it, and {against}"
                 )
+                if not ledger.asks_trial:
+                    self._for_trial[fragment_id] = reason
                 self._tried_at, self._tried = inner_step, reason
         self._merging.release(fragment_id, reason)
 
@@ -144,24 +157,26 @@ class SelfCheck:
             self._doubted.discard(fragment_id)
             del self._refused[_AMONG_OTHERS], self._refused[fragment_id]
             self._returns.included(fragment_id)
-        is_for_loss = fragment_id in self._for_loss
-        if verdict is Verdict.EXPIRED and is_for_loss and self._watch.is_astray:
-            self._accept(inner_step)
+        if verdict is Verdict.EXPIRED:
+            if fragment_id in self._for_loss and self._watch.is_astray:
+                self._accept(f"{self._watch.reason}, with the published values, too", inner_step)
+            elif fragment_id in self._for_trial:
+                self._accept(self._for_trial[fragment_id], inner_step)
         if verdict is not Verdict.ABSENT:
             self._for_loss.discard(fragment_id)
+            self._for_trial.pop(fragment_id, None)
 
-    def _accept(self, inner_step: int) -> None:
+    def _accept(self, reason: str, inner_step: int) -> None:
         """Go on from this loss: no island has a better one; declining would only end the run."""
-        reason, loss = self._watch.reason, self._watch.last
+        loss = self._watch.last
         self._watch.accept()
         logger.error("%s, and no island contributes: it is taken for granted from here on", reason)
         self._on_event(LossAccepted(inner_step, loss, reason))
         self._alarm(
             AlarmKind.LOSS_ACCEPTED,
             inner_step,
-            f"{reason}, with the published values, too, and no island contributes: see whether "
-            f"what is published is still good (diloco status HOST:PORT), or go back: diloco "
-            f"coordinator RUN.toml --resume",
+            f"{reason}, and no island contributes: see whether what is published is still good "
+            f"(diloco status HOST:PORT), or go back: diloco coordinator RUN.toml --resume",
         )
 
     def returning(

@@ -492,8 +492,9 @@ def test_nothing_outstanding_means_no_collective() -> None:
     for steps in run_ranks(count_collectives, 2):
         quiet = steps[:5] + steps[8:11]
         assert quiet == [{}] * 8
-        # Step 6 sends (collect, then the first agreement is started), step 7 reads and starts one.
-        assert steps[5]["all_reduce"] == 1
+        # Step 6 sends (agrees whether it is tried first, collects, then the first agreement is
+        # started), step 7 reads and starts one.
+        assert steps[5]["all_reduce"] == 2
         assert set(steps[5]) == {"all_reduce", "all_to_all_single"}
         assert steps[6] == {"all_reduce": 1}
         # Step 8 reads, agrees again as often as what comes is late, and distributes.
@@ -569,7 +570,7 @@ def test_a_lane_that_is_not_finite_on_one_rank_declines_for_the_island_and_ends_
     assert second == (AggregationError.__name__, 20, ["round_expired", "round_expired"])
 
 
-def find_worse_on_one_rank(island_rank: int) -> dict[str, Any]:
+def find_worse_on_one_rank(island_rank: int, is_own_doubt: bool) -> dict[str, Any]:
     with island(island_rank) as rank:
         published = rank.whole()
         losses, seen = iter([2.0, 2.1 if island_rank == 1 else 1.9]), list[dict[str, Tensor]]()
@@ -579,7 +580,10 @@ def find_worse_on_one_rank(island_rank: int) -> dict[str, Any]:
             return next(losses)
 
         rank.session.loss_of = loss_of
-        rank.session.state.ledgers[0].asks_trial = True  # as after a version of two opposed islands
+        if is_own_doubt:
+            rank.session.check._watch.high = "its own loss is high" if island_rank == 1 else ""
+        else:  # as after a version of two opposed islands
+            rank.session.state.ledgers[0].asks_trial = True
         rank.train(6)
         local = rank.whole()
         rank.train(1)
@@ -597,12 +601,22 @@ def find_worse_on_one_rank(island_rank: int) -> dict[str, Any]:
         }
 
 
-def test_a_contribution_that_makes_what_is_published_worse_is_declined_by_all_ranks() -> None:
-    ranks = run_ranks(find_worse_on_one_rank, 2)
+@pytest.mark.parametrize(
+    ("is_own_doubt", "because"),
+    [
+        (False, ["another island's goes against it"] * 2),
+        (True, ["another rank's loss is high", "its own loss is high"]),
+    ],
+)
+def test_a_contribution_that_makes_what_is_published_worse_is_declined_by_all_ranks(
+    is_own_doubt: bool, because: list[str]
+) -> None:
+    ranks = run_ranks(find_worse_on_one_rank, 2, is_own_doubt)
 
-    for rank in ranks:
+    for rank, why in zip(ranks, because, strict=True):
         (declined,) = rank["declined"]
         assert declined.startswith("half of its contribution to fragment 0 takes the held-out")
+        assert declined.endswith(f"raised it, and {why}")
         assert rank["taken"] == [7] and rank["with nothing"]
         # int4 rounds to half a step of at most largest / 7, of which half is tried.
         assert rank["with half"] <= rank["largest"] / 7 / 4 * 1.01

@@ -1,27 +1,55 @@
-"""What the ends of contributions say of an island's own training."""
+"""What the ends of contributions, and an island's own losses, say of its training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from diloco.island.agreement import Agreement
 from diloco.island.self_check import SelfCheck
-from diloco.protocol.island.ledger import Verdict
+from diloco.protocol.island.ledger import FragmentLedger, Verdict
+from diloco.telemetry.events import Event, LossAccepted
 
 
-def made() -> SelfCheck:
-    parts: Any = SimpleNamespace(
-        exchange=SimpleNamespace(island="west", unsound=(-1, "")),
-        agreement=None,
-        on_event=lambda event: None,
-        schedule=SimpleNamespace(inner_steps_per_round=4),
-        plan=SimpleNamespace(fragments=[None, None]),
-    )
-    return SelfCheck(parts, parts)
+class Site:
+    """A check, and what it made of the rest: events and released sends, with why they are not."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.released: list[tuple[int, str]] = []
+        self.losses = 2.5, 2.6
+        parts: Any = SimpleNamespace(
+            exchange=SimpleNamespace(island="west", unsound=(-1, "")),
+            agreement=Agreement(None),
+            on_event=self.events.append,
+            schedule=SimpleNamespace(inner_steps_per_round=4),
+            plan=SimpleNamespace(fragments=[None, None]),
+        )
+        merging: Any = SimpleNamespace(
+            trying=self._trying, release=lambda *args: self.released.append(args)
+        )
+        self.check = SelfCheck(parts, merging)
+
+    def _trying(self, fragment_id: int, loss_of: object) -> Iterator[None]:
+        yield from ()
+        return self.losses  # type: ignore[return-value]
+
+    def train(self, loss: float, num_steps: int, ledger: FragmentLedger) -> None:
+        for _ in range(num_steps):
+            ledger.local_steps = 1
+            self.check.begin_step(loss, [ledger])
+
+    def send(self, ledger: FragmentLedger, inner_step: int) -> bool:
+        """Whether it was tried."""
+        if is_tried := self.check.is_tried(ledger):
+            for _ in self.check.trying(ledger, inner_step, lambda: None):
+                pass
+        return is_tried
 
 
 def test_three_refusals_of_one_fragment_in_a_row_are_unsound_whatever_others_do() -> None:
-    check = made()
+    check = Site().check
 
     for number in range(3):
         assert not check.unsound
@@ -33,7 +61,7 @@ def test_three_refusals_of_one_fragment_in_a_row_are_unsound_whatever_others_do(
 
 
 def test_after_a_refusal_only_that_fragment_is_sent_until_it_counts() -> None:
-    check = made()
+    check = Site().check
     assert not check.before_send(1, 4, is_flush=False)
 
     check.take_end(0, Verdict.REFUSED, 4)
@@ -46,3 +74,53 @@ def test_after_a_refusal_only_that_fragment_is_sent_until_it_counts() -> None:
     check.take_end(0, Verdict.INCLUDED, 8)
     assert not check.before_send(1, 12, is_flush=False)
     assert not check.before_send(1, 12, is_flush=True)
+
+
+def test_who_has_high_losses_tries_what_it_sends_and_keeps_what_makes_it_worse() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 20, ledger)
+    assert not site.send(ledger, 20)
+
+    site.train(3.3, 2, ledger)
+    assert site.send(ledger, 22)
+
+    ((fragment_id, reason),) = site.released
+    assert fragment_id == 0 and reason == site.check.unsound
+    assert reason.endswith("raised it, and its own loss is 3.3, where 2.5 is usual")
+
+
+def test_what_is_better_is_sent_however_high_the_losses_are() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 20, ledger)
+    site.train(3.3, 2, ledger)
+    site.losses = 2.5, 2.4
+
+    assert site.send(ledger, 22)
+
+    assert site.released == [(0, "")] and not site.check.unsound
+
+
+def test_where_no_island_sends_high_losses_are_taken_for_granted() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 20, ledger)
+    site.train(3.3, 2, ledger)
+    site.send(ledger, 22)
+
+    site.check.take_end(0, Verdict.EXPIRED, 22)
+
+    (accepted,) = [event for event in site.events if isinstance(event, LossAccepted)]
+    assert accepted.loss == 3.3 and "takes the held-out loss" in accepted.reason
+    site.train(3.3, 20, ledger)
+    assert not site.send(ledger, 42)
+
+
+def test_where_others_were_merged_they_are_not() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 20, ledger)
+    site.train(3.3, 2, ledger)
+    site.send(ledger, 22)
+
+    site.check.take_end(0, Verdict.DECLINED, 22)
+    site.check.take_end(0, Verdict.EXPIRED, 26)
+
+    assert not site.events

@@ -36,6 +36,32 @@ def test_a_loss_that_stays_far_off_forbids_sends_until_the_published_values_are_
     assert not (losses.reason or losses.wants_return or losses.is_astray)
 
 
+def test_last_losses_that_are_high_ask_for_trials_until_they_are_usual() -> None:
+    losses = trained()
+
+    for loss in (3.3, 2.4, 3.2):
+        losses.note(loss, 1)
+    assert losses.high == "its own loss is 3.2, where 2.518 is usual" and not losses.reason
+    losses.note(2.5, 1)
+    losses.note(2.5, 1)
+    assert not losses.high, "of the last three one is high"
+    for _ in range(64):
+        losses.note(3.2, 1)
+    assert not losses.high, "for so long that it is usual"
+
+
+def test_losses_that_fall_or_too_few_of_them_ask_for_no_trial() -> None:
+    losses = OwnLosses(H)
+
+    for step in range(200):
+        losses.note((5.5 - 0.02 * step) * (1.1 if step % 3 else 1.0), 1)
+        assert not losses.high
+    few = OwnLosses(H)
+    for loss in [2.5] * 10 + [3.5] * 5:
+        few.note(loss, 1)
+    assert not few.high
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_counts_at_once_however_few_are_known(loss: float) -> None:
     losses = OwnLosses(H)

@@ -9,7 +9,8 @@ checks four things by itself; the first three cost neither a collective nor a wa
              merge can have moved it (`Reach`)
     outcome  the syncer refused the island's last contributions
     trial    the loss of unseen text rises as what the island is about to send is merged (`Trials`);
-             asked only where another island goes against it, because it costs two evaluations
+             asked only where another island goes against it, or its last losses are high, though
+             not far beyond the median, because it costs two evaluations
 
 If one of them fails, the island sends nothing, takes the published values of all fragments
 (`Returns`), and has the state of its inner optimizer repaired or made new.
@@ -35,6 +36,8 @@ from enum import Enum
 _WINDOW, _FEWEST = 64, 16
 #: Losses in a row that are far off before they count: one batch may be odd.
 _IN_A_ROW = 3
+#: The median of as many losses is high beyond the median of all by this share of it.
+_HIGH_SHARE = 0.2
 #: Losses are known as long as no fragment was left without a merge for so many of the last rounds'
 #: median: what an island trains alone while a syncer is away, a late merge overwrites.
 _ROUNDS_ALONE, _ROUNDS = 2, 5
@@ -115,12 +118,14 @@ class OwnLosses:
         reason: Why nothing may be sent now; empty: it may.
         wants_return: Whether the published values are to be taken.
         is_astray: Whether even they have a loss that is far off.
+        high: Why what is sent is to be tried before (`Trials`); empty: the last losses are usual.
         last: The last loss; NaN: none yet.
     """
 
     def __init__(self, inner_steps_per_round: int) -> None:
         """Know nothing yet; a round is taken to have so many steps until one is over."""
         self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._newest: deque[float] = deque(maxlen=_IN_A_ROW)
         self._inner_steps_per_round = inner_steps_per_round
         self._rounds: deque[int] = deque(maxlen=_ROUNDS)
         self._local_steps = 0
@@ -129,6 +134,7 @@ class OwnLosses:
         self.reason = ""
         self.wants_return = False
         self.is_astray = False
+        self.high = ""
         self.last = math.nan
 
     @property
@@ -151,6 +157,7 @@ class OwnLosses:
                 one included.
         """
         limit, self.last = self.limit, loss
+        self.high = self._as_high(loss)
         if local_steps <= self._local_steps:
             self._rounds.append(self._local_steps)
         self._local_steps = local_steps
@@ -173,6 +180,15 @@ class OwnLosses:
         else:
             self.reason = ""
 
+    def _as_high(self, loss: float) -> str:
+        self._newest.append(loss)
+        if len(self._losses) < _FEWEST:
+            return ""
+        newest, usual = statistics.median(self._newest), statistics.median(self._losses)
+        if not newest > usual + _HIGH_SHARE * abs(usual):
+            return ""
+        return f"its own loss is {newest:.4g}, where {usual:.4g} is usual"
+
     def returned(self) -> None:
         """Record that the published values were taken: the next loss is theirs."""
         self._is_of_published, self._num_far, self._num_near = True, 0, 0
@@ -186,8 +202,9 @@ class OwnLosses:
 class Trials:
     """Whether what an island is about to send makes the published values better, by their loss.
 
-    Asked where two islands go against each other (`outer.guard`). What is sound lowers the loss of
-    unseen text each time; flipped signs and shuffled labels raise it, noise does now and then.
+    Asked where two islands go against each other (`outer.guard`), and where an island's own losses
+    are high. What is sound lowers the loss of unseen text each time; flipped signs and shuffled
+    labels raise it, noise does now and then.
     """
 
     def __init__(self) -> None:
