@@ -47,8 +47,6 @@ _T = TypeVar("_T")
 SETTING = GuardSetting()
 
 _NONE, _LEAVE = "none", "leave"
-#: What only directions tell.
-_DIRECTED = ("labels", "signs", "noise")
 _FLIPS = tuple(f"{place}-{bit}" for place in PLACES for bit in (30, 24))
 #: Loss over that of the yardstick, and CPU nanoseconds a value and contribution.
 _MOST_PERCENT = 1.0
@@ -141,7 +139,7 @@ def requirements_of(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
     """Judge losses by fault and its worst cell; who is named; what is refused without a fault.
 
     Two islands are held against the worse of the run without a fault and that without the faulty
-    island; where only directions tell, a round is merged before, and the bar is only hoped for.
+    island.
     """
     requirements = []
     faulty = [row for row in rows if row["fault"] not in CLEAN]
@@ -157,7 +155,6 @@ def requirements_of(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
                 math.nan if any(map(math.isnan, over)) else max(over),
                 _MOST_PERCENT,
                 "%",
-                is_stretch=is_pair and fault in _DIRECTED,
             )
         )
     is_due = [row for row in faulty if row["refused"] + row["declined"] or row["fault"] in LASTING]
