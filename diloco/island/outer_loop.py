@@ -365,8 +365,8 @@ class OuterLoop:
         return due
 
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
-        p, is_tried = ledger.fragment_id, self.check.is_tried(ledger)
-        reason = self.check.before_send(p, self.inner_step, is_flush=is_flush)
+        is_tried = self.check.is_tried(ledger)
+        reason = self.check.before_send(ledger, self.inner_step, is_flush=is_flush)
         self.merging.send(
             ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
         )

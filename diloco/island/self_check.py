@@ -96,20 +96,26 @@ class SelfCheck:
         """Take the ranks' common word while a step waits: a return is made before the next."""
         self._is_agreed = self._is_agreed or agreed.is_unsound
 
-    def before_send(self, fragment_id: int, inner_step: int, *, is_flush: bool) -> str:
+    def before_send(self, ledger: FragmentLedger, inner_step: int, *, is_flush: bool) -> str:
         """Say why nothing of a fragment may be sent now; empty: it may.
 
-        While the last contribution to a fragment was refused, only that fragment is sent, to see
-        whether the next one counts; a flush, whose direction nobody judges, is not.
+        While the last contribution to a fragment was refused, only such fragments are sent, to see
+        whether the next one counts; a flush, whose direction nobody judges, is not, as long as
+        there are others who send theirs.
         """
+        fragment_id = ledger.fragment_id
         if reason := self._watch.reason:
             self._for_loss.add(fragment_id)
             self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, f"{reason}; it sends nothing")
-        elif doubted := sorted(self._doubted if is_flush else self._doubted - {fragment_id}):
-            return (
-                f"the last contribution to fragment {doubted[0]} was refused: nothing else is sent "
-                f"until one of it counts"
+            return reason
+        is_probe = not is_flush and fragment_id in self._doubted
+        is_needed = is_flush and ledger.attempt > 0  # without it an attempt has expired
+        if self._doubted and not (is_probe or is_needed):
+            reason = (
+                f"the last contribution to fragment {min(self._doubted)} was refused: nothing else "
+                f"is sent until one of it counts"
             )
+            self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, reason)
         return reason
 
     def is_tried(self, ledger: FragmentLedger) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco import durable
 from diloco.durable import DiskFull
 from diloco.syncer.admission import CallAdmission
 from diloco.syncer.service import FragmentService
@@ -20,6 +21,7 @@ from diloco.versions.pins import (
     asked_for,
     forget_pins,
     note_asked,
+    pin_directory,
     pinned_steps,
     pinned_version,
 )
@@ -29,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Times as many as are kept: of what an island has asked for.
 _REMEMBERED = 4
-#: Asks for cuts; no island has this name.
-_COORDINATOR = ""
+#: Asks for cuts; and for pins of which it is not written who did. No islands have these names.
+_COORDINATOR, _NOBODY = "", "?"
 
 
 class Pinning:
@@ -79,7 +81,7 @@ class Pinning:
     async def start(self) -> None:
         """Look what is pinned, and who asked for it; before anything is."""
         for step, islands in (await self._worker.run(self._pinned)).items():
-            for island in islands or [_COORDINATOR]:
+            for island in islands or [_NOBODY]:
                 self._asked[island] = (*self._asked.get(island, ()), step)
 
     async def pin(self, island: str, step: int, versions: Mapping[int, int]) -> None:
@@ -99,18 +101,23 @@ class Pinning:
             try:
                 for p, version in versions.items():
                     self._stores[p].pin(step, version)
-            except PinRefused as error:
-                others = [other for other in asked_for(self._store_dir, step) if other != island]
-                raise PinRefused(
-                    f"{error}, asked for by {', '.join(others) or 'nobody else'}"
-                ) from error
-            note_asked(self._store_dir, step, island)
+                note_asked(self._store_dir, step, island)
+            except (DiskFull, PinRefused) as error:
+                asked = asked_for(self._store_dir, step)
+                made = pin_directory(self._store_dir, step)
+                if not asked and made.exists():  # what some fragments have would be in others' way
+                    durable.remove_tree(made)
+                if isinstance(error, DiskFull):
+                    raise
+                others = ", ".join(other for other in asked if other != island)
+                raise PinRefused(f"{error}, asked for by {others or 'nobody else'}") from error
 
         self._note(island, step)
         try:
             await self._worker.run(pin)
         except PinRefused:
-            self._asked[island] = tuple(s for s in self._asked[island] if s != step)
+            if island in self._asked:  # it may have been kicked meanwhile
+                self._asked[island] = tuple(s for s in self._asked[island] if s != step)
             raise
 
     def _note(self, asking: str, step: int) -> None:
@@ -187,6 +194,8 @@ class Pinning:
             if incarnations.get(island, 0) < least:
                 self._asked.pop(island, None)
         asked = dict(self._asked)
+        if rules.min_members is None:  # no cuts, but what a syncer killed while it pinned has left
+            asked.pop(_NOBODY, None)
         dropped = await self._worker.run(
             lambda: forget_pins(
                 self._store_dir,

@@ -320,9 +320,9 @@ def test_a_refused_contribution_still_merges_what_the_others_made(setting: Setti
         assert a.kinds("fragment_merged")[0]["outcome"] == "refused"
         assert a.kinds("fragment_merged")[0]["contributors"] == ("b",)
         assert a.values() == b.values()
-        # Its work was replaced and not counted: the next one still carries all tokens.
+        # Its work was replaced, and counts nowhere: the next one is of the steps since the merge.
         await asyncio.gather(a.train(3), b.train(3))
-        assert [event["weight_steps"] for event in a.kinds("fragment_sent")] == [4, 8]
+        assert [event["weight_steps"] for event in a.kinds("fragment_sent")] == [4, 3]
 
     run_virtual(scenario())
 

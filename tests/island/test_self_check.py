@@ -62,18 +62,36 @@ def test_three_refusals_of_one_fragment_in_a_row_are_unsound_whatever_others_do(
 
 def test_after_a_refusal_only_that_fragment_is_sent_until_it_counts() -> None:
     check = Site().check
-    assert not check.before_send(1, 4, is_flush=False)
+    assert not check.before_send(FragmentLedger(0, 1), 4, is_flush=False)
 
     check.take_end(0, Verdict.REFUSED, 4)
-    assert not check.before_send(0, 8, is_flush=False)
+    assert not check.before_send(FragmentLedger(0, 0), 8, is_flush=False)
     assert "the last contribution to fragment 0 was refused" in check.before_send(
-        1, 8, is_flush=False
+        FragmentLedger(0, 1), 8, is_flush=False
     )
-    assert check.before_send(0, 8, is_flush=True)
+    assert check.before_send(FragmentLedger(0, 0), 8, is_flush=True)
 
     check.take_end(0, Verdict.INCLUDED, 8)
-    assert not check.before_send(1, 12, is_flush=False)
-    assert not check.before_send(1, 12, is_flush=True)
+    assert not check.before_send(FragmentLedger(0, 1), 12, is_flush=False)
+    assert not check.before_send(FragmentLedger(0, 1), 12, is_flush=True)
+
+
+def test_of_two_refused_fragments_each_is_sent_to_see_whether_it_counts() -> None:
+    check = Site().check
+    check.take_end(0, Verdict.REFUSED, 4)
+    check.take_end(1, Verdict.REFUSED, 6)
+
+    assert not check.before_send(FragmentLedger(0, 0), 8, is_flush=False)
+    assert not check.before_send(FragmentLedger(0, 1), 8, is_flush=False)
+    assert check.before_send(FragmentLedger(0, 2), 8, is_flush=False)
+
+
+def test_a_flush_that_expired_without_it_is_sent_in_doubt_too() -> None:
+    check = Site().check
+    check.take_end(0, Verdict.REFUSED, 4)
+
+    assert check.before_send(FragmentLedger(0, 1), 8, is_flush=True)
+    assert not check.before_send(FragmentLedger(0, 1, attempt=1), 8, is_flush=True)
 
 
 def test_who_has_high_losses_tries_what_it_sends_and_keeps_what_makes_it_worse() -> None:

@@ -61,6 +61,19 @@ def test_a_log_that_somebody_fills_is_put_aside_and_its_process_writes_on(
 
     assert log.read_bytes() == b"news"
     assert (tmp_path / "syncer.log.1").read_bytes() == b"x" * 100 + b"y"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["syncer.log", "syncer.log.1"]
+
+
+def test_what_is_put_aside_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_MOST_BYTES", 3)
+    log, other = tmp_path / "syncer.log", tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "syncer.log.1").symlink_to(other)
+    log.write_text("news")
+
+    bound_log(log)
+
+    assert other.read_text() == "kept" and (tmp_path / "syncer.log.1").read_text() == "news"
 
 
 @pytest.mark.parametrize("mode", ["wb", "ab"])

@@ -36,9 +36,9 @@ TABLE = {
     (Verdict.INCLUDED, 0.5): (4, 0, 2, 0, 0),
     (Verdict.NOT_INCLUDED, 0.0): (4, 0, 0, 6, 6),
     (Verdict.NOT_INCLUDED, 0.5): (4, 0, 2, 0, 4),
-    (Verdict.REFUSED, 0.0): (4, 0, 6, 6, 0),
+    (Verdict.REFUSED, 0.0): (4, 0, 0, 6, 6),
     (Verdict.REFUSED, 0.5): (4, 0, 6, 0, 0),
-    (Verdict.DECLINED, 0.0): (4, 0, 6, 6, 0),
+    (Verdict.DECLINED, 0.0): (4, 0, 0, 6, 6),
     (Verdict.DECLINED, 0.5): (4, 0, 6, 0, 0),
     (Verdict.EXPIRED, 0.0): (3, 1, 6, 0, 0),
     (Verdict.EXPIRED, 0.5): (3, 1, 6, 0, 0),
@@ -94,8 +94,8 @@ def test_steps_overwritten_once_are_not_counted_again() -> None:
     made.count(TOKENS)
     made.send(31, is_flush=False)
 
-    assert made.steps == 7
-    assert made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0) == Settled(1, 0)
+    assert made.steps == 1
+    assert made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0) == Settled(1, TOKENS)
 
 
 def test_every_verdict_is_in_the_table() -> None:

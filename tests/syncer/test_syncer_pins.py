@@ -386,9 +386,10 @@ def test_a_run_of_several_fragments_pins_them_all_or_is_told_which_not(tmp_path:
         raw = RawIsland(run, "a")
         assert (await pin(raw, 4, {0: 0, 1: 0})).is_accepted
         ack = await pin(raw, 4, {0: 0, 1: 1})
+        assert not (await pin(raw, 8, {0: 0, 1: 1})).is_accepted
         for island in (a, b):
             await island.exchange.stop()
         return ack
 
     assert run_virtual(scenario()).message.startswith("fragment 1: the checkpoint of inner step 4")
-    assert valid_pins(tmp_path, setting.plan()) == [4]
+    assert valid_pins(tmp_path, setting.plan()) == pinned_steps(tmp_path) == [4]

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.errors import ConfigError
+from diloco.island.lanes.boxes import Box
 from diloco.trainer.optimizers import muon
 from diloco.trainer.optimizers.muon import orthogonalise
 from diloco.trainer.optimizers.optimizer import (
@@ -265,3 +266,35 @@ def test_settings_that_leave_no_matrix_are_refused():
         check_names(config, SHAPES)
     with pytest.raises(ConfigError, match="matches no parameter of the model"):
         check_names(CONFIG.model_copy(update={"adamw_by_name": ("*router*",)}), SHAPES)
+
+
+@pytest.mark.parametrize("is_whole_everywhere", [True, False])
+def test_of_a_bucket_no_rank_owns_or_holds_more_than_the_largest_matrix_has(
+    monkeypatch, is_whole_everywhere
+):
+    monkeypatch.setattr(muon, "BUCKET_NUMEL", 600)
+    num_ranks, shapes = 4, [(64, 32), *[(32, 32)] * 8, *[(4, 8)] * 40]
+    matrices = [
+        muon._Matrix(
+            (number, None),
+            shape,
+            {
+                rank: Box((0, 0), shape)
+                if is_whole_everywhere
+                else Box((rank * shape[0] // 4, 0), (shape[0] // 4, shape[1]))
+                for rank in range(num_ranks)
+            },
+        )
+        for number, shape in enumerate(shapes)
+    ]
+
+    buckets = muon.deal(matrices, num_ranks)
+
+    assert sorted(m.key[0] for bucket in buckets for m, _ in bucket) == [*range(len(shapes))]
+    for bucket in buckets:
+        for rank in range(num_ranks):
+            owned = [m.shape[0] * m.shape[1] for m, owner in bucket if owner == rank]
+            held = [m.boxes[rank].numel for m, _ in bucket]
+            assert max(sum(owned), sum(held)) <= 64 * 32
+    if not is_whole_everywhere:
+        assert {owner for _, owner in buckets[0]} == {0, 1, 2, 3}, "large ones of all ranks at once"

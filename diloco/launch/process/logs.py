@@ -52,11 +52,13 @@ def bound_log(log: Path) -> None:
     """
     with contextlib.suppress(OSError):  # it is gone
         if stat.S_ISREG((status := log.stat()).st_mode) and status.st_size > _MOST_BYTES:
-            aside = log.with_name(f"{log.name}.1")
+            aside, copy = (log.with_name(f"{log.name}.{end}") for end in ("1", f"1-{os.getpid()}"))
             try:
-                shutil.copyfile(log, aside)
+                with copy.open("xb") as file, log.open("rb") as old:
+                    shutil.copyfileobj(old, file)
+                copy.replace(aside)
             except OSError:  # no room: others need it more
-                aside.unlink(missing_ok=True)
+                copy.unlink(missing_ok=True)
             os.truncate(log, 0)
 
 

@@ -70,13 +70,13 @@ _SEND, _MERGE, _KEEP = Counters
 OUTCOMES = (
     Settlement(Verdict.INCLUDED, True, _SEND, _SEND),
     Settlement(Verdict.NOT_INCLUDED, True, _MERGE, _SEND),
-    Settlement(Verdict.REFUSED, True, _KEEP, _KEEP),
-    Settlement(Verdict.DECLINED, True, _KEEP, _KEEP),
+    Settlement(Verdict.REFUSED, True, _MERGE, _KEEP),
+    Settlement(Verdict.DECLINED, True, _MERGE, _KEEP),
     Settlement(Verdict.ABSENT, True, _MERGE, _KEEP),
     Settlement(Verdict.EXPIRED, False, _KEEP, _KEEP),
     Settlement(Verdict.REFUSED_EXPIRED, False, _KEEP, _KEEP),
 )
-#: After these, the next contribution contains what was sent, too.
+#: After these what was sent is still counted.
 _KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 _SETTLEMENTS = {each.verdict: each for each in OUTCOMES}
 
@@ -246,14 +246,15 @@ class FragmentLedger:
         overwritten = self.steps - weight_steps if is_included else self.local_steps
         dropped = void
         self.local_steps = 0
-        match settlement.counters if local_mix == 0 else settlement.mixed:
+        restart = settlement.counters if local_mix == 0 else settlement.mixed
+        match restart:
             case Counters.SEND:
                 dropped = 0 if is_included else weight_tokens
                 self.tokens -= weight_tokens
                 self.steps -= weight_steps
             case Counters.MERGE:
-                dropped, self.tokens, self.steps = self.tokens, 0, 0
-        if verdict not in _KEEPING or void:  # else what was sent stays counted
+                dropped, self.tokens, self.steps = void + self.tokens, 0, 0
+        if restart is not Counters.KEEP or void:  # else what was sent stays counted
             weight_tokens = weight_steps = 0
         tokens, steps = self.tokens - weight_tokens, self.steps - weight_steps
         if local_mix == 0 and 0 < most_kept < steps:

@@ -221,6 +221,30 @@ class _Matrix:
         return [ranks[replica % len(ranks)] for ranks in copies.values()]
 
 
+def deal(matrices: Sequence[_Matrix], num_ranks: int) -> list[list[tuple[_Matrix, int]]]:
+    """Give every matrix an owner, the costly ones first, and cut them into buckets.
+
+    Of a bucket no rank owns more values, and none holds more, than `BUCKET_NUMEL` or the largest
+    matrix has: large matrices, too, are many ranks' work at once.
+    """
+    loads, owned, held = ([0] * num_ranks for _ in range(3))
+    dealt: list[list[tuple[_Matrix, int]]] = [[]]
+    most = max([BUCKET_NUMEL, *(math.prod(matrix.shape) for matrix in matrices)])
+    for matrix in sorted(matrices, key=lambda m: -m.cost):  # stable: alike everywhere
+        owner = matrix.owner(loads)
+        loads[owner] += matrix.cost
+        numel = {rank: box.numel for rank, box in matrix.boxes.items()}
+        is_full = owned[owner] + math.prod(matrix.shape) > most
+        if dealt[-1] and (is_full or any(held[rank] + n > most for rank, n in numel.items())):
+            dealt.append([])
+            owned, held = [0] * num_ranks, [0] * num_ranks
+        owned[owner] += math.prod(matrix.shape)
+        for rank, n in numel.items():
+            held[rank] += n
+        dealt[-1].append((matrix, owner))
+    return dealt
+
+
 class _ParameterBucket:
     """Some matrices as one rank exchanges them, with each peer and in the same order as the peer.
 
@@ -259,7 +283,10 @@ class _Shared:
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         self._boxes = self._exchange_boxes()
         num_ranks = len(self._boxes)
-        self._buckets = [_ParameterBucket(dealt, self._me, num_ranks) for dealt in self._deal()]
+        self._buckets = [
+            _ParameterBucket(dealt, self._me, num_ranks)
+            for dealt in deal(self._matrices(), num_ranks)
+        ]
 
     def _exchange_boxes(self) -> list[list[Box]]:
         """Return by rank which box of each parameter it stores."""
@@ -302,27 +329,6 @@ class _Shared:
                 f"hold {torn[0].boxes}: shard it by FSDP2 or TP, or leave it to AdamW"
             )
         return found
-
-    def _deal(self) -> list[list[tuple[_Matrix, int]]]:
-        """Give every matrix an owner, the costly ones first, and cut them into buckets."""
-        num_ranks = len(self._boxes)
-        loads, owned, held = ([0] * num_ranks for _ in range(3))
-        dealt: list[list[tuple[_Matrix, int]]] = [[]]
-        matrices = sorted(self._matrices(), key=lambda m: -m.cost)  # stable: alike everywhere
-        # Large matrices, too, are many ranks' work at once: each has one of them at a time.
-        most = max([BUCKET_NUMEL, *(math.prod(matrix.shape) for matrix in matrices)])
-        for matrix in matrices:
-            owner = matrix.owner(loads)
-            loads[owner] += matrix.cost
-            owned[owner] += math.prod(matrix.shape)
-            for rank, box in matrix.boxes.items():
-                held[rank] += box.numel
-            if dealt[-1] and max(*owned, *held) > most:
-                dealt.append([])
-                owned, held = [0] * num_ranks, [0] * num_ranks
-                owned[owner] = math.prod(matrix.shape)
-            dealt[-1].append((matrix, owner))
-        return dealt
 
     def step_(
         self,
