@@ -54,7 +54,7 @@ def test_the_loss_watch_clears_no_alarm_of_a_loss_that_was_accepted() -> None:
         plan=SimpleNamespace(fragments=[None]),
     )
     check = SelfCheck(parts, parts)
-    check._accept(8)
+    check._accept("its loss is high", 8)
     for event in kept:
         alarms.on_event(event, 0.0)
 
