@@ -2,12 +2,14 @@
 
 Hours of training need not be done again to judge them: a row takes what was found, by whatever
 version of the code, for all the settings that it has now, but for those that there were not then.
+It takes its own, or that of a row that was renamed: never that of another one, from which it may
+differ in nothing but a setting that there was not then.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +56,18 @@ def _read(experiment: Experiment, directory: Path) -> Found:
                 f"there is no {path}: train it (diloco lab suite {experiment.name} --out "
                 f"{directory}), or give the directory that has it"
             )
-        results = [result for rows in kept.values() for result in rows]
-        return Found(experiment, dict(_rows(experiment, results)))
+        return Found(experiment, dict(_rows(experiment, kept)))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path} is damaged: {error!r}") from error
 
 
 def _rows(
-    experiment: Experiment, results: Sequence[Result]
+    experiment: Experiment, kept: Mapping[str, Sequence[Result]]
 ) -> Iterator[tuple[str, Sequence[Result]]]:
     """Give the rows of which every point was kept."""
+    renamed = [r for name, rows in kept.items() if name not in experiment.points for r in rows]
     for name, points in experiment.points.items():
+        results = [*kept.get(name, ()), *renamed]
         found = []
         for point in points:
             now = json.loads(json.dumps(point.settings()))

@@ -177,6 +177,16 @@ def test_what_was_found_is_kept_and_judged_again_as_long_as_its_settings_hold(
     (found,) = read_found([loaded], tmp_path)
     assert rows.keys() - found.rows.keys() == {"M = 2"}
 
+    for each in kept["M = 4"]:
+        each["settings"] = {}
+    path.write_text(json.dumps(kept))
+    (found,) = read_found([loaded], tmp_path)
+    assert "M = 2" not in found.rows, "what another row has may be of an older setting"
+    kept["a name of before"] = kept.pop("M = 4")
+    path.write_text(json.dumps(kept))
+    (found,) = read_found([loaded], tmp_path)
+    assert "M = 4" in found.rows
+
     path.write_text('{"M = 2": [1]}')
     with pytest.raises(ConfigError, match=r"points\.json is damaged"):
         read_found([loaded], tmp_path)
