@@ -119,6 +119,7 @@ class Setting:
     islands: tuple[str, ...] = ("a", "b")
     tokens: Mapping[str, int] = field(default_factory=dict)
     inner_steps_per_round: int = 4
+    first_inner_steps_per_round: int = 0
     num_fragments: int = 1
     overlap_steps: int = 0
     local_mix: float = 0.0
@@ -167,6 +168,7 @@ class Setting:
             inner_steps=self.inner_steps,
             flush=self.flush,
             phases=self.phases,
+            first_round=self.first_inner_steps_per_round,
         )
 
     def publication(self) -> PublicationRules:
@@ -184,6 +186,7 @@ class Setting:
             deadline_floor_s=5.0,
             deadline_cap_s=self.round_deadline_s,
             grace_s=grace_s,
+            first_round=self.first_inner_steps_per_round,
         )
 
     def on_arrival(self, total_tokens: int) -> Setting:

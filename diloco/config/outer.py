@@ -167,6 +167,13 @@ class OuterConfig(Section):
     inner_steps_per_round: Identity[int] = Field(
         ge=1, le=MOST_STEPS, description="H: inner steps between sends of a fragment"
     )
+    first_inner_steps_per_round: Identity[int] = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="H of the first round: each is one inner step longer than the one before, up "
+        "to inner_steps_per_round; 0: all have that",
+    )
     num_fragments: Identity[int] = Field(ge=1, description="P: fragments of the model; classic: 1")
     fragment_pattern: Identity[Literal["balanced", "strided", "sequential", "explicit"]] = Field(
         default="balanced", description="How parameters are dealt to fragments"
@@ -180,7 +187,8 @@ class OuterConfig(Section):
     overlap_steps: Identity[int] = Field(
         default=0,
         ge=0,
-        description="tau: inner steps from a send to its merge, 0 <= tau < H; streaming: 1",
+        description="tau: inner steps from a send to its merge, 0 <= tau < H, also the first; "
+        "streaming: 1",
     )
     local_mix: Identity[float] = Field(
         default=0.0, ge=0, le=1, description="alpha: weight of the local parameters at a merge"
@@ -447,7 +455,15 @@ class OuterConfig(Section):
     @field_validator("overlap_steps")
     @classmethod
     def _check_overlap(cls, value: int, info: ValidationInfo) -> int:
+        for key in ("inner_steps_per_round", "first_inner_steps_per_round"):
+            if (steps := info.data.get(key)) and value >= steps:
+                raise ValueError(f"must be smaller than {key} = {steps}")
+        return value
+
+    @field_validator("first_inner_steps_per_round")
+    @classmethod
+    def _check_first_round(cls, value: int, info: ValidationInfo) -> int:
         steps = info.data.get("inner_steps_per_round")
-        if steps is not None and value >= steps:
-            raise ValueError(f"must be smaller than inner_steps_per_round = {steps}")
+        if steps is not None and value > steps:
+            raise ValueError(f"must be at most inner_steps_per_round = {steps}")
         return value

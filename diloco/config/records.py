@@ -133,7 +133,10 @@ class WandbConfig(Section):
 
 
 class ProfileConfig(Section):
-    """A trace of some inner steps by torch.profiler, outer phases and IO thread included."""
+    """A trace of some inner steps by torch.profiler, outer phases and IO thread included.
+
+    One Chrome trace a rank, in the directory traces of telemetry.dir.
+    """
 
     num_steps: Local[int] = Field(
         default=0,
@@ -151,11 +154,6 @@ class ProfileConfig(Section):
         default=False,
         description="Whether allocations are traced, too; on CUDA with a snapshot for "
         "pytorch.org/memory_viz",
-    )
-    dir: Annotated[Local[str], Needs("num_steps")] = Field(
-        default="",
-        description="Directory of the traces, one Chrome trace a rank; empty: traces in "
-        "telemetry.dir",
     )
 
 

@@ -159,8 +159,7 @@ class Config(Section):
     @property
     def profile_dir(self) -> Path:
         """Directory of traces."""
-        chosen = self.telemetry.profile.dir
-        return Path(chosen) if chosen else self.telemetry_dir / "traces"
+        return self.telemetry_dir / "traces"
 
     @property
     def checkpoint_dir(self) -> Path:

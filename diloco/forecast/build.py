@@ -58,6 +58,7 @@ def build_syncer_rules(
         grace_cap_s=outer.grace_cap.seconds,
         deadline_cap_s=outer.round_deadline.seconds,
         grace_s=None if outer.grace == "auto" else outer.grace.seconds,
+        first_round=outer.first_inner_steps_per_round,
     )
     return SyncerRules(
         timeline=timeline,

@@ -35,6 +35,7 @@ from pathlib import Path
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.outer.schedule import num_rounds
 from diloco.state_dir import StateDir
 from diloco.transport.units import format_bytes
 
@@ -108,7 +109,14 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
     if outer.snapshot_rounds > 1:
         num_whole, num_frames = 2, outer.retained_versions + 2 * outer.snapshot_rounds
     if outer.keep_contributions == "all":
-        num_frames += math.ceil(config.run.inner_steps / outer.inner_steps_per_round) + 1
+        num_frames += (
+            num_rounds(
+                config.run.inner_steps,
+                outer.inner_steps_per_round,
+                outer.first_inner_steps_per_round,
+            )
+            + 1
+        )
     return DiskForecast(
         checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
         num_checkpoints=num_checkpoints,
@@ -124,7 +132,9 @@ def _num_pinned_versions(config: Config, num_checkpoints: int) -> int:
     every = config.checkpoint.every_inner_steps
     if every == 0:
         return num_checkpoints
-    rounds = math.ceil(num_checkpoints * every / config.outer.inner_steps_per_round)
+    outer = config.outer
+    least = outer.first_inner_steps_per_round or outer.inner_steps_per_round
+    rounds = math.ceil(num_checkpoints * every / least)
     return min(num_checkpoints, rounds + 1)
 
 

@@ -14,7 +14,6 @@ alternatives     the same schedule in float32; data parallel at every inner step
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,7 +37,7 @@ from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Fragment, Plan
-from diloco.outer.schedule import Schedule
+from diloco.outer.schedule import Schedule, num_rounds
 from diloco.trainer.models.families import build_model, check_mesh, check_optimizer_names, shape_of
 from diloco.transport.shaping.link import LinkProfile
 
@@ -230,7 +229,9 @@ def _arrival(
             least_step_s = exchange_s / outer.overlap_steps
     return ArrivalForecast(
         total_tokens=config.total_tokens,
-        rounds=math.ceil(config.run.inner_steps / outer.inner_steps_per_round),
+        rounds=num_rounds(
+            config.run.inner_steps, outer.inner_steps_per_round, outer.first_inner_steps_per_round
+        ),
         grace=outer.grace,
         overlap_steps=outer.overlap_steps,
         exchange_s=exchange_s,
@@ -274,14 +275,11 @@ def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecas
 
 def _shown_sends(schedule: Schedule) -> tuple[SendForecast, ...]:
     """List the sends of the first two periods and of the last one, however long the run is."""
-    period = schedule.inner_steps_per_round
     steps: set[int] = set()
     for p in range(schedule.num_fragments):
         first = schedule.next_due(p, 0)
-        if first is not None:
-            num_sends = schedule.num_sends(p)
-            steps |= {first + i * period for i in range(min(num_sends, 2))}
-            steps.add(first + (num_sends - 1) * period)
+        second = None if first is None else schedule.next_due(p, first)
+        steps.update(step for step in (first, second, schedule.last_due(p)) if step is not None)
     return tuple(
         SendForecast(step, schedule.due(step), schedule.merge_step(step)) for step in sorted(steps)
     )

@@ -332,7 +332,7 @@ def _outer_device_bytes(
 def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) -> int:
     outer = config.outer
     lasting = 8 + 8 * outer.error_feedback
-    period = outer.inner_steps_per_round
+    period = outer.first_inner_steps_per_round or outer.inner_steps_per_round
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     wire = payload_bytes(outer.uplink_codec) + payload_bytes(outer.downlink_codec)
     moving = min(num_values, under_way * largest_fragment) * (8 + wire)

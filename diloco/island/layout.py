@@ -63,4 +63,5 @@ def build_schedule(outer: OuterConfig, inner_steps: int) -> Schedule:
         inner_steps=inner_steps,
         flush=outer.flush,
         phases=outer.phases,
+        first_round=outer.first_inner_steps_per_round,
     )

@@ -35,6 +35,7 @@ from diloco.forecast.disk import forecast_disk
 from diloco.island.layout import build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
+from diloco.outer.schedule import grown_steps
 from diloco.simulations.planner.assumptions import Assumptions
 from diloco.simulations.runs.actors import Publication
 from diloco.simulations.runs.run_model import SimulatedRun, fragment_sizes, simulate_run
@@ -166,6 +167,8 @@ def simulate_whole(
 ) -> tuple[SimulatedRun, float]:
     """Simulate a run, of a long one some rounds and the end; returns it and the run's seconds.
 
+    Rounds that grow are simulated by themselves, and what is returned is of those that do not.
+
     Args:
         config: The run.
         plan: Its fragments.
@@ -176,18 +179,49 @@ def simulate_whole(
         ConfigError: If it is none that can be simulated, or would lose its rounds.
     """
     period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
+    grown = grown_steps(period, config.outer.first_inner_steps_per_round)
+    if 0 < grown < inner_steps:
+        parts = [
+            config.model_copy(
+                update={
+                    "run": config.run.model_copy(update={"inner_steps": num_steps}),
+                    "outer": config.outer.model_copy(
+                        update={"first_inner_steps_per_round": first, "flush": is_flushed}
+                    ),
+                }
+            )
+            for num_steps, first, is_flushed in (
+                (grown, config.outer.first_inner_steps_per_round, config.outer.is_on_arrival),
+                (inner_steps - grown, 0, config.outer.flush),
+            )
+        ]
+        growing = _simulate(parts[0], plan, assumed, warm_up_rounds=0)
+        run, wall_s = simulate_whole(parts[1], plan, assumed, most_rounds)
+        return run, growing.wall_s + wall_s
     rounds, warm_up = _length(config)
-    left_out = max(0, inner_steps // period - (most_rounds or rounds))
+    left_out = 0 if grown else max(0, inner_steps // period - (most_rounds or rounds))
     shown = config.run.model_copy(update={"inner_steps": inner_steps - left_out * period})
+    run = _simulate(config.model_copy(update={"run": shown}), plan, assumed, warm_up_rounds=warm_up)
+    if not left_out:
+        return run, run.wall_s
+    round_s = run.seconds_per_round
+    if config.outer.is_on_arrival:
+        round_s = _counted_s(config, run) or run.wall_s * period / shown.inner_steps
+    return run, run.wall_s + left_out * round_s
+
+
+def _simulate(
+    config: Config, plan: Plan, assumed: Assumptions, *, warm_up_rounds: int
+) -> SimulatedRun:
     run = simulate_run(
-        config.model_copy(update={"run": shown}),
+        config,
         step_s=assumed.step_s,
         links=assumed.links,
         costs=assumed.costs,
         syncer_link=assumed.syncer_link,
         tcp=assumed.tcp,
         plan=plan,
-        warm_up_rounds=warm_up,
+        warm_up_rounds=warm_up_rounds,
     )
     if run.lost:
         raise ConfigError(
@@ -195,12 +229,7 @@ def simulate_whole(
             f"outer.round_deadline = {config.outer.round_deadline}, or send less "
             f"(outer.uplink_codec, outer.inner_steps_per_round)"
         )
-    if not left_out:
-        return run, run.wall_s
-    round_s = run.seconds_per_round
-    if config.outer.is_on_arrival:
-        round_s = _counted_s(config, run) or run.wall_s * period / shown.inner_steps
-    return run, run.wall_s + left_out * round_s
+    return run
 
 
 def _length(config: Config) -> tuple[int, int]:

@@ -35,6 +35,7 @@ IDENTITY = {
     "model.dim model.num_layers model.num_heads model.num_kv_heads model.ffn_dim model.rope_theta",
     "model.max_sequence_length model.norm_eps model.tie_embeddings outer.inner_steps_per_round",
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
+    "outer.first_inner_steps_per_round",
     "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes outer.exchange",
     "outer.merge_rule outer.plain_mean outer.experts model.head_dim model.qk_norm",
     "model.transformers",

@@ -358,6 +358,11 @@ REFUSALS = [
     ("outer.preset=streaming", ["outer.num_fragments: missing", ">= 1"]),
     ("outer.inner_steps_per_round=0", ["outer.inner_steps_per_round: 0:", ">= 1"]),
     ("outer.overlap_steps=5", ["outer.overlap_steps: 5: must be smaller", "= 5", "0 <= tau < H"]),
+    (
+        "outer.first_inner_steps_per_round=6",
+        ["first_inner_steps_per_round: 6: must be at most", "= 5"],
+    ),
+    ("outer.first_inner_steps_per_round=-1", ["outer.first_inner_steps_per_round: -1:", ">= 0"]),
     ("outer.overlap_steps=-1", ["outer.overlap_steps: -1:", ">= 0"]),
     ("outer.num_fragments=0", ["outer.num_fragments: 0:", ">= 1"]),
     ("outer.num_fragments=-3", ["outer.num_fragments: -3:", ">= 1"]),

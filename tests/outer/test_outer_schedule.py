@@ -1,7 +1,10 @@
+import random
+from itertools import pairwise
+
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.outer.schedule import Schedule
+from diloco.outer.schedule import Schedule, grown_steps, num_rounds
 
 
 def make(**changes: object) -> Schedule:
@@ -114,6 +117,49 @@ def test_more_fragments_than_inner_steps_share_due_steps() -> None:
     assert [schedule.due(step) for step in range(5)] == [(), (1, 2), (0, 3), (1, 2), (0, 3)]
 
 
+def test_rounds_grow_by_one_inner_step_each_up_to_h() -> None:
+    schedule = make(
+        inner_steps_per_round=4, num_fragments=1, overlap_steps=1, inner_steps=20, first_round=2
+    )
+
+    assert [step for step in range(30) if schedule.due(step)] == [2, 5, 9, 13, 17]
+    assert [num_rounds(steps, 4, 2) for steps in (1, 2, 3, 5, 6, 17, 18)] == [1, 1, 2, 2, 3, 5, 6]
+    assert (grown_steps(4, 2), grown_steps(4, 0), grown_steps(30, 2)) == (5, 0, 434)
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_due_steps_are_those_of_the_formula_whatever_the_schedule(number: int) -> None:
+    rng = random.Random(number)
+    full, num_fragments, num_steps = rng.randint(1, 40), rng.randint(1, 8), rng.randint(1, 300)
+    first, flush = rng.randint(1, full), rng.random() < 0.5
+    schedule = make(
+        inner_steps_per_round=full,
+        num_fragments=num_fragments,
+        inner_steps=num_steps,
+        overlap_steps=(tau := rng.randint(0, first - 1)),
+        flush=flush,
+        phases=[rng.randint(0, full) for _ in range(num_fragments)] if number % 3 == 0 else (),
+        first_round=first,
+    )
+    begin, expected = 0, [list[int]() for _ in range(num_fragments)]
+    for length in [*range(first, full), *[full] * (num_steps // full + 2)]:
+        for fragment_id, phase in enumerate(schedule.phases):
+            step = begin + length * phase // full
+            if 1 <= step <= num_steps - flush - tau:
+                expected[fragment_id].append(step)
+        begin += length
+
+    for fragment_id, steps in enumerate(expected):
+        due = [s for s in range(num_steps + 2 * full) if fragment_id in schedule.due(s)]
+        assert due == steps and len(set(steps)) == len(steps)
+        assert schedule.last_due(fragment_id) == (steps[-1] if steps else None)
+        assert all(after - before > tau for before, after in pairwise(steps))
+        for after in range(0, num_steps, 7):
+            later = [step for step in steps if step > after]
+            assert schedule.next_due(fragment_id, after) == (later[0] if later else None)
+            assert schedule.num_sends(fragment_id, after) == len(later)
+
+
 @pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("phases", [(), (0, 24, 1, 7)])
 def test_the_next_due_step_is_the_first_that_is_due(phases: tuple[int, ...], flush: bool) -> None:
@@ -155,6 +201,10 @@ def test_the_last_send(flush: bool, overlap_steps: int, last: int) -> None:
         pytest.param({"inner_steps": 0}, r"run\.inner_steps = 0", id="inner_steps"),
         pytest.param({"overlap_steps": 24}, r"outer\.overlap_steps = 24 .*\[0, 24\)", id="tau"),
         pytest.param({"overlap_steps": -1}, r"outer\.overlap_steps = -1", id="tau below"),
+        pytest.param({"first_round": 25}, r"first_.* = 25 is outside \[1, 24\]", id="F"),
+        pytest.param(
+            {"first_round": 2}, r"overlap_steps = 2 is outside \[0, 2\)", id="tau beyond F"
+        ),
         pytest.param({"phases": [1, 2]}, "2 values for 4 fragments", id="too few phases"),
         pytest.param({"phases": [1, 2, 3, 25]}, r"\[25\], outside \[0, 24\]", id="late phase"),
         pytest.param({"phases": [-1, 2, 3, 4]}, r"\[-1\], outside", id="negative phase"),

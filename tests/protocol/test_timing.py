@@ -57,6 +57,20 @@ def test_a_round_opens_when_the_fastest_has_made_its_steps_since_the_close() -> 
     assert timing.opens_at(("slow",)) == 132.0 + 30 * 2.0
 
 
+def test_rounds_that_grow_open_as_many_steps_after_the_close_as_each_has() -> None:
+    timing = measured(first_round=28)
+    one_round(timing, 130.0, slow_after=1.0)
+
+    lengths = []
+    for _ in range(4):
+        lengths.append(timing.opens_at(BOTH) - 132.0)
+        timing.published()
+    assert lengths == [29.0, 30.0, 30.0, 30.0]
+
+    timing.resumed(1, None, 0, 0.0)
+    assert timing.opens_at(BOTH) == 132.0 + 29.0
+
+
 def test_an_island_that_says_that_its_steps_take_no_time_does_not_decide_when_rounds_open() -> None:
     steps = step_times()
     steps.stepped("liar", 1e-6)

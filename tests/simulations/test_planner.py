@@ -29,7 +29,7 @@ from diloco.simulations.planner.setting import Grid, OuterSetting
 from diloco.simulations.planner.suggestion import Search
 from diloco.simulations.runs.actors import SimulatedSyncer
 from diloco.simulations.runs.costs import EAGER, FREE, MEASURED, HostCosts
-from diloco.simulations.runs.run_model import fragment_sizes, run_plan
+from diloco.simulations.runs.run_model import fragment_sizes, run_plan, simulate_run
 from diloco.transport.shaping.link import Link, LinkProfile
 
 STEP_S, RTT_S = 0.1, 0.04
@@ -122,6 +122,23 @@ def test_a_long_run_is_its_begin_its_end_and_equal_rounds(inner_steps: int) -> N
 
     # After the first round there is still some change, of hosts' work: less than 10 us a round.
     assert shortened == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("merge", ["scheduled", "on_arrival"])
+def test_rounds_that_grow_are_in_the_time_of_a_long_run(merge: str) -> None:
+    config = run(inner_steps=300, first_inner_steps_per_round=2, flush=True, merge=merge)
+    plan, inputs = run_plan(config), assumed(1e6)
+    whole = simulate_run(
+        config, step_s=inputs.step_s, links=inputs.links, costs=FREE, plan=plan
+    ).wall_s
+
+    steady, seconds = simulate_whole(config, plan, inputs)
+    _, plain = simulate_whole(run(inner_steps=300, flush=True, merge=merge), plan, inputs)
+
+    # On arrival each of the two parts has an end of its own.
+    assert seconds == pytest.approx(whole, rel=0.02 if merge == "scheduled" else 0.05)
+    assert merge == "on_arrival" or seconds > 1.05 * plain, "more rounds, more to wait for"
+    assert steady.wall_s < seconds
 
 
 def test_the_round_that_leaves_its_sends_to_the_flush_is_not_a_steady_one() -> None:

@@ -239,6 +239,7 @@ class TimingRules:
         phase: Share of the first interval after which a fragment opens first, so that fragments
             take turns: (p + 1) / P.
         grace_s: The grace where it is not measured; None: it is.
+        first_round: H of the first round, each of the next is one more, up to H; 0: all have H.
     """
 
     inner_steps_per_round: int
@@ -249,6 +250,12 @@ class TimingRules:
     deadline_floor_s: float = 5.0
     phase: float = 1.0
     grace_s: float | None = None
+    first_round: int = 0
+
+    def inner_steps(self, version: int) -> int:
+        """Return the inner steps of the round that follows a version."""
+        full = self.inner_steps_per_round
+        return min(self.first_round + version, full) if self.first_round else full
 
 
 class MeasuredTiming:
@@ -271,12 +278,13 @@ class MeasuredTiming:
         self._closed_at, self._share = begins_at, rules.phase
         self._fetching_since = begins_at
         self._expired_at, self._expiries = -math.inf, 0
+        self._version = 0
 
     def opens_at(self, live: Collection[str]) -> float:
         """See `Timing`; after an expiry one fastest step later, twice as late after each more."""
         if math.isinf(fastest := self._steps.fastest(tuple(live))):
             return math.inf
-        full = self._rules.inner_steps_per_round * fastest
+        full = self._rules.inner_steps(self._version) * fastest
         if self._expiries:
             return self._expired_at + min(
                 fastest * 2.0 ** min(self._expiries - 1, _MOST_DOUBLINGS), full
@@ -349,6 +357,7 @@ class MeasuredTiming:
     def published(self) -> None:
         """See `Timing`."""
         self._expiries, self._fetching_since = 0, self._closed_at
+        self._version += 1
 
     def expired(self, now: float) -> None:
         """See `Timing`."""
@@ -358,6 +367,7 @@ class MeasuredTiming:
         self, version: int, closed_at: float | None, expiries: int, expired_at: float
     ) -> None:
         """See `Timing`; the floor counts from that close, however late the start is."""
+        self._version = version
         if closed_at is not None:
             self._closed_at, self._share = closed_at, 1.0 if version else self._share
         if expiries:
