@@ -157,6 +157,14 @@ def write_at(descriptor: int, start: int, data: Buffer) -> int:
     return num_bytes
 
 
+def read_at(descriptor: int, start: int, num_bytes: int) -> bytearray:
+    """Read so many bytes at an offset, or to the end; a single call gives 2 GiB at most."""
+    data = bytearray()
+    while piece := os.pread(descriptor, num_bytes - len(data), start + len(data)):
+        data += piece
+    return data
+
+
 def sync(descriptor: int) -> None:
     """Make what was written to a file durable, and how long it is; its name is the directory's."""
     with raising_disk_full():

@@ -48,6 +48,19 @@ def test_room_is_taken_where_the_system_cannot_promise_it(tmp_path: Path) -> Non
     assert (tmp_path / "record").read_bytes() == bytes(4990) + b"x" * 10
 
 
+def test_what_a_call_gives_only_in_part_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor = durable.create(tmp_path / "record")
+    durable.write_at(descriptor, 0, b"0123456789")
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, num, start: real(file, min(num, 3), start))
+
+    assert durable.read_at(descriptor, 1, 8) == b"12345678"
+    assert durable.read_at(descriptor, 7, 100) == b"789", "there is no more"
+    os.close(descriptor)
+
+
 def keep_in_memory() -> None:
     with HostMemory("east", [0]):
         pass

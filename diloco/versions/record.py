@@ -150,14 +150,14 @@ class RecordDraft:
         self._write_at(self._starts[name], view)
         self._missing.discard(name)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str) -> bytearray:
         """Read back a section that was written, durable or not.
 
         Raises:
             OSError: If the disk does not give it back as it was.
         """
         entry = self._table[name]
-        body = os.pread(self._file, entry["bytes"], self._starts[name])
+        body = durable.read_at(self._file, self._starts[name], entry["bytes"])
         if blake3.blake3(body).hexdigest() != entry["digest"]:
             raise OSError(f"{self._path} is not what was written into it: check that disk")
         return body

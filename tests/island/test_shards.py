@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from diloco.errors import PlanMismatch
 from diloco.island.lanes import routes
-from diloco.island.lanes.boxes import Box, boxes_of_range, declare_part, stored_box
+from diloco.island.lanes.boxes import Box, are_disjoint, boxes_of_range, declare_part, stored_box
 from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Entry, Fragment, Lane, Plan, TensorSpec, make_plan
@@ -625,3 +627,34 @@ def test_what_finds_no_room_ahead_of_its_merge_is_merged_all_the_same(
     assert shards.prefetches_without_room() == 2
     assert shards.prefetches_without_room() == 0
     assert all(int(parameter.count_nonzero()) > 30 for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_boxes_are_disjoint_or_not_as_every_pair_says(seed: int) -> None:
+    rng = random.Random(seed)
+    ndim, is_regular = rng.randint(1, 3), rng.random() < 0.5
+    ends = [sorted({0, 12, *rng.sample(range(1, 12), rng.randint(0, 4))}) for _ in range(ndim)]
+    grid = [
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*(itertools.pairwise(each) for each in ends))
+    ]
+    boxes = set(rng.sample(grid, rng.randint(1, len(grid))))
+    if not is_regular:
+        offsets = tuple(rng.randint(0, 11) for _ in range(ndim))
+        boxes.add(Box(offsets, tuple(rng.randint(1, 12 - offset) for offset in offsets)))
+
+    expected = not any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
+
+    assert are_disjoint(boxes) == expected
+
+
+def test_shards_of_many_ranks_are_compared_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = Counter[str]()
+    monkeypatch.setattr(Box, "intersect", lambda *_: counts.update(["pairs"]))
+
+    shards = [Box((8 * row, 16 * column), (8, 16)) for row in range(512) for column in range(8)]
+
+    assert are_disjoint(shards) and not counts
+    assert not are_disjoint([*shards, shards[7]])

@@ -8,6 +8,7 @@ in a stacked [E, ...] tensor, say).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,35 @@ class Box:
         dims = zip(offsets, self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + m, b + n) - offset for offset, a, m, b, n in dims)
         return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+
+
+def are_disjoint(boxes: Iterable[Box], dim: int = 0) -> bool:
+    """Say whether no element is in two of the boxes, none of which is empty.
+
+    Boxes that meet in `dim` are compared in the next one. Shards have the same bounds there, or do
+    not meet: then this takes n log n comparisons for n boxes.
+    """
+    for group in _meeting(boxes, dim):
+        if len(group) == 1:
+            continue
+        if len({(box.offsets[dim], box.sizes[dim]) for box in group}) > 1:
+            if any(a.intersect(b) for a, b in itertools.combinations(group, 2)):
+                return False
+        elif dim + 1 == len(group[0].sizes) or not are_disjoint(group, dim + 1):
+            return False
+    return True
+
+
+def _meeting(boxes: Iterable[Box], dim: int) -> list[list[Box]]:
+    """Put boxes whose bounds in a dim overlap, one after the other, together."""
+    groups: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        if not groups or box.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[dim] + box.sizes[dim])
+    return groups
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:

@@ -33,7 +33,14 @@ from torch.profiler import record_function
 from diloco.compression.lanes import padding_of
 from diloco.device_thread import DeviceThread
 from diloco.errors import PlanMismatch
-from diloco.island.lanes.boxes import Box, boxes_of_range, stored, stored_box, whole_shape
+from diloco.island.lanes.boxes import (
+    Box,
+    are_disjoint,
+    boxes_of_range,
+    stored,
+    stored_box,
+    whole_shape,
+)
 from diloco.island.lanes.parameters import dtype_problems, gathered
 from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
@@ -378,7 +385,7 @@ def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[
         if (spec.shape, boxes) in checked:
             continue
         covered = sum(box.numel for box in boxes)
-        overlaps = any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
+        overlaps = len(boxes) > 1 and not are_disjoint(boxes)
         if covered != spec.numel or overlaps:
             raise ValueError(
                 f"the island's ranks must store each of the {spec.numel} elements of parameter "
