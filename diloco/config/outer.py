@@ -94,7 +94,8 @@ class OuterOptimizerConfig(Section):
     momentum_ramp_rounds: Policy[int] = Field(
         default=20,
         ge=0,
-        description="Rounds in which momentum grows from 0; 0: no ramp; sgd, adam: 0",
+        description="Rounds in which momentum grows from 0, of inner_steps_per_round each: as many "
+        "more as the first ones are shorter; 0: no ramp; sgd, adam: 0",
     )
     betas: Annotated[Policy[tuple[Beta, Beta]], BeforeValidator(tuples), Needs("name", "adam")] = (
         Field(

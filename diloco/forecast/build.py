@@ -10,6 +10,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.outer.combination import MergeRule
 from diloco.outer.optimizer import OuterOptimizer
+from diloco.outer.schedule import num_rounds
 from diloco.protocol.rounds.timing import TimingRules
 from diloco.protocol.run.peer_bounds import weights_of
 from diloco.syncer.rules import SyncerRules
@@ -24,7 +25,11 @@ def build_publication_rules(config: Config) -> PublicationRules:
         outer.optimizer.name,
         outer.optimizer.lr,
         outer.optimizer.momentum,
-        outer.optimizer.momentum_ramp_rounds,
+        num_rounds(
+            outer.optimizer.momentum_ramp_rounds * outer.inner_steps_per_round,
+            outer.inner_steps_per_round,
+            outer.first_inner_steps_per_round,
+        ),
         outer.optimizer.betas,
         outer.optimizer.eps,
     )
