@@ -1,6 +1,6 @@
 """Lanes in the timeline of a simulated run, whose islands exchange whole fragments.
 
-Ranks of an island carry its lanes at the same time (`diloco.island.lanes.shards.carrier_of`). Each
+Ranks of an island carry its lanes at the same time (`diloco.island.lanes.carriers`). Each
 encodes its own one after another, then all of them cross the link in turns, so that each takes the
 whole time of the fragment; what is published is fetched, and decoded, by calls of one lane or
 several (`diloco.island.exchange.staging.grouped`), whose spans bear a lane only where it is one, as
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from diloco.config.schema import Config
 from diloco.island.exchange.staging import grouped
-from diloco.island.lanes.shards import carrier_of
+from diloco.island.lanes.carriers import carriers_of
 from diloco.outer.fragments import Fragment, Plan
 from diloco.simulations.engine.timeline import Span, SpanKind
 from diloco.simulations.runs.run_model import SimulatedRun, run_plan
@@ -47,27 +47,33 @@ def by_lane(spans: Sequence[Span], plan: Plan, ranks: Mapping[str, int]) -> list
         plan: Fragments and their lanes.
         ranks: Number of them, of every island; syncers have no lanes in a timeline.
     """
-    return [part for span in spans for part in _parts_of(span, plan, ranks)]
+    dealt = {num: carriers_of(plan.fragments, range(num)) for num in set(ranks.values())}
+    carriers = {island: dealt[num] for island, num in ranks.items()}
+    return [part for span in spans for part in _parts_of(span, plan, carriers)]
 
 
-def _parts_of(span: Span, plan: Plan, ranks: Mapping[str, int]) -> Iterator[Span]:
+def _parts_of(
+    span: Span, plan: Plan, carriers: Mapping[str, Mapping[tuple[int, int], int]]
+) -> Iterator[Span]:
     has_lanes = span.kind in _BY_LANE or span.kind in _BY_CALL
-    if not has_lanes or span.fragment is None or span.island not in ranks:
+    if not has_lanes or span.fragment is None or span.island not in carriers:
         yield span
         return
-    fragment, num_ranks = plan.fragments[span.fragment], ranks[span.island]
-    for parts in _carried(fragment, num_ranks, is_by_call=span.kind in _BY_CALL):
+    fragment, own = plan.fragments[span.fragment], carriers[span.island]
+    for parts in _carried(fragment, own, is_by_call=span.kind in _BY_CALL):
         if span.kind in _IN_TURN:
             yield from _in_turn(span, parts)
         else:
             yield from (replace(span, lane=part.lane) for part in parts)
 
 
-def _carried(fragment: Fragment, num_ranks: int, *, is_by_call: bool) -> list[list[_Part]]:
+def _carried(
+    fragment: Fragment, carriers: Mapping[tuple[int, int], int], *, is_by_call: bool
+) -> list[list[_Part]]:
     """List what each rank carries that carries anything."""
     carried: dict[int, list[int]] = {}
     for lane in fragment.lanes:
-        rank = carrier_of(range(num_ranks), fragment.fragment_id, lane.lane_id)
+        rank = carriers[fragment.fragment_id, lane.lane_id]
         carried.setdefault(rank, []).append(lane.lane_id)
     return [
         [

@@ -20,6 +20,7 @@ It computes nothing: pseudo-gradients, codecs and anchors belong to callers, key
 from __future__ import annotations
 
 import itertools
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,7 @@ from diloco.island.lanes.boxes import (
     stored_box,
     whole_shape,
 )
+from diloco.island.lanes.carriers import carriers_of, hosts_first
 from diloco.island.lanes.parameters import dtype_problems, gathered
 from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
@@ -92,7 +94,7 @@ class LaneShards:
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._carriers = tuple(range(self._num_ranks) if carriers is None else carriers)
+        self._told = None if carriers is None else tuple(carriers)
         self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
         self._padding = {
             (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
@@ -116,8 +118,8 @@ class LaneShards:
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
 
     def carrier(self, fragment_id: int, lane_id: int) -> int:
-        """Return the island rank that carries a lane; fragments start at different carriers."""
-        return carrier_of(self._carriers, fragment_id, lane_id)
+        """Return the island rank that carries a lane."""
+        return self._carriers[fragment_id, lane_id]
 
     def lanes_of(self, fragment_id: int) -> tuple[int, ...]:
         """Return the ids of the lanes that this rank carries, ascending; may be empty."""
@@ -288,9 +290,10 @@ class LaneShards:
         mismatches = _plan_problems(self._specs, self._parameters)
         problems = dtype_problems(self._parameters)
         boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
-        mine = (plan.fingerprint(), self._carriers, mismatches, problems, boxes)
+        host = socket.gethostname()
+        mine = (plan.fingerprint(), self._told, mismatches, problems, host, boxes)
         ranks = gathered(mine, self._group)
-        for rank, (fingerprint, carriers, mismatches, problems, _) in enumerate(ranks):
+        for rank, (fingerprint, carriers, mismatches, problems, *_) in enumerate(ranks):
             if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
                 mismatches = ["its plan or its carriers are not those of island rank 0"]
             if mismatches or problems:
@@ -302,11 +305,13 @@ class LaneShards:
                 f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
                 f"{missing}"
             )
-        if not set(self._carriers) <= set(range(self._num_ranks)) or not self._carriers:
+        in_turn = hosts_first([host for *_, host, _ in ranks]) if self._told is None else self._told
+        if not set(in_turn) <= set(range(self._num_ranks)) or not in_turn:
             raise ValueError(
-                f"carriers = {list(self._carriers)}: give at least one island rank, each in "
+                f"carriers = {list(in_turn)}: give at least one island rank, each in "
                 f"[0, {self._num_ranks - 1}]"
             )
+        self._carriers = carriers_of(plan.fragments, in_turn)
         holders = {
             name: {
                 rank: boxes[name]
@@ -370,11 +375,6 @@ class LaneShards:
         incoming = torch.empty(sum(received.splits))
         dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
         return received.views(incoming)
-
-
-def carrier_of(carriers: Sequence[int], fragment_id: int, lane_id: int) -> int:
-    """Deal a lane to one of an island's carriers: in turn, from another one for each fragment."""
-    return carriers[(fragment_id + lane_id) % len(carriers)]
 
 
 def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:
