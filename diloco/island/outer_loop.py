@@ -365,8 +365,8 @@ class OuterLoop:
         return due
 
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
-        is_tried = self.check.is_tried(ledger)
         reason = self.check.before_send(ledger, self.inner_step, is_flush=is_flush)
+        is_tried = self.check.is_tried(ledger, reason)
         self.merging.send(
             ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
         )
@@ -377,7 +377,7 @@ class OuterLoop:
         self, ledger: FragmentLedger, vote: FragmentVote, verdict: Verdict, blocked_s: float
     ) -> None:
         self.merging.apply(ledger, self.inner_step, vote, verdict, blocked_s)
-        self.check.take_end(ledger.fragment_id, verdict, self.inner_step)
+        self.check.take_end(ledger, verdict, self.inner_step)
 
     def _take_in(self, agreed: IslandVote) -> None:
         """Merge what all ranks have staged."""

@@ -58,6 +58,7 @@ class SelfCheck:
         self._for_trial: dict[int, str] = {}  # and of which, and why, a trial did for a high loss
         self._trials = Trials()
         self._tried_at, self._tried = -1, ""  # the last trial that failed
+        self._is_for_high = False  # it was for a loss that is high, as it may lawfully be
         self.mend = Mend.NOTHING
 
     @property
@@ -118,12 +119,16 @@ class SelfCheck:
             self._alarm(AlarmKind.ISLAND_DECLINES, inner_step, reason)
         return reason
 
-    def is_tried(self, ledger: FragmentLedger) -> bool:
-        """Whether what is about to be sent of a fragment is tried before; collective."""
-        if ledger.asks_trial:
-            return True
-        (minus_high,) = self._agreement.smallest([-bool(self._watch.high)])
-        return minus_high < 0
+    def is_tried(self, ledger: FragmentLedger, reason: str) -> bool:
+        """Whether what is about to be sent of a fragment is tried before; collective.
+
+        Args:
+            ledger: Of the fragment.
+            reason: Why this rank does not send it.
+        """
+        is_wanted = not reason and (ledger.asks_trial or bool(self._watch.high))
+        (minus_wanted,) = self._agreement.smallest([-is_wanted])
+        return minus_wanted < 0
 
     def trying(
         self, ledger: FragmentLedger, inner_step: int, loss_of: Callable[[], float | None]
@@ -137,23 +142,27 @@ class SelfCheck:
         reason = ""
         if losses is not None:
             before, after = losses
-            (minus_worse,) = self._agreement.smallest([-int(self._trials.is_worse(before, after))])
+            minus_worse, minus_high = self._agreement.smallest(
+                [-self._trials.is_worse(before, after), -bool(self._watch.high)]
+            )
+            self._is_for_high = minus_high < 0
             if minus_worse:
                 against = "another island's goes against it"
-                if not ledger.asks_trial:
+                if self._is_for_high:
                     against = self._watch.high or "another rank's loss is high"
                 reason = (
                     f"half of its contribution to fragment {fragment_id} takes the held-out loss "
                     f"of what is published from {before:.5g} to {after:.5g}, "
                     f"{self._trials.num_rises} of its last trials raised it, and {against}"
                 )
-                if not ledger.asks_trial:
+                if self._is_for_high:
                     self._for_trial[fragment_id] = reason
                 self._tried_at, self._tried = inner_step, reason
         self._merging.release(fragment_id, reason)
 
-    def take_end(self, fragment_id: int, verdict: Verdict, inner_step: int) -> None:
+    def take_end(self, ledger: FragmentLedger, verdict: Verdict, inner_step: int) -> None:
         """Take what the end of a contribution says of what this island trains."""
+        fragment_id = ledger.fragment_id
         if verdict in (Verdict.REFUSED, Verdict.REFUSED_EXPIRED):
             self._refused[fragment_id] += 1
             if verdict is Verdict.REFUSED:
@@ -168,6 +177,7 @@ class SelfCheck:
                 self._accept(f"{self._watch.reason}, with the published values, too", inner_step)
             elif fragment_id in self._for_trial:
                 self._accept(self._for_trial[fragment_id], inner_step)
+                ledger.asks_trial = False  # it would fail again
         if verdict is not Verdict.ABSENT:
             self._for_loss.discard(fragment_id)
             self._for_trial.pop(fragment_id, None)
@@ -176,6 +186,7 @@ class SelfCheck:
         """Go on from this loss: no island has a better one; declining would only end the run."""
         loss = self._watch.last
         self._watch.accept()
+        self._trials.forget()
         logger.error("%s, and no island contributes: it is taken for granted from here on", reason)
         self._on_event(LossAccepted(inner_step, loss, reason))
         self._alarm(
@@ -215,7 +226,9 @@ class SelfCheck:
 
     def _take_return(self, inner_step: int) -> Mend | None:
         mend: Mend | None = Mend.MOMENTS
-        if not self._watch.is_astray:  # else the text was to blame, and has come back
+        is_for_high = self._tried_at > self._returned_at and self._is_for_high
+        # Else the text was to blame, and has come back, or may be to blame as long as it is new.
+        if not (self._watch.is_astray or is_for_high):
             mend = self._returns.mend(inner_step, is_new=self._is_refused)
         self._watch.returned()
         self._returned_at, self._is_agreed = inner_step, False

@@ -159,10 +159,13 @@ class Schedule:
 
         Fragments that are sent after the same inner step count as one send.
         """
-        length = self.first_round
+        lengths = range(self.first_round, self.inner_steps_per_round + 1)
+        return self.overlap_steps < min(map(self._least_gap, lengths))
+
+    def _least_gap(self, length: int) -> int:
+        """Return the fewest inner steps from one send to the next in rounds of a length."""
         dues = sorted({self._offset(p, length) % length for p in range(self.num_fragments)})
-        gaps = (after - due for due, after in pairwise([*dues, dues[0] + length]))
-        return self.overlap_steps < min(gaps)
+        return min(after - due for due, after in pairwise([*dues, dues[0] + length]))
 
     def due(self, inner_step: int) -> tuple[int, ...]:
         """Return the fragments to send after `inner_step` completed inner steps, ascending.

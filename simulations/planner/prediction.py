@@ -29,6 +29,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.disk import forecast_disk
@@ -48,6 +50,8 @@ _ONE_AT_A_TIME, _SEVERAL, _ON_ARRIVAL = (4, 1), (32, 8), (16, 1)
 #: "Enough" bandwidth, and how many rounds are simulated to find it.
 ENOUGH = 0.99
 _FEW = 6
+#: Lengths of rounds that grow of which some are simulated; the time of others lies between.
+_LENGTHS = 8
 _STATE_BYTES, _SECOND_MOMENT_BYTES = 12, 4
 _EXTRA = 1.25
 
@@ -181,23 +185,9 @@ def simulate_whole(
     period, inner_steps = config.outer.inner_steps_per_round, config.run.inner_steps
     grown = grown_steps(period, config.outer.first_inner_steps_per_round)
     if 0 < grown < inner_steps:
-        parts = [
-            config.model_copy(
-                update={
-                    "run": config.run.model_copy(update={"inner_steps": num_steps}),
-                    "outer": config.outer.model_copy(
-                        update={"first_inner_steps_per_round": first, "flush": is_flushed}
-                    ),
-                }
-            )
-            for num_steps, first, is_flushed in (
-                (grown, config.outer.first_inner_steps_per_round, config.outer.is_on_arrival),
-                (inner_steps - grown, 0, config.outer.flush),
-            )
-        ]
-        growing = _simulate(parts[0], plan, assumed, warm_up_rounds=0)
-        run, wall_s = simulate_whole(parts[1], plan, assumed, most_rounds)
-        return run, growing.wall_s + wall_s
+        steady = _steady(config, inner_steps - grown, period)
+        run, wall_s = simulate_whole(steady, plan, assumed, most_rounds)
+        return run, wall_s + _growing_s(config, plan, assumed)
     rounds, warm_up = _length(config)
     left_out = 0 if grown else max(0, inner_steps // period - (most_rounds or rounds))
     shown = config.run.model_copy(update={"inner_steps": inner_steps - left_out * period})
@@ -208,6 +198,35 @@ def simulate_whole(
     if config.outer.is_on_arrival:
         round_s = _counted_s(config, run) or run.wall_s * period / shown.inner_steps
     return run, run.wall_s + left_out * round_s
+
+
+def _steady(config: Config, inner_steps: int, period: int) -> Config:
+    """Give a run of so many inner steps, all rounds of which have as many."""
+    outer: dict[str, object] = {
+        "inner_steps_per_round": period,
+        "first_inner_steps_per_round": 0,
+    }
+    if period != config.outer.inner_steps_per_round:
+        outer["phases"] = ()
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"inner_steps": inner_steps}),
+            "outer": config.outer.model_copy(update=outer),
+        }
+    )
+
+
+def _growing_s(config: Config, plan: Plan, assumed: Assumptions) -> float:
+    """Give the seconds of the rounds that grow, from those of some lengths of rounds."""
+    lengths = range(config.outer.first_inner_steps_per_round, config.outer.inner_steps_per_round)
+    shown = sorted({lengths[len(lengths) * i // _LENGTHS] for i in range(_LENGTHS)} | {lengths[-1]})
+    seconds = []
+    for length in shown:
+        steady = _steady(config, _FEW * length, length)
+        run, _ = simulate_whole(steady, plan, assumed, _FEW)
+        round_s = _counted_s(steady, run) if config.outer.is_on_arrival else run.seconds_per_round
+        seconds.append(round_s or run.wall_s / _FEW)
+    return float(np.interp(lengths, shown, seconds).sum())
 
 
 def _simulate(
@@ -269,7 +288,11 @@ def enough_bandwidth(config: Config, plan: Plan, assumed: Assumptions) -> float 
     if config.outer.is_on_arrival:
         return None
 
-    trained_s = config.outer.inner_steps_per_round * max(assumed.step_s.values())
+    outer, inner_steps = config.outer, config.run.inner_steps
+    grown = grown_steps(outer.inner_steps_per_round, outer.first_inner_steps_per_round)
+    steady = inner_steps - grown if grown < inner_steps else inner_steps
+    config = _steady(config, steady, outer.inner_steps_per_round)
+    trained_s = outer.inner_steps_per_round * max(assumed.step_s.values())
     sizes = fragment_sizes(config, plan)
     bits = 8 * max(sum(size.bytes_up for size in sizes), sum(size.bytes_down for size in sizes))
 
@@ -358,7 +381,8 @@ def syncer_memory(config: Config, plan: Plan, own: Sequence[int]) -> int:
     second = _SECOND_MOMENT_BYTES if outer.optimizer.name == "adam" else 0
     state = (_STATE_BYTES + second) * sum(plan.fragments[p].padded_numel for p in own)
     largest = max(own, key=lambda p: sizes[p].numel)
-    under_way = 1 + outer.overlap_steps * outer.num_fragments // outer.inner_steps_per_round
+    period = outer.first_inner_steps_per_round or outer.inner_steps_per_round
+    under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     at_once = min(len(own), under_way) * len(config.islands) * sizes[largest].bytes_up
     held = 2 * min(config.coordinator.spool_memory.num_bytes, at_once)
     return state + round(_EXTRA * _STATE_BYTES * sizes[largest].numel + held)

@@ -9,6 +9,7 @@ from typing import Any
 from diloco.island.agreement import Agreement
 from diloco.island.self_check import SelfCheck
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
+from diloco.protocol.island.soundness import Mend
 from diloco.telemetry.events import Event, LossAccepted
 
 
@@ -42,7 +43,7 @@ class Site:
 
     def send(self, ledger: FragmentLedger, inner_step: int) -> bool:
         """Whether it was tried."""
-        if is_tried := self.check.is_tried(ledger):
+        if is_tried := self.check.is_tried(ledger, ""):
             for _ in self.check.trying(ledger, inner_step, lambda: None):
                 pass
         return is_tried
@@ -53,9 +54,9 @@ def test_three_refusals_of_one_fragment_in_a_row_are_unsound_whatever_others_do(
 
     for number in range(3):
         assert not check.unsound
-        check.take_end(0, Verdict.REFUSED, 4 * number)
+        check.take_end(FragmentLedger(0, 0), Verdict.REFUSED, 4 * number)
         if number < 2:
-            check.take_end(1, Verdict.INCLUDED, 4 * number + 2)
+            check.take_end(FragmentLedger(0, 1), Verdict.INCLUDED, 4 * number + 2)
 
     assert check.unsound == "the syncer refused 3 contributions in a row"
 
@@ -64,22 +65,22 @@ def test_after_a_refusal_only_that_fragment_is_sent_until_it_counts() -> None:
     check = Site().check
     assert not check.before_send(FragmentLedger(0, 1), 4, is_flush=False)
 
-    check.take_end(0, Verdict.REFUSED, 4)
+    check.take_end(FragmentLedger(0, 0), Verdict.REFUSED, 4)
     assert not check.before_send(FragmentLedger(0, 0), 8, is_flush=False)
     assert "the last contribution to fragment 0 was refused" in check.before_send(
         FragmentLedger(0, 1), 8, is_flush=False
     )
     assert check.before_send(FragmentLedger(0, 0), 8, is_flush=True)
 
-    check.take_end(0, Verdict.INCLUDED, 8)
+    check.take_end(FragmentLedger(0, 0), Verdict.INCLUDED, 8)
     assert not check.before_send(FragmentLedger(0, 1), 12, is_flush=False)
     assert not check.before_send(FragmentLedger(0, 1), 12, is_flush=True)
 
 
 def test_of_two_refused_fragments_each_is_sent_to_see_whether_it_counts() -> None:
     check = Site().check
-    check.take_end(0, Verdict.REFUSED, 4)
-    check.take_end(1, Verdict.REFUSED, 6)
+    check.take_end(FragmentLedger(0, 0), Verdict.REFUSED, 4)
+    check.take_end(FragmentLedger(0, 1), Verdict.REFUSED, 6)
 
     assert not check.before_send(FragmentLedger(0, 0), 8, is_flush=False)
     assert not check.before_send(FragmentLedger(0, 1), 8, is_flush=False)
@@ -88,7 +89,7 @@ def test_of_two_refused_fragments_each_is_sent_to_see_whether_it_counts() -> Non
 
 def test_a_flush_that_expired_without_it_is_sent_in_doubt_too() -> None:
     check = Site().check
-    check.take_end(0, Verdict.REFUSED, 4)
+    check.take_end(FragmentLedger(0, 0), Verdict.REFUSED, 4)
 
     assert check.before_send(FragmentLedger(0, 1), 8, is_flush=True)
     assert not check.before_send(FragmentLedger(0, 1, attempt=1), 8, is_flush=True)
@@ -124,12 +125,41 @@ def test_where_no_island_sends_high_losses_are_taken_for_granted() -> None:
     site.train(3.3, 2, ledger)
     site.send(ledger, 22)
 
-    site.check.take_end(0, Verdict.EXPIRED, 22)
+    site.check.take_end(FragmentLedger(0, 0), Verdict.EXPIRED, 22)
 
     (accepted,) = [event for event in site.events if isinstance(event, LossAccepted)]
     assert accepted.loss == 3.3 and "takes the held-out loss" in accepted.reason
     site.train(3.3, 20, ledger)
     assert not site.send(ledger, 42)
+
+
+def test_a_high_loss_never_ends_an_island_by_itself() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 40, ledger)
+
+    for number in range(5):  # the text has changed: within a few steps all trials fail
+        site.train(3.3, 2, ledger)
+        assert site.send(ledger, 42 + 2 * number)
+        site.check.take_end(ledger, Verdict.DECLINED, 42 + 2 * number)
+        assert site.check._take_return(42 + 2 * number) is Mend.MOMENTS
+
+
+def test_what_was_accepted_is_not_tried_again_though_a_version_asked_for_it() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 20, ledger)
+    site.train(3.3, 2, ledger)
+    ledger.asks_trial = True
+    assert site.send(ledger, 22)
+
+    site.check.take_end(ledger, Verdict.EXPIRED, 22)
+
+    assert not site.send(ledger, 26)
+
+
+def test_what_is_declined_anyway_is_not_tried() -> None:
+    ledger = FragmentLedger(0, 0, asks_trial=True)
+
+    assert not Site().check.is_tried(ledger, "the last contribution was refused")
 
 
 def test_where_others_were_merged_they_are_not() -> None:
@@ -138,7 +168,7 @@ def test_where_others_were_merged_they_are_not() -> None:
     site.train(3.3, 2, ledger)
     site.send(ledger, 22)
 
-    site.check.take_end(0, Verdict.DECLINED, 22)
-    site.check.take_end(0, Verdict.EXPIRED, 26)
+    site.check.take_end(FragmentLedger(0, 0), Verdict.DECLINED, 22)
+    site.check.take_end(FragmentLedger(0, 0), Verdict.EXPIRED, 26)
 
     assert not site.events
