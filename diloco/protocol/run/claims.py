@@ -20,6 +20,7 @@ Source: PROTOCOL.md, "Shares of the text"; `diloco.protocol.run.slots` says what
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -112,22 +113,28 @@ class Claims:
         if not live:
             return ()
         slots, revision = list(self.slots), self.revision + 1
+        loads = Counter(slot.destined for slot in slots)
 
-        def load(island: str) -> int:
-            return sum(slot.destined == island for slot in slots)
+        def change(number: int, slot: Slot) -> None:
+            loads[slots[number].destined] -= 1
+            slots[number] = slot
+            loads[slot.destined] += 1
 
-        for number, slot in enumerate(slots):
-            if slot.heir and slot.heir not in live:
-                slots[number] = slot = replace(slot, heir="", revision=revision)
+        def by_load(island: str) -> tuple[int, str]:
+            return loads[island], island
+
+        for number in range(len(slots)):
+            if slots[number].heir and slots[number].heir not in live:
+                change(number, replace(slots[number], heir="", revision=revision))
+            slot = slots[number]
             if slot.holder not in live and (slot.heir or slot.holder not in awaited):
-                holder = slot.heir or min(live, key=lambda island: (load(island), island))
-                slots[number] = replace(
-                    slot, holder=holder, grant=revision, heir="", revision=revision
+                holder = slot.heir or min(live, key=by_load)
+                change(
+                    number, replace(slot, holder=holder, grant=revision, heir="", revision=revision)
                 )
         while True:
-            least = min(live, key=lambda island: (load(island), island))
-            most = max((*live, *awaited), key=lambda island: (load(island), island))
-            if load(most) - load(least) < 2:
+            least, most = min(live, key=by_load), max((*live, *awaited), key=by_load)
+            if loads[most] - loads[least] < 2:
                 return self._changes(slots)
             # What it does not have yet goes first, so that nobody is left without any slot.
             number = max(
@@ -136,10 +143,11 @@ class Claims:
             )
             slot = slots[number]
             if slot.holder in awaited:  # it has not begun
-                slots[number] = Slot(least, revision, revision=revision, position=slot.position)
+                begun = Slot(least, revision, revision=revision, position=slot.position)
+                change(number, begun)
             else:
                 heir = "" if slot.holder == least else least
-                slots[number] = replace(slot, heir=heir, revision=revision)
+                change(number, replace(slot, heir=heir, revision=revision))
 
     def told(self, island: str, said: Mapping[int, Mapping[str, Any]]) -> Entries:
         """Record how far an island has drawn its slots; what is older changes nothing.
