@@ -64,12 +64,12 @@ class Grant(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., island: _Optional[str] = ..., incarnation: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., expiry_unix_s: _Optional[float] = ..., mac: _Optional[bytes] = ..., tokens_per_inner_step: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan_json", "num_ranks", "start_id", "corpus_sha256", "start_step", "tokenizer_digest", "tokens_per_inner_step")
+    __slots__ = ("protocol_version", "run", "island", "identity_json", "plan", "num_ranks", "start_id", "corpus_sha256", "start_step", "tokenizer_digest", "tokens_per_inner_step")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_JSON_FIELD_NUMBER: _ClassVar[int]
-    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     START_ID_FIELD_NUMBER: _ClassVar[int]
     CORPUS_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -80,14 +80,14 @@ class JoinRequest(_message.Message):
     run: str
     island: str
     identity_json: str
-    plan_json: str
+    plan: bytes
     num_ranks: int
     start_id: str
     corpus_sha256: str
     start_step: int
     tokenizer_digest: str
     tokens_per_inner_step: int
-    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., tokens_per_inner_step: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., run: _Optional[str] = ..., island: _Optional[str] = ..., identity_json: _Optional[str] = ..., plan: _Optional[bytes] = ..., num_ranks: _Optional[int] = ..., start_id: _Optional[str] = ..., corpus_sha256: _Optional[str] = ..., start_step: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., tokens_per_inner_step: _Optional[int] = ...) -> None: ...
 
 class SyncerAssignment(_message.Message):
     __slots__ = ("address", "fragment_ids")
@@ -501,20 +501,20 @@ class SyncerHelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan_json", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations")
-    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_INDEXED_FIELD_NUMBER: _ClassVar[int]
     INDEXED_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
-    plan_json: str
+    plan: bytes
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
     num_indexed: _containers.RepeatedScalarFieldContainer[int]
     indexed_digests: _containers.RepeatedScalarFieldContainer[str]
     incarnations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plan_json: _Optional[str] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")

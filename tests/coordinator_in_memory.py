@@ -20,6 +20,7 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import Terms, terms_of
 from diloco.protos import control_pb2 as control
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
@@ -105,7 +106,7 @@ class CoordinatorInMemory:
             run="demo",
             island=island,
             identity_json=IDENTITY,
-            plan_json=PLAN,
+            plan=packed(PLAN),
             start_id=start_id,
             **fields,
         )

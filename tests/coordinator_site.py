@@ -13,6 +13,7 @@ from typing import TypeVar
 from diloco.config.classes import identity_json
 from diloco.config.load import load_config
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protos import control_pb2 as control
 from diloco.state_dir import StateDir, stop_syncer
 from diloco.transport.contracts import PROTOCOL_VERSION, Reply
@@ -111,7 +112,7 @@ class Site:
             run="two-islands",
             island=island,
             identity_json=identity_json(self.config(*overrides)),
-            plan_json=plan.to_json(),
+            plan=packed(plan.to_json()),
             start_id=start_id,
         )
 

@@ -19,6 +19,7 @@ from diloco.io_thread import IoThread
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.admission import JoinVerdict
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import unpacked
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
     JOIN_STATUS_RUN_STOPPED,
@@ -118,7 +119,7 @@ class ServedRun:
     async def _resume(self, step: int) -> None:
         assert self._syncer is not None
         await self._syncer.stop()
-        plan = Plan.from_json(self.joins[0].plan_json)
+        plan = Plan.from_json(unpacked(self.joins[0].plan))
         timeline = self.membership.timeline
         restore(self._store, plan, step=step, abandoned_timeline=timeline)
         self.membership.apply(self.membership.resumed(step))
@@ -150,13 +151,13 @@ class ServedRun:
     async def _join(self, call: IncomingCall) -> Reply:
         request = JoinRequest.FromString(call.header)
         if self._syncer is None:
-            await self._start_syncer(Plan.from_json(request.plan_json))
+            await self._start_syncer(Plan.from_json(unpacked(request.plan)))
         self.joins.append(request)
         joined = self.membership.join(
             run=request.run,
             island=request.island,
             identity_json=request.identity_json,
-            plan_json=request.plan_json,
+            plan_json=unpacked(request.plan),
             corpus_sha256=request.corpus_sha256,
             tokenizer_digest=request.tokenizer_digest,
             start_step=request.start_step,

@@ -21,6 +21,7 @@ from diloco.protocol.run.cut_patience import CutPatience
 from diloco.protocol.run.cuts import Part
 from diloco.protocol.run.leases import Lease, Leases
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import unpacked
 from diloco.protocol.run.state_transfers import StateTransfers
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
@@ -154,11 +155,17 @@ class IslandService:
             raise FrameError(
                 f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
             )
+        try:
+            plan_json = unpacked(request.plan)
+        except ValueError as error:
+            message = f"island {request.island!r} sent no usable plan: {error}"
+            refused = Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
+            return Reply.of(self._join_refused(call, request.island, refused))
         joined = self._membership.join(
             run=request.run,
             island=request.island,
             identity_json=request.identity_json,
-            plan_json=request.plan_json,
+            plan_json=plan_json,
             corpus_sha256=request.corpus_sha256,
             tokenizer_digest=request.tokenizer_digest,
             start_step=request.start_step,

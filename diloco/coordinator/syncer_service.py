@@ -19,6 +19,7 @@ from diloco.coordinator.run_status import RunStatus
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.repairs import LostVersion
 from diloco.protos.control_pb2 import (
     Expiry,
@@ -101,7 +102,7 @@ class SyncerService:
         indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(
-                plan_json=self._membership.plan_json,
+                plan=packed(self._membership.plan_json),
                 islands=self._membership.members,
                 fragment_ids=fragment_ids,
                 num_indexed=[num_versions for num_versions, _ in indexed],

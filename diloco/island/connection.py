@@ -38,6 +38,7 @@ from diloco.island.lanes.shards import LaneShards
 from diloco.island.record import Record
 from diloco.island.registration import IslandState, Registration, Reports
 from diloco.outer.fragments import Plan
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protos.control_pb2 import (
     CutPart,
     HeldOut,
@@ -235,7 +236,7 @@ class Connection:
                 run=config.run.name,
                 island=config.island_id,
                 identity_json=identity_json(config),
-                plan_json=plan.to_json(),
+                plan=packed(plan.to_json()),
                 corpus_sha256=data_digest,
                 num_ranks=num_ranks,
                 start_id=secrets.token_hex(16),

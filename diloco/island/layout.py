@@ -10,7 +10,8 @@ from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.patterns import check_match
 from diloco.outer.schedule import Schedule
-from diloco.protocol.run.admission import MOST_PLAN_BYTES, size_problem
+from diloco.protocol.run.admission import size_problem
+from diloco.protocol.run.plan_bytes import packed, unpacked
 
 
 def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
@@ -40,8 +41,11 @@ def build_plan(outer: OuterConfig, tensors: Sequence[TensorSpec]) -> Plan:
         num_lanes=outer.num_lanes,
     )
     problem = size_problem(plan)
-    if not problem and (size := len(plan.to_json())) > MOST_PLAN_BYTES:
-        problem = f"the plan takes {size} bytes, and a join carries {MOST_PLAN_BYTES}"
+    if not problem:
+        try:
+            unpacked(packed(plan.to_json()))
+        except ValueError as error:
+            problem = f"the plan would not go into a join: {error}"
     if problem:
         raise ConfigError(
             f"outer.num_fragments = {outer.num_fragments}, outer.num_lanes = {outer.num_lanes}: "

@@ -45,6 +45,7 @@ from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.run.peer_bounds import limits_of
+from diloco.protocol.run.plan_bytes import unpacked
 from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from diloco.security.address import listen, of_syncer, syncer_address
 from diloco.security.security import Security, metrics_protection
@@ -198,7 +199,7 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
     def keep() -> None:
         if state.syncer_name != ONLY_SYNCER:
             write_json(state.fragments, list(reply.fragment_ids))
-        write_durably(state.plan, [reply.plan_json.encode()])
+        write_durably(state.plan, [unpacked(reply.plan).encode()])
 
     await retry_disk_full_async("the plan", keep, given_up=stopping)
 

@@ -194,7 +194,7 @@ class Reporter:
             except TransportError as error:
                 await self._lose(error)
             else:
-                if reply.plan_json:
+                if reply.plan:
                     return reply
             await asyncio.sleep(_RETRY_WAIT_S)
 

@@ -12,6 +12,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from diloco.errors import ConfigError
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
 from diloco.transport.errors import FrameError, Unauthorised
@@ -34,14 +35,19 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def request_of(**changes: Any) -> control.JoinRequest:
+    fields = {**FIELDS, **changes}
+    return control.JoinRequest(plan=packed(fields.pop("plan_json")), **fields)
+
+
 def refusals(coord: CoordinatorInMemory) -> dict[tuple[str, str, str], int]:
     status = coord.coordinator.status()
     return {(r.service, r.island, r.cause): r.count for r in status.refusals}
 
 
 async def ask(coord: CoordinatorInMemory, **changes: Any) -> control.JoinReply:
-    request = control.JoinRequest(**{**FIELDS, **changes})
-    return control.JoinReply.FromString(await coord.call("join", request))
+    reply = await coord.call("join", request_of(**changes))
+    return control.JoinReply.FromString(reply)
 
 
 class KnownCall:
@@ -51,7 +57,7 @@ class KnownCall:
     payload_bytes, is_local = 0, False
 
     def __init__(self, **changes: Any) -> None:
-        self.header = control.JoinRequest(**{**FIELDS, **changes}).SerializeToString()
+        self.header = request_of(**changes).SerializeToString()
 
     async def read_payload(self) -> bytes:
         return b""
@@ -92,6 +98,12 @@ class KnownCall:
             "east",
             "plan",
             ["sent no usable plan", "nested more than 32 deep"],
+        ),
+        (
+            {"plan_json": "x" * (17 << 20)},
+            "east",
+            "plan",
+            ["sent no usable plan: it unpacks to 17825792 bytes; 16777216 are allowed"],
         ),
         ({"run": "other"}, "east", "run", ["run: 'demo' here, 'other' there"]),
         ({"island": "north"}, "", "island", ["'north'", "east, west"]),
@@ -183,7 +195,7 @@ def test_a_wrong_token_is_refused_by_that_name_and_no_token_is_said(tmp_path: Pa
         await server.start()
         transport = GrpcTransport(server.address, token=wrong)
         try:
-            request = control.JoinRequest(**FIELDS).SerializeToString()
+            request = request_of().SerializeToString()
             with pytest.raises(Unauthorised, match="token") as refusal:
                 await transport.call("control.join", request, deadline_s=30)
             assert not any(token in str(refusal.value) for token in (right, wrong))

@@ -21,6 +21,7 @@ from diloco.island.graceful_stop import GracefulStop
 from diloco.island.registration import IslandState, Registration
 from diloco.outer.schedule import Schedule
 from diloco.protocol.run.absences import ALL_BACK
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protos import control_pb2 as control
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
@@ -32,7 +33,7 @@ ISLAND = control.JoinRequest(
     run="demo",
     island="east",
     identity_json='{"run.seed":1}',
-    plan_json="{}",
+    plan=packed("{}"),
     corpus_sha256="5a",
     num_ranks=2,
     start_id="a start",

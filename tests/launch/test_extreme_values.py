@@ -39,6 +39,7 @@ from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifes
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.peer_bounds import BOUNDS, RunLimits, bound_of, is_bounded_by_type
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import terms_of
 from diloco.protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
 from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
@@ -328,7 +329,7 @@ class ArrivalSite:
         self.num_starts += 1
         request = control_pb2.JoinRequest(
             protocol_version=PROTOCOL_VERSION, run=RUN, island=name, identity_json=IDENTITY,
-            plan_json=self.setting.plan().to_json(), start_id=str(self.num_starts),
+            plan=packed(self.setting.plan().to_json()), start_id=str(self.num_starts),
             tokens_per_inner_step=TOKENS,
         )  # fmt: skip
         call = Call("control.join", request.SerializeToString())
@@ -380,7 +381,7 @@ class ArrivalSite:
             "control.join": lambda: Said(
                 control_pb2.JoinRequest(
                     run=RUN, island="c", identity_json=IDENTITY, num_ranks=1, start_id="again",
-                    plan_json=self.setting.plan().to_json(), tokens_per_inner_step=TOKENS,
+                    plan=packed(self.setting.plan().to_json()), tokens_per_inner_step=TOKENS,
                 )
             ),
             "control.report": lambda: Said(

@@ -18,6 +18,7 @@ from diloco.launch.syncer import _keep_plan, _Orders
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protos.control_pb2 import SyncerHelloReply
 from diloco.state_dir import StateDir
 from diloco.syncer.reporter import Reporter
@@ -98,7 +99,7 @@ def test_one_of_several_syncers_learns_its_fragments_with_the_plan_and_again_wit
         async def learn_plan(self) -> SyncerHelloReply:
             nonlocal asked
             asked += 1
-            return SyncerHelloReply(plan_json=plan_json, fragment_ids=[1, 3])
+            return SyncerHelloReply(plan=packed(plan_json), fragment_ids=[1, 3])
 
     state = StateDir(tmp_path, "syncer-1")
     state.create(num_syncers=2)

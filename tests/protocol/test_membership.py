@@ -157,12 +157,6 @@ def test_repeated_join_has_nothing_to_write() -> None:
         ),
         (
             "east",
-            {"plan_json": PLAN + " " * (1 << 20)},
-            JoinVerdict.PLAN_MISMATCH,
-            ["no usable plan", "917504 are allowed"],
-        ),
-        (
-            "east",
             {"start_step": 300},
             JoinVerdict.FINGERPRINT_MISMATCH,
             ["'east'", "inner step 300 (there)", "started at 0 (here)", "run.warm_start"],
@@ -180,7 +174,6 @@ def test_repeated_join_has_nothing_to_write() -> None:
         "tokenizer",
         "tokenizer-size",
         "text-size",
-        "plan-size",
         "start",
         "plan-empty",
         "plan-malformed",

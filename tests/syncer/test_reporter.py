@@ -12,6 +12,7 @@ import pytest
 from diloco.bounded_text import MOST_NAMES
 from diloco.protocol.rounds import terms
 from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.run.plan_bytes import packed, unpacked
 from diloco.protos.control_pb2 import (
     FragmentStatus,
     Grant,
@@ -117,7 +118,7 @@ class FakeCoordinator:
         self.hellos.append((now, SyncerHelloRequest.FromString(call.header)))
         plan = "the plan" if now >= self.plan_after_s else ""
         reply = SyncerHelloReply(
-            plan_json=plan, fragment_ids=[0, 1], num_indexed=[0, 3], indexed_digests=["", "ab"]
+            plan=packed(plan), fragment_ids=[0, 1], num_indexed=[0, 3], indexed_digests=["", "ab"]
         )
         return Reply(reply.SerializeToString())
 
@@ -169,7 +170,7 @@ def test_plan_is_asked_for_until_an_island_has_joined_and_while_nobody_answers()
         await asyncio.sleep(10)
         assert not learning.done()
         await scene.coordinator.up()
-        assert (await learning).plan_json == "the plan"
+        assert unpacked((await learning).plan) == "the plan"
 
     scene = play(story, plan_after_s=12.0)
 

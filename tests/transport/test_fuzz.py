@@ -47,6 +47,7 @@ from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import Terms, terms_of
 from diloco.protos import allreduce_pb2, fragment_pb2
 from diloco.protos.control_pb2 import (
@@ -389,7 +390,7 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "lane_ids": st.sampled_from([[0], [1], [0, 1]]),
     "run": st.just(RUN),
     "identity_json": st.just(IDENTITY),
-    "plan_json": st.just(_PLAN.to_json()),
+    "plan": st.just(packed(_PLAN.to_json())),
     "position_json": positions(),
     "state": st.sampled_from(["waiting", "training"]),
     "weight_tokens": st.sampled_from([1, 4]),

@@ -28,6 +28,7 @@ from diloco.coordinator.journal import Journal
 from diloco.launch.process.emulated import Emulated
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import Terms
 from diloco.protos.control_pb2 import JoinReply, JoinRequest, ReportReply, ReportRequest
 from diloco.report.rows import Column, Requirement
@@ -261,7 +262,7 @@ async def _join(control: GrpcTransport, island: str) -> bytes:
         run=_RUN,
         island=island,
         identity_json=_IDENTITY,
-        plan_json=make_plan([TensorSpec("w", (1,))], num_fragments=1).to_json(),
+        plan=packed(make_plan([TensorSpec("w", (1,))], num_fragments=1).to_json()),
         start_id="1",
     )
     reply = await control.call("control.join", request.SerializeToString(), deadline_s=_BEAT_S)

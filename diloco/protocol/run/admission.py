@@ -17,9 +17,6 @@ from diloco.refusals import Cause
 
 Entries = tuple[tuple[str, str], ...]
 
-#: Bytes of the largest plan manifest: it goes on to the syncer in one header, with names
-#: next to it.
-MOST_PLAN_BYTES = 7 << 17
 #: Bytes of the answer to a first poll, in one header, at most; the rest is for outcomes and names.
 _MOST_ANSWER_BYTES = 7 << 17
 #: What it says of a fragment and of a lane, whose digest it names.
@@ -95,10 +92,6 @@ def objection(
     if here.plan_json and there.plan_json == here.plan_json:  # mostly; reading it takes long
         return _data_objection(here, there, island)
     try:
-        if len(there.plan_json) > MOST_PLAN_BYTES:  # before it is read
-            raise PlanMismatch(
-                f"its manifest has {len(there.plan_json)} bytes; {MOST_PLAN_BYTES} are allowed"
-            )
         plan = Plan.from_json(there.plan_json)
         num_fragments = len(plan.fragments)
         if problem := size_problem(plan):

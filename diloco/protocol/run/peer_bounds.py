@@ -30,6 +30,7 @@ from diloco.config.fields import MOST_CHECKPOINTS, MOST_STEPS
 from diloco.config.schema import Config
 from diloco.protocol.rounds.messages import MOST_KEYS
 from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_STEP_TOKENS, Weights
+from diloco.protocol.run.plan_bytes import MOST_PLAN_BYTES
 
 #: A declared batch may be so many times the largest in the coordinator's file: unequal islands are
 #: the point of token weights, and a site's own file decides (`tokens_per_inner_step` is local).
@@ -218,7 +219,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "run": _SAID,
         "island": _SAID,
         "identity_json": Json(),
-        "plan_json": Json(),
+        "plan": Words(MOST_PLAN_BYTES),
         "num_ranks": Whole(1 << 20),
         "start_id": Words(64),
         "corpus_sha256": _SAID,

@@ -1,0 +1,40 @@
+"""How a plan's manifest travels: zstandard, because every tensor's name is in it twice.
+
+A model of 90,000 tensors has a manifest of 7 MB, of which a tenth is left. Pure.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import zstandard
+
+#: Characters of the largest manifest.
+MOST_PLAN_CHARACTERS = 16 << 20
+#: Bytes of it on the way: it is in one header, with names next to it.
+MOST_PLAN_BYTES = 7 << 17
+
+
+@lru_cache(maxsize=2)
+def packed(plan_json: str) -> bytes:
+    """Return the bytes of a manifest; those of an empty one are empty."""
+    return zstandard.ZstdCompressor(level=9).compress(plan_json.encode()) if plan_json else b""
+
+
+def unpacked(content: bytes) -> str:
+    """Return the manifest that a peer has packed.
+
+    Raises:
+        ValueError: If it is none, or too large.
+    """
+    if not content:
+        return ""
+    if len(content) > MOST_PLAN_BYTES:
+        raise ValueError(f"it has {len(content)} bytes; {MOST_PLAN_BYTES} are allowed")
+    try:
+        size = zstandard.frame_content_size(content)  # what comes out is no longer, or refused
+        if not 0 <= size <= MOST_PLAN_CHARACTERS:
+            raise ValueError(f"it unpacks to {size} bytes; {MOST_PLAN_CHARACTERS} are allowed")
+        return zstandard.ZstdDecompressor().decompress(content).decode()
+    except zstandard.ZstdError as error:
+        raise ValueError(f"it is not of zstandard: {error}") from error
