@@ -15,7 +15,12 @@ Rules = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
 
 class InnerOptimizerConfig(Section):
-    """The optimizer of inner steps."""
+    """The optimizer of inner steps.
+
+    Muon's momentum is the best of four with eight islands from scratch: 0.8 loses 1.5 % to it after
+    30 rounds, 0.95 loses 0.9 %, also after 100, and 0.98 another 3 %; data parallel loses as much
+    with 0.9 as with 0.95 (`diloco lab suite from-scratch`). MuLoCo (arXiv 2505.23725) has 0.9.
+    """
 
     name: Policy[Literal["adamw", "muon", "muloco"]] = Field(
         default="muon",
@@ -54,7 +59,7 @@ class InnerOptimizerConfig(Section):
         default=1e-8, gt=0, description="Added to the root of the second moment"
     )
     momentum: Annotated[Policy[float], Needs("name", "muon", "muloco")] = Field(
-        default=0.95, ge=0, lt=1, description="Decay of muon's momentum"
+        default=0.9, ge=0, lt=1, description="Decay of muon's momentum"
     )
     adamw_by_name: Annotated[Policy[Rules], Needs("name", "muon", "muloco")] = Field(
         default=("*embed*", "*head.weight"),

@@ -116,7 +116,7 @@ def test_a_pattern_that_matches_no_parameter_is_refused(key):
     ("settings", "why"),
     [
         ({"decay_ratio": 0.5}, 'needs schedule = "wsd"'),
-        ({"name": "adamw", "momentum": 0.9}, 'needs name = "muon"'),
+        ({"name": "adamw", "momentum": 0.8}, 'needs name = "muon"'),
         ({"name": "adamw", "adamw_by_name": ["*"]}, 'needs name = "muon"'),
         ({"lr_by_name": ["*norm"]}, "must be PATTERN=NUMBER"),
         ({"lr_by_name": ["*norm=-1"]}, "must be PATTERN=NUMBER"),

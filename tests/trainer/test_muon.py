@@ -25,7 +25,7 @@ from diloco.trainer.optimizers.optimizer import (
 from tests.distributed import run_ranks
 
 NUM_STEPS = 3
-CONFIG = InnerOptimizerConfig(name="muon", lr=0.02, weight_decay=0.1)
+CONFIG = InnerOptimizerConfig(name="muon", lr=0.02, weight_decay=0.1, momentum=0.95)
 #: Uneven for every number of ranks, tall, wide, stacked, a vector, and one for AdamW.
 SHAPES = {
     "embed.weight": (11, 6),
