@@ -90,7 +90,7 @@ test-lowest: package
 	@echo '==> installing the lowest versions into $(LOWEST)'
 	@$(LOWEST)/bin/python -m pip install -q -c constraints-lowest.txt torch
 	@$(LOWEST)/bin/python -m pip install -q -c constraints-lowest.txt \
-	  "$$(echo dist/*.whl)[bench,data,float8,hf,lightning,plots,prometheus,sim,tensorboard,wandb]" \
+	  "$$(echo dist/*.whl)[data,float8,hf,lightning,plots,prometheus,sim,tensorboard,wandb]" \
 	  pytest pytest-timeout pytest-xdist hypothesis pyyaml
 	$(LOWEST)/bin/python -m pytest -n auto --dist loadfile -p no:cacheprovider \
 	  tests/config tests/data tests/security tests/telemetry tests/cli/test_pages.py \

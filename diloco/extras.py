@@ -27,7 +27,6 @@ EXTRA_OF = {
     "torchao": "float8",
     "transformers": "hf",
     "wandb": "wandb",
-    "zstandard": "bench",
 }
 
 

@@ -24,6 +24,7 @@ def test_a_plan_that_no_join_carries_is_refused_before_the_run() -> None:
     )
     with pytest.raises(ConfigError, match=too_many):
         build_plan(outer(1024), tensors)
-    many = [TensorSpec(f"layers.{i}.{'a' * 100}.weight", (1 << 10,)) for i in range(1 << 13)]
-    with pytest.raises(ConfigError, match=r"num_lanes = 16: the plan takes .*: lower them"):
+    many = [TensorSpec(f"layers.{i}.{'a' * 100}.weight", (1 << 10,)) for i in range(1 << 16)]
+    too_long = r"num_lanes = 16: the plan would not go into a join: it unpacks to .*: lower them"
+    with pytest.raises(ConfigError, match=too_long):
         build_plan(outer(16), many)
