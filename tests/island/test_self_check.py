@@ -10,6 +10,7 @@ from diloco.island.agreement import Agreement
 from diloco.island.self_check import SelfCheck
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
 from diloco.protocol.island.soundness import Mend
+from diloco.protocol.island.votes import FragmentView
 from diloco.telemetry.events import Event, LossAccepted
 
 
@@ -20,8 +21,13 @@ class Site:
         self.events: list[Event] = []
         self.released: list[tuple[int, str]] = []
         self.losses = 2.5, 2.6
+        self.contributors = ("east", "north", "south", "west")
         parts: Any = SimpleNamespace(
-            exchange=SimpleNamespace(island="west", unsound=(-1, "")),
+            exchange=SimpleNamespace(
+                island="west",
+                unsound=(-1, ""),
+                view=lambda fragment_id: FragmentView(contributors=self.contributors),
+            ),
             agreement=Agreement(None),
             on_event=self.events.append,
             schedule=SimpleNamespace(inner_steps_per_round=4),
@@ -154,6 +160,15 @@ def test_what_was_accepted_is_not_tried_again_though_a_version_asked_for_it() ->
     site.check.take_end(ledger, Verdict.EXPIRED, 22)
 
     assert not site.send(ledger, 26)
+
+
+def test_of_many_islands_none_tries_what_its_own_noise_outweighs() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    site.train(2.5, 20, ledger)
+    site.train(3.3, 2, ledger)
+
+    site.contributors = (*site.contributors, "centre")
+    assert not site.send(ledger, 22)
 
 
 def test_what_is_declined_anyway_is_not_tried() -> None:
