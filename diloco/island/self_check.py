@@ -150,17 +150,17 @@ class SelfCheck:
             minus_worse, minus_high = self._agreement.smallest(
                 [-self._trials.is_worse(before, after), -bool(self._watch.high)]
             )
-            self._is_for_high = minus_high < 0
             if minus_worse:
+                self._is_for_high = minus_high < 0 and not ledger.asks_trial
                 against = "another island's goes against it"
-                if self._is_for_high:
+                if minus_high:
                     against = self._watch.high or "another rank's loss is high"
                 reason = (
                     f"half of its contribution to fragment {fragment_id} takes the held-out loss "
                     f"of what is published from {before:.5g} to {after:.5g}, "
                     f"{self._trials.num_rises} of its last trials raised it, and {against}"
                 )
-                if self._is_for_high:
+                if minus_high:
                     self._for_trial[fragment_id] = reason
                 self._tried_at, self._tried = inner_step, reason
         self._merging.release(fragment_id, reason)
@@ -231,9 +231,10 @@ class SelfCheck:
 
     def _take_return(self, inner_step: int) -> Mend | None:
         mend: Mend | None = Mend.MOMENTS
-        is_for_high = self._tried_at > self._returned_at and self._is_for_high
-        # Else the text was to blame, and has come back, or may be to blame as long as it is new.
-        if not (self._watch.is_astray or is_for_high):
+        has_worse = self._is_refused or self._exchange.unsound[0] > self._returned_at
+        if self._tried_at > self._returned_at and self._is_for_high and not has_worse:
+            self._returns.note(inner_step)  # the text may be to blame, as long as it is new
+        elif not self._watch.is_astray:  # else the text was to blame, and has come back
             mend = self._returns.mend(inner_step, is_new=self._is_refused)
         self._watch.returned()
         self._returned_at, self._is_agreed = inner_step, False

@@ -160,7 +160,9 @@ class Schedule:
         Fragments that are sent after the same inner step count as one send.
         """
         lengths = range(self.first_round, self.inner_steps_per_round + 1)
-        return self.overlap_steps < min(map(self._least_gap, lengths))
+        return not self.overlap_steps or all(
+            self.overlap_steps < self._least_gap(length) for length in lengths
+        )
 
     def _least_gap(self, length: int) -> int:
         """Return the fewest inner steps from one send to the next in rounds of a length."""

@@ -148,6 +148,7 @@ def test_a_high_loss_never_ends_an_island_by_itself() -> None:
         assert site.send(ledger, 42 + 2 * number)
         site.check.take_end(ledger, Verdict.DECLINED, 42 + 2 * number)
         assert site.check._take_return(42 + 2 * number) is Mend.MOMENTS
+        assert site.check.is_in_doubt(42 + 2 * number)
 
 
 def test_what_was_accepted_is_not_tried_again_though_a_version_asked_for_it() -> None:

@@ -260,6 +260,10 @@ class Returns:
         """Record that the published values are no better: the optimizer is not to blame."""
         self._in_a_row = 0
 
+    def note(self, inner_step: int) -> None:
+        """Record a return that counts towards nothing."""
+        self._last = inner_step
+
     def mend(self, inner_step: int, *, is_new: bool) -> Mend | None:
         """Count a return after so many inner steps, and say what to do; None: it is no use.
 

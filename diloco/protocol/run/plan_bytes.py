@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import zstandard
 
-#: Characters of the largest manifest.
-MOST_PLAN_CHARACTERS = 16 << 20
+#: Characters of the largest manifest, and of each byte of it on the way: reading it takes long.
+MOST_PLAN_CHARACTERS, _MOST_RATIO = 8 << 20, 100
 #: Bytes of it on the way: it is in one header, with names next to it.
 MOST_PLAN_BYTES = 7 << 17
 
@@ -33,8 +33,12 @@ def unpacked(content: bytes) -> str:
         raise ValueError(f"it has {len(content)} bytes; {MOST_PLAN_BYTES} are allowed")
     try:
         size = zstandard.frame_content_size(content)  # what comes out is no longer, or refused
-        if not 0 <= size <= MOST_PLAN_CHARACTERS:
-            raise ValueError(f"it unpacks to {size} bytes; {MOST_PLAN_CHARACTERS} are allowed")
-        return zstandard.ZstdDecompressor().decompress(content).decode()
+        most = min(MOST_PLAN_CHARACTERS, _MOST_RATIO * len(content))
+        if not 0 <= size <= most:
+            raise ValueError(f"it unpacks to {size} bytes; {most} are allowed")
+        plan_json = zstandard.ZstdDecompressor().decompress(content).decode()
     except zstandard.ZstdError as error:
         raise ValueError(f"it is not of zstandard: {error}") from error
+    if len(packed(plan_json)) > MOST_PLAN_BYTES:  # as it goes on to syncers
+        raise ValueError(f"it is larger than {MOST_PLAN_BYTES} bytes once packed here")
+    return plan_json
