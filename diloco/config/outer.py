@@ -79,8 +79,8 @@ class OuterOptimizerConfig(Section):
 
     With the defaults eight islands that train from scratch by Muon lose least to data parallel, or
     at most 0.2 % more than with what does, in 30 and in 100 rounds; four lost 1.3 % less with 1.0,
-    0.5 and no ramp in 30 (`diloco lab suite from-scratch`). Momentum pays off late and costs early,
-    so it grows. DiLoCo (arXiv 2311.08105) has 0.7, 0.9 and no ramp.
+    0.5 and no ramp in 30 (`diloco lab suite from-scratch`, with Muon's momentum at 0.95). Momentum
+    pays off late and costs early, so it grows. DiLoCo (arXiv 2311.08105) has 0.7, 0.9 and no ramp.
     """
 
     name: Policy[Literal["nesterov", "momentum", "sgd", "adam"]] = Field(

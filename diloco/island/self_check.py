@@ -231,8 +231,8 @@ class SelfCheck:
 
     def _take_return(self, inner_step: int) -> Mend | None:
         mend: Mend | None = Mend.MOMENTS
-        has_worse = self._is_refused or self._exchange.unsound[0] > self._returned_at
-        if self._tried_at > self._returned_at and self._is_for_high and not has_worse:
+        is_for_high = self._tried_at > self._returned_at and self._is_for_high  # on all ranks alike
+        if is_for_high and not self._is_refused:
             self._returns.note(inner_step)  # the text may be to blame, as long as it is new
         elif not self._watch.is_astray:  # else the text was to blame, and has come back
             mend = self._returns.mend(inner_step, is_new=self._is_refused)

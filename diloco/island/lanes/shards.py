@@ -94,7 +94,7 @@ class LaneShards:
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._told = None if carriers is None else tuple(carriers)
+        self._chosen = None if carriers is None else tuple(carriers)
         self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
         self._padding = {
             (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
@@ -291,7 +291,7 @@ class LaneShards:
         problems = dtype_problems(self._parameters)
         boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
         host = socket.gethostname()
-        mine = (plan.fingerprint(), self._told, mismatches, problems, host, boxes)
+        mine = (plan.fingerprint(), self._chosen, mismatches, problems, host, boxes)
         ranks = gathered(mine, self._group)
         for rank, (fingerprint, carriers, mismatches, problems, *_) in enumerate(ranks):
             if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
@@ -305,7 +305,9 @@ class LaneShards:
                 f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
                 f"{missing}"
             )
-        in_turn = hosts_first([host for *_, host, _ in ranks]) if self._told is None else self._told
+        in_turn = (
+            hosts_first([host for *_, host, _ in ranks]) if self._chosen is None else self._chosen
+        )
         if not set(in_turn) <= set(range(self._num_ranks)) or not in_turn:
             raise ValueError(
                 f"carriers = {list(in_turn)}: give at least one island rank, each in "

@@ -1,6 +1,6 @@
 """How a plan's manifest travels: zstandard, because every tensor's name is in it twice.
 
-A model of 90,000 tensors has a manifest of 7 MB, of which a tenth is left. Pure.
+47,153 tensors have a manifest of 7.2 MB, of which 0.24 are left. Pure.
 """
 
 from __future__ import annotations
