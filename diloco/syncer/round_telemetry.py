@@ -24,6 +24,9 @@ from diloco.versions.version import VersionRecord
 
 logger = logging.getLogger(__name__)
 
+#: Versions in a row that are published without a member before an alarm says so.
+_LATE_IN_A_ROW = 3
+
 
 class RoundTelemetry:
     """Writes about the rounds of one fragment; decides nothing."""
@@ -36,6 +39,7 @@ class RoundTelemetry:
         self._meter = meter
         self._on_event = on_event
         self._has_warned = self._are_opposed = False
+        self._late: dict[str, int] = {}  # island -> last versions that were published without it
 
     def opened(self, opened: Opened) -> None:
         """Tell that an attempt is open."""
@@ -76,6 +80,28 @@ class RoundTelemetry:
         self._meter.published(closed)
         self._on_event(closed)
         self.rejected(key, record.rejected)
+        if not close.is_flush:
+            self._left_out(closed)
+
+    def _left_out(self, closed: RoundClosed) -> None:
+        """Raise an alarm for each member without which versions are published in a row."""
+        alarm, p = AlarmKind.ISLAND_LATE.value, closed.fragment_id
+        late = set(closed.members).difference(closed.contributors, closed.rejected)
+        for island in [island for island in self._late if island not in late]:
+            if self._late.pop(island) >= _LATE_IN_A_ROW:
+                self._on_event(AlarmCleared(alarm, island, p))
+        for island in sorted(late):
+            num_late = self._late[island] = self._late.get(island, 0) + 1
+            if num_late >= _LATE_IN_A_ROW:
+                text = (
+                    f"the last {num_late} versions of fragment {p} were published without {island}:"
+                    f" what it sends is not whole {closed.grace_s:.3g} s after the quorum of "
+                    f"{closed.quorum}, and what it trained is dropped. Give it time (diloco set "
+                    "HOST:PORT outer.grace=10s, or more contributions: outer.min_contributions), "
+                    "less to send (outer.uplink_codec), or see what holds it up: diloco status "
+                    "HOST:PORT"
+                )
+                self._on_event(AlarmRaised(alarm, text, island, p))
 
     def rejected(self, key: RoundKey, islands: Mapping[str, str]) -> None:
         """Count contributions that the guard refused, and raise an alarm for each."""

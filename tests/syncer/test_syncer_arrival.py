@@ -635,6 +635,33 @@ def test_events_say_who_was_waited_for_and_how_long(setting: Setting) -> None:
     run_virtual(scenario())
 
 
+def test_whom_versions_are_published_without_in_a_row_an_alarm_names_until_it_is_counted(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        timing = setting.measured(grace_s=1.0)
+        run, (a, b, c) = await begun(replace(setting, timing=timing, total_tokens=1000))
+
+        async def published_by(*by: RawIsland) -> list[tuple[str, str]]:
+            num_told = len(run.events)
+            key = replace(KEY, version=run.syncer.states[0].version)
+            for island in by:
+                await island.contribute(key, weight_tokens=1)
+            await asyncio.sleep(1.0)
+            await next_opening(run, a, b, c)
+            told = [event.as_dict() for event in run.events[num_told:]]
+            return [(e["kind"], e["about"]) for e in told if e["kind"].startswith("alarm")]
+
+        await c.decline(KEY)  # it is heard: nobody waits for it
+        assert await published_by(a) == []
+        assert await published_by(a, c) == []
+        assert await published_by(a, c) == [("alarm", "b")]
+        assert await published_by(a, c) == [("alarm", "b")]
+        assert await published_by(a, b, c) == [("alarm_cleared", "b")]
+
+    run_virtual(scenario())
+
+
 # -- outcomes, expiries and the floor --------------------------------------------------------------
 
 

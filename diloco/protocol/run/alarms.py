@@ -33,6 +33,7 @@ class AlarmKind(StrEnum):
     CANDIDATE_BAD = "candidate_bad"  # a candidate of the published parameters was judged bad
     RETURN = "return"  # the run goes back, or went back, to its last good checkpoint
     CONTRIBUTION_REFUSED = "contribution_refused"  # the guard of a merge left an island out
+    ISLAND_LATE = "island_late"  # rounds close without it again and again: its work is dropped
     ISLANDS_OPPOSED = "islands_opposed"  # what two islands send goes against each other
     ISLAND_DECLINES = "island_declines"  # an island found its own state broken
     BIT_FLIPPED = "bit_flipped"  # in what an island had left over; found, and not sent
