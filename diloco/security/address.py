@@ -75,7 +75,10 @@ async def listen(
         ConfigError: If the address cannot be bound.
     """
     _raise_descriptor_limit()
-    of_run = limits or RunLimits()
+    borne = _LIMITS
+    if limits is not None:
+        num_lanes = limits.num_fragments * limits.num_lanes
+        borne = borne.for_processes(limits.num_ranks, limits.num_islands, num_lanes)
     host, port = split_address(bind)
     if port == 0 and recorded:
         bind = f"{host}:{_port(recorded)}"
@@ -85,7 +88,7 @@ async def listen(
         server = security.server(
             bind,
             guarded(handlers, limits, on_refused),
-            limits=_LIMITS.for_processes(of_run.num_ranks, of_run.num_islands),
+            limits=borne,
             chunk_bytes=chunk_bytes,
         )
         try:

@@ -11,6 +11,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.network import CoordinatorConfig
+from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protos.control_pb2 import ReportRequest
@@ -22,7 +23,7 @@ from diloco.security.address import (
     syncer_address,
 )
 from diloco.security.security import Security
-from diloco.transport.calls.limits import Limits
+from diloco.transport.calls.limits import Limits, Turnstile
 from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply
 from diloco.transport.errors import ConnectError, Overloaded, PeerReset
 from diloco.transport.grpc.client import GrpcTransport
@@ -80,6 +81,10 @@ def test_all_ranks_of_an_island_may_connect_at_once_from_one_address(tmp_path: P
         write_run(tmp_path, {"east": "", "west": ""}), [f"{k}={v}" for k, v in text.items()]
     )
 
+    assert limits_at(run).strangers_per_address == 1024
+
+
+def limits_at(run: Config) -> Limits:
     async def limits() -> Limits:
         server = await listen(
             "127.0.0.1:0", "", {}, security=Security(), chunk_bytes=1 << 20, limits=limits_of(run)
@@ -88,7 +93,35 @@ def test_all_ranks_of_an_island_may_connect_at_once_from_one_address(tmp_path: P
         assert isinstance(server, GrpcServer)
         return server._limits
 
-    assert asyncio.run(limits()).strangers_per_address == 1024
+    return asyncio.run(limits())
+
+
+@pytest.mark.parametrize(("num_islands", "ranks"), [(8, 512), (2, 1024)])
+def test_every_rank_may_poll_while_its_island_sends_all_lanes_of_a_flush(
+    num_islands: int, ranks: int, tmp_path: Path
+) -> None:
+    names = [f"island-{number}" for number in range(num_islands)]
+    text = {"outer.preset": "streaming", "outer.num_fragments": 8, "outer.num_lanes": ranks}
+    for name in names:
+        text |= dict.fromkeys([f"islands.{name}.ranks", f"islands.{name}.mesh.dp_replicate"], ranks)
+        text[f"islands.{name}.tokens_per_inner_step"] = ranks * 32
+    run = load_config(
+        write_run(tmp_path, dict.fromkeys(names, "")), [f"{k}={v}" for k, v in text.items()]
+    )
+    turnstile = Turnstile(limits_at(run))
+
+    for name in names:
+        for _ in range(ranks):
+            turnstile.enter(name, "fragment.poll", 0.0)
+        for _ in range(8 * ranks):
+            turnstile.enter(name, "fragment.submit", 0.0)
+
+    with pytest.raises(Overloaded, match="calls of this caller"):
+        for _ in range(4 * ranks):
+            turnstile.enter(names[0], "fragment.poll", 0.0)
+    turnstile.enter(names[1], "fragment.poll", 0.0)
+    small = limits_at(load_config(write_run(tmp_path, {"east": ""})))
+    assert (small.calls, small.calls_per_caller) == (Limits().calls, Limits().calls_per_caller)
 
 
 def config(**addresses: str) -> CoordinatorConfig:

@@ -24,6 +24,7 @@ def test_a_large_run_has_room_for_all_its_processes() -> None:
     assert (limits.calls, limits.calls_per_caller) == (4 * 512 * 20, 4 * 512)
     assert limits.connections == 8 * 512 * 20
     assert Limits().for_processes(0, 1000) == Limits(), "how large islands are is not known"
+    assert Limits().for_processes(512, 20, 10_000).calls_per_caller == 4 * 512 + 10_000
 
 
 def test_each_limit_is_named_when_it_is_reached() -> None:

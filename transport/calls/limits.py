@@ -30,7 +30,7 @@ class Limits:
 
     Attributes:
         calls: Calls in progress, of all callers.
-        calls_per_caller: Calls in progress of one caller: every rank of an island waits in one.
+        calls_per_caller: Calls in progress of one caller: every carrier of an island waits in one.
         calls_per_s: Calls a second of one caller, in the long run.
         burst: Calls of one caller at once, after a pause.
         concurrent: Calls in progress of single methods, of all callers.
@@ -70,25 +70,28 @@ class Limits:
     kept_bytes: int = 1 << 30
     kept_s: float = 600.0
 
-    def for_processes(self, num_of_caller: int, num_callers: int = 1) -> Limits:
+    def for_processes(
+        self, num_of_caller: int, num_callers: int = 1, num_payloads: int = 0
+    ) -> Limits:
         """Return limits under which all processes of so many callers may connect and call at once.
 
         They connect when a server's certificate changes, those of one caller from one address: with
         one or two connections each, and once calls are let in with up to `MOST_CHANNELS`. Each has
         a poll under way, asked again every second while no inner step was timed, and moves payloads
-        meanwhile.
+        meanwhile: in a flush every lane of the model is on its way, a call each.
 
         Args:
             num_of_caller: Processes of one caller, at most; 0: not known.
             num_callers: That there can be.
+            num_payloads: That all processes of one caller together may have to move at once.
         """
-        num = num_of_caller * num_callers
+        num, num_calls = num_of_caller * num_callers, 4 * num_of_caller + num_payloads
         return replace(
             self,
-            calls=max(self.calls, 4 * num),
-            calls_per_caller=max(self.calls_per_caller, 4 * num_of_caller),
+            calls=max(self.calls, num_calls * num_callers),
+            calls_per_caller=max(self.calls_per_caller, num_calls),
             calls_per_s=max(self.calls_per_s, 4.0 * num_of_caller),
-            burst=max(self.burst, 16 * num_of_caller),
+            burst=max(self.burst, 4 * num_calls),
             header_bytes_per_caller=max(self.header_bytes_per_caller, num_of_caller << 20),
             connections=max(self.connections, MOST_CHANNELS * num_of_caller, 8 * num),
             strangers_per_address=max(self.strangers_per_address, 2 * num_of_caller),
