@@ -8,7 +8,8 @@ One int64 vector, all-reduced with MIN on a CPU group of the island's own:
 
 What the leader (`island_rank` 0) knows travels in the same message: other ranks put the largest
 integer there. A version is merged only when the smallest and the largest staged version say that
-every rank has it: ranks learn of versions at different times, and each stages one at a time.
+every rank has it: ranks learn of versions at different times, and each stages one at a time. One
+that follows no lane of a fragment has nothing to stage of it, and puts the largest integer there.
 
 Source: PROTOCOL.md, "Agreement of ranks".
 """
@@ -24,11 +25,16 @@ from torch.profiler import record_function
 
 from diloco.errors import DilocoError, IslandFailed
 from diloco.protocol.island.ledger import Target, Verdict
-from diloco.protocol.island.votes import GONE, NOTHING_STAGED, AgreedCut, FragmentVote, IslandVote
+from diloco.protocol.island.votes import (
+    GONE,
+    NOT_MINE,
+    NOTHING_STAGED,
+    AgreedCut,
+    FragmentVote,
+    IslandVote,
+)
 
 _VERDICTS = (*Verdict, None)
-#: The value of other ranks where only the leader's counts: the smallest is taken.
-NOT_MINE = torch.iinfo(torch.int64).max
 _FIELDS = 9
 _NO_TARGET = Target(-1)
 
@@ -123,7 +129,8 @@ class Agreement:
         values = [-vote.exit_code, -int(vote.is_unsound)]
         values += of_leader if self._is_leader else [NOT_MINE] * len(of_leader)
         for each in vote.votes:
-            values += [each.staged_version, -each.staged_version]
+            staged = each.staged_version
+            values += [staged, staged if staged == NOT_MINE else -staged]
             values += _of_leader(each) if self._is_leader else [NOT_MINE] * (_FIELDS - 2)
         return torch.tensor(values, dtype=torch.int64)
 

@@ -314,6 +314,7 @@ class Connection:
             rng=self._rng,
             on_event=on_event,
             moved=moved,
+            is_leader=island_rank == 0,
         )
         return self._exchange
 

@@ -25,11 +25,11 @@ from collections.abc import Callable
 
 from diloco.errors import CoordinatorUnavailable, DilocoError
 from diloco.io_thread import Waits
-from diloco.island.agreement import NOT_MINE, Agreement
+from diloco.island.agreement import Agreement
 from diloco.island.exchange.exchange import Exchange
 from diloco.island.outer_state import LOOK_S
 from diloco.outer.schedule import Schedule
-from diloco.protocol.island.votes import NO_CUT, AgreedCut
+from diloco.protocol.island.votes import NO_CUT, NOT_MINE, AgreedCut
 from diloco.tasks import wait_for
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ Source: PROTOCOL.md, "When islands send and merge" and "Contributions".
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -226,7 +227,7 @@ class OuterLoop:
             agreed = self._agree()
             self._raise_failure(agreed)
             self._take_in(agreed)
-            yield self.exchange.wait_for_news(news, LOOK_S)
+            yield from self._looking(news)
 
     def _take(self, state: OuterState) -> None:
         self.state = self.merging.state = state
@@ -453,6 +454,11 @@ class OuterLoop:
                 return
             if all(ledger.is_flushed for ledger in self.state.ledgers):
                 return
+            yield from self._looking(news)
+
+    def _looking(self, news: asyncio.Event) -> Waits[None]:
+        """Wait for news, as the leader, who has that of all fragments; others wait for its vote."""
+        if self._agreement.is_leader:
             yield self.exchange.wait_for_news(news, LOOK_S)
 
     def _hash_published(self) -> tuple[str, ...]:

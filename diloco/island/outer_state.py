@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.checkpoint_state import (
@@ -38,7 +38,7 @@ from diloco.protocol.island.resume_point import (
     resume_point_of,
 )
 from diloco.protocol.island.soundness import Reach
-from diloco.protocol.island.votes import FragmentView
+from diloco.protocol.island.votes import NOT_FOLLOWED, NOT_MINE, FragmentView
 from diloco.telemetry.events import Event, InitialOverwritten, IslandRejoined, IslandResumed
 
 logger = logging.getLogger(__name__)
@@ -164,10 +164,22 @@ def _float(bits: int) -> float:
 def entering_run(
     parts: LoopParts, *, overwrite_initial: bool, last_inner_step: int
 ) -> Waits[OuterState]:
-    """Found version 0 or return; parameters that differ take the published values."""
+    """Found version 0 or return; parameters that differ take the published values.
+
+    Any do once the run has gone on from version 0, which only all fragments together say.
+    """
     own = {f.fragment_id: parts.shards.collect(f.fragment_id) for f in parts.plan.fragments}
-    parts.runner.post(parts.exchange.enter, own, overwrite_initial)
+    parts.runner.post(parts.exchange.enter, own)
     entered = yield from _entering(parts)
+    overwritten = tuple(p for p, fragment in enumerate(entered) if fragment.is_overwritten)
+    if overwritten and not (overwrite_initial or any(each.version for each in entered)):
+        p = overwritten[0]
+        names = ", ".join(entry.name for entry in parts.plan.fragments[p].entries[:3])
+        raise FingerprintMismatch(
+            f"the initial parameters of island {parts.exchange.island!r} differ from the run's in "
+            f"fragment {p} ({names}, ...): the same seed, model and version of torch must be used "
+            f"everywhere"
+        )
     resume_point = (
         resume_point_after(max(parts.start_step, last_inner_step), len(entered))
         if parts.exchange.rules.on_arrival
@@ -187,7 +199,6 @@ def entering_run(
         for p, fragment in enumerate(entered)
     ]
     anchors = [parts.exchange.anchor(p) for p in range(len(entered))]
-    overwritten = tuple(p for p, fragment in enumerate(entered) if fragment.is_overwritten)
     for p in overwritten:
         parts.shards.distribute(p, anchors[p], 0.0)
     if any(e.version or e.attempt for e in entered) or last_inner_step > parts.start_step:
@@ -226,7 +237,7 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
     yield from _entering(parts)
     # Ranks learn of versions at different times; all must say the same of one contribution.
     views = parts.views()
-    heard = [view.version for view in views]
+    heard = [NOT_MINE if view is NOT_FOLLOWED else view.version for view in views]
     counted = parts.largest([_as_word(view.counted) for view in views])
     for p, (fragment, version) in enumerate(zip(fragments, parts.smallest(heard), strict=True)):
         if parts.exchange.rules.on_arrival and version > fragment.ledger.version:
@@ -245,7 +256,7 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
         [fragment.ledger for fragment in fragments],
         [fragment.lanes.anchor for fragment in fragments],
         [fragment.reach for fragment in fragments],
-        tuple(parts.largest(heard)),
+        tuple(parts.largest([view.version for view in views])),
     )
 
 

@@ -13,10 +13,10 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import IslandFailed
-from diloco.island.agreement import NOT_MINE, Agreement
+from diloco.island.agreement import Agreement
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Fragment, Plan
-from diloco.protocol.island.votes import FragmentView
+from diloco.protocol.island.votes import NOT_MINE, FragmentView
 from diloco.versions.publication import lane_digest, version_digest
 
 #: A digest of 32 bytes as integers that ranks can compare.

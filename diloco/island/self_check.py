@@ -19,7 +19,7 @@ from diloco.island.merging import Merging
 from diloco.island.outer_state import LoopParts
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
 from diloco.protocol.island.soundness import MOST_REFUSED, Mend, OwnLosses, Returns, Trials
-from diloco.protocol.island.votes import IslandVote
+from diloco.protocol.island.votes import NOT_FOLLOWED, IslandVote
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.telemetry.events import AlarmRaised, LossAccepted, PublishedTaken
 
@@ -130,7 +130,8 @@ class SelfCheck:
             ledger: Of the fragment.
             reason: Why this rank does not send it.
         """
-        is_few = len(self._exchange.view(ledger.fragment_id).contributors) <= _MOST_TRIED
+        view = self._exchange.view(ledger.fragment_id)
+        is_few = view is not NOT_FOLLOWED and len(view.contributors) <= _MOST_TRIED
         is_wanted = not reason and (ledger.asks_trial or (is_few and bool(self._watch.high)))
         (minus_wanted,) = self._agreement.smallest([-is_wanted])
         return minus_wanted < 0

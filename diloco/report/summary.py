@@ -232,6 +232,7 @@ def _arrival_summary(
     total_tokens: int, events: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> ArrivalSummary:
     merges = [e for of in events.values() for e in of if e["kind"] == "fragment_merged"]
+    merges.sort(key=lambda e: len(e["contributors"]))  # not every rank knows them
     rounds = {
         (e["fragment_id"], e["version"]): len(e["contributors"])
         for e in merges

@@ -25,7 +25,7 @@ class Hooks:
         merging: Bounds how many fragments merge at once, or do other work of that size.
         spawn: Runs a piece of work next to the handlers; its failure ends the process.
         on_record: Called with the header of every durable record, also of those found at the start.
-        on_change: Called at every change of state.
+        on_change: Called at every change of state of a fragment, with its id.
         on_lost: Called when the run cannot go on.
         on_event: Called with what happens to rounds.
         disk_full: Has work done again while the disk is full.
@@ -39,7 +39,7 @@ class Hooks:
     merging: asyncio.Semaphore
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     on_record: Callable[[Mapping[str, Any]], None]
-    on_change: Callable[[], None]
+    on_change: Callable[[int], None]
     on_lost: Callable[[Lost], None]
     on_event: Callable[[Event], None]
     disk_full: DiskFullRetry

@@ -1,12 +1,14 @@
 """Answers the polls of carriers; each is held back until there is news for it.
 
+A poll is about the fragments that it says it knows, all of them where it says of none: an island of
+a thousand ranks, of which each carries a few lanes, is not told of everything a thousand times.
+
 Source: PROTOCOL.md, "One fragment, one round" and "Outcomes".
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -34,7 +36,7 @@ UNTIMED_POLL_S = 1.0
 
 
 class Polls:
-    """Answers the polls of all islands; `wake` has each that waits look for news."""
+    """Answers the polls of all islands; `wake` has those that wait look for news."""
 
     def __init__(
         self,
@@ -65,12 +67,14 @@ class Polls:
         self._epoch = syncer_epoch
         self._founded_by = founded_by
         self._fatal = fatal
-        self._changed = asyncio.Event()
+        #: Of each poll that waits: what wakes it, and the fragments that it is about.
+        self._waiting: dict[asyncio.Event, Collection[int]] = {}
 
-    def wake(self) -> None:
-        """Have all polls look; anyone who waits holds the event that is set here."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    def wake(self, fragment_id: int | None = None) -> None:
+        """Have the polls look that are about a fragment; None: all."""
+        for changed, about in self._waiting.items():
+            if fragment_id is None or fragment_id in about:
+                changed.set()
 
     async def poll(self, call: IncomingCall) -> Reply:
         """Answer once there is something that the caller does not know, or its time is over."""
@@ -92,15 +96,23 @@ class Polls:
             # A poll is also a sign of life: one that is not answered for a lease would be none.
             most_s = min(most_s, rules.lease_s / 2)
             most_s = most_s if request.step_s > 0 else min(most_s, UNTIMED_POLL_S)
-        with contextlib.suppress(TimeoutError):
+        about = fragments_of(request, self._services)
+        changed = asyncio.Event()
+        self._waiting[changed] = about
+        try:
             async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 while not is_news(
                     request,
-                    self._answer(request, keys),
-                    self._contributed(request.grant),
+                    self._answer(request, keys, about),
+                    self._contributed(request.grant, about),
                 ):
-                    await self._changed.wait()
-        reply = self._complete(self._answer(request, keys), request)
+                    await changed.wait()
+                    changed.clear()
+        except TimeoutError:
+            pass
+        finally:
+            del self._waiting[changed]
+        reply = self._complete(self._answer(request, keys, about), request)
         reply.asks_first = self._spool.is_full or not self._spool.lets_in(self._due_bytes())
         return Reply.of(reply)
 
@@ -140,16 +152,16 @@ class Polls:
             state.contributors.extend(names[state.fragment_id])
         return reply
 
-    def _answer(self, request: wire.PollRequest, keys: Sequence[RoundKey]) -> wire.PollReply:
+    def _answer(
+        self, request: wire.PollRequest, keys: Sequence[RoundKey], about: Collection[int]
+    ) -> wire.PollReply:
         grant, timeline = request.grant, self._admission.rules.timeline
         if not self._admission.is_current(grant):
             return self._fenced(f"a newer start of island {grant.island!r} has joined")
         wanted = self._founded_by(grant.island)
         reply = wire.PollReply(
             syncer_epoch=self._epoch,
-            fragments=[
-                service.state(wants_initial=p in wanted) for p, service in self._services.items()
-            ],
+            fragments=[self._services[p].state(wants_initial=p in wanted) for p in about],
             fatal=self._fatal(),
         )
         if request.sent_by:
@@ -165,12 +177,12 @@ class Polls:
             state.asked, state.wanted_version = damage.wanted_of(grant.island, loop_now())
         return reply
 
-    def _contributed(self, grant: Grant) -> list[int]:
+    def _contributed(self, grant: Grant, about: Collection[int]) -> list[int]:
         """Name the fragments whose attempts have all of the contribution of a start."""
         return [
             p
-            for p, service in self._services.items()
-            if service.runner.rounds.current.has_whole(grant.island, grant.incarnation)
+            for p in about
+            if self._services[p].runner.rounds.current.has_whole(grant.island, grant.incarnation)
         ]
 
     def _add_counted(self, reply: wire.PollReply, island: str, incarnation: int) -> None:
@@ -183,6 +195,12 @@ class Polls:
 
     def _fenced(self, message: str) -> wire.PollReply:
         return wire.PollReply(syncer_epoch=self._epoch, is_fenced=True, message=message)
+
+
+def fragments_of(request: wire.PollRequest, fragment_ids: Collection[int]) -> Collection[int]:
+    """Choose the fragments that a poll is about, in the order of all that there are."""
+    known = {state.fragment_id for state in request.known}
+    return [p for p in fragment_ids if p in known] if known else fragment_ids
 
 
 def is_news(

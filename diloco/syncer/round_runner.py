@@ -275,7 +275,7 @@ class RoundRunner:
         self.stop()
         spool, self._spool = self._spool, {}
         drop(spool)
-        self._hooks.on_change()
+        self._hooks.on_change(self._fragment.fragment_id)
 
     def indexed(self, num_versions: int, digest: str) -> None:
         """Set how many versions, 0 among them, the coordinator knows of this timeline.
@@ -354,7 +354,7 @@ class RoundRunner:
             self.rounds, self._timing = self._machine()
             self.set_roster(admission.roster)
             self._go_on(recovered, lost, admission, said_by)
-            self._hooks.on_change()
+            self._hooks.on_change(self._fragment.fragment_id)
 
     async def verify_store(self, worker: Worker) -> list[Rot]:
         """Read once, a section at a time, all that is stored; what rots is an alarm."""
@@ -407,7 +407,7 @@ class RoundRunner:
                         spooled.drop()
                 case Lost():
                     self._hooks.on_lost(instruction)
-            self._hooks.on_change()
+            self._hooks.on_change(self._fragment.fragment_id)
         self.stop()
         wake = self.rounds.next_wake
         if wake < float("inf"):

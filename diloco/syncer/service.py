@@ -184,7 +184,7 @@ class FragmentService:
             if self._serves(header):
                 return ""  # it has come before, and the answer was lost
             self._hooks.meter.refusal(island, error.cause)
-            self._hooks.on_change()  # another may have to be asked
+            self._hooks.on_change(header.fragment_id)  # another may have to be asked
             return f"published parameters refused: {error}"
         if self.runner.damage.recovered is not None:
             self._hooks.spawn(self.runner.finish_repair(admission))

@@ -219,7 +219,7 @@ class Syncer:
         """
         service = self._services.get(fragment_id)
         if service is not None and service.runner.damage.ask(island, record_json, loop_now()):
-            self._notify()
+            self._notify(fragment_id)
 
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
@@ -465,9 +465,11 @@ class Syncer:
             exit_code=20 if lost.is_numeric else 50, reason=reason
         )
         self.ended.set()
-
-    def _notify(self) -> None:
         self._polls.wake()
+
+    def _notify(self, fragment_id: int | None = None) -> None:
+        """Tell of a change: of one fragment, or of what all of them go by."""
+        self._polls.wake(fragment_id)
         self._on_change()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

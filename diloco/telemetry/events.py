@@ -64,7 +64,8 @@ class FragmentSent(Event, kind="fragment_sent"):
 class FragmentMerged(Event, kind="fragment_merged"):
     """A published version replaced the anchor; `blocked_s` is what training waited for it.
 
-    `digest` is the syncer's word on that version; what the model holds, `IslandEnded` says.
+    `digest` is the syncer's word on that version; what the model holds, `IslandEnded` says. A rank
+    that carries no lanes of the fragment does not know it, nor the contributors: both are empty.
     `dropped_tokens` will be counted by no contribution; `overwritten_steps` are inner steps whose
     local effect the merge replaced and the version does not have.
     """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from diloco.errors import CodecError, IslandFailed
 from diloco.island.agreement import Agreement, raise_failure
 from diloco.protocol.island.ledger import Target, Verdict
-from diloco.protocol.island.votes import FragmentVote, IslandVote
+from diloco.protocol.island.votes import NOT_MINE, FragmentVote, IslandVote
 from tests.distributed import run_ranks
 
 
@@ -48,6 +48,11 @@ def agree(island_rank: int) -> dict[str, object]:
 
     # The leader has staged 5 and 6, the other rank 5 and nothing.
     staged = (5, 6) if is_leader else (5, -1)
+    # Of what only the leader follows, the other rank has nothing to stage.
+    heard["followed by one"] = agreement.now(
+        IslandVote(0, (FragmentVote(4 if is_leader else NOT_MINE, None, 2),))
+    )
+
     # The other rank's own idea of verdict and attempt must not show.
     verdict = Verdict.NOT_INCLUDED if is_leader else Verdict.INCLUDED
     heard["votes"] = agreement.now(
@@ -82,6 +87,7 @@ def test_the_smallest_staged_version_counts_and_the_leader_speaks() -> None:
             0, (FragmentVote(5, Verdict.NOT_INCLUDED, 9), FragmentVote(-1, Verdict.NOT_INCLUDED, 9))
         ),
         "undecided": IslandVote(0, (FragmentVote(1, None, 0),)),
+        "followed by one": IslandVote(0, (FragmentVote(4, None, 2),)),
         "one fails": 20,
         "both fail": 30,
         "smallest": [0, -1, 7],

@@ -78,7 +78,7 @@ def test_waits_between_calls_are_those_of_the_rules(tmp_path: Path) -> None:
             on_event=lambda event: None,
         )
         began = asyncio.get_running_loop().time()
-        exchange.enter({0: {}}, False)
+        exchange.enter({0: {}})
         await exchange.wait_until_entered(60.0)
         assert isinstance(exchange.failure, CoordinatorUnavailable)
         assert "fragment.poll for 20 s" in str(exchange.failure)

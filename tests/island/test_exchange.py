@@ -32,6 +32,7 @@ from diloco.outer.fragments import Lane
 from diloco.outer.pseudo_gradient import bit_sum
 from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Verdict
 from diloco.protocol.island.soundness import Reach
+from diloco.protocol.island.votes import NOT_FOLLOWED
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.protos import fragment_pb2 as wire
 from diloco.syncer.polls import Polls
@@ -137,6 +138,7 @@ def make_exchange(
     lanes: Mapping[int, tuple[int, ...]],
     control: Transport,
     data: Transport | None = None,
+    is_leader: bool = True,
     **rules: Any,
 ) -> Exchange:
     """One rank's exchange, without the session around it."""
@@ -156,6 +158,7 @@ def make_exchange(
         rules=ExchangeRules(**(values | rules)),
         rng=random.Random(0),
         on_event=lambda event: None,
+        is_leader=is_leader,
     )
 
 
@@ -667,7 +670,7 @@ def test_two_ranks_found_and_send_disjoint_lanes_and_one_carries_nothing(setting
         ranks = []
         for lanes in ((0,), (1,), ()):
             rank = make_exchange(run.setting, "a", {0: lanes}, run.network.connect("syncer"))
-            rank.enter({0: {i: initial[i] for i in lanes}}, False)
+            rank.enter({0: {i: initial[i] for i in lanes}})
             ranks.append((rank, lanes))
 
         await asyncio.gather(*(rank.wait_until_entered(30.0) for rank, _ in ranks))
@@ -687,6 +690,75 @@ def test_two_ranks_found_and_send_disjoint_lanes_and_one_carries_nothing(setting
     run_virtual(scenario())
 
 
+def test_ranks_without_lanes_make_no_calls(setting: Setting) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(replace(setting, initial={"w": [0.0] * NUMEL}, islands=("a",)))
+        await run.start_syncer()
+        lines = [Wire(run.network.connect("syncer")) for _ in range(16)]
+        leader, *others = (
+            make_exchange(run.setting, "a", {0: () if i else (0, 1)}, line, is_leader=i == 0)
+            for i, line in enumerate(lines)
+        )
+        leader.enter({0: lanes_of(run.setting, 0.0)})
+        for rank in others:
+            rank.enter({0: {}})
+        await asyncio.gather(*(rank.wait_until_entered(30.0) for rank in (leader, *others)))
+
+        leader.send(outstanding(), lanes_of(run.setting, -1.0))
+        for rank in others[:-1]:
+            rank.send(outstanding(), {})
+        others[-1].decline(outstanding(), "its leader says so, too")
+        await asyncio.gather(*(rank.wait_for_end(0, 30.0) for rank in (leader, *others)))
+        assert leader.view(0).staged_version == 1
+        for rank in others:
+            rank.aim(0, 1)
+            rank.settle(0, is_merged=True, is_included=True)
+            rank.follow(0, 1)
+        await asyncio.sleep(60.0)
+
+        assert lines[0].counts["poll"] > 3
+        assert not any(line.calls for line in lines[1:])
+        for rank in others:
+            assert rank.view(0) is NOT_FOLLOWED and not rank.staged(0) and rank.failure is None
+        for rank in (leader, *others):
+            await rank.stop()
+
+    run_virtual(scenario())
+
+
+def test_a_carrier_asks_about_the_fragments_of_its_lanes_and_the_leader_about_all(
+    setting: Setting,
+) -> None:
+    async def scenario() -> None:
+        run = VirtualRun(
+            replace(setting, num_fragments=2, initial={n: [0.0] for n in "wx"}, islands=("a",))
+        )
+        await run.start_syncer()
+        lines = [Wire(run.network.connect("syncer")) for _ in range(2)]
+        ranks = [
+            make_exchange(run.setting, "a", {i: (0,), 1 - i: ()}, line, is_leader=i == 0)
+            for i, line in enumerate(lines)
+        ]
+        for i, rank in enumerate(ranks):
+            numel = run.setting.plan().fragments[i].lanes[0].numel
+            rank.enter({i: {0: torch.zeros(numel)}, 1 - i: {}})
+
+        await asyncio.gather(*(rank.wait_until_entered(30.0) for rank in ranks))
+        polls = [
+            [wire.PollRequest.FromString(header) for _, header, _ in line.of("poll")]
+            for line in lines
+        ]
+
+        asked = [{s.fragment_id for poll in of for s in poll.known} for of in polls]
+        assert asked == [{0, 1}, {1}]
+        assert ranks[0].view(1).anchor_version == ranks[1].view(1).anchor_version == 0
+        assert ranks[1].view(0) is NOT_FOLLOWED
+        for rank in ranks:
+            await rank.stop()
+
+    run_virtual(scenario())
+
+
 def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setting) -> None:
     async def scenario() -> None:
         run = VirtualRun(replace(setting, initial={"w": [0.0] * NUMEL}, islands=("a",)))
@@ -699,7 +771,7 @@ def test_founding_goes_on_after_the_syncer_lost_half_of_the_lanes(setting: Setti
             for i in range(2)
         ]
         for i, rank in enumerate(ranks):
-            rank.enter({0: {i: initial[i]}}, False)
+            rank.enter({0: {i: initial[i]}})
         founding = asyncio.gather(*(rank.wait_until_entered(60.0) for rank in ranks))
         await asyncio.sleep(5.0)
         assert len(lines[0].of("upload")) == 1
@@ -869,7 +941,7 @@ def test_an_answer_that_no_repetition_can_mend_ends_the_island_at_once() -> None
         await network.server("syncer", {"fragment.poll": broken}).start()
         setting = Setting({"w": [0.0]}, descend, Path(), 8)
         exchange = make_exchange(setting, "a", {0: (0,)}, network.connect("syncer"))
-        exchange.enter({0: {0: torch.zeros(128)}}, False)
+        exchange.enter({0: {0: torch.zeros(128)}})
         await exchange.wait_until_entered(10.0)
         assert type(exchange.failure) is DilocoError
         assert "its program failed at fragment.poll: ValueError" in str(exchange.failure)
@@ -939,7 +1011,7 @@ def test_a_round_over_a_thin_link_takes_the_time_of_its_bytes(setting: Setting) 
             run.network.connect("syncer"), LinkQueue(link, seed=0), LinkQueue(link, seed=1)
         )
         exchange = make_exchange(run.setting, "a", {0: (0, 1)}, line)
-        exchange.enter({0: lanes_of(run.setting, 0.0)}, False)
+        exchange.enter({0: lanes_of(run.setting, 0.0)})
         await exchange.wait_until_entered(100.0)
         loop = asyncio.get_running_loop()
         await asyncio.sleep(10.0)

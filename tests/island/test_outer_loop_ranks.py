@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ class CutWire:
     def __init__(self, address: str) -> None:
         self._inner = GrpcTransport(address)
         self.cut: str | None = None
+        self.num_calls = 0
 
     @property
     def peer(self) -> str:
@@ -86,6 +87,7 @@ class CutWire:
     ) -> Reply:
         if self.cut == method:
             raise ConnectError("cut", peer=self.peer, method=method)
+        self.num_calls += 1
         return await self._inner.call(
             method,
             header,
@@ -115,6 +117,7 @@ class Rank:
     session: OuterLoop
     exchange: Exchange
     io: IoThread
+    control: CutWire
     data: CutWire
     parameters: dict[str, Tensor]
     events: list[Event]
@@ -218,6 +221,7 @@ def island(
     directory: str | None = None,
     kept: Kept | None = None,
     total_tokens: int = 0,
+    carriers: Sequence[int] | None = None,
 ) -> Iterator[Rank]:
     """H = 6, tau = 2; version 0 founded, or gone on from what was `kept`.
 
@@ -259,13 +263,14 @@ def island(
         groups: list[dist.ProcessGroup | None] = [None, None]
         if num_ranks == 2:
             groups = [dist.new_group(backend="gloo") for _ in groups]
-        shards = LaneShards(plan, parameters, group=groups[0])
-        assert shards.lanes_of(0) == ((island_rank,) if num_ranks == 2 else (0, 1))
-        data = CutWire(address)
+        shards = LaneShards(plan, parameters, group=groups[0], carriers=carriers)
+        if carriers is None:
+            assert shards.lanes_of(0) == ((island_rank,) if num_ranks == 2 else (0, 1))
+        control, data = CutWire(address), CutWire(address)
         exchange = Exchange(
             plan,
             {0: shards.lanes_of(0)},
-            connections=[SyncerConnection([0], GrpcTransport(address), data)],
+            connections=[SyncerConnection([0], control, data)],
             grant=grant("island", 1 + timeline, timeline),
             rules=ExchangeRules(
                 "int4",
@@ -277,6 +282,7 @@ def island(
             ),
             rng=random.Random(island_rank),
             on_event=events.append,
+            is_leader=island_rank == 0,
         )
         session = OuterLoop(LoopParts(
             plan,
@@ -298,7 +304,7 @@ def island(
         else:
             io.drive(session.resuming(kept.outer))
         try:
-            yield Rank(session, exchange, io, data, parameters, events)
+            yield Rank(session, exchange, io, control, data, parameters, events)
         finally:
             io.run(exchange.stop())
             io.stop()
@@ -404,6 +410,40 @@ def arrive_with_a_cut_stream(island_rank: int) -> dict[str, Any]:
             "step": rank.session.schedule_step,
             "digests": rank.session.digests,
         }
+
+
+def follow_nothing(island_rank: int, total_tokens: int, carriers: list[int]) -> dict[str, Any]:
+    with island(island_rank, total_tokens=total_tokens, carriers=carriers) as rank:
+        store = dist.distributed_c10d._get_default_store()
+        if not total_tokens:
+            rank.train(20)
+        while total_tokens and not rank.session.is_over:
+            time.sleep(0.005)
+            rank.train(1)
+        outer = rank.io.drive(rank.session.capturing())
+        rank.io.drive(rank.session.finishing())
+        store.set(f"calls of {island_rank}", str(rank.control.num_calls + rank.data.num_calls))
+        moves = [e.as_dict() for e in rank.events if e.kind == "fragment_merged"]
+        return {
+            "merged": [(e["inner_step"], e["version"], e["outcome"]) for e in moves],
+            "lanes": sorted(name for name in outer if name.startswith("anchor/")),
+            "digests": rank.session.digests,
+            "calls": [int(store.get(f"calls of {i}")) for i in range(2)],
+        }
+
+
+@pytest.mark.parametrize("carrier", [0, 1])
+@pytest.mark.parametrize("total_tokens", [0, 30_000], ids=["scheduled", "on arrival"])
+def test_a_rank_without_lanes_merges_with_the_others_and_makes_no_calls(
+    total_tokens: int, carrier: int
+) -> None:
+    first, second = run_ranks(follow_nothing, 2, total_tokens, [carrier])
+
+    assert first["merged"] == second["merged"] and len(first["merged"]) > 1
+    assert first["digests"] == second["digests"]
+    assert [bool(rank["lanes"]) for rank in (first, second)] == [carrier == 0, carrier == 1]
+    # A leader that carries nothing still asks for all of them, as the only one that may have to.
+    assert [num > 0 for num in first["calls"]] == [True, carrier == 1]
 
 
 def is_known(rank: Rank, store: Any) -> bool:

@@ -10,7 +10,7 @@ from diloco.island.agreement import Agreement
 from diloco.island.self_check import SelfCheck
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
 from diloco.protocol.island.soundness import Mend
-from diloco.protocol.island.votes import FragmentView
+from diloco.protocol.island.votes import NOT_FOLLOWED, FragmentView
 from diloco.telemetry.events import Event, LossAccepted
 
 
@@ -21,12 +21,12 @@ class Site:
         self.events: list[Event] = []
         self.released: list[tuple[int, str]] = []
         self.losses = 2.5, 2.6
-        self.contributors = ("east", "north", "south", "west")
+        self.view = FragmentView(contributors=("east", "north", "south", "west"))
         parts: Any = SimpleNamespace(
             exchange=SimpleNamespace(
                 island="west",
                 unsound=(-1, ""),
-                view=lambda fragment_id: FragmentView(contributors=self.contributors),
+                view=lambda fragment_id: self.view,
             ),
             agreement=Agreement(None),
             on_event=self.events.append,
@@ -168,8 +168,10 @@ def test_of_many_islands_none_tries_what_its_own_noise_outweighs() -> None:
     site.train(2.5, 20, ledger)
     site.train(3.3, 2, ledger)
 
-    site.contributors = (*site.contributors, "centre")
+    site.view = FragmentView(contributors=(*site.view.contributors, "centre"))
     assert not site.send(ledger, 22)
+    site.view = NOT_FOLLOWED
+    assert not site.send(ledger, 22), "how many there are, other ranks know"
 
 
 def test_what_is_declined_anyway_is_not_tried() -> None:

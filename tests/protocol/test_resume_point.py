@@ -16,7 +16,7 @@ from diloco.protocol.island.resume_point import (
     entry_words,
     resume_point_of,
 )
-from diloco.protocol.island.votes import FragmentView
+from diloco.protocol.island.votes import NOT_FOLLOWED, FragmentView
 
 
 def schedule(**changes: Any) -> Schedule:
@@ -96,6 +96,13 @@ def test_ranks_agree_on_what_they_entered() -> None:
     ]
     flushed = [view(4, sent_at_inner_step=13, is_flush=True)]
     assert entered_of(smallest(flushed, flushed)) == [FLUSH]
+
+
+def test_a_rank_that_does_not_follow_a_fragment_leaves_it_to_the_others() -> None:
+    known = [view(3, attempt=1, sent_at_inner_step=8), view(0, merged_tokens=7)]
+
+    assert smallest(known, [NOT_FOLLOWED, known[1]]) == entry_words(known)
+    assert entered_of(smallest(known, [view(-1), NOT_FOLLOWED])) is None
 
 
 def test_nobody_has_entered_while_one_rank_has_not() -> None:

@@ -20,9 +20,10 @@ from diloco.errors import (
 )
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.protocol.rounds.messages import key_message
-from diloco.protocol.rounds.terms import OutcomeKind, RoundKey
+from diloco.protocol.rounds.terms import Lost, OutcomeKind, RoundKey
 from diloco.protos import fragment_pb2 as wire
 from diloco.protos.control_pb2 import Grant
+from diloco.syncer import polls
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.contracts import PROTOCOL_VERSION
 from diloco.transport.errors import NotYet
@@ -104,6 +105,43 @@ def test_version_0_comes_from_the_first_island_only_and_once(setting: Setting) -
         assert (state.is_founded, state.version, state.is_open) == (True, 0, True)
         assert await b.published(0) == [7.0, 7.0]
         assert torch.equal(records_of(setting).load(0).lanes[0].momentum[:2], torch.zeros(2))
+
+    run_virtual(scenario())
+
+
+def test_a_poll_looks_only_where_its_fragments_have_changed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[int]] = []
+    look = polls.is_news
+
+    def counted(request: wire.PollRequest, *answer: Any) -> bool:
+        looks.append([state.fragment_id for state in request.known])
+        return look(request, *answer)
+
+    async def scenario() -> None:
+        run = VirtualRun(
+            replace(setting, num_fragments=2, initial={"w": [0.0] * 200, "x": [0.0] * 200})
+        )
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        await a.poll()
+        known = await b.poll()
+        waiting = [
+            asyncio.create_task(b.poll(wait_s=60.0, known=about, known_epoch=known.syncer_epoch))
+            for about in (known.fragments[:1], known.fragments[1:], known.fragments)
+        ]
+        await asyncio.sleep(1.0)
+        monkeypatch.setattr(polls, "is_news", counted)
+
+        assert all(ack.is_accepted for ack in await a.upload(fragment_id=1))
+
+        await asyncio.sleep(1.0)
+        assert [task.done() for task in waiting] == [False, True, True]
+        assert [1] in looks and [0, 1] in looks and [0] not in looks
+        assert [state.fragment_id for state in waiting[1].result().fragments] == [1]
+        run.syncer._lose(Lost(KEY, ("b",), "nobody came", is_numeric=False))
+        assert (await waiting[0]).HasField("fatal"), "what ends the run is news for all"
 
     run_virtual(scenario())
 

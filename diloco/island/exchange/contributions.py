@@ -254,7 +254,8 @@ class Contributions:
     def _start_decline(self, fragment: IslandFragment, sent: Outstanding, reason: str) -> None:
         logger.warning("declining, key=%s: %s", sent.key, reason)
         fragment.decline_reason = reason
-        self._tasks.spawn(self._decline(fragment, sent))
+        if fragment.is_followed:  # else the leader declines for the same reason
+            self._tasks.spawn(self._decline(fragment, sent))
 
     def _submit_all(self, fragment: IslandFragment, sent: Outstanding) -> None:
         self._submits[fragment.fragment_id] = [

@@ -36,8 +36,6 @@ class FragmentEntry:
 
     def __init__(self, parts: LinkParts, fragments: Mapping[int, IslandFragment]) -> None:
         """Assign only."""
-        self._plan = parts.plan
-        self._grant = parts.grant
         self._calls = parts.calls
         self._fragments = fragments
         self._tasks = parts.tasks
@@ -77,30 +75,20 @@ class FragmentEntry:
         if not ack.is_accepted:
             logger.error("fragment %d not repaired from here: %s", fragment_id, ack.message)
 
-    @property
-    def is_return(self) -> bool:
-        """Whether the run has gone on from version 0, as far as this syncer's fragments tell."""
-        return any(fragment.state.version > 0 for fragment in self._fragments.values())
-
-    async def take(self, own: Mapping[int, Mapping[int, Tensor]], *, overwrite: bool) -> None:
+    async def take(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Take this rank's anchors: `own` lanes where they are as published, else the published.
 
         After `until_steady`, of all fragments that are ready and were not taken yet.
 
         Args:
             own: Fragment -> lane -> the island's own values.
-            overwrite: Whether what is published replaces values that differ from it: any does
-                once the run has gone on from version 0.
 
         Raises:
-            FingerprintMismatch: If initial values differ and must not be overwritten.
             DilocoError: If a version cannot be had.
         """
         for p, fragment in self._fragments.items():
             if fragment.anchor_version >= 0 or not self._is_ready(fragment):
                 continue
-            if not overwrite:
-                self._check_initial(fragment, own[p])
             await self._take_published(fragment, own[p])
             fragment.is_overwritten = any(fragment.anchor[i] is not own[p][i] for i in own[p])
 
@@ -201,16 +189,6 @@ class FragmentEntry:
             raise self._calls.fenced(ack.message)
         if not ack.is_accepted:
             raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
-
-    def _check_initial(self, fragment: IslandFragment, own: Mapping[int, Tensor]) -> None:
-        p = fragment.fragment_id
-        for lane_id in _differing(fragment, own):
-            names = ", ".join(entry.name for entry in self._plan.fragments[p].entries[:3])
-            raise FingerprintMismatch(
-                f"the initial parameters of island {self._grant.island!r} differ from the run's in "
-                f"fragment {p}, lane {lane_id} ({names}, ...): the same seed, model and version of "
-                f"torch must be used everywhere"
-            )
 
     async def _take_published(self, fragment: IslandFragment, own: Mapping[int, Tensor]) -> None:
         """Make the newest version the anchor; where it is gone meanwhile, the one after it."""

@@ -61,6 +61,8 @@ class SyncerConnection:
 class Exchange:
     """One rank's exchange with the syncers; it polls from `enter` or `restore` until `stop`.
 
+    It follows the fragments of which it carries lanes, as the leader all: asks their syncers about
+    them, and stages them. What the island needs of others its other ranks know (`Agreement`).
     `failure` is set once, when the rank cannot go on; everything after it is void. `step_s` is what
     the training thread says of its recent inner steps, in seconds; 0: not known yet. `num_heard`
     counts the words of `coordinator_answered`. `layout` names the tensors of a checkpoint.
@@ -77,23 +79,31 @@ class Exchange:
         rng: random.Random,
         on_event: Callable[[Event], None],
         moved: Sequence[Moved] | None = None,
+        is_leader: bool = True,
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
         Each fragment is that of one of the `connections`. `moved` counts what crosses to other
-        sites, where that is not what the calls here move.
+        sites, where that is not what the calls here move. `is_leader`: of the island's ranks.
         """
         self.rules = rules
         self.layout = StateLayout(plan, lanes, rules.uplink_codec, rules.error_feedback)
         self._plan = plan
         self._grant = grant
         self._on_event = on_event
-        self._fragments = {p: IslandFragment(p, tuple(lanes[p])) for p in sorted(lanes)}
-        self._views = {p: FragmentView() for p in self._fragments}
+        self._fragments = {
+            p: IslandFragment(p, tuple(lanes[p]), is_followed=is_leader or bool(lanes[p]))
+            for p in sorted(lanes)
+        }
+        self._views = {p: fragment.view() for p, fragment in self._fragments.items()}
         self._tasks = Tasks(self._show)
         self._reach = SyncerReach()
         self._links = [self._link(each, rng) for each in connections]
-        self._link_of = {p: link for link in self._links for p in link.fragments}
+        self._link_of = {
+            p: link
+            for each, link in zip(connections, self._links, strict=True)
+            for p in each.fragment_ids
+        }
         calls = [link.calls for link in self._links]
         self._moved: Sequence[Moved] = calls if moved is None else moved
         self.step_s = 0.0
@@ -112,8 +122,9 @@ class Exchange:
             on_event=self._on_event,
         )
         parts = LinkParts(self._plan, grant, rules, calls, self._tasks, self._on_event)
-        fragments = {p: self._fragments[p] for p in sorted(connection.fragment_ids)}
-        return SyncerLink(parts, fragments, lambda: self.step_s)
+        own = {p: self._fragments[p] for p in sorted(connection.fragment_ids)}
+        followed = {p: fragment for p, fragment in own.items() if fragment.is_followed}
+        return SyncerLink(parts, followed, lambda: self.step_s)
 
     # -- read by the training thread -----------------------------------------------------------
 
@@ -171,14 +182,13 @@ class Exchange:
 
     # -- called in the loop ----------------------------------------------------------------------
 
-    def enter(self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool) -> None:
+    def enter(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
         """Begin to poll and enter the run: found version 0 of it, or return to what is published.
 
-        Done when every view has an anchor version. A failure, such as initial parameters that
-        differ from the run's and must not be overwritten, becomes `failure`.
+        Done when every view has an anchor version. A failure becomes `failure`.
         """
         self._start()
-        self._tasks.spawn(self._enter(own, overwrite_initial))
+        self._tasks.spawn(self._enter(own))
 
     def restore(self, fragments: Sequence[FragmentCheckpoint], sent_by: int) -> None:
         """Begin to poll and enter the run with the state of its checkpoint.
@@ -210,7 +220,7 @@ class Exchange:
         Done when the view has an anchor version again.
         """
         fragment = self._fragments[fragment_id]
-        if fragment.anchor_version >= version:
+        if fragment.anchor_version >= version or not fragment.is_followed:
             return
         fragment.anchor_version = -1
         self._tasks.spawn(self._follow(fragment, version))
@@ -334,22 +344,17 @@ class Exchange:
 
     # -- entering the run ------------------------------------------------------------------------
 
-    async def _enter(
-        self, own: Mapping[int, Mapping[int, Tensor]], overwrite_initial: bool
-    ) -> None:
+    async def _enter(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
         entries = [link.entry for link in self._links]
         # A version that one syncer has lost does not hold up the other fragments.
         await asyncio.gather(*(e.until_steady(own, but_damaged=True) for e in entries))
-        if not (overwrite_initial or any(e.is_return for e in entries)):
-            await self._until_steady(own)
-        overwrite = overwrite_initial or any(e.is_return for e in entries)
         while True:
             for entry in entries:
-                await entry.take(own, overwrite=overwrite)
+                await entry.take(own)
             if not any(entry.waits_for_repair for entry in entries):
                 break
             self._tasks.notify()
-            await self._until_steady(own)
+            await asyncio.gather(*(entry.until_steady(own) for entry in entries))
         self._entered()
 
     async def _follow(self, fragment: IslandFragment, version: int) -> None:
@@ -359,17 +364,14 @@ class Exchange:
     async def _restore(self, fragments: Sequence[FragmentCheckpoint]) -> None:
         await asyncio.gather(*(link.entry.until_whole() for link in self._links))
         for fragment, restored in zip(self._fragments.values(), fragments, strict=True):
-            check_restored(fragment, restored)
+            if fragment.is_followed:
+                check_restored(fragment, restored)
             fragment.restore(restored.ledger.version, restored.lanes)
         self._entered()
 
     def _start(self, sent_by: int = 0) -> None:
         for link in self._links:
             link.start(sent_by)
-
-    async def _until_steady(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
-        """Wait for all syncers: whether the island returns, their fragments say together."""
-        await asyncio.gather(*(link.entry.until_steady(own) for link in self._links))
 
     def _entered(self) -> None:
         for link in self._links:

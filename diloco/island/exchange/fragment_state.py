@@ -20,7 +20,7 @@ from diloco.island.exchange.checkpoint_state import LaneCheckpoint
 from diloco.outer.fragments import Fragment
 from diloco.outer.pseudo_gradient import bit_sum
 from diloco.protocol.island.ledger import Outstanding, Target, Verdict
-from diloco.protocol.island.votes import AnnouncedVersion, FragmentView
+from diloco.protocol.island.votes import NOT_FOLLOWED, AnnouncedVersion, FragmentView
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import FragmentSent
 from diloco.transport.contracts import Buffer
@@ -61,6 +61,7 @@ class SentLane:
 class IslandFragment:
     """A fragment's lanes on one rank; `lanes` may be empty.
 
+    `is_followed`: this rank asks the syncer about it; nothing else is known of it otherwise.
     `outcome` is what the syncer said of `outstanding`, which is a decline where `decline_reason`
     says why; it waits for a trial as long as `held_back` is set, the event that will tell of it.
     `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is what the
@@ -72,6 +73,7 @@ class IslandFragment:
 
     fragment_id: int
     lanes: tuple[int, ...]
+    is_followed: bool = True
     anchor: dict[int, Tensor] = field(default_factory=dict)
     anchor_version: int = -1
     anchor_tokens: int = 0
@@ -182,6 +184,8 @@ class IslandFragment:
 
     def view(self) -> FragmentView:
         """Return how things stand now for this island."""
+        if not self.is_followed:
+            return NOT_FOLLOWED
         sent, state = self.outstanding, self.state
         return FragmentView(
             key=None if sent is None else sent.key,

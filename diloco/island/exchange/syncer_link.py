@@ -25,6 +25,8 @@ from diloco.telemetry.events import SyncerRestarted
 class SyncerLink:
     """One rank's link to one syncer; it polls from `start` until its tasks are stopped.
 
+    Where there is nothing to ask about it does not poll: what the syncer says the island's other
+    ranks know.
     `pinned_step` is the inner step of the last `pin`, once the syncer has done it; -1 before.
     """
 
@@ -38,7 +40,7 @@ class SyncerLink:
 
         Args:
             parts: Shared by all that this rank does with the syncer.
-            fragments: The syncer's.
+            fragments: The syncer's, those that this rank follows.
             step_s: Gives the duration of recent inner steps, in seconds; 0: not known yet.
         """
         self.fragments = fragments
@@ -56,7 +58,8 @@ class SyncerLink:
     def start(self, sent_by: int) -> None:
         """Begin to poll; `sent_by` is the incarnation that sent what a checkpoint has in flight."""
         self._sent_by = sent_by
-        self._tasks.spawn(self._poll_forever())
+        if self.fragments:
+            self._tasks.spawn(self._poll_forever())
 
     def look(self) -> None:
         """Begin to stage whatever can be."""

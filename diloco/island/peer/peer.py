@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from diloco.syncer.payloads import (
     fetch_lanes,
     verify_payload,
 )
-from diloco.syncer.polls import is_news
+from diloco.syncer.polls import fragments_of, is_news
 from diloco.syncer.worker import Worker
 from diloco.tasks import Tasks
 from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply
@@ -312,16 +312,17 @@ class Peer:
                 )
             )
         keys = keys_of(request.outstanding, len(self._fragments))
+        about = fragments_of(request, self._fragments)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, _MAX_POLL_S))):
-                while not is_news(request, self._poll_reply(keys)):
+                while not is_news(request, self._poll_reply(keys, about)):
                     await self._tasks.news.wait()
-        return Reply.of(self._poll_reply(keys))
+        return Reply.of(self._poll_reply(keys, about))
 
-    def _poll_reply(self, keys: Sequence[RoundKey]) -> wire.PollReply:
+    def _poll_reply(self, keys: Sequence[RoundKey], about: Collection[int]) -> wire.PollReply:
         reply = wire.PollReply(
             syncer_epoch=self._grant.incarnation,
-            fragments=[fragment.state() for fragment in self._fragments.values()],
+            fragments=[self._fragments[p].state() for p in about],
         )
         if (failure := self._tasks.failure) is not None:
             reply.fatal.exit_code, reply.fatal.reason = failure.exit_code, str(failure)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from diloco.errors import IslandFailed
 from diloco.outer.schedule import Schedule
 from diloco.protocol.island.ledger import MAX_EXPIRED
-from diloco.protocol.island.votes import FragmentView
+from diloco.protocol.island.votes import NOT_FOLLOWED, NOT_MINE, FragmentView
 
 _WORDS = 8
 
@@ -108,6 +108,9 @@ def entry_words(views: Iterable[FragmentView]) -> list[int]:
     """Return one rank's word on what it entered; of all ranks' words the smallest is taken."""
     words: list[int] = []
     for view in views:
+        if view is NOT_FOLLOWED:
+            words += [NOT_MINE] * _WORDS
+            continue
         version = view.anchor_version
         is_newest = view.version == version  # else what is known of the newest is not of it
         attempt, is_flush = (view.attempt, view.is_flush) if is_newest else (0, False)

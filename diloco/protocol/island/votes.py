@@ -14,6 +14,8 @@ from diloco.protocol.rounds.terms import RoundKey
 NOTHING_STAGED = -1
 #: In place of a staged version: the syncer has the target no more.
 GONE = -2
+#: In place of a value of which the smallest of all ranks is taken: other ranks know it.
+NOT_MINE = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class FragmentVote:
     """One rank's word on one fragment; agreed, everything but the first is the leader's.
 
     Args:
-        staged_version: Of which the rank holds all its lanes, or `NOTHING_STAGED`, or `GONE`.
+        staged_version: Of which the rank holds all its lanes, or `NOTHING_STAGED`, or `GONE`;
+            `NOT_MINE` where it follows none of them.
         verdict: On what is outstanding.
         attempt: That is announced last.
         target: What all ranks are to stage; None: nothing newer is known.
@@ -126,3 +129,7 @@ class FragmentView:
         if self.key is None or (self.verdict is not None and self.verdict.has_expired):
             return True
         return self.verdict is not None and self.staged_version > self.key.version
+
+
+#: Of a fragment that this rank does not ask about: it carries none of its lanes, and leads nobody.
+NOT_FOLLOWED = FragmentView(anchor_version=NOT_MINE, staged_version=NOT_MINE)
