@@ -136,7 +136,7 @@ def _document(found: Sequence[Found], size: Size, command: str) -> Iterator[str]
         "reasons are in configs/simulations/suite."
     )
     yield from _paragraph(
-        f"A model of {', '.join(f'{count:,}' for count in parameters)} parameters learns the "
+        f"A model of {' or '.join(f'{count:,}' for count in parameters)} parameters learns the "
         "sources of Python's standard library, bytes as tokens. A row makes "
         f"{size.inner_steps} inner steps of {size.tokens_per_inner_step:,} tokens, all islands "
         f"together, the first {size.warm_steps} of them data parallel; from scratch "
