@@ -207,8 +207,9 @@ def test_what_it_will_cost_is_told_by_what_others_took(tmp_path: Path) -> None:
     after = cost_of(experiments, cache)
     assert after.num_missing == len(points) - 1
     assert after.tokens == before.tokens - tokens
-    num_parameters = 131_392
-    assert after.cpu_s == pytest.approx(after.tokens * 1e-6 * num_parameters)
+    large = tokens * sum(point.config.model.dim == 192 for point in points)
+    work = (after.tokens - large) * 131_392 + large * 984_000
+    assert after.cpu_s == pytest.approx(work * 1e-6)
     assert f"{len(points)} points, 1 of them there already" in str(after)
 
 
