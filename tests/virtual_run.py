@@ -29,6 +29,7 @@ from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.outer.schedule import Schedule
+from diloco.protocol.island.ledger import LocalMix
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Weights
 from diloco.protocol.rounds.timing import TimingRules
@@ -122,7 +123,7 @@ class Setting:
     first_inner_steps_per_round: int = 0
     num_fragments: int = 1
     overlap_steps: int = 0
-    local_mix: float = 0.0
+    local_mix: LocalMix = 0.0
     phases: tuple[int, ...] = ()
     flush: bool = False
     optimizer: OuterOptimizer = field(default_factory=lambda: OuterOptimizer("sgd", 1.0, 0.0, 0))

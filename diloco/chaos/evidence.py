@@ -9,6 +9,7 @@ from typing import Any
 from diloco.chaos.fault_log import FaultHistory, RunHistory
 from diloco.chaos.plan import CORRUPTING, Kind
 from diloco.chaos.tokens import Event, Send, sends_of, starts_of
+from diloco.protocol.island.ledger import LocalMix
 
 #: Faults after which an island is expected to start once more.
 STARTING_AGAIN = frozenset({Kind.KILL, Kind.RESTART})
@@ -44,7 +45,7 @@ class Evidence:
         recomputed: Retained versions.
         exit_codes: Island -> how its last supervisor ended; None: it lived when the run was over.
         problem: Why the run did not come to its end; empty: it did.
-        local_mix: alpha of the run.
+        local_mix: What merges keep of local values.
         is_on_arrival: Whether islands merge on arrival and may jump over versions.
         contribution_bytes: Fragment -> what one contribution to it weighs on the line.
         most_steps: Inner steps that one contribution counts; 0: any number.
@@ -58,7 +59,7 @@ class Evidence:
     exit_codes: Mapping[str, int | None]
     repaired: Sequence[tuple[int, int]] = ()
     problem: str = ""
-    local_mix: float = 0.0
+    local_mix: LocalMix = 0.0
     is_on_arrival: bool = False
     contribution_bytes: Mapping[int, int] = field(default_factory=dict)
     most_steps: int = 0

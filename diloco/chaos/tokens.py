@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.protocol.island.ledger import LocalMix
+
 Event = Mapping[str, Any]  # JSON values, as a sink wrote them
 #: Fragment and version -> header, as the coordinator indexed it.
 Headers = Mapping[tuple[int, int], Mapping[str, Any]]
@@ -102,7 +104,7 @@ def account(
     events: Sequence[Event],
     headers: Headers,
     *,
-    local_mix: float,
+    local_mix: LocalMix,
     most_steps: int = 0,
 ) -> TokenAccount:
     """Recount one fragment of one island.
@@ -112,7 +114,7 @@ def account(
         fragment_id: Which fragment.
         events: All events of the island.
         headers: Of the run.
-        local_mix: alpha of the merges.
+        local_mix: What merges keep of local values.
         most_steps: Inner steps that one contribution counts; what was trained beyond them waits for
             the next one. 0: any number.
     """
@@ -136,7 +138,7 @@ def _recount(
     fragment_id: int,
     counted: Mapping[tuple[int, int], int],
     *,
-    local_mix: float,
+    local_mix: LocalMix,
     most_steps: int,
 ) -> None:
     """Follow the counter of one start; `counted` is what the audit log counts of it, by key."""
@@ -168,10 +170,10 @@ def _recount(
         elif what == "included":
             tokens -= event["weight_tokens"] + event["dropped_tokens"]
             total.dropped += event["dropped_tokens"]
-        elif what == "not_included" and local_mix > 0:
+        elif what == "not_included" and local_mix != 0:
             tokens -= event["weight_tokens"]
             total.dropped += event["weight_tokens"]
-        elif what in ("absent", "not_included") and local_mix == 0:
+        elif what in ("absent", "not_included") and local_mix in (0, "since_send"):
             total.dropped += tokens
             tokens = 0
         elif what == "unknown":  # the audit log knows

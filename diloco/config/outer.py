@@ -71,6 +71,19 @@ def _check_quorum(value: Any) -> Any:
 
 
 Quorum: TypeAlias = Annotated[str | int, BeforeValidator(_check_quorum)]
+
+
+def _check_local_mix(value: Any) -> Any:
+    """Accept a share or "since_send"."""
+    if value == "since_send":
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise ValueError('must be a number >= 0 and <= 1, or "since_send"')
+    return float(value)
+
+
+LocalMix: TypeAlias = Annotated[float | Literal["since_send"], BeforeValidator(_check_local_mix)]
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(tuples)]
 
 
@@ -191,8 +204,10 @@ class OuterConfig(Section):
         description="tau: inner steps from a send to its merge, 0 <= tau < H, also the first; "
         "streaming: 1",
     )
-    local_mix: Identity[float] = Field(
-        default=0.0, ge=0, le=1, description="alpha: weight of the local parameters at a merge"
+    local_mix: Identity[LocalMix] = Field(
+        default=0.0,
+        description="alpha: weight of the local parameters at a merge, 0 to 1; since_send: all of "
+        "what was trained since the send is kept, on top of what was published",
     )
     merge: Identity[Literal["scheduled", "on_arrival"]] = Field(
         default="scheduled",
@@ -354,8 +369,15 @@ class OuterConfig(Section):
 
     @model_validator(mode="after")
     def _check_exchange(self) -> OuterConfig:
-        """Refuse what an owner of single lanes cannot do, and an end that has no flush."""
+        """Refuse what an owner of single lanes cannot do, or what nothing is kept of."""
         problems: list[Problem] = []
+        if self.local_mix == "since_send":
+            if self.exchange == "allreduce":
+                message = 'needs exchange = "syncer": set that, or a share from 0 to 1'
+                problems.append(("local_mix", self.local_mix, message))
+            elif not (self.overlap_steps or self.is_on_arrival):
+                message = "needs an overlap_steps of 1 or more: nothing is trained before the merge"
+                problems.append(("local_mix", self.local_mix, message))
         if self.exchange == "allreduce":
             problems += [
                 (key, value, f'needs exchange = "syncer": set that, or {key} = "{plain}"')

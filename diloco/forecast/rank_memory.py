@@ -35,6 +35,7 @@ On the host, for the outer loop, of each of the island's values, dealt to its ra
     4            local values, while published ones are evaluated in their place
     8            with error feedback
     8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads
+    4            of the largest fragment, where local_mix is since_send: what a merge adds
 
 and for a checkpoint that is written behind the training, while it is:
 
@@ -43,9 +44,10 @@ and for a checkpoint that is written behind the training, while it is:
 On the device for the outer loop, the larger of the two (`diloco bench memory` counts it):
 
     piece        of a parameter that is sent or merged, in one all-to-all at most, twice where
-                 local_mix is above 0; while it is on its way
+                 local_mix is not 0; while it is on its way
     ahead        this rank's share of the largest fragment, and a piece where local_mix is above 0;
-                 from when it is staged to its merge, with overlap_steps of 2 or more; scheduled
+                 from when it is staged to its merge, with overlap_steps of 2 or more; scheduled,
+                 not where local_mix is since_send
 
 Operations: `diloco.trainer.flops`.
 """
@@ -323,8 +325,10 @@ def _outer_device_bytes(
     shards = mesh.dp_shard * mesh.cp
     largest = max(_local_numel(name, shape, mesh.tp, shards) for name, shape in shapes.items())
     piece = min(4 * min(largest, largest_fragment), SLAB_BYTES // island.ranks)
-    mixed = piece if config.outer.local_mix > 0 else 0
-    is_ahead = config.outer.overlap_steps > 1 and not config.outer.is_on_arrival
+    outer = config.outer
+    mixed = piece if outer.local_mix != 0 else 0
+    is_staged = outer.overlap_steps > 1 and not outer.is_on_arrival
+    is_ahead = is_staged and outer.local_mix != "since_send"
     ahead = 4 * largest_fragment // (mesh.tp * shards) if is_ahead else 0
     return max(piece, ahead) + mixed
 
@@ -336,4 +340,5 @@ def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) ->
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     wire = payload_bytes(outer.uplink_codec) + payload_bytes(outer.downlink_codec)
     moving = min(num_values, under_way * largest_fragment) * (8 + wire)
-    return round(num_values * lasting + moving)
+    added = 4 * largest_fragment if outer.local_mix == "since_send" else 0
+    return round(num_values * lasting + moving + added)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -19,7 +19,14 @@ from torch.profiler import record_function
 from diloco.io_thread import Waits
 from diloco.island.outer_state import LoopParts, OuterState
 from diloco.outer.pseudo_gradient import largest_change
-from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Settled, Target, Verdict
+from diloco.protocol.island.ledger import (
+    FragmentLedger,
+    LocalMix,
+    Outstanding,
+    Settled,
+    Target,
+    Verdict,
+)
 from diloco.protocol.island.soundness import Reach, StepBound
 from diloco.protocol.island.votes import AnnouncedVersion, FragmentView, FragmentVote
 from diloco.protocol.rounds.terms import Weights
@@ -53,6 +60,8 @@ class Merging:
         self._exchange = parts.exchange
         self._runner = parts.runner
         self._local_mix = parts.local_mix
+        #: Reach of what is outstanding when it was sent; unknown after a resume: 0.
+        self._sent_reaches: dict[int, Reach] = {}
         self._weights = Weights(parts.schedule.inner_steps_per_round)
         self._clock = parts.clock
         self._on_event = parts.on_event
@@ -124,6 +133,7 @@ class Merging:
             local = self._shards.collect(p)
             gathered_s = self._clock() - began
             self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
+            self._sent_reaches[p] = self.state.reaches[p]
             if reason:
                 self._runner.post(self._exchange.decline, sent, reason)
             else:
@@ -177,7 +187,7 @@ class Merging:
             is_flush=bool(sent and sent.is_flush),
             asks_trial=bool(vote.target and vote.target.asks_trial),
         )
-        local_mix = 0.0 if target.is_flush else self._local_mix
+        local_mix = ledger.mix_of(verdict, self._local_mix, is_flush=target.is_flush)
         if verdict.has_expired:
             assert sent is not None
             void = ledger.settle(verdict, attempt=vote.attempt, local_mix=local_mix)
@@ -200,19 +210,35 @@ class Merging:
         staged = self._exchange.staged(p)
         began = self._clock()
         with record_function("diloco/merge"):
-            self._shards.distribute(p, staged, local_mix)
+            if local_mix == "since_send":
+                self._shards.add(p, self._exchange.change_of_sent(p))
+            else:
+                self._shards.distribute(p, staged, local_mix)
         merged_s = self._clock() - began
         if num_parts := self._shards.prefetches_without_room():
             logger.warning("no room to prefetch %d parts of fragment %d", num_parts, p)
             self._on_event(PrefetchWithoutRoom(inner_step, p, num_parts))
         anchor, self.state.anchors[p] = self.state.anchors[p], staged
-        moved = 0.0
-        if local_mix and math.isfinite(self.state.reaches[p].update):
-            moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)
-        self.state.reaches[p] = self.state.reaches[p].mixed(local_mix, moved)
+        self.state.reaches[p] = self._reach_after(p, local_mix, anchor, staged)
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
         self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))
+
+    def _reach_after(
+        self,
+        fragment_id: int,
+        local_mix: LocalMix,
+        anchor: Mapping[int, Tensor],
+        staged: Mapping[int, Tensor],
+    ) -> Reach:
+        """Return how far from the new anchor local values may lie."""
+        reach, sent = self.state.reaches[fragment_id], self._sent_reaches.pop(fragment_id, Reach())
+        if local_mix == "since_send":
+            return reach.since(sent)
+        moved = 0.0
+        if local_mix and math.isfinite(reach.update):
+            moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)
+        return reach.mixed(local_mix, moved)
 
     def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:
         self._exchange.settle(fragment_id, is_merged=is_merged, is_included=is_included)

@@ -476,6 +476,8 @@ class OuterLoop:
 
         On arrival there is no need: versions are merged as soon as all ranks have them.
         """
+        if self._parts.local_mix == "since_send":
+            return  # what is staged is not what is added
         in_flight = [(x.outstanding, x.fragment_id) for x in self.state.ledgers if x.outstanding]
         if agreed is None or self._total_tokens is not None or not in_flight:
             return

@@ -28,7 +28,7 @@ from diloco.island.exchange.exchange import Exchange
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
-from diloco.protocol.island.ledger import FragmentLedger
+from diloco.protocol.island.ledger import FragmentLedger, LocalMix
 from diloco.protocol.island.resume_point import (
     Entered,
     RanksApart,
@@ -85,7 +85,7 @@ class LoopParts:
         runner: Where the exchange runs.
         agreement: Of the island's ranks.
         timeline: Of the run.
-        local_mix: alpha of merges.
+        local_mix: What merges keep of the local values.
         clock: Monotonic seconds.
         on_event: Called with each event.
         start_step: Where the run began: 0, or a warm start's position.
@@ -98,7 +98,7 @@ class LoopParts:
     runner: Runner
     agreement: Agreement
     timeline: int
-    local_mix: float
+    local_mix: LocalMix
     clock: Callable[[], float]
     on_event: Callable[[Event], None]
     start_step: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from diloco.protocol.island.ledger import OUTCOMES
+from diloco.protocol.island.ledger import OUTCOMES, SENT
 from diloco.protocol.rounds.terms import Phase
 from diloco.protocol.rounds.transitions import TRANSITIONS
 from diloco.protocol.run.leases import TRANSITIONS as LEASES
@@ -31,8 +31,17 @@ def diagrams() -> str:
             _rows(("phase", "event", "then", "when"), TRANSITIONS),
             "### A contribution",
             _rows(
-                ("outcome", "merges", "counters, alpha = 0", "alpha > 0"),
-                [(o.verdict, _MERGED[o.merges], o.counters, o.mixed) for o in OUTCOMES],
+                ("outcome", "merges", "counters, alpha = 0", "alpha > 0", "since the send"),
+                [
+                    (
+                        o.verdict,
+                        _MERGED[o.merges],
+                        o.counters,
+                        o.mixed,
+                        o.mixed if o.verdict in SENT else o.counters,
+                    )
+                    for o in OUTCOMES
+                ],
             ),
             "### A lease",
             _diagram(Lease.ABSENT, leases),

@@ -24,7 +24,7 @@ import simpy
 from diloco.island.exchange.contributions import NOT_OPEN_WAIT_S
 from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.outer.schedule import Schedule
-from diloco.protocol.island.ledger import FragmentLedger, Outstanding, Target, Verdict
+from diloco.protocol.island.ledger import FragmentLedger, LocalMix, Outstanding, Target, Verdict
 from diloco.protocol.island.pace import ArrivalPace, Pace, ScheduledPace, aim, arrival_vote
 from diloco.protocol.island.resume_point import Entered, resume_point_of
 from diloco.protocol.island.votes import IslandVote
@@ -113,7 +113,7 @@ class Exchanging:
 
     schedule: Schedule
     sizes: Sequence[FragmentSize]
-    local_mix: float
+    local_mix: LocalMix
     on_arrival: bool
     plain_up: bool
     plain_down: bool
@@ -429,7 +429,7 @@ class SimulatedIsland:
         ledger.settle(
             verdict,
             attempt=attempt,
-            local_mix=0.0 if target.is_flush else self._common.local_mix,
+            local_mix=ledger.mix_of(verdict, self._common.local_mix, is_flush=target.is_flush),
             merged=target,
             most_kept=self._common.schedule.inner_steps_per_round,
         )

@@ -220,11 +220,8 @@ def test_explain_lists_every_field_with_class_range_and_description() -> None:
     assert rows.keys() - named == expected | {"model.hf_config"}  # has no keys here
     assert "data.sources.NAME.files" in named
     assert all(row.description for row in rows.values())
-    alpha = rows["outer.local_mix"]
-    assert (alpha.config_class, alpha.default, alpha.allowed) == (
-        "identity",
-        "0.0",
-        ">= 0 and <= 1",
-    )
+    alpha, gamma = rows["outer.local_mix"], rows["outer.grace_share"]
+    assert (alpha.config_class, alpha.default) == ("identity", "0.0")
+    assert (gamma.config_class, gamma.allowed) == ("policy", ">= 0 and <= 1")
     assert rows["run.seed"].default == "-"
     assert rows["outer.preset"].allowed == '"classic" or "streaming" or "decoupled"'

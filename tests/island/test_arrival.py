@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.protocol.island.ledger import LocalMix
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.errors import ConnectError
 from diloco.transport.shaping.faulty import Fault, Faults, FaultScript, FaultyTransport
@@ -66,9 +67,9 @@ def check_accounts(
             assert trained == counted + dropped + rest, (key, counted, dropped, rest)
 
 
-@pytest.mark.parametrize("local_mix", [0.0, 0.5])
+@pytest.mark.parametrize("local_mix", [0.0, 0.5, "since_send"])
 def test_a_run_ends_by_tokens_with_equal_digests_and_every_token_accounted(
-    setting: Setting, local_mix: float
+    setting: Setting, local_mix: LocalMix
 ) -> None:
     run = VirtualRun(replace(setting, local_mix=local_mix))
 

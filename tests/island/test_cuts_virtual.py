@@ -230,7 +230,7 @@ def test_a_run_is_cut_at_random_and_goes_on_with_every_token_accounted(
     setting: Setting, seed: int, is_stop: bool, num_syncers: int
 ) -> None:
     rng = random.Random(100 + seed)
-    changed = replace(setting, local_mix=rng.choice([0.0, 0.5]))
+    changed = replace(setting, local_mix=rng.choice([0.0, 0.5, "since_send"]))
     beyond_s = 0.0 if is_stop else rng.uniform(3.0, 10.0)
     story = Story(changed, seed, beyond_s=beyond_s, num_syncers=num_syncers)
 

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from diloco.errors import AggregationError, QuorumLost
-from diloco.protocol.island.ledger import Verdict
+from diloco.protocol.island.ledger import LocalMix, Verdict
 from diloco.transport.calls.loopback import run_virtual
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 
@@ -187,11 +187,43 @@ def test_an_island_that_is_late_for_attempts_keeps_in_step_with_the_others(
     assert islands[0].session.digests == islands[1].session.digests
 
 
+def test_what_was_trained_since_the_send_is_kept_and_sent_next(setting: Setting) -> None:
+    kept = replace(setting, overlap_steps=3, local_mix="since_send")
+
+    async def scenario() -> None:
+        _, a, b = await started(kept)
+        await asyncio.gather(a.train(7), b.train(7))
+        # Of 16, sent after four steps: 12 and 4, which are 8 published; three steps each since.
+        assert (a.values(), b.values()) == ({"w": [8.0 - 3 * 1.0]}, {"w": [8.0 - 3 * 3.0]})
+        await asyncio.gather(a.train(8), b.train(8))
+        sent = [event["lanes_norm"] for event in a.kinds("fragment_sent")]
+        assert sent == [4.0, 4.0, 4.0], "four steps, though three were made before the merge"
+
+    run_virtual(scenario())
+
+
+def test_of_the_published_values_that_an_island_took_meanwhile_nothing_is_kept_twice(
+    setting: Setting,
+) -> None:
+    kept = replace(setting, overlap_steps=3, local_mix="since_send")
+
+    async def scenario() -> None:
+        _, a, b = await started(kept)
+        await asyncio.gather(a.train(5), b.train(5))
+        a.session.merging.take_published(a.session.state.ledgers[0])
+        await asyncio.gather(a.train(2), b.train(2))
+        assert (a.values(), b.values()) == ({"w": [8.0]}, {"w": [8.0 - 3 * 3.0]})
+
+    run_virtual(scenario())
+
+
 # -- flush ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("local_mix", [0.0, 0.5, 1.0])
-def test_a_flush_merges_with_alpha_0_whatever_alpha_is(setting: Setting, local_mix: float) -> None:
+@pytest.mark.parametrize("local_mix", [0.0, 0.5, 1.0, "since_send"])
+def test_a_flush_merges_with_alpha_0_whatever_alpha_is(
+    setting: Setting, local_mix: LocalMix
+) -> None:
     islands = run_virtual(
         VirtualRun(replace(setting, inner_steps=6, flush=True, local_mix=local_mix)).run()
     )
@@ -304,9 +336,9 @@ def test_three_broken_ones_in_a_row_end_the_island_though_the_others_go_on(
     assert run_virtual(scenario()) == 13
 
 
-@pytest.mark.parametrize(("local_mix", "overwritten"), [(0.0, 2 * 3), (0.5, 0)])
+@pytest.mark.parametrize(("local_mix", "overwritten"), [(0.0, 2 * 3), (0.5, 0), ("since_send", 0)])
 def test_overwritten_steps_are_those_a_merge_replaced(
-    setting: Setting, local_mix: float, overwritten: int
+    setting: Setting, local_mix: LocalMix, overwritten: int
 ) -> None:
     async def scenario() -> int:
         _, a, b = await started(replace(setting, overlap_steps=3, local_mix=local_mix))

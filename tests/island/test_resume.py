@@ -137,6 +137,20 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "P1 tau3 alpha": ({"num_fragments": 1, "overlap_steps": 3, "local_mix": 0.5}, (4, 6, 7)),
     "P2 tau1": ({}, (0, 2, 3, 4, 12, 13)),
     "P4 tau3, three in flight": ({"num_fragments": 4, "overlap_steps": 3}, (1, 3, 6, 9)),
+    "P1 tau3 since the send": (
+        {"num_fragments": 1, "overlap_steps": 3, "local_mix": "since_send"},
+        (4, 6, 7),
+    ),
+    "P4 tau3 since the send, error feedback": (
+        {
+            "num_fragments": 4,
+            "overlap_steps": 3,
+            "local_mix": "since_send",
+            "error_feedback": True,
+            "error_feedback_decay": 0.9,
+        },
+        (3, 8),
+    ),
     "P4 tau2 alpha": ({"num_fragments": 4, "overlap_steps": 2, "local_mix": 0.25}, (2, 7)),
     "float32": ({"uplink_codec": "float32", "downlink_codec": "float32"}, (2, 6)),
     "int4 up only": ({"downlink_codec": "float32"}, (6,)),
@@ -258,7 +272,7 @@ def test_any_schedule_stopped_anywhere_is_resumed_to_the_bit(
         overlap_steps=data.draw(st.integers(0, period - 1), "tau"),
         phases=tuple(data.draw(st.one_of(st.just([]), phases), "phases")),
         flush=data.draw(st.booleans(), "flush"),
-        local_mix=data.draw(st.sampled_from([0.0, 0.5]), "alpha"),
+        local_mix=data.draw(st.sampled_from([0.0, 0.5, "since_send"]), "alpha"),
         error_feedback=data.draw(st.booleans(), "error feedback"),
         uplink_codec=data.draw(st.sampled_from(["int4", "float32"]), "codec"),
     )

@@ -306,9 +306,9 @@ def check_collect(shards_: LaneShards, plan: Plan, full: dict[str, Tensor]) -> s
 
 
 def check_distribute(
-    shards_: LaneShards, plan: Plan, parameters: dict[str, Tensor], local_mix: float
+    shards_: LaneShards, plan: Plan, parameters: dict[str, Tensor], local_mix: float | None
 ) -> None:
-    """Every rank's own copies hold the mixture afterwards, and nothing else has changed."""
+    """Every rank's own copies hold the mixture, None: the sum, and nothing else has changed."""
     for fragment in plan.fragments:
         before = island_values(parameters, plan)
         news = {n: global_values(n, tuple(v.shape), 1) for n, v in before.items()}
@@ -319,12 +319,19 @@ def check_distribute(
             if lane.lane_id in shards_.lanes_of(fragment.fragment_id)
         }
 
-        shards_.distribute(fragment.fragment_id, published_lanes, local_mix)
+        if local_mix is None:
+            shards_.add(fragment.fragment_id, published_lanes)
+        else:
+            shards_.distribute(fragment.fragment_id, published_lanes, local_mix)
 
         expected = {name: value.clone() for name, value in before.items()}
         for entry in fragment.entries:
             span = slice(entry.start, entry.end)
-            merge_(expected[entry.name].view(-1)[span], news[entry.name].view(-1)[span], local_mix)
+            held, new = (v[entry.name].view(-1)[span] for v in (expected, news))
+            if local_mix is None:
+                held.add_(new)
+            else:
+                merge_(held, new, local_mix)
         # full_tensor() reads this rank's own replica: over all ranks it covers every copy.
         after = island_values(parameters, plan)
         for name, value in expected.items():
@@ -359,6 +366,7 @@ def check_layouts(island_rank: int, names: list[str]) -> dict[str, str]:
                 digest = check_collect(lane_shards, plan, island_values(parameters, plan))
                 assert digests.setdefault(name, digest) == digest
                 check_distribute(lane_shards, plan, parameters, 0.5)
+                check_distribute(lane_shards, plan, parameters, None)
                 check_distribute(lane_shards, plan, parameters, 0.0)
                 check_collect(lane_shards, plan, island_values(parameters, plan))
                 check_distribute(lane_shards, plan, parameters, 1.0)

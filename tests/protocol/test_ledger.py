@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.protocol.island.ledger import FragmentLedger, Settled, Target, Verdict
+from diloco.protocol.island.ledger import FragmentLedger, LocalMix, Settled, Target, Verdict
 from diloco.protocol.rounds.terms import RoundKey
 
 TOKENS = 100
@@ -96,6 +96,22 @@ def test_steps_overwritten_once_are_not_counted_again() -> None:
 
     assert made.steps == 1
     assert made.settle(Verdict.DECLINED, attempt=0, local_mix=0.0) == Settled(1, TOKENS)
+
+
+@pytest.mark.parametrize("verdict", [v for v in Verdict if not v.has_expired])
+@pytest.mark.parametrize("local_mix", [0.0, 0.5, "since_send"])
+def test_the_work_since_a_send_is_kept_only_where_what_was_sent_ended_in_a_version(
+    verdict: Verdict, local_mix: LocalMix
+) -> None:
+    made = FragmentLedger(timeline=1, fragment_id=2)
+    is_sent = verdict in (Verdict.INCLUDED, Verdict.NOT_INCLUDED)
+    expected = local_mix if is_sent or local_mix != "since_send" else 0.0
+
+    assert made.mix_of(verdict, local_mix, is_flush=False) == expected
+    assert made.mix_of(verdict, local_mix, is_flush=True) == 0.0
+    made.is_void = True
+    if local_mix == "since_send":
+        assert made.mix_of(verdict, local_mix, is_flush=False) == 0.0
 
 
 def test_every_verdict_is_in_the_table() -> None:

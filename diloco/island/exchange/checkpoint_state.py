@@ -32,6 +32,8 @@ from diloco.protocol.rounds.terms import RoundKey
 
 _FORMAT = 3
 _LEDGER_NUMBERS = 15
+#: What is in flight: a contribution or a decline; and whether its work is in no parameter any more.
+_SENT, _DECLINED, _VOID = 1, 2, 4
 _ALWAYS: tuple[str, ...] = ("anchor", "payload")
 _WITH_FEEDBACK = ("residual", "residual_after")
 
@@ -178,11 +180,16 @@ class StateLayout:
             ledger.outstanding = Outstanding(
                 key, sent_at_inner_step, weight_tokens, weight_steps, bool(is_flush)
             )
+            ledger.is_void = in_flight >= _VOID
         parts: dict[str, dict[int, Tensor]] = {name: {} for name in (*_ALWAYS, *_WITH_FEEDBACK)}
         for section, lane_id in self._parts(p):
             values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
-        lanes = LaneCheckpoint(**parts, is_declined=in_flight == 2, broken_in_a_row=broken_in_a_row)
+        lanes = LaneCheckpoint(
+            **parts,
+            is_declined=in_flight % _VOID == _DECLINED,
+            broken_in_a_row=broken_in_a_row,
+        )
         reach = Reach(*state[f"reach/{p}"].tolist())
         return FragmentCheckpoint(ledger, lanes, reach, sent_as)
 
@@ -198,7 +205,7 @@ def _numbers(fragment: FragmentCheckpoint) -> list[int]:
     in_flight = [0] * 6
     if sent is not None:
         in_flight = [
-            2 if fragment.lanes.is_declined else 1,
+            (_DECLINED if fragment.lanes.is_declined else _SENT) + _VOID * ledger.is_void,
             sent.sent_at_inner_step,
             sent.weight_tokens,
             sent.weight_steps,

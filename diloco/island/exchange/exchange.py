@@ -145,6 +145,14 @@ class Exchange:
         """Return the verified lanes of `view().staged_version`."""
         return self._fragments[fragment_id].staged
 
+    def change_of_sent(self, fragment_id: int) -> dict[int, Tensor]:
+        """Return by lane how what is staged differs from what was sent, as it is decoded."""
+        return self._fragments[fragment_id].change_of_sent(
+            self._plan.fragments[fragment_id],
+            self.rules.uplink_codec,
+            self.rules.error_feedback_decay,
+        )
+
     def calls_of(self, fragment_id: int) -> SyncerCalls:
         """Return the connection to the syncer of a fragment."""
         return self._link_of[fragment_id].calls

@@ -249,6 +249,23 @@ class IslandFragment:
             broken_in_a_row=self.broken_in_a_row,
         )
 
+    def change_of_sent(self, fragment: Fragment, codec: str, decay: float) -> dict[int, Tensor]:
+        """Return staged - (anchor - Delta) by lane, Delta being what of it the payload carries.
+
+        With error feedback all of Delta, as the residuals tell, since the next contribution brings
+        the rest; without it what is decoded: what quantisation lost stays in the local values.
+        """
+        changes: dict[int, Tensor] = {}
+        for lane_id, lane in self.sending.items():
+            numel = fragment.lanes[lane_id].numel
+            change = lane_codec(codec, fragment, lane_id).decode(from_bytes(lane.payload), numel)
+            if lane.residual_after is not None:
+                change.add_(lane.residual_after)
+                if (residual := self.residual.get(lane_id)) is not None:
+                    change.sub_(residual * decay)
+            changes[lane_id] = change.add_(self.staged[lane_id]).sub_(self.anchor[lane_id])
+        return changes
+
     def restore(self, version: int, lanes: LaneCheckpoint) -> None:
         """Take over what was captured, but for what was outstanding."""
         self.anchor, self.anchor_version = dict(lanes.anchor), version

@@ -222,6 +222,18 @@ class LaneShards:
                 merge_(local, values.to(local.device), local_mix)
 
     @torch.no_grad()
+    def add(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
+        """Add lanes to the parameters of every rank that stores them; collective.
+
+        Args and errors are those of `distribute`.
+        """
+        self._check_lanes(fragment_id, lanes)
+        with record_function("diloco/distribute"):
+            for copy, values in self._sent_out(fragment_id, lanes):
+                local = self._in_parameter(copy)
+                local.add_(values.to(local.device))
+
+    @torch.no_grad()
     def num_differing(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> int:
         """Count the elements that this rank stores with other bits than the lanes; collective.
 

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from diloco.protocol.rounds.terms import RoundKey
 
 #: Largest number of expired attempts of one version in a run that goes on: three in a row end it.
 #: Larger numbers come from a syncer whose record of expiries was damaged, and are ignored.
 MAX_EXPIRED = 2
+
+#: What a merge keeps of the local values: alpha of them, or what was trained since the send.
+LocalMix: TypeAlias = float | Literal["since_send"]
 
 
 class Verdict(StrEnum):
@@ -57,7 +60,7 @@ class Settlement(NamedTuple):
         merges: Whether a version is merged.
         counters: What the counters do if alpha is 0: the merge overwrites what was done since the
             send.
-        mixed: What they do if alpha is greater.
+        mixed: What they do if alpha is greater, or where the work since the send is kept (`SENT`).
     """
 
     verdict: Verdict
@@ -76,6 +79,8 @@ OUTCOMES = (
     Settlement(Verdict.EXPIRED, False, _KEEP, _KEEP),
     Settlement(Verdict.REFUSED_EXPIRED, False, _KEEP, _KEEP),
 )
+#: After these a merge can keep what was trained since the send, and nothing of before.
+SENT = (Verdict.INCLUDED, Verdict.NOT_INCLUDED)
 #: After these what was sent is still counted.
 _KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 _SETTLEMENTS = {each.verdict: each for each in OUTCOMES}
@@ -198,12 +203,22 @@ class FragmentLedger:
         self.outstanding = Outstanding(key, inner_step, tokens, steps, is_flush)
         return self.outstanding
 
+    def mix_of(self, verdict: Verdict, local_mix: LocalMix, *, is_flush: bool) -> LocalMix:
+        """Return what the merge after an outcome keeps of the local values.
+
+        A flush keeps nothing, nor does a merge that is to keep what was trained since the send
+        where nothing was sent, it was refused or declined, or the published values were taken
+        meanwhile.
+        """
+        is_copied = local_mix == "since_send" and (self.is_void or verdict not in SENT)
+        return 0.0 if is_flush or is_copied else local_mix
+
     def settle(
         self,
         verdict: Verdict,
         *,
         attempt: int,
-        local_mix: float,
+        local_mix: LocalMix,
         merged: Target | None = None,
         most_kept: int = 0,
     ) -> Settled:
@@ -213,7 +228,7 @@ class FragmentLedger:
             verdict: The outcome; ABSENT: a version is merged while nothing is outstanding.
             attempt: After EXPIRED, the attempt last announced; counts only where attempts were
                 skipped, which no due step served (`MAX_EXPIRED`).
-            local_mix: alpha of the merge.
+            local_mix: What the merge keeps (`mix_of`).
             merged: The version that is merged; None: the one after what was sent.
             most_kept: Inner steps since the send that stay counted though a merge with alpha = 0
                 replaced them; the rest is dropped. 0: any number.

@@ -101,6 +101,10 @@ class Reach:
             return Reach()
         return Reach(local_mix * (self.update + moved), local_mix * self.decay)
 
+    def since(self, sent: Reach) -> Reach:
+        """Return the reach of the inner steps since a send; `sent` was it then."""
+        return Reach(self.update - sent.update, self.decay - sent.decay)
+
     @property
     def limits(self) -> tuple[float, float]:
         """Bounds beyond which a value cannot be right: without, and per |anchor|."""
