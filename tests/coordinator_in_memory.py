@@ -61,7 +61,7 @@ class CoordinatorInMemory:
         names, is_shared = self.names, self.config and self.config.outer.is_on_arrival
         self.membership = Membership(
             "demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2,
-            claims=Claims(2, names) if is_shared else None,
+            claims=Claims(len(names), names) if is_shared else None,
             assignment=FragmentAssignment(self.num_syncers),
         )  # fmt: skip
         self.membership.apply(self.journal.entries().items())

@@ -7,6 +7,7 @@ Source: PROTOCOL.md, "Join", "Leases and clocks", "Graceful stop" and "Cuts".
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from diloco.protocol.run.cut_patience import CutPatience
 from diloco.protocol.run.cuts import Part
 from diloco.protocol.run.leases import Lease, Leases
 from diloco.protocol.run.membership import Membership
-from diloco.protocol.run.plan_bytes import unpacked
+from diloco.protocol.run.plan_bytes import packed, unpacked
 from diloco.protocol.run.state_transfers import StateTransfers
 from diloco.protos.control_pb2 import (
     JOIN_STATUS_ACCEPTED,
@@ -52,6 +53,8 @@ from diloco.transport.errors import FrameError
 logger = logging.getLogger(__name__)
 
 _MAX_START_ID = 64
+#: Seconds from one plan that is refused until the next one is read.
+_REFUSED_PLAN_S = 1.0
 #: Differences that one refusal names.
 _MOST_LINES = 16
 #: Held-out losses in one report.
@@ -94,6 +97,7 @@ class IslandService:
         secret: bytes,
         is_granted: Callable[[Grant], bool],
         keep: Callable[[Entries], None],
+        append: Callable[[Entries], None],
         end_if_over: Callable[[], None],
     ) -> None:
         """Assign only.
@@ -106,6 +110,7 @@ class IslandService:
             secret: That grants are signed with.
             is_granted: Whether a grant is an island's, of this run, and has not expired.
             keep: Makes what was decided durable, then true.
+            append: Makes true what each island tells, and durable before anybody is answered.
             end_if_over: Ends the run where what was told has ended it.
         """
         self._membership = membership
@@ -115,7 +120,9 @@ class IslandService:
         self._secret = secret
         self._is_granted = is_granted
         self._keep = keep
+        self._append = append
         self._end_if_over = end_if_over
+        self._reading = asyncio.Lock()
         self._state_transfers = StateTransfers(membership, keep=keep)
         # Island -> its newest start and how far that came, as was reported, durable or not.
         self._reached: dict[str, tuple[int, int]] = {}
@@ -156,7 +163,7 @@ class IslandService:
                 f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
             )
         try:
-            plan_json = unpacked(request.plan)
+            plan_json = await self._read_plan(request.plan)
         except ValueError as error:
             message = f"island {request.island!r} sent no usable plan: {error}"
             refused = Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
@@ -179,6 +186,30 @@ class IslandService:
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
         return Reply.of(self._join_accepted(request, joined.incarnation))
+
+    async def _read_plan(self, content: bytes) -> str:
+        """Read a joining island's plan: in a thread, one at a time, unless it is the run's.
+
+        A thread that reads takes its time from the loop's: of those that are refused no more than
+        one is read in so many seconds.
+
+        Raises:
+            ValueError: If it is none, or too large.
+        """
+        membership = self._membership
+        if self._is_plan(content):
+            return membership.plan_json
+        async with self._reading:
+            if self._is_plan(content):  # which the join before has fixed
+                return membership.plan_json
+            plan_json = await asyncio.to_thread(unpacked, content)
+            if await asyncio.to_thread(membership.plan_refusal, plan_json):
+                await asyncio.sleep(_REFUSED_PLAN_S)
+        return plan_json
+
+    def _is_plan(self, content: bytes) -> bool:
+        plan_json = self._membership.plan_json
+        return bool(plan_json) and content == packed(plan_json)
 
     def _join_refused(self, call: IncomingCall, island: str, joined: Joined) -> JoinReply:
         logger.warning("join refused, island=%.100r verdict=%s", island, joined.verdict)
@@ -230,7 +261,9 @@ class IslandService:
 
         It becomes durable with every record of a round, and when an island leaves.
         """
-        return self.inner_steps.get(island, self._membership.last_inner_step(island))
+        if island in self._reached:
+            return self._reached[island][1]
+        return self._membership.last_inner_step(island)
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -334,7 +367,7 @@ class IslandService:
         except ValueError as error:
             self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
-        self._keep(claims.told(island, said))
+        self._append(claims.told(island, said))
         return claims.of(island) if claims.revision > revision else ""
 
     def _take_part(self, island: str, told: CutPart) -> None:
@@ -359,7 +392,7 @@ class IslandService:
         if entries := membership.cuts.taken(membership.timeline, island, told.number, part):
             has = "no part" if part is None else "its part"
             logger.info("island %s has %s of cut %d", island, has, told.number)
-            self._keep(entries)
+            self._append(entries)
 
     def _answer(self, island: str, claims_json: str) -> ReportReply:
         """Say what an island is to know and to do."""

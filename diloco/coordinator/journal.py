@@ -6,17 +6,24 @@ order they were reported or committed), and `audit_log`, what happened between t
 written before anything is answered: a call that would need an entry while the disk is full changes
 nothing, and is answered that it may be repeated.
 
+One thread writes, a transaction after the other, so that their order is that of the calls. `write`
+waits for its own. `append` does not: all that is appended while a transaction is written goes into
+the next, so that a thousand islands need no more transactions than the disk can take, and the
+event loop goes on meanwhile. Anyone who answers from what was appended awaits `durable` first.
+
 Source: PROTOCOL.md, "Durable before answered" and "Audit log".
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
 import logging
 import sqlite3
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -81,14 +88,26 @@ class AuditRow:
     content: Any  # JSON values
 
 
+class _Opened(NamedTuple):
+    """What writes, in which thread; and what reads meanwhile all that is durable."""
+
+    writer: sqlite3.Connection
+    thread: ThreadPoolExecutor
+    reader: sqlite3.Connection
+
+
 class Journal:
-    """One run's journal; used from one thread."""
+    """One run's journal; used from one thread, next to its own."""
 
     def __init__(self, path: Path) -> None:
         """Assign only; `open` acquires the file."""
         self._path = path
-        self._connection: sqlite3.Connection | None = None
+        self._opened: _Opened | None = None
         self._is_full = False
+        # What is appended and not durable, by key; and how often that was done.
+        self._appended: dict[str, str] = {}
+        self._num_appended = self._num_durable = 0
+        self._commit: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """Open or create the file; every commit reaches the disk before it returns.
@@ -98,21 +117,28 @@ class Journal:
             sqlite3.DatabaseError: If the file is not a journal.
         """
         with self._checking_space():
-            connection = sqlite3.connect(self._path, isolation_level=None)
+            writer = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
             try:
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute("PRAGMA synchronous=FULL")
-                connection.executescript(_SCHEMA)
+                writer.execute("PRAGMA journal_mode=WAL")
+                writer.execute("PRAGMA synchronous=FULL")
+                writer.executescript(_SCHEMA)
             except sqlite3.Error:
-                connection.close()
+                writer.close()
                 raise
-        self._connection = connection
+        reader = sqlite3.connect(self._path, isolation_level=None)
+        self._opened = _Opened(writer, ThreadPoolExecutor(1, "journal"), reader)
 
     def close(self) -> None:
-        """Release the file. Closing twice is harmless."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """Write what was appended, if that can be, and release the file. Twice is harmless."""
+        if self._opened is None:
+            return
+        with contextlib.suppress(sqlite3.Error, OSError):  # nobody was answered
+            if self._appended:
+                self.write(())
+        self._opened.thread.shutdown()
+        self._opened.reader.close()
+        self._opened.writer.close()
+        self._opened = None
 
     def write(
         self,
@@ -120,7 +146,9 @@ class Journal:
         rounds: Iterable[RoundRow] = (),
         told: Iterable[AuditEntry] = (),
     ) -> int:
-        """Store entries, index `rounds`, and add `told` to the audit log, all or none.
+        """Store entries, index `rounds`, add `told` to the audit log; all, or none.
+
+        What was appended goes before.
 
         Later values replace earlier ones, and `null` is no entry any more; what is told again
         changes nothing; of what was told the newest 100,000 are kept. A version that is indexed
@@ -133,19 +161,57 @@ class Journal:
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
         """
-        entries = list(entries)
+        every = self._appended | dict(entries)  # what was appended is older
+        work = self._require().thread.submit(self._store, every, tuple(rounds), tuple(told))
+        num_conflicts = work.result()
+        self._appended, self._num_durable = {}, self._num_appended
+        return num_conflicts
+
+    def append(self, entries: Iterable[tuple[str, str]]) -> None:
+        """Have entries written with the next transaction; see `durable`."""
+        self._appended.update(entries)
+        self._num_appended += 1
+
+    async def durable(self) -> None:
+        """Return once all that was appended so far is on the disk.
+
+        Raises:
+            DiskFull: If there is no room for it; it stays appended, for the next transaction.
+        """
+        number = self._num_appended
+        while self._num_durable < number:
+            if self._commit is None or self._commit.done():
+                self._commit = asyncio.create_task(self._write_appended())
+            await asyncio.shield(self._commit)  # others wait for it, too
+
+    async def _write_appended(self) -> None:
+        number, entries = self._num_appended, dict(self._appended)
+        loop, thread = asyncio.get_running_loop(), self._require().thread
+        await loop.run_in_executor(thread, self._store, entries, (), ())
+        self._num_durable = max(self._num_durable, number)
+        for key, value in entries.items():
+            if self._appended.get(key) is value:  # no later one was appended
+                del self._appended[key]
+
+    def _store(
+        self,
+        entries: dict[str, str],
+        rounds: tuple[RoundRow, ...],
+        told: tuple[AuditEntry, ...],
+    ) -> int:
+        """Make a transaction; in the thread."""
         with (
             self._checking_space(),
-            self._require() as connection,
+            self._require().writer as writer,
         ):  # commits, or rolls back and raises
-            connection.execute("BEGIN IMMEDIATE")
-            connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries)
-            gone = [(key,) for key, value in entries if value == "null"]
-            connection.executemany("DELETE FROM entries WHERE key = ?", gone)
-            connection.executemany(_TELL, told)
-            conflicts = [c for row in rounds if (c := self._index(row)) is not None]
-            connection.executemany(_TELL, conflicts)
-            connection.execute(_FORGET)
+            writer.execute("BEGIN IMMEDIATE")
+            writer.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries.items())
+            gone = [(key,) for key, value in entries.items() if value == "null"]
+            writer.executemany("DELETE FROM entries WHERE key = ?", gone)
+            writer.executemany(_TELL, told)
+            conflicts = [c for row in rounds if (c := _index(writer, row)) is not None]
+            writer.executemany(_TELL, conflicts)
+            writer.execute(_FORGET)
         for conflict in conflicts:
             logger.error(
                 "one version was published as two things, see which of its islands have which: "
@@ -161,57 +227,39 @@ class Journal:
         Raises:
             sqlite3.DatabaseError: If a page of it is damaged, or holds what was not written here.
         """
-        (found,) = self._require().execute("PRAGMA quick_check(1)").fetchone()
+        (found,) = self._require().reader.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
         self.entries()
         self.audit_rows()
-        for (header,) in self._require().execute("SELECT header FROM rounds"):
+        for (header,) in self._require().reader.execute("SELECT header FROM rounds"):
             _read(header)
 
     @property
     def is_empty(self) -> bool:
         """Whether it says nothing of any run."""
         count = "SELECT (SELECT COUNT(*) FROM entries) + (SELECT COUNT(*) FROM rounds)"
-        (number,) = self._require().execute(count).fetchone()
+        (number,) = self._require().reader.execute(count).fetchone()
         return not number
 
     def entries(self) -> dict[str, str]:
         """Return all key-value pairs."""
-        return dict(self._require().execute("SELECT key, value FROM entries"))
-
-    def _index(self, row: RoundRow) -> AuditEntry | None:
-        """Index a durable record once; return an entry if another was indexed in its place."""
-        timeline, fragment_id, version, header = row
-        indexed = self.round_header(timeline, fragment_id, version)
-        if indexed is None:
-            self._require().execute(_INDEX, row)
-            return None
-        was, now = (bounded_text(str(json.loads(h).get("digest"))) for h in (indexed, header))
-        if was == now:
-            return None
-        key = f"t{timeline}/f{fragment_id}/version {version}: {now}"
-        return AuditEntry("conflict", key, json.dumps({"indexed": was, "reported": now}))
+        return dict(self._require().reader.execute("SELECT key, value FROM entries"))
 
     def has_rounds(self, timeline: int) -> bool:
         """Whether a round of this timeline is indexed; version 0 is not the work of any."""
-        rows = self._require().execute(
+        rows = self._require().reader.execute(
             "SELECT 1 FROM rounds WHERE timeline = ? AND version > 0 LIMIT 1", (timeline,)
         )
         return rows.fetchone() is not None
 
     def round_header(self, timeline: int, fragment_id: int, version: int) -> str | None:
         """Return the header of an indexed record, None if there is none."""
-        rows = self._require().execute(
-            "SELECT header FROM rounds WHERE timeline = ? AND fragment_id = ? AND version = ?",
-            (timeline, fragment_id, version),
-        )
-        row = rows.fetchone()
-        return None if row is None else str(row[0])
+        return _header(self._require().reader, timeline, fragment_id, version)
 
     def newest_rounds(self, timeline: int, fragment_id: int, limit: int) -> list[str]:
         """Return the headers of the newest indexed versions of a fragment, newest first."""
-        rows = self._require().execute(
+        rows = self._require().reader.execute(
             "SELECT header FROM rounds WHERE timeline = ? AND fragment_id = ? "
             "ORDER BY version DESC LIMIT ?",
             (timeline, fragment_id, limit),
@@ -223,12 +271,12 @@ class Journal:
 
     def headers(self) -> list[str]:
         """Return the headers of all indexed records, in the order of their reports."""
-        rows = self._require().execute("SELECT header FROM rounds ORDER BY sequence")
+        rows = self._require().reader.execute("SELECT header FROM rounds ORDER BY sequence")
         return [header for (header,) in rows]
 
     def audit_rows(self) -> list[AuditRow]:
         """Return the audit log without the records, in the order of its entries."""
-        rows = self._require().execute(
+        rows = self._require().reader.execute(
             "SELECT after_round, kind, key, json FROM audit_log ORDER BY sequence"
         )
         return [AuditRow(after, kind, key, _read(text)) for after, kind, key, text in rows]
@@ -252,9 +300,31 @@ class Journal:
             self._is_full = False
             logger.info("there is room for %s again", self._path)
 
-    def _require(self) -> sqlite3.Connection:
-        assert self._connection is not None, "journal used before open()"
-        return self._connection
+    def _require(self) -> _Opened:
+        assert self._opened is not None, "journal used before open()"
+        return self._opened
+
+
+def _index(connection: sqlite3.Connection, row: RoundRow) -> AuditEntry | None:
+    """Index a durable record once; return an entry if another was indexed in its place."""
+    timeline, fragment_id, version, header = row
+    indexed = _header(connection, timeline, fragment_id, version)
+    if indexed is None:
+        connection.execute(_INDEX, row)
+        return None
+    was, now = (bounded_text(str(json.loads(h).get("digest"))) for h in (indexed, header))
+    if was == now:
+        return None
+    key = f"t{timeline}/f{fragment_id}/version {version}: {now}"
+    return AuditEntry("conflict", key, json.dumps({"indexed": was, "reported": now}))
+
+
+def _header(connection: sqlite3.Connection, *key: int) -> str | None:
+    rows = connection.execute(
+        "SELECT header FROM rounds WHERE timeline = ? AND fragment_id = ? AND version = ?", key
+    )
+    row = rows.fetchone()
+    return None if row is None else str(row[0])
 
 
 def _read(text: str) -> Any:  # JSON values
@@ -283,3 +353,17 @@ def repeated_when_full(handlers: Handlers) -> Handlers:
         return handle
 
     return {method: guard(handler) for method, handler in handlers.items()}
+
+
+def once_durable(handlers: Handlers, journal: Journal) -> Handlers:
+    """Have calls answered once all is durable that their answers were made from."""
+
+    def wait(handler: Handler) -> Handler:
+        async def handle(call: IncomingCall) -> Reply:
+            reply = await handler(call)
+            await journal.durable()
+            return reply
+
+        return handle
+
+    return {method: wait(handler) for method, handler in handlers.items()}

@@ -18,7 +18,7 @@ from diloco.errors import Fenced, QuorumLost, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.absences import away_texts
 from diloco.protocol.run.alarms import MOST_ALARMS
-from diloco.protocol.run.leases import Leases
+from diloco.protocol.run.leases import Lease, Leases
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.terms import Terms
 from diloco.protos.control_pb2 import (
@@ -356,13 +356,14 @@ class RunStatus:
         """How one island stands, without its grant."""
         membership, seen = self._membership, self._islands.get(island)
         member, now = membership.members[island], loop_now()
+        lease = membership.members.lease_of(island)
         status = IslandStatus(
             island=island,
             incarnation=member.incarnation,
             island_slot=member.slot,
-            lease=membership.members.lease_of(island),
+            lease=lease,
         )
-        if island in membership.members.holders:
+        if lease in (Lease.ACTIVE, Lease.DRAINING):
             status.lease_left_s = self._leases.left_s(island, now)
         if seen is not None:
             status.last_report.CopyFrom(seen.report)

@@ -350,6 +350,7 @@ class _Run:
             await _let_watchers_see(coordinator.run_status, self.signals)
         coordinator.alarms.write()  # of last reports
         if membership.is_returning and not self.signals.asked.is_set():
+            await self._retry("last reports", functools.partial(self.journal.write, ()))
             return 0  # it goes on
         return self._show_end(coordinator.run_status)
 

@@ -33,6 +33,7 @@ MIN_LANE_BYTES = 65536
 
 FragmentPattern: TypeAlias = Literal["strided", "sequential", "balanced", "explicit"]
 _FORMAT = 1
+_MOST_DIFFERENCES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,22 +180,27 @@ def plan_difference(ours: str, theirs: str) -> list[str]:
 
     Args:
         ours: Result of `Plan.to_json`; its values are written first, as those "here".
-        theirs: The same of the other side, "there".
+        theirs: What the other side says that it is, "there".
+
+    Raises:
+        ValueError: If theirs is no JSON that a peer may send.
     """
     differing: list[str] = []
 
     def walk(path: str, a: object, b: object) -> None:
+        if a == b or len(differing) == _MOST_DIFFERENCES:
+            return
         if isinstance(a, dict) and isinstance(b, dict):
             for key in sorted({*a, *b}):
                 walk(f"{path}.{key}".lstrip("."), a.get(key), b.get(key))
         elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             for index, (left, right) in enumerate(zip(a, b, strict=True)):
                 walk(f"{path}[{index}]", left, right)
-        elif a != b:
+        else:
             differing.append(f"{path}: {_short(a)} here, {_short(b)} there")
 
-    walk("", json.loads(ours), json.loads(theirs))
-    return differing[:10]
+    walk("", json.loads(ours), read_peer_json(theirs))
+    return differing
 
 
 def _spec_content(spec: TensorSpec) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diloco.bench.network import allreduce, wan
 from diloco.bench.outer_loop import codec, guard, memory, overhead, utilisation
-from diloco.bench.syncer import syncer
+from diloco.bench.syncer import coordinator, syncer
 from diloco.bench.training import plain, race, scaling
 from diloco.cli.main import app
 from diloco.report.rows import Column, Report, Requirement
@@ -24,6 +24,7 @@ COMMANDS = {
     "codec": codec,
     "memory": memory,
     "syncer": syncer,
+    "coordinator": coordinator,
     "wan": wan,
     "allreduce": allreduce,
     "guard": guard,

@@ -425,7 +425,7 @@ def test_an_island_that_joins_again_and_again_does_not_fill_the_journal(
             sizes.append(sum(f.stat().st_size for f in tmp_path.glob("journal.sqlite*")))
         # The write-ahead log is folded back at 1000 pages; what a thousand starts cost is that.
         assert max(sizes) < 8 << 20
-        connection = coord.journal._require()
+        connection = coord.journal._require().writer
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         assert (tmp_path / "journal.sqlite").stat().st_size < 200_000
         with pytest.raises(FrameError, match="start id of 65 characters"):

@@ -10,7 +10,10 @@ import logging
 import resource
 import shutil
 import sqlite3
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +109,7 @@ def test_each_record_is_indexed_once_in_the_order_of_reports(
 
 
 def test_commit_reaches_the_disk_before_it_returns(journal: Journal, tmp_path: Path) -> None:
-    connection = journal._require()
+    connection = journal._require().writer
 
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
@@ -130,8 +133,8 @@ def test_a_full_disk_stores_nothing_and_the_same_is_stored_later(
 ) -> None:
     journal = reopened(tmp_path)
     journal.write([("plan", "p")])
-    (pages,) = journal._require().execute("PRAGMA page_count").fetchone()
-    journal._require().execute(f"PRAGMA max_page_count = {pages}")
+    (pages,) = journal._require().writer.execute("PRAGMA page_count").fetchone()
+    journal._require().writer.execute(f"PRAGMA max_page_count = {pages}")
     large = [(f"island/{number}", "x" * 500) for number in range(100)]
 
     with caplog.at_level(logging.INFO):
@@ -141,7 +144,7 @@ def test_a_full_disk_stores_nothing_and_the_same_is_stored_later(
         with pytest.raises(DiskFull):
             journal.write((), [row(0, 0, 0, digest="x" * 50_000)])
         assert journal.entries() == {"plan": "p"}
-        journal._require().execute("PRAGMA max_page_count = 1000000")
+        journal._require().writer.execute("PRAGMA max_page_count = 1000000")
         journal.write(large)
 
     assert len(journal.entries()) == 101
@@ -187,3 +190,145 @@ def test_a_call_that_finds_the_disk_full_is_to_be_repeated() -> None:
     assert refused.value.is_retryable
     with pytest.raises(ValueError, match="another one"):
         asyncio.run(handlers["control.leave"](call))
+
+
+# -- many at once ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def num_transactions(journal: Journal) -> Callable[[], int]:
+    """Count what was committed since."""
+    commits: list[str] = []
+    journal._require().writer.set_trace_callback(
+        lambda statement: commits.append(statement) if statement == "COMMIT" else None
+    )
+    return lambda: len(commits)
+
+
+def test_what_a_thousand_append_at_once_is_durable_in_few_transactions_when_it_is_said_to_be(
+    journal: Journal, tmp_path: Path, num_transactions: Callable[[], int]
+) -> None:
+    other = sqlite3.connect(tmp_path / "journal.sqlite")
+
+    async def is_durable(number: int) -> bool:
+        journal.append([(f"slot/{number}", str(number))])
+        await journal.durable()
+        found = other.execute("SELECT value FROM entries WHERE key = ?", (f"slot/{number}",))
+        return bool(found.fetchone() == (str(number),))
+
+    async def all_at_once() -> list[bool]:
+        return await asyncio.gather(*map(is_durable, range(1000)))
+
+    assert all(asyncio.run(all_at_once()))
+    other.close()
+    assert num_transactions() < 10
+
+
+def test_what_is_appended_while_a_transaction_is_written_goes_into_the_next(
+    journal: Journal, num_transactions: Callable[[], int]
+) -> None:
+    async def appended() -> None:
+        is_free = threading.Event()
+        journal._require().thread.submit(is_free.wait)  # as a slow disk
+        waiting = []
+        for number in range(50):
+            journal.append([(f"slot/{number}", "1"), ("slot/0", str(number))])
+            waiting.append(asyncio.create_task(journal.durable()))
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting), "the loop goes on"
+        is_free.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(appended())
+
+    assert num_transactions() == 2
+    assert journal.entries() == {f"slot/{n}": "1" for n in range(1, 50)} | {"slot/0": "49"}
+
+
+def test_a_write_takes_what_was_appended_before_and_later_values_win(
+    journal: Journal, num_transactions: Callable[[], int]
+) -> None:
+    async def both() -> None:
+        journal.append([("slot/0", "appended"), ("slot/1", "appended"), ("part/1/east", "{}")])
+        waiting = asyncio.create_task(journal.durable())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # its transaction is under way
+        journal.append([("slot/2", "appended")])
+        journal.write([("slot/0", "written"), ("part/1/east", "null")])
+        assert journal.entries() == {
+            "slot/0": "written", "slot/1": "appended", "slot/2": "appended",
+        }  # fmt: skip
+        await waiting
+        await journal.durable()
+
+    asyncio.run(both())
+
+    assert journal.entries()["slot/0"] == "written"
+    assert num_transactions() == 2
+
+
+def test_what_finds_no_room_is_told_to_all_that_wait_and_is_written_once_there_is_some(
+    journal: Journal,
+) -> None:
+    async def waits() -> None:
+        with pytest.raises(DiskFull):
+            await journal.durable()
+
+    async def full() -> None:
+        (pages,) = journal._require().writer.execute("PRAGMA page_count").fetchone()
+        journal._require().writer.execute(f"PRAGMA max_page_count = {pages}")
+        journal.append((f"slot/{number}", "x" * 500) for number in range(100))
+        await asyncio.gather(*(waits() for _ in range(5)))
+        assert journal.entries() == {}
+        journal.append([("slot/0", "1")])
+        journal._require().writer.execute("PRAGMA max_page_count = 1000000")
+        await journal.durable()
+
+    asyncio.run(full())
+
+    assert len(journal.entries()) == 100
+    assert journal.entries()["slot/0"] == "1"
+
+
+def test_what_was_appended_is_written_at_the_end(journal: Journal, tmp_path: Path) -> None:
+    journal.append([("slot/0", "1")])
+
+    journal.close()
+
+    with contextlib.closing(reopened(tmp_path)) as other:
+        assert other.entries() == {"slot/0": "1"}
+
+
+_ACKNOWLEDGING = """
+import asyncio, sys
+from pathlib import Path
+from diloco.coordinator.journal import Journal
+
+async def islands():
+    async def island(name):
+        for drawn in range(10**6):
+            journal.append([(f"slot/{name}", str(drawn))])
+            await journal.durable()
+            print(name, drawn, flush=True)
+    await asyncio.gather(*map(island, range(100)))
+
+journal = Journal(Path(sys.argv[1]))
+journal.open()
+asyncio.run(islands())
+"""
+
+
+def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _ACKNOWLEDGING, str(tmp_path / "journal.sqlite")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline() for _ in range(2000)]
+        process.kill()
+        said += process.stdout.read().splitlines()[:-1]  # the last line may be half of one
+
+    acknowledged = dict(line.split() for line in said)
+    assert len(acknowledged) == 100
+    with contextlib.closing(reopened(tmp_path)) as journal:
+        durable = journal.entries()
+    for name, drawn in acknowledged.items():
+        assert 0 <= int(durable[f"slot/{name}"]) - int(drawn) <= 1, "one may be on its way"

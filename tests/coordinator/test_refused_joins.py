@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
 from diloco.errors import ConfigError
+from diloco.outer.fragments import plan_difference
+from diloco.protocol.run import admission
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
@@ -123,6 +127,41 @@ def test_a_join_is_refused_by_field_and_both_values(
         assert reply.status != control.JOIN_STATUS_ACCEPTED
         assert [word for word in words if word not in reply.message] == []
         assert refusals(coord) == {("coordinator", island, cause): 1}
+
+    play(story)
+
+
+def test_a_plan_is_read_in_a_thread_and_everybody_else_is_answered_meanwhile(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, num_read = threading.Event(), Counter[str]()
+
+    def slowly(here: str, there: str) -> list[str]:
+        num_read[there] += 1
+        is_read.wait()
+        return plan_difference(here, there)
+
+    monkeypatch.setattr(admission, "plan_difference", slowly)
+    admission.plan_refusal.cache_clear()
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        west = (await ask(coord, island="west")).grant
+        others = [
+            asyncio.create_task(ask(coord, island="east", start_id=start, plan_json=plan))
+            for start, plan in (("b", OTHER_PLAN), ("c", OTHER_PLAN.replace("6", "8")))
+        ]
+        for inner_step in range(5):
+            await coord.report(west, inner_step=inner_step)
+        assert (await ask(coord, island="east")).status == control.JOIN_STATUS_ACCEPTED
+        assert not any(other.done() for other in others)
+        assert sum(num_read.values()) <= 1, "one at a time"
+        is_read.set()
+
+        refused = [reply.status for reply in await asyncio.gather(*others)]
+        await ask(coord, island="east", start_id="d", plan_json=OTHER_PLAN)
+
+        assert refused == [control.JOIN_STATUS_PLAN_MISMATCH] * 2
+        assert list(num_read.values()) == [1, 1], "what was read is not read again"
 
     play(story)
 

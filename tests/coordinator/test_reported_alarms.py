@@ -148,7 +148,7 @@ def test_alarms_of_all_islands_at_once_are_one_durable_write(tmp_path: Path) -> 
             await coord.report(grant)
         watching = asyncio.create_task(coord.coordinator.watch())
         await asyncio.sleep(0)
-        coord.journal._require().set_trace_callback(
+        coord.journal._require().writer.set_trace_callback(
             lambda statement: writes.append(statement) if statement == "COMMIT" else None
         )
         for grant in grants:

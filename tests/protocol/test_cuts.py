@@ -12,6 +12,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.config.schema import Config
+from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.cut_patience import MOST_WRITING
 from diloco.protocol.run.cuts import Cuts, Part
 from diloco.protos import control_pb2 as control
@@ -654,3 +655,36 @@ def test_a_cut_that_a_newer_program_wrote_is_refused_and_not_half_read() -> None
     Cuts().apply([("cut/1", json.dumps(cut))])
     with pytest.raises(ValueError, match="later"):
         Cuts().apply([("cut/1", json.dumps({**cut, "later": 1}))])
+
+
+def test_a_part_is_written_without_those_of_others_and_they_are_one_entry_in_the_end() -> None:
+    cuts, journal = Cuts(), dict[str, str]()
+
+    def write(entries: Entries) -> None:
+        journal.update(entries)
+        cuts.apply(entries)
+
+    def restarted() -> Cuts:
+        again = Cuts()
+        again.apply(reversed([e for e in journal.items() if e[1] != "null"]))  # in any order
+        return again
+
+    write(cuts.named(["a", "b", "c"], timeline=0, tokens=0, told={}, is_last=False))
+    for island in ("a", "b"):
+        write(taken := cuts.taken(0, island, 1, Part(7, (3, 5), {"0": {"drawn": {}}})))
+        assert [key for key, _ in taken] == [f"part/1/{island}"]
+    assert restarted()[1] == cuts[1]
+    assert (cuts[1].owing, sorted(cuts[1].parts)) == (("c",), ["a", "b"])
+
+    write(cuts.without(0, ["a"]))
+    write(cuts.completed(1, 8))
+
+    assert [key for key, value in journal.items() if value != "null"] == ["cut/1"]
+    assert restarted()[1] == cuts[1]
+    for number in range(2, 8):
+        write(cuts.named(["a"], timeline=number, tokens=0, told={}, is_last=False))
+        write(cuts.taken(number, "a", number, Part(9, (9, 9))))
+    write(cuts.forgotten([]))
+    assert {key for key, value in journal.items() if value != "null"} == {
+        f"{kind}/{n}{of}" for n in range(4, 8) for kind, of in (("cut", ""), ("part", "/a"))
+    }

@@ -162,7 +162,7 @@ def test_repeated_join_has_nothing_to_write() -> None:
             ["'east'", "inner step 300 (there)", "started at 0 (here)", "run.warm_start"],
         ),
         ("east", {"plan_json": ""}, JoinVerdict.PLAN_MISMATCH, ["no usable plan"]),
-        ("east", {"plan_json": "{}"}, JoinVerdict.PLAN_MISMATCH, ["no usable plan"]),
+        ("east", {"plan_json": "{}"}, JoinVerdict.PLAN_MISMATCH, ["num_lanes: 16 here", "null"]),
     ],
     ids=[
         "run",

@@ -481,7 +481,7 @@ def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, c
     async def story(coord: CoordinatorInMemory) -> None:
         await joined(coord)
         before, roster = dict(coord.membership.members), await coord.roster()
-        coord.journal._require().execute("PRAGMA query_only=ON")
+        coord.journal._require().writer.execute("PRAGMA query_only=ON")
 
         commands = [
             ("pause", {}),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.protocol.run.claims import Claims
+from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError, TransportError
-from tests.coordinator_in_memory import CoordinatorInMemory, tell
+from tests.coordinator_in_memory import CoordinatorInMemory, joined, tell
 from tests.run_files import write_run
 
 
@@ -72,6 +76,64 @@ def test_positions_outlive_the_coordinator_and_go_to_the_heir_and_back(
         await coord.report(west.grant, position_json=word(asked["revision"], **final))
         reply = await coord.report(again.grant, position_json=word(0))
         assert slots(reply.claims_json) == {number: 99}
+
+    tell(tmp_path, story, config=elastic)
+
+
+def test_positions_of_all_islands_at_once_are_few_transactions_and_durable_once_answered(
+    tmp_path: Path, elastic: Config
+) -> None:
+    names = tuple(f"i{number:03d}" for number in range(200))
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants = await joined(coord)
+        commits: list[str] = []
+        coord.journal._require().writer.set_trace_callback(
+            lambda statement: commits.append(statement) if statement == "COMMIT" else None
+        )
+        other = sqlite3.connect(coord.path)
+
+        async def report(number: int, grant: control.Grant) -> int:
+            said = word(0, **{f"slot{number}": (0, 7, False)})
+            await coord.report(grant, position_json=said)
+            found = other.execute("SELECT value FROM entries WHERE key = ?", (f"slot/{number}",))
+            return sum(json.loads(found.fetchone()[0])["position"]["drawn"].values())
+
+        drawn = await asyncio.gather(*(report(n, grant) for n, grant in enumerate(grants)))
+
+        assert drawn == [7] * 200
+        assert len(commits) < 10
+        other.close()
+
+    tell(tmp_path, story, config=elastic, names=names)
+
+
+def test_an_heir_is_given_nothing_that_a_killed_coordinator_would_not_know(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east = (await coord.join("east")).grant
+        await coord.leave((await coord.join("west")).grant, exit_code=40)  # it has died
+        await coord.report(east, position_json=word(0, slot0=(0, 40, False)))
+        again = await coord.join("west", "b")
+        told = await coord.report(east, position_json=word(0))
+        ((number, owed),) = json.loads(told.claims_json)["owed"].items()
+        is_free = threading.Event()
+        coord.journal._require().thread.submit(is_free.wait)  # as a slow disk
+
+        final = word(0, **{f"slot{number}": (owed["grant"], 99, True)})
+        answers = [
+            asyncio.create_task(coord.report(east, position_json=final)),
+            asyncio.create_task(coord.report(again.grant, position_json=word(0))),
+        ]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert coord.membership.claims.slots[int(number)].holder == "west"
+        assert not any(answer.done() for answer in answers), "nobody is told of it yet"
+        is_free.set()
+
+        _, heard = await asyncio.gather(*answers)
+        assert slots(heard.claims_json) == {number: 99}
 
     tell(tmp_path, story, config=elastic)
 
@@ -149,7 +211,7 @@ def test_islands_of_a_scheduled_run_hear_of_no_slots(tmp_path: Path) -> None:
 
 
 def test_text_that_was_divided_otherwise_is_refused_with_both_numbers() -> None:
-    entries = Claims(3, ["a"]).shared_out(["b"])
+    entries = Claims(3, ["a"]).shared_out({"b"})
 
     with pytest.raises(ConfigError, match=r"run.max_islands: 4 here, .* for 3 islands for ever"):
         Claims(4, ["a"]).apply(entries)

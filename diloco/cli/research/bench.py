@@ -208,6 +208,22 @@ def syncer(rows: Rows = None) -> None:
     """
 
 
+@measured_by("syncer.coordinator")
+def coordinator(rows: Rows = None) -> None:
+    """Time how long a coordinator of 1,000 islands stands still.
+
+    Its real handlers and its journal on this disk, without a network: all islands report once a
+    second and have new positions of the text every 13 s; in turn nothing else happens, all bring
+    their parts of a run checkpoint, and an island joins again and again with a plan of 47,000
+    tensors that is not the run's. Under two minutes; other load on the machine shows in "idle".
+
+    Read "longest stall": the longest time for which the event loop answered nobody; "loop busy":
+    CPU time of its thread over wall time, the islands' share included.
+
+    Example: diloco bench coordinator --require
+    """
+
+
 @measured_by("network.wan")
 def wan(rows: Rows = None) -> None:
     """Measure how much of emulated long and lossy links the transport fills.

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from diloco.bounded_text import read_peer_json
 from diloco.errors import PlanMismatch
@@ -89,29 +90,47 @@ def objection(
             + "\n  ".join(differing),
             cause=Cause.IDENTITY,
         )
-    if here.plan_json and there.plan_json == here.plan_json:  # mostly; reading it takes long
-        return _data_objection(here, there, island)
+    num_fragments = num_fragments_of(here.identity_json)
+    if refusal := plan_refusal(num_fragments, here.plan_json, there.plan_json):
+        message = f"island {island!r} sent {refusal}"
+        return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
+    return _data_objection(here, there, island)
+
+
+def num_fragments_of(identity_json: str) -> int | None:
+    """Return how many fragments a configuration wants; None: it says nothing."""
+    wanted: int | None = json.loads(identity_json).get("outer.num_fragments")
+    return wanted
+
+
+@lru_cache(maxsize=2)
+def plan_refusal(num_fragments: int | None, here: str, there: str) -> str:
+    """Say what is wrong with the plan of an island that joins; empty: nothing.
+
+    A large one takes long to read: the caller who has others to answer meanwhile calls this in a
+    thread first, and what it found is remembered.
+
+    Args:
+        num_fragments: That the run's configuration says; None: it says nothing.
+        here: The run's plan; empty before the first join, whose plan is that of all.
+        there: The island's.
+    """
+    if here and there == here:
+        return ""
     try:
-        plan = Plan.from_json(there.plan_json)
-        num_fragments = len(plan.fragments)
+        if here:
+            differing = "\n  ".join(plan_difference(here, there))
+            return f"a plan (there) that differs from the run's (here):\n  {differing}"
+        plan = Plan.from_json(there)
         if problem := size_problem(plan):
             raise PlanMismatch(problem)
-        here_num = json.loads(here.identity_json).get("outer.num_fragments", num_fragments)
-        if not here.plan_json and num_fragments != here_num:  # it would be the plan of all
+        if num_fragments not in (None, num := len(plan.fragments)):
             raise PlanMismatch(
-                f"it has {num_fragments} fragments (there), outer.num_fragments = {here_num} (here)"
+                f"it has {num} fragments (there), outer.num_fragments = {num_fragments} (here)"
             )
-    except PlanMismatch as error:
-        message = f"island {island!r} sent no usable plan: {error}"
-        return Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
-    if here.plan_json:
-        return Joined(
-            JoinVerdict.PLAN_MISMATCH,
-            f"the plan of island {island!r} (there) differs from the run's (here):\n  "
-            + "\n  ".join(plan_difference(here.plan_json, there.plan_json)),
-            cause=Cause.PLAN,
-        )
-    return _data_objection(here, there, island)
+    except (PlanMismatch, ValueError) as error:
+        return f"no usable plan: {error}"
+    return ""
 
 
 def size_problem(plan: Plan) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -66,17 +66,15 @@ class Claims:
 
     Attributes:
         slots: By index.
+        revision: Counter of all changes of holders and heirs.
     """
 
     def __init__(self, num_slots: int, islands: Iterable[str]) -> None:
         """Share the slots out among the configured islands in turn; `num_slots` is not less."""
         names = sorted(islands)
         self.slots = tuple(Slot(names[slot % len(names)]) for slot in range(num_slots))
-
-    @property
-    def revision(self) -> int:
-        """Counter of all changes of holders and heirs."""
-        return max(slot.revision for slot in self.slots)
+        self.revision = 0
+        self._digits = frozenset(map(str, range(num_slots)))
 
     @property
     def positions(self) -> dict[str, Mapping[str, Any]]:
@@ -100,10 +98,11 @@ class Claims:
                         f"for {there} islands for ever: set run.max_islands = {there}, or start a "
                         f"new run from the weights: diloco export"
                     )
-                slots[int(number)] = Slot(**saved)
+                slots[int(number)] = slot = Slot(**saved)
+                self.revision = max(self.revision, slot.revision)
         self.slots = tuple(slots)
 
-    def shared_out(self, live: Collection[str], awaited: Collection[str] = ()) -> Entries:
+    def shared_out(self, live: Set[str], awaited: Set[str] = frozenset()) -> Entries:
         """Give every slot a live holder, and the live about equally many.
 
         Args:
@@ -135,7 +134,7 @@ class Claims:
         while True:
             least, most = min(live, key=by_load), max((*live, *awaited), key=by_load)
             if loads[most] - loads[least] < 2:
-                return self._changes(slots)
+                return self._changes(enumerate(slots))
             # What it does not have yet goes first, so that nobody is left without any slot.
             number = max(
                 (number for number, slot in enumerate(slots) if slot.destined == most),
@@ -152,20 +151,22 @@ class Claims:
     def told(self, island: str, said: Mapping[int, Mapping[str, Any]]) -> Entries:
         """Record how far an island has drawn its slots; what is older changes nothing.
 
+        Who is to have which slot stays as it is: nothing else follows from it.
+
         Args:
             island: Who says so; its newest start.
             said: What `read_word` has given.
         """
-        slots, revision = list(self.slots), self.revision + 1
+        slots, revision = dict[int, Slot](), self.revision + 1
         for number, word in said.items():
-            slot = slots[number]
+            slot = self.slots[number]
             if (slot.holder, slot.grant) != (island, word["grant"]):
                 continue  # it was taken away: its next owner began where it had been told
             slot = replace(slot, position=max(slot.told, word["position"], key=_num_drawn))
             if word["is_final"] and slot.heir:
                 slot = replace(slot, holder=slot.heir, grant=revision, heir="", revision=revision)
             slots[number] = slot
-        return self._changes(slots)
+        return self._changes(slots.items())
 
     def restored(
         self,
@@ -189,10 +190,11 @@ class Claims:
             found = [part[number] for part in parts if number in part]
             positions[number] = min(found, key=_num_drawn, default=positions[number])
         revision = self.revision + 1
-        return self._changes(
+        slots = (
             replace(slot, position=positions[str(n)], heir="", grant=revision, revision=revision)
             for n, slot in enumerate(self.slots)
         )
+        return self._changes(enumerate(slots))
 
     def read_word(self, position_json: str) -> tuple[int, dict[int, dict[str, Any]]]:
         """Read what an island says of its slots: the newest revision it knows, and positions.
@@ -235,7 +237,7 @@ class Claims:
         said = read_peer_json(text_json or "{}")
         if not isinstance(said, dict):
             raise ValueError("positions are an object")
-        if odd := said.keys() - {*map(str, range(len(self.slots)))}:
+        if odd := said.keys() - self._digits:
             raise ValueError(f"slot {min(odd)} of {len(self.slots)}")
         found = {text: SlotPosition.from_json(value) for text, value in said.items()}
         for text, position in found.items():
@@ -262,12 +264,11 @@ class Claims:
                 said["owed" if slot.heir else "slots"][str(number)] = claim
         return json.dumps({"revision": self.revision, **said})
 
-    def _changes(self, slots: Iterable[Slot]) -> Entries:
-        pairs = zip(self.slots, slots, strict=True)
+    def _changes(self, slots: Iterable[tuple[int, Slot]]) -> Entries:
         return tuple(
             (f"{_KIND}/{number}", json.dumps({**asdict(slot), "num_slots": len(self.slots)}))
-            for number, (before, slot) in enumerate(pairs)
-            if slot != before
+            for number, slot in slots
+            if slot is not self.slots[number] and slot != self.slots[number]
         )
 
 

@@ -12,7 +12,8 @@ version then, does not count. A cut without any part is aborted. There is one at
 last one, after which everybody leaves, takes the place of another. Numbers are counted over all
 timelines, so that no directory is ever written twice.
 
-    cut/N    a `Cut`; null: forgotten
+    cut/N            a `Cut`; null: forgotten
+    part/N/ISLAND    a `Part` that was taken after that; null: it is in the cut, or does not count
 
 Source: PROTOCOL.md, "Cuts".
 """
@@ -21,14 +22,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
 from diloco.protocol.run.admission import Entries
 
-_KIND = "cut"
+_KIND, _OF_PART = "cut", "part"
 #: Cuts that are remembered, the newest, besides those from which a run can be resumed.
 _REMEMBERED = 4
 
@@ -94,8 +95,13 @@ class Cut:
         """Newest version of each fragment that a part holds."""
         return tuple(map(max, zip(*(part.versions for part in self.parts.values()), strict=True)))
 
+    def with_part(self, island: str, part: Part | None) -> Cut:
+        """Return it once an island owes nothing more; None: there is no part of it."""
+        parts = self.parts if part is None else {**self.parts, island: part}
+        return replace(self, owing=tuple(o for o in self.owing if o != island), parts=parts)
 
-_CUTS = TypeAdapter(Cut)
+
+_CUTS, _PARTS = TypeAdapter(Cut), TypeAdapter(Part)
 
 
 class Cuts:
@@ -112,14 +118,19 @@ class Cuts:
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""
+        parts = []
         for key, value in entries:
-            kind, _, number = key.partition("/")
-            if kind != _KIND:
-                continue
-            if (saved := json.loads(value)) is None:
-                self._cuts.pop(int(number), None)
-                continue
-            self._cuts[int(number)] = _CUTS.validate_python(saved)
+            kind, _, name = key.partition("/")
+            if kind == _OF_PART and value != "null":
+                parts.append((*name.split("/"), value))
+            elif kind == _KIND and value == "null":
+                self._cuts.pop(int(name), None)
+            elif kind == _KIND:
+                self._cuts[int(name)] = _CUTS.validate_python(json.loads(value))
+        for number, island, value in parts:  # a restart gives them in any order
+            if (cut := self._cuts.get(int(number))) is not None and island in cut.owing:
+                part = _PARTS.validate_python(json.loads(value))
+                self._cuts[cut.number] = cut.with_part(island, part)
 
     def __getitem__(self, number: int) -> Cut:
         """Return a cut by its number."""
@@ -175,7 +186,7 @@ class Cuts:
         cut = Cut(number, timeline, tokens, told, is_last, tuple(sorted(islands)))
         earlier = self.open(timeline)
         return (
-            *(() if earlier is None else cut_entry(replace(earlier, owing=(), parts={}))),
+            *(() if earlier is None else self._written(replace(earlier, owing=(), parts={}))),
             *cut_entry(cut),
         )
 
@@ -184,16 +195,16 @@ class Cuts:
         cut = self.open(timeline)
         if cut is None or cut.number != number or island not in cut.owing:
             return ()
-        owing = tuple(other for other in cut.owing if other != island)
-        parts = cut.parts if part is None else {**cut.parts, island: part}
-        return cut_entry(replace(cut, owing=owing, parts=parts))
+        if part is None:
+            return self._written(cut.with_part(island, None))
+        return ((f"{_OF_PART}/{number}/{island}", _as_json(part)),)
 
     def without(self, timeline: int, holders: Collection[str]) -> Entries:
         """Let the cut go on without those who owe a part and do not hold a lease."""
         cut = self.open(timeline)
         if cut is None or not (lost := set(cut.owing).difference(holders)):
             return ()
-        return cut_entry(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
+        return self._written(replace(cut, owing=tuple(o for o in cut.owing if o not in lost)))
 
     def within(self, timeline: int, newest: Mapping[int, int]) -> Entries:
         """Let the cut go on without the parts that hold what no syncer has any more.
@@ -210,7 +221,7 @@ class Cuts:
             for island, part in cut.parts.items()
             if all(part.versions[p] <= version for p, version in newest.items())
         }
-        return () if parts.keys() == cut.parts.keys() else cut_entry(replace(cut, parts=parts))
+        return () if parts.keys() == cut.parts.keys() else self._written(replace(cut, parts=parts))
 
     def completed(self, number: int, tokens: int) -> Entries:
         """Record that the syncers keep the versions of a cut.
@@ -220,13 +231,14 @@ class Cuts:
         """
         cut = self._cuts[number]
         tokens = max(cut.tokens, tokens) if cut.is_last else cut.tokens
-        return cut_entry(replace(cut, tokens=tokens, is_complete=True))
+        return self._written(replace(cut, tokens=tokens, is_complete=True))
 
     def forgotten(self, needed: Collection[int]) -> Entries:
         """Forget all but the newest cuts, those that are given, and those that are `needed`."""
         old = sorted(self._cuts)[:-_REMEMBERED]
         kept = self.given.union(needed)
-        return tuple((f"{_KIND}/{number}", "null") for number in old if number not in kept)
+        gone = [number for number in old if number not in kept]
+        return tuple(e for n in gone for e in ((f"{_KIND}/{n}", "null"), *self._without_parts(n)))
 
     def asked_of(self, timeline: int, island: str) -> tuple[int, bool]:
         """Return the cut that an island is to take, and whether it leaves then; 0: none."""
@@ -240,14 +252,28 @@ class Cuts:
         cut = self.newest(timeline)
         if cut is None or not cut.is_last or cut.is_complete:
             return ()
-        return cut_entry(replace(cut, is_last=False))
+        return self._written(replace(cut, is_last=False))
 
     def last(self, timeline: int) -> Cut | None:
         """Return the cut with which the run stops, unless it was aborted."""
         cut = self.newest(timeline)
         return cut if cut is not None and cut.is_last and not cut.is_void else None
 
+    def _written(self, cut: Cut) -> Entries:
+        """Write a cut as a whole, with the parts that had entries of their own."""
+        return (*cut_entry(cut), *self._without_parts(cut.number))
+
+    def _without_parts(self, number: int) -> Entries:
+        return tuple((f"{_OF_PART}/{number}/{i}", "null") for i in self._cuts[number].parts)
+
 
 def cut_entry(cut: Cut) -> Entries:
     """Write a cut as its journal entry."""
-    return ((f"{_KIND}/{cut.number}", json.dumps(asdict(cut))),)
+    return ((f"{_KIND}/{cut.number}", _as_json(cut)),)
+
+
+def _as_json(value: Cut | Part) -> str:
+    """Write what a thousand islands said without a copy of it."""
+    return json.dumps(
+        value, default=lambda each: {f.name: getattr(each, f.name) for f in fields(each)}
+    )

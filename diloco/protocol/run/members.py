@@ -169,6 +169,7 @@ class Members(Mapping[str, Member]):
         self.is_paused = False
         self.num_changes = 0
         self._was_paused = False
+        self._by_lease: dict[tuple[Lease, ...], tuple[str, ...]] = {}  # as it was asked for
         self._by_name = {island: Member(slot) for slot, island in enumerate(configured)}
 
     def __getitem__(self, island: str) -> Member:
@@ -188,6 +189,7 @@ class Members(Mapping[str, Member]):
         entries = list(entries)
         for guest in json.loads(dict(entries).get("guests", "[]")):  # before what is said of them
             self._by_name.setdefault(guest, Member(len(self)))
+        num_changes = self.num_changes
         for key, value in entries:
             kind, _, name = key.partition("/")
             match kind:
@@ -201,6 +203,8 @@ class Members(Mapping[str, Member]):
                 case "island" if name in self:
                     self._by_name[name] = read_member(self[name].slot, value)
                     self.num_changes += 1
+        if self.num_changes != num_changes:
+            self._by_lease.clear()
 
     def lease_of(self, island: str) -> Lease:
         """How an island stands in this timeline."""
@@ -299,7 +303,9 @@ class Members(Mapping[str, Member]):
         return "generation", str(self.generation + 1)
 
     def _with_lease(self, *leases: Lease) -> tuple[str, ...]:
-        return tuple(sorted(i for i in self if self.lease_of(i) in leases))
+        if leases not in self._by_lease:
+            self._by_lease[leases] = tuple(sorted(i for i in self if self.lease_of(i) in leases))
+        return self._by_lease[leases]
 
     @property
     def guests(self) -> tuple[str, ...]:

@@ -32,7 +32,15 @@ from dataclasses import InitVar, dataclass, field, replace
 
 from diloco.config.fields import ISLAND_NAME
 from diloco.errors import AggregationError, QuorumLost
-from diloco.protocol.run.admission import Entries, Joined, JoinVerdict, Shared, objection
+from diloco.protocol.run.admission import (
+    Entries,
+    Joined,
+    JoinVerdict,
+    Shared,
+    num_fragments_of,
+    objection,
+    plan_refusal,
+)
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import Candidates, JudgeRules, newest_first
 from diloco.protocol.run.claims import Claims
@@ -122,7 +130,8 @@ class Membership:
         self.assignment.apply(dict(entries))
         self.repairs.apply(entries)
         self.settings.apply(entries)
-        before = {island: member.incarnation for island, member in self.members.items()}
+        names = {key.removeprefix("island/") for key, _ in entries}
+        before = {i: self.members[i].incarnation for i in names & self._kept.keys()}
         self.members.apply(entries)
         for island, incarnation in before.items():
             if self.members[island].incarnation > incarnation:
@@ -156,10 +165,11 @@ class Membership:
         """Give the text to those who are there, go on with a cut without the others, tidy up."""
         if self.claims is None:
             return ()
-        absent = [i for i in self.members.configured if self.members.lease_of(i) is Lease.ABSENT]
+        holders = frozenset(self.members.holders)
+        absent = {i for i in self.members.configured if self.members.lease_of(i) is Lease.ABSENT}
         return (
-            *self.claims.shared_out(self.members.holders, absent),
-            *self.cuts.without(self.timeline, self.members.holders),
+            *self.claims.shared_out(holders, absent),
+            *self.cuts.without(self.timeline, holders),
             *self.cuts.forgotten({*self.checkpoints, self.resume_step}),
         )
 
@@ -273,6 +283,10 @@ class Membership:
         if member is not None and member.lease_in(self.timeline) is Lease.KICKED:
             return Joined(JoinVerdict.KICKED, self.members.kicked_text(island), cause=Cause.KICKED)
         return None
+
+    def plan_refusal(self, plan_json: str) -> str:
+        """Say what is wrong with an island's plan; empty: nothing. See `admission.plan_refusal`."""
+        return plan_refusal(num_fragments_of(self.identity_json), self.plan_json, plan_json)
 
     def _batch_objection(self, island: str, tokens_per_inner_step: int) -> Joined | None:
         """Refuse a batch by which an island would count far more than any of the run's."""
@@ -582,9 +596,10 @@ class Membership:
         self._kept[island] = {step for step in steps if step <= reached}
         # Complete once is complete for good: an island that has not reported yet keeps its own.
         # What was let go of is not taken back: the syncers' part may be gone.
-        kept = [self._kept.get(name, set()) for name in self.members.counted]
         last = max(self.checkpoints, default=-1)
-        new = {step for step in set.intersection(*kept) if step > last} if kept else set()
+        new = {step for step in self._kept[island] if step > last}
+        if new:  # mostly there is nothing: a thousand islands say what they keep once a second
+            new.intersection_update(*(self._kept.get(i, ()) for i in self.members.counted))
         newest = self.candidates.kept({*new, *self.checkpoints}, self.num_checkpoints)
         return () if newest == self.checkpoints else (("checkpoint", json.dumps(newest)),)
 

@@ -59,7 +59,8 @@ class StateTransfers:
             self._requests.pop(island, None)
         elif island not in self._requests or self._requests[island].incarnation != incarnation:
             self._requests[island] = _Request(incarnation)
-        for absent in self._requests.keys() - set(self._membership.members.holders):
+        holders = self._membership.members.holders
+        for absent in [i for i in self._requests if i not in holders]:
             del self._requests[absent]  # a next start asks again
         if (request := self._requests.get(island)) is not None:
             reply.transfer.CopyFrom(self._answer(island, request))

@@ -1,0 +1,224 @@
+"""How long a coordinator of many islands stands still: its real handlers and journal, no network.
+
+All islands are in this process and call the handlers at fixed times, as reports come over a
+network: each once a second, with new positions of the text once an inner step. Next to them a task
+wakes up every millisecond; how late it is says how long the event loop stood still. On a machine
+with other work it is late for that alone: see the row "idle".
+
+    idle       nobody calls
+    reports    of all islands, whose journal is on the disk
+    cut        the same, and each island brings its part of a run checkpoint
+    plan       the same, and an island joins with a large plan that is not the run's, again and
+               again: reading it is a thread's work, of which single calls keep Python's lock
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from diloco.coordinator.daemon import Coordinator
+from diloco.coordinator.journal import Journal
+from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.protocol.run.claims import Claims
+from diloco.protocol.run.members import MembershipRules
+from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.plan_bytes import packed
+from diloco.protocol.run.terms import Terms
+from diloco.protos.control_pb2 import (
+    CutPart,
+    Grant,
+    JoinReply,
+    JoinRequest,
+    ReportReply,
+    ReportRequest,
+)
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
+from diloco.transport.calls.loopback import LoopbackNetwork
+from diloco.transport.contracts import PROTOCOL_VERSION, Transport
+
+_RUN, _WAKE_S = "bench-coordinator", 0.001
+_COLUMNS = (
+    Column("row", "row"),
+    Column("calls", "calls", ",d"),
+    Column("stall_ms", "longest stall, ms", ".1f"),
+    Column("busy", "loop busy", ".1%"),
+    Column("p50_ms", "answer p50, ms", ".1f"),
+    Column("p99_ms", "p99", ".1f"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSetting:
+    """What is measured.
+
+    Attributes:
+        num_islands: Of the run, which merges on arrival.
+        seconds: Of reports in each row.
+        report_s: Between two reports of an island.
+        step_s: Between two positions that differ.
+        num_tensors: Of the plan that another island joins with, in the row "plan".
+        stalls_ms: Bars of the longest stall, by row.
+    """
+
+    num_islands: int = 1000
+    seconds: float = 20.0
+    report_s: float = 1.0
+    step_s: float = 13.0
+    num_tensors: int = 47_000
+    stalls_ms: dict[str, float] = field(
+        default_factory=lambda: {"idle": 10.0, "reports": 50.0, "cut": 50.0, "plan": 500.0}
+    )
+
+
+def run(
+    watch: Watch, rows: Sequence[str] = (), *, setting: CoordinatorSetting | None = None
+) -> Report:
+    """Measure all rows whose names match.
+
+    Raises:
+        ConfigError: If a pattern matches no row.
+    """
+    setting = setting or CoordinatorSetting()
+    wanted = matching(list(setting.stalls_ms), rows)
+    results = []
+    for done, row in enumerate(wanted):
+        watch(row, done, len(wanted))
+        with tempfile.TemporaryDirectory(prefix="diloco-bench-coordinator-") as directory:
+            results.append(asyncio.run(_measure(setting, row, Path(directory))))
+    requirements = [
+        Requirement(f"{r['row']}: longest stall", r["stall_ms"], setting.stalls_ms[r["row"]], "ms")
+        for r in results
+    ]
+    return Report("coordinator", asdict(setting), _COLUMNS, results, requirements)
+
+
+async def _measure(setting: CoordinatorSetting, row: str, place: Path) -> dict[str, Any]:
+    names = tuple(f"island-{number:05d}" for number in range(setting.num_islands))
+    membership = Membership(
+        _RUN, names, "{}", lambda a, b: [], 1, num_checkpoints=1, claims=Claims(len(names), names)
+    )
+    journal = Journal(place / "journal.sqlite")
+    journal.open()
+    with contextlib.closing(journal):
+        coordinator = Coordinator(
+            membership=membership,
+            journal=journal,
+            secret=secrets.token_bytes(32),
+            terms=Terms(
+                policy_json=json.dumps({"run.inner_steps": 1}),
+                unreachable_s=600.0,
+                rules=MembershipRules(is_elastic=True, max_islands=len(names)),
+            ),
+            unix_clock=time.time,
+        )
+        network = LoopbackNetwork()
+        server = network.server("coordinator", coordinator.handlers)
+        await server.start()
+        calls = _Calls(setting, network.connect("coordinator"))
+        await calls.join_all(names)
+        watching = asyncio.create_task(coordinator.watch())
+        if row == "cut":
+            journal.write(entries := membership.cut())
+            membership.apply(entries)
+        figures = await calls.measure(row)
+        watching.cancel()
+        await server.stop(0.0)
+    return {"row": row, **figures}
+
+
+class _Calls:
+    """The calls of all islands."""
+
+    def __init__(self, setting: CoordinatorSetting, transport: Transport) -> None:
+        self._setting = setting
+        self._transport = transport
+        self._grants: list[Grant] = []
+        self._took_s: list[float] = []
+        self._asked: set[int] = set()  # islands whose part of the checkpoint is missing
+
+    async def join_all(self, names: Sequence[str]) -> None:
+        plan = packed(_plan(1))
+        for name in names:
+            joined = JoinReply.FromString(await self._call("control.join", _join(name, plan)))
+            self._grants.append(joined.grant)
+
+    async def measure(self, row: str) -> dict[str, Any]:
+        loop, setting = asyncio.get_running_loop(), self._setting
+        other = packed(_plan(setting.num_tensors)) if row == "plan" else b""
+        self._took_s.clear()
+        calls: list[asyncio.Task[Any]] = []
+        began, cpu_s, stall_s, num_calls = loop.time(), time.thread_time(), 0.0, 0
+        while (now := loop.time()) < began + setting.seconds:
+            due = row != "idle" and int((now - began) / setting.report_s * len(self._grants))
+            for number in range(num_calls, due):
+                calls.append(asyncio.create_task(self._report(number, now - began)))
+            num_calls = max(num_calls, due)
+            if other and (not calls or calls[0].get_name() != "join" or calls[0].done()):
+                task = asyncio.create_task(
+                    self._call("control.join", _join("island-00000", other)), name="join"
+                )
+                calls.insert(0, task)
+            await asyncio.sleep(_WAKE_S)
+            stall_s = max(stall_s, loop.time() - now - _WAKE_S)
+        busy = (time.thread_time() - cpu_s) / setting.seconds
+        await asyncio.gather(*calls)
+        took_s = self._took_s
+        return {
+            "calls": num_calls,
+            "stall_ms": 1e3 * stall_s,
+            "busy": busy,
+            "p50_ms": 1e3 * median(took_s) if took_s else None,
+            "p99_ms": 1e3 * quantiles(took_s, n=100)[98] if took_s else None,
+        }
+
+    async def _report(self, number: int, passed_s: float) -> None:
+        """Report for the next island in turn; each takes its inner steps at times of its own."""
+        began, island = time.perf_counter(), number % len(self._grants)
+        share = island / len(self._grants)
+        drawn = int(passed_s / self._setting.step_s + share)
+        position = {"drawn": {"web": drawn}, "cursor": {"at": drawn}}
+        word = {"grant": 0, "is_final": False, "position": position}
+        request = ReportRequest(
+            protocol_version=PROTOCOL_VERSION,
+            grant=self._grants[island],
+            state="training",
+            inner_step=drawn,
+            position_json=json.dumps({"revision": 0, "slots": {str(island): word}}),
+        )
+        if island in self._asked and drawn > share:
+            text = json.dumps({str(island): position})
+            part = CutPart(number=1, inner_step=drawn, versions=[0], text_json=text)
+            request.cut.CopyFrom(part)
+        reply = await self._call("control.report", request.SerializeToString())
+        (self._asked.add if ReportReply.FromString(reply).cut else self._asked.discard)(island)
+        self._took_s.append(time.perf_counter() - began)
+
+    async def _call(self, method: str, header: bytes) -> bytes:
+        reply = await self._transport.call(method, header, deadline_s=60.0)
+        return reply.header
+
+
+def _plan(num_tensors: int) -> str:
+    specs = [TensorSpec(f"layers.{n}.experts.weight", (64, 64)) for n in range(num_tensors)]
+    return make_plan(specs, num_fragments=1).to_json()
+
+
+def _join(island: str, plan: bytes) -> bytes:
+    return JoinRequest(
+        protocol_version=PROTOCOL_VERSION,
+        run=_RUN,
+        island=island,
+        identity_json="{}",
+        plan=plan,
+        start_id="a",
+    ).SerializeToString()
