@@ -76,7 +76,7 @@ class CoordinatorSetting:
     step_s: float = 13.0
     num_tensors: int = 47_000
     stalls_ms: dict[str, float] = field(
-        default_factory=lambda: {"idle": 10.0, "reports": 50.0, "cut": 50.0, "plan": 500.0}
+        default_factory=lambda: {"idle": 20.0, "reports": 50.0, "cut": 50.0, "plan": 500.0}
     )
 
 
@@ -156,22 +156,23 @@ class _Calls:
         loop, setting = asyncio.get_running_loop(), self._setting
         other = packed(_plan(setting.num_tensors)) if row == "plan" else b""
         self._took_s.clear()
-        calls: list[asyncio.Task[Any]] = []
+        under_way: set[asyncio.Task[Any]] = set()  # what is over would be the collector's work
+        joining: asyncio.Task[Any] | None = None
         began, cpu_s, stall_s, num_calls = loop.time(), time.thread_time(), 0.0, 0
         while (now := loop.time()) < began + setting.seconds:
             due = row != "idle" and int((now - began) / setting.report_s * len(self._grants))
             for number in range(num_calls, due):
-                calls.append(asyncio.create_task(self._report(number, now - began)))
+                under_way.add(call := asyncio.create_task(self._report(number, now - began)))
+                call.add_done_callback(under_way.discard)
             num_calls = max(num_calls, due)
-            if other and (not calls or calls[0].get_name() != "join" or calls[0].done()):
-                task = asyncio.create_task(
-                    self._call("control.join", _join("island-00000", other)), name="join"
+            if other and (joining is None or joining.done()):
+                joining = asyncio.create_task(
+                    self._call("control.join", _join("island-00000", other))
                 )
-                calls.insert(0, task)
             await asyncio.sleep(_WAKE_S)
             stall_s = max(stall_s, loop.time() - now - _WAKE_S)
         busy = (time.thread_time() - cpu_s) / setting.seconds
-        await asyncio.gather(*calls)
+        await asyncio.gather(*under_way, *((joining,) if joining else ()))
         took_s = self._took_s
         return {
             "calls": num_calls,
