@@ -103,6 +103,8 @@ class Reach:
 
     def since(self, sent: Reach) -> Reach:
         """Return the reach of the inner steps since a send; `sent` was it then."""
+        if math.isinf(self.update):  # of whose steps nothing is known
+            return self
         return Reach(self.update - sent.update, self.decay - sent.decay)
 
     @property
