@@ -170,7 +170,7 @@ def _recount(
         elif what == "included":
             tokens -= event["weight_tokens"] + event["dropped_tokens"]
             total.dropped += event["dropped_tokens"]
-        elif what == "not_included" and local_mix != 0:
+        elif what == "not_included" and local_mix not in (0, "since_send"):
             tokens -= event["weight_tokens"]
             total.dropped += event["weight_tokens"]
         elif what in ("absent", "not_included") and local_mix in (0, "since_send"):

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Versions in a row that are published without a member before an alarm says so.
 _LATE_IN_A_ROW = 3
+#: Late islands whose names it says.
+_MOST_NAMED = 4
 
 
 class RoundTelemetry:
@@ -84,24 +86,27 @@ class RoundTelemetry:
             self._left_out(closed)
 
     def _left_out(self, closed: RoundClosed) -> None:
-        """Raise an alarm for each member without which versions are published in a row."""
+        """Raise one alarm about the members without which versions are published in a row."""
+        late = set(closed.members).difference(closed.contributors, closed.rejected, closed.refused)
+        had_late = any(num >= _LATE_IN_A_ROW for num in self._late.values())
+        self._late = {island: self._late.get(island, 0) + 1 for island in sorted(late)}
+        names = [island for island, num in self._late.items() if num >= _LATE_IN_A_ROW]
         alarm, p = AlarmKind.ISLAND_LATE.value, closed.fragment_id
-        late = set(closed.members).difference(closed.contributors, closed.rejected)
-        for island in [island for island in self._late if island not in late]:
-            if self._late.pop(island) >= _LATE_IN_A_ROW:
-                self._on_event(AlarmCleared(alarm, island, p))
-        for island in sorted(late):
-            num_late = self._late[island] = self._late.get(island, 0) + 1
-            if num_late >= _LATE_IN_A_ROW:
-                text = (
-                    f"the last {num_late} versions of fragment {p} were published without {island}:"
-                    f" what it sends is not whole {closed.grace_s:.3g} s after the quorum of "
-                    f"{closed.quorum}, and what it trained is dropped. Give it time (diloco set "
-                    "HOST:PORT outer.grace=10s, or more contributions: outer.min_contributions), "
-                    "less to send (outer.uplink_codec), or see what holds it up: diloco status "
-                    "HOST:PORT"
-                )
-                self._on_event(AlarmRaised(alarm, text, island, p))
+        if p != 0:
+            return  # it is mostly the same with all of them, and alarms are few
+        if names:
+            text = (
+                f"{len(names)} of {len(closed.members)} members ({', '.join(names[:_MOST_NAMED])}) "
+                f"are late: at least the last {_LATE_IN_A_ROW} versions of fragment {p} were "
+                f"published without them. What they send is not whole {closed.grace_s:.3g} s after "
+                f"the quorum of {closed.quorum}, and what they trained is dropped. Give them time "
+                "(diloco set HOST:PORT outer.grace=10s, or more contributions: "
+                "outer.min_contributions), less to send (outer.uplink_codec), or see what holds "
+                "them up: diloco status HOST:PORT"
+            )
+            self._on_event(AlarmRaised(alarm, text))
+        elif had_late:
+            self._on_event(AlarmCleared(alarm))
 
     def rejected(self, key: RoundKey, islands: Mapping[str, str]) -> None:
         """Count contributions that the guard refused, and raise an alarm for each."""

@@ -100,12 +100,11 @@ def test_steps_overwritten_once_are_not_counted_again() -> None:
 
 @pytest.mark.parametrize("verdict", [v for v in Verdict if not v.has_expired])
 @pytest.mark.parametrize("local_mix", [0.0, 0.5, "since_send"])
-def test_the_work_since_a_send_is_kept_only_where_what_was_sent_ended_in_a_version(
+def test_the_work_since_a_send_is_kept_only_where_what_was_sent_is_included(
     verdict: Verdict, local_mix: LocalMix
 ) -> None:
     made = FragmentLedger(timeline=1, fragment_id=2)
-    is_sent = verdict in (Verdict.INCLUDED, Verdict.NOT_INCLUDED)
-    expected = local_mix if is_sent or local_mix != "since_send" else 0.0
+    expected = local_mix if verdict is Verdict.INCLUDED or local_mix != "since_send" else 0.0
 
     assert made.mix_of(verdict, local_mix, is_flush=False) == expected
     assert made.mix_of(verdict, local_mix, is_flush=True) == 0.0

@@ -79,8 +79,9 @@ OUTCOMES = (
     Settlement(Verdict.EXPIRED, False, _KEEP, _KEEP),
     Settlement(Verdict.REFUSED_EXPIRED, False, _KEEP, _KEEP),
 )
-#: After these a merge can keep what was trained since the send, and nothing of before.
-SENT = (Verdict.INCLUDED, Verdict.NOT_INCLUDED)
+#: After this a merge can keep what was trained since the send: all ranks have sent their lanes. Of
+#: other outcomes a rank may have declined its own too late to be heard.
+SENT = (Verdict.INCLUDED,)
 #: After these what was sent is still counted.
 _KEEPING = (Verdict.REFUSED, Verdict.DECLINED, Verdict.EXPIRED, Verdict.REFUSED_EXPIRED)
 _SETTLEMENTS = {each.verdict: each for each in OUTCOMES}
@@ -207,8 +208,7 @@ class FragmentLedger:
         """Return what the merge after an outcome keeps of the local values.
 
         A flush keeps nothing, nor does a merge that is to keep what was trained since the send
-        where nothing was sent, it was refused or declined, or the published values were taken
-        meanwhile.
+        where what was sent is not included, or the published values were taken meanwhile.
         """
         is_copied = local_mix == "since_send" and (self.is_void or verdict not in SENT)
         return 0.0 if is_flush or is_copied else local_mix
@@ -272,7 +272,7 @@ class FragmentLedger:
         if restart is not Counters.KEEP or void:  # else what was sent stays counted
             weight_tokens = weight_steps = 0
         tokens, steps = self.tokens - weight_tokens, self.steps - weight_steps
-        if local_mix == 0 and 0 < most_kept < steps:
+        if local_mix in (0, "since_send") and 0 < most_kept < steps:
             kept = -(-tokens * most_kept // steps)
             dropped += tokens - kept
             self.tokens, self.steps = weight_tokens + kept, weight_steps + most_kept
