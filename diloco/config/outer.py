@@ -378,6 +378,9 @@ class OuterConfig(Section):
             elif not (self.overlap_steps or self.is_on_arrival):
                 message = "needs an overlap_steps of 1 or more: nothing is trained before the merge"
                 problems.append(("local_mix", self.local_mix, message))
+            if self.uplink_codec in _COARSE and not self.error_feedback:
+                message = "needs error_feedback = true, or what is not sent stays here alone"
+                problems.append(("local_mix", self.local_mix, message))
         if self.exchange == "allreduce":
             problems += [
                 (key, value, f'needs exchange = "syncer": set that, or {key} = "{plain}"')

@@ -19,7 +19,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.audit_log import audit_entries_of
 from diloco.coordinator.grants import is_valid
 from diloco.coordinator.island_service import IslandService
-from diloco.coordinator.journal import AuditEntry, Journal, RoundRow, once_durable
+from diloco.coordinator.journal import AuditEntry, Journal, RoundRow
 from diloco.coordinator.operator_service import Operations, OperatorService
 from diloco.coordinator.reported_alarms import ReportedAlarms
 from diloco.coordinator.run_status import RunStatus
@@ -98,6 +98,7 @@ class Coordinator:
             is_granted=lambda grant: self._is_granted(grant, ROLE_ISLAND),
             keep=self._keep,
             append=self._append,
+            durable=self._journal.durable,
             end_if_over=self._end_if_over,
         )
         self._syncer_service = SyncerService(
@@ -107,6 +108,7 @@ class Coordinator:
             index=self._index,
             record=lambda told: self._journal.write((), told=[told]),
             keep=self._keep,
+            durable=self._journal.durable,
             named_transfers=lambda: self._island_service.named_transfers,
             on_lost=self.lose,
         )
@@ -133,8 +135,8 @@ class Coordinator:
             "control.status": self._status,
             "control.standing": self._run_state,
             "control.clock": self._clock,
-            **once_durable(self._island_service.handlers, self._journal),
-            **once_durable(self._syncer_service.handlers, self._journal),
+            **self._island_service.handlers,
+            **self._syncer_service.handlers,
             **self._operator_service.handlers,
         }
 
@@ -391,11 +393,11 @@ class Coordinator:
             }
             entries = self._membership.follow_ups()
 
-    def _append(self, entries: Entries) -> None:
-        """Have true what nothing else follows from, and durable before anybody is told of it."""
-        if entries:
-            self._journal.append(entries)
-            self._membership.apply(entries)
+    def _append(self, entries: Entries) -> int:
+        """Have true what nothing else follows from; nobody hears of it before it is durable."""
+        number = self._journal.append(entries)
+        self._membership.apply(entries)
+        return number
 
     def _end_if_over(self) -> None:
         """End with the run; an island that may be starting again is to hear of its end, too."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
+
+import blake3
 
 from diloco.bounded_text import bounded_text
 from diloco.config.fields import MOST_CHECKPOINTS
@@ -48,13 +51,15 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.refusals import Cause
 from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
-from diloco.transport.errors import FrameError
+from diloco.transport.errors import FrameError, Overloaded
 
 logger = logging.getLogger(__name__)
 
 _MAX_START_ID = 64
-#: Seconds from one plan that is refused until the next one is read.
+#: Seconds from a plan of an island that is refused until its next one is read.
 _REFUSED_PLAN_S = 1.0
+#: Ways of packing the run's plan that are known again, as of other versions of zstandard.
+_MOST_KNOWN = 16
 #: Differences that one refusal names.
 _MOST_LINES = 16
 #: Held-out losses in one report.
@@ -97,7 +102,8 @@ class IslandService:
         secret: bytes,
         is_granted: Callable[[Grant], bool],
         keep: Callable[[Entries], None],
-        append: Callable[[Entries], None],
+        append: Callable[[Entries], int],
+        durable: Callable[..., Awaitable[None]],
         end_if_over: Callable[[], None],
     ) -> None:
         """Assign only.
@@ -110,7 +116,8 @@ class IslandService:
             secret: That grants are signed with.
             is_granted: Whether a grant is an island's, of this run, and has not expired.
             keep: Makes what was decided durable, then true.
-            append: Makes true what each island tells, and durable before anybody is answered.
+            append: Makes true what an island tells; returns the number that `durable` takes.
+            durable: Waits until what was appended up to a number is durable; without one, all.
             end_if_over: Ends the run where what was told has ended it.
         """
         self._membership = membership
@@ -121,8 +128,15 @@ class IslandService:
         self._is_granted = is_granted
         self._keep = keep
         self._append = append
+        self._durable = durable
+        #: Island -> number of what it told last; a report is answered once that is durable.
+        self._told: dict[str, int] = {}
         self._end_if_over = end_if_over
         self._reading = asyncio.Lock()
+        #: Island -> loop time before which no plan of it is read; infinite while one is.
+        self._unread_until: dict[str, float] = {}
+        #: Digests of what unpacks to the run's plan.
+        self._known: set[bytes] = set()
         self._state_transfers = StateTransfers(membership, keep=keep)
         # Island -> its newest start and how far that came, as was reported, durable or not.
         self._reached: dict[str, tuple[int, int]] = {}
@@ -163,7 +177,7 @@ class IslandService:
                 f"a start id of {len(request.start_id)} characters; {_MAX_START_ID} are allowed"
             )
         try:
-            plan_json = await self._read_plan(request.plan)
+            plan_json = await self._read_plan(request.island, request.plan)
         except ValueError as error:
             message = f"island {request.island!r} sent no usable plan: {error}"
             refused = Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
@@ -185,31 +199,56 @@ class IslandService:
         self._leases.renewed(request.island, loop_now())
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
+        await self._durable()  # its slots are what others have told
         return Reply.of(self._join_accepted(request, joined.incarnation))
 
-    async def _read_plan(self, content: bytes) -> str:
-        """Read a joining island's plan: in a thread, one at a time, unless it is the run's.
+    async def _read_plan(self, island: str, content: bytes) -> str:
+        """Read a joining island's plan: in a thread, one at a time, unless it is known.
 
-        A thread that reads takes its time from the loop's: of those that are refused no more than
-        one is read in so many seconds.
+        A thread that reads takes its time from the loop's: of one island no more than one is read
+        at a time, and after one that is refused none for a while, whether the caller waits or not.
 
         Raises:
             ValueError: If it is none, or too large.
+            Overloaded: If it is too soon for another of this island.
         """
-        membership = self._membership
         if self._is_plan(content):
-            return membership.plan_json
-        async with self._reading:
-            if self._is_plan(content):  # which the join before has fixed
-                return membership.plan_json
-            plan_json = await asyncio.to_thread(unpacked, content)
-            if await asyncio.to_thread(membership.plan_refusal, plan_json):
-                await asyncio.sleep(_REFUSED_PLAN_S)
-        return plan_json
+            return self._membership.plan_json
+        now = loop_now()
+        self._unread_until = {name: at for name, at in self._unread_until.items() if at > now}
+        if island in self._unread_until:
+            raise Overloaded(f"a plan of island {island[:64]!r} was read just now: try later")
+        self._unread_until[island] = math.inf
+        reading = asyncio.create_task(self._in_thread(island, content))
+        found = await asyncio.shield(reading)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    async def _in_thread(self, island: str, content: bytes) -> str | ValueError:
+        """Read a plan; says what is wrong with what is none."""
+        membership, quiet_s = self._membership, _REFUSED_PLAN_S
+        try:
+            async with self._reading:
+                if self._is_plan(content):  # which the join before has fixed
+                    quiet_s = 0.0
+                    return membership.plan_json
+                plan_json = await asyncio.to_thread(unpacked, content)
+                if not await asyncio.to_thread(membership.plan_refusal, plan_json):
+                    quiet_s = 0.0
+                if plan_json == membership.plan_json and len(self._known) < _MOST_KNOWN:
+                    self._known.add(blake3.blake3(content).digest())
+                return plan_json
+        except ValueError as error:
+            return error
+        finally:
+            self._unread_until[island] = loop_now() + quiet_s
 
     def _is_plan(self, content: bytes) -> bool:
         plan_json = self._membership.plan_json
-        return bool(plan_json) and content == packed(plan_json)
+        if not plan_json:
+            return False
+        return content == packed(plan_json) or blake3.blake3(content).digest() in self._known
 
     def _join_refused(self, call: IncomingCall, island: str, joined: Joined) -> JoinReply:
         logger.warning("join refused, island=%.100r verdict=%s", island, joined.verdict)
@@ -288,6 +327,8 @@ class IslandService:
         self._take_part(grant.island, request.cut)
         reply = self._answer(grant.island, claims_json)
         self._state_transfers.reported(grant.island, request.transfer, reply)
+        # Slots that are news to it may be what others have told.
+        await self._durable(None if claims_json else self._told.get(grant.island, 0))
         return Reply.of(reply)
 
     def _check_bounds(self, request: ReportRequest) -> None:
@@ -367,7 +408,8 @@ class IslandService:
         except ValueError as error:
             self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
-        self._append(claims.told(island, said))
+        if entries := claims.told(island, said):
+            self._told[island] = self._append(entries)
         return claims.of(island) if claims.revision > revision else ""
 
     def _take_part(self, island: str, told: CutPart) -> None:
@@ -392,7 +434,7 @@ class IslandService:
         if entries := membership.cuts.taken(membership.timeline, island, told.number, part):
             has = "no part" if part is None else "its part"
             logger.info("island %s has %s of cut %d", island, has, told.number)
-            self._append(entries)
+            self._told[island] = self._append(entries)
 
     def _answer(self, island: str, claims_json: str) -> ReportReply:
         """Say what an island is to know and to do."""

@@ -3,13 +3,13 @@
 `entries` hold what membership must never forget, and under the all-reduce exchange how every
 fragment stands. The audit log is `rounds`, an idempotent index of the records (their headers in the
 order they were reported or committed), and `audit_log`, what happened between them. Both are
-written before anything is answered: a call that would need an entry while the disk is full changes
-nothing, and is answered that it may be repeated.
+written before anything is answered: a call that would `write` while the disk is full changes
+nothing, one that has `append`ed counts, and both are answered that they are to be repeated.
 
 One thread writes, a transaction after the other, so that their order is that of the calls. `write`
 waits for its own. `append` does not: all that is appended while a transaction is written goes into
 the next, so that a thousand islands need no more transactions than the disk can take, and the
-event loop goes on meanwhile. Anyone who answers from what was appended awaits `durable` first.
+event loop goes on meanwhile. A call that answers from what was appended awaits `durable` first.
 
 Source: PROTOCOL.md, "Durable before answered" and "Audit log".
 """
@@ -122,19 +122,21 @@ class Journal:
                 writer.execute("PRAGMA journal_mode=WAL")
                 writer.execute("PRAGMA synchronous=FULL")
                 writer.executescript(_SCHEMA)
+                reader = sqlite3.connect(self._path, isolation_level=None)
             except sqlite3.Error:
                 writer.close()
                 raise
-        reader = sqlite3.connect(self._path, isolation_level=None)
         self._opened = _Opened(writer, ThreadPoolExecutor(1, "journal"), reader)
 
     def close(self) -> None:
         """Write what was appended, if that can be, and release the file. Twice is harmless."""
         if self._opened is None:
             return
-        with contextlib.suppress(sqlite3.Error, OSError):  # nobody was answered
+        try:
             if self._appended:
                 self.write(())
+        except (sqlite3.Error, OSError) as error:  # nobody was answered
+            logger.warning("what islands told last is not in %s: %s", self._path, error)
         self._opened.thread.shutdown()
         self._opened.reader.close()
         self._opened.writer.close()
@@ -167,18 +169,19 @@ class Journal:
         self._appended, self._num_durable = {}, self._num_appended
         return num_conflicts
 
-    def append(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Have entries written with the next transaction; see `durable`."""
+    def append(self, entries: Iterable[tuple[str, str]]) -> int:
+        """Have entries written with the next transaction; returns their number for `durable`."""
         self._appended.update(entries)
         self._num_appended += 1
+        return self._num_appended
 
-    async def durable(self) -> None:
-        """Return once all that was appended so far is on the disk.
+    async def durable(self, number: int | None = None) -> None:
+        """Return once what was appended up to a number is on the disk; None: all so far.
 
         Raises:
             DiskFull: If there is no room for it; it stays appended, for the next transaction.
         """
-        number = self._num_appended
+        number = self._num_appended if number is None else number
         while self._num_durable < number:
             if self._commit is None or self._commit.done():
                 self._commit = asyncio.create_task(self._write_appended())
@@ -353,17 +356,3 @@ def repeated_when_full(handlers: Handlers) -> Handlers:
         return handle
 
     return {method: guard(handler) for method, handler in handlers.items()}
-
-
-def once_durable(handlers: Handlers, journal: Journal) -> Handlers:
-    """Have calls answered once all is durable that their answers were made from."""
-
-    def wait(handler: Handler) -> Handler:
-        async def handle(call: IncomingCall) -> Reply:
-            reply = await handler(call)
-            await journal.durable()
-            return reply
-
-        return handle
-
-    return {method: wait(handler) for method, handler in handlers.items()}

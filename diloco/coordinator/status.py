@@ -18,7 +18,7 @@ from diloco.protos.control_pb2 import (
     StatusRequest,
 )
 from diloco.transport.contracts import PROTOCOL_VERSION, Reply, Transport
-from diloco.transport.errors import ConnectError, TransportError, Unauthorised
+from diloco.transport.errors import ConnectError, Overloaded, TransportError, Unauthorised
 from diloco.transport.retry import RetryPolicy, retry
 
 _CALL_S = 5.0
@@ -137,6 +137,10 @@ async def _ask(
         raise CoordinatorUnavailable(
             f"the coordinator at {transport.peer} refused to answer: {error}\n"
             f"What is wrong with this site's certificate or token: diloco doctor RUN.toml"
+        ) from error
+    except Overloaded as error:
+        raise CoordinatorUnavailable(
+            f"the coordinator at {transport.peer} cannot do it now: {error}"
         ) from error
     except TransportError as error:
         raise CoordinatorUnavailable(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 
 from diloco.bounded_text import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.coordinator.audit_log import expiry_entry, repair_entry
@@ -58,6 +58,7 @@ class SyncerService:
         index: Callable[[RoundRow], None],
         record: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
+        durable: Callable[[], Awaitable[None]],
         named_transfers: Callable[[], Iterable[StateTransfer]],
         on_lost: Callable[[str, int], None],
     ) -> None:
@@ -70,6 +71,7 @@ class SyncerService:
             index: Makes it durable that there is a record.
             record: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
+            durable: Waits until all that islands told is.
             named_transfers: Gives the state transfers between islands that are under way.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
@@ -79,6 +81,7 @@ class SyncerService:
         self._index = index
         self._record = record
         self._keep = keep
+        self._durable = durable
         self._named_transfers = named_transfers
         self._pinned: tuple[int, set[int]] = 0, set()
         self._asked: dict[int, int] = {}  # syncer -> cut that the last reply asked it to keep
@@ -145,7 +148,10 @@ class SyncerService:
         self._note_lost(report)
         if report.fatal_reason:
             self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
-        return Reply.of(self._answer(report.syncer_id, known))
+        reply = self._answer(report.syncer_id, known)
+        if reply.cut:  # by the parts of all islands
+            await self._durable()
+        return Reply.of(reply)
 
     def _answer(self, syncer_id: int, known: Collection[int]) -> RoundReportReply:
         """Say what a syncer of some fragments is to know and to do."""

@@ -35,7 +35,8 @@ On the host, for the outer loop, of each of the island's values, dealt to its ra
     4            local values, while published ones are evaluated in their place
     8            with error feedback
     8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads
-    4            of the largest fragment, where local_mix is since_send: what a merge adds
+    4            of the lanes that one rank carries of the largest fragment, not dealt, where
+                 local_mix is since_send: what a merge adds
 
 and for a checkpoint that is written behind the training, while it is:
 
@@ -61,6 +62,7 @@ from dataclasses import dataclass
 from diloco.checkpoint.host_memory import check_memory
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.island import IslandConfig
+from diloco.config.outer import OuterConfig
 from diloco.config.schema import Config
 from diloco.forecast.disk import payload_bytes
 from diloco.island.lanes.routes import SLAB_BYTES
@@ -118,7 +120,8 @@ def forecast_rank(config: Config, island: IslandConfig, largest_fragment: int) -
     num_values = sum(map(math.prod, shapes.values()))
     return RankForecast(
         **most,
-        outer_host_bytes=_outer_host_bytes(config, num_values, largest_fragment) // island.ranks,
+        outer_host_bytes=_outer_host_bytes(config, num_values, largest_fragment) // island.ranks
+        + _added_bytes(config.outer, island.ranks, largest_fragment),
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
         checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes) // island.ranks,
         flops_per_inner_step=flops_per_token(shape, length)
@@ -340,5 +343,11 @@ def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) ->
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     wire = payload_bytes(outer.uplink_codec) + payload_bytes(outer.downlink_codec)
     moving = min(num_values, under_way * largest_fragment) * (8 + wire)
-    added = 4 * largest_fragment if outer.local_mix == "since_send" else 0
-    return round(num_values * lasting + moving + added)
+    return round(num_values * lasting + moving)
+
+
+def _added_bytes(outer: OuterConfig, num_ranks: int, largest_fragment: int) -> int:
+    """Bytes of a carrier for what one merge adds."""
+    if outer.local_mix != "since_send":
+        return 0
+    return 4 * largest_fragment * math.ceil(outer.num_lanes / num_ranks) // outer.num_lanes

@@ -60,8 +60,8 @@ class Merging:
         self._exchange = parts.exchange
         self._runner = parts.runner
         self._local_mix = parts.local_mix
-        #: Reach of what is outstanding when it was sent; unknown after a resume: 0.
-        self._sent_reaches: dict[int, Reach] = {}
+        #: Reach of the inner steps since the send of what is outstanding; unknown after a resume.
+        self._since_send: dict[int, Reach] = {}
         self._weights = Weights(parts.schedule.inner_steps_per_round)
         self._clock = parts.clock
         self._on_event = parts.on_event
@@ -73,6 +73,7 @@ class Merging:
     def moved(self, step: StepBound) -> None:
         """Record one more inner step."""
         self.state.reaches = [reach.after(step) for reach in self.state.reaches]
+        self._since_send = {p: reach.after(step) for p, reach in self._since_send.items()}
 
     def take_published(self, ledger: FragmentLedger) -> int:
         """Write the anchor over the local values, and forget their work; returns its tokens.
@@ -133,7 +134,7 @@ class Merging:
             local = self._shards.collect(p)
             gathered_s = self._clock() - began
             self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
-            self._sent_reaches[p] = self.state.reaches[p]
+            self._since_send[p] = Reach()
             if reason:
                 self._runner.post(self._exchange.decline, sent, reason)
             else:
@@ -232,9 +233,10 @@ class Merging:
         staged: Mapping[int, Tensor],
     ) -> Reach:
         """Return how far from the new anchor local values may lie."""
-        reach, sent = self.state.reaches[fragment_id], self._sent_reaches.pop(fragment_id, Reach())
+        reach = self.state.reaches[fragment_id]
+        since_send = self._since_send.pop(fragment_id, reach)
         if local_mix == "since_send":
-            return reach.since(sent)
+            return since_send
         moved = 0.0
         if local_mix and math.isfinite(reach.update):
             moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)

@@ -18,6 +18,7 @@ from diloco.config.island import IslandConfig
 from diloco.config.network import CoordinatorConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.protocol.run.admission import MOST_LANES
 from diloco.protocol.run.peer_bounds import RunLimits
 from diloco.refusals import Cause
 from diloco.security.access import guarded
@@ -77,7 +78,7 @@ async def listen(
     _raise_descriptor_limit()
     borne = _LIMITS
     if limits is not None:
-        num_lanes = limits.num_fragments * limits.num_lanes
+        num_lanes = min(limits.num_fragments * limits.num_lanes, MOST_LANES)
         borne = borne.for_processes(limits.num_ranks, limits.num_islands, num_lanes)
     host, port = split_address(bind)
     if port == 0 and recorded:

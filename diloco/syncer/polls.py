@@ -9,6 +9,7 @@ Source: PROTOCOL.md, "One fragment, one round" and "Outcomes".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -100,16 +101,15 @@ class Polls:
         changed = asyncio.Event()
         self._waiting[changed] = about
         try:
-            async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
-                while not is_news(
-                    request,
-                    self._answer(request, keys, about),
-                    self._contributed(request.grant, about),
-                ):
-                    await changed.wait()
-                    changed.clear()
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
+                    while not is_news(
+                        request,
+                        self._answer(request, keys, about),
+                        self._contributed(request.grant, about),
+                    ):
+                        await changed.wait()
+                        changed.clear()
         finally:
             del self._waiting[changed]
         reply = self._complete(self._answer(request, keys, about), request)

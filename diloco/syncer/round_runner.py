@@ -389,7 +389,9 @@ class RoundRunner:
         """Carry out what the machine decided, in order, then set its alarm."""
         if self.damage.text:
             return
+        has_changed = False
         for instruction in instructions:
+            has_changed = True
             match instruction:
                 case Published():
                     logger.debug("%s", instruction)
@@ -407,6 +409,7 @@ class RoundRunner:
                         spooled.drop()
                 case Lost():
                     self._hooks.on_lost(instruction)
+        if has_changed:
             self._hooks.on_change(self._fragment.fragment_id)
         self.stop()
         wake = self.rounds.next_wake

@@ -97,12 +97,9 @@ class RoundTelemetry:
         if names:
             text = (
                 f"{len(names)} of {len(closed.members)} members ({', '.join(names[:_MOST_NAMED])}) "
-                f"are late: at least the last {_LATE_IN_A_ROW} versions of fragment {p} were "
-                f"published without them. What they send is not whole {closed.grace_s:.3g} s after "
-                f"the quorum of {closed.quorum}, and what they trained is dropped. Give them time "
-                "(diloco set HOST:PORT outer.grace=10s, or more contributions: "
-                "outer.min_contributions), less to send (outer.uplink_codec), or see what holds "
-                "them up: diloco status HOST:PORT"
+                f"are late: versions of fragment {p} are published without them, and what they "
+                "trained is dropped. Give them time: diloco set HOST:PORT outer.grace=10s, or less "
+                "to send: outer.uplink_codec"
             )
             self._on_event(AlarmRaised(alarm, text))
         elif had_late:

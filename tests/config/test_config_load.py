@@ -372,6 +372,11 @@ REFUSALS = [
     ("outer.local_mix=nan", ["outer.local_mix: nan: must be a number"]),
     ("outer.local_mix=false", ["outer.local_mix: false: must be a number"]),
     ("outer.local_mix=sent", ['outer.local_mix: "sent":', '>= 0 and <= 1, or "since_send"']),
+    (
+        "outer={preset='streaming',inner_steps_per_round=4,num_fragments=1,local_mix='since_send',"
+        "uplink_codec='int2',error_feedback=false}",
+        ['outer.local_mix: "since_send": needs error_feedback = true'],
+    ),
     ("outer.local_mix=since_send", ['outer.local_mix: "since_send": needs an overlap_steps of 1']),
     ("outer.phases=[1, 2]", ["outer.phases: [1, 2]: 2 phases, but num_fragments = 1"]),
     ("outer.phases=[6]", ["outer.phases: [6]:", "0 to inner_steps_per_round = 5"]),

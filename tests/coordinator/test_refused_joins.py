@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from diloco.config.load import load_config
+from diloco.coordinator import island_service
 from diloco.coordinator.grants import sign
 from diloco.errors import ConfigError
 from diloco.outer.fragments import plan_difference
 from diloco.protocol.run import admission
-from diloco.protocol.run.plan_bytes import packed
+from diloco.protocol.run.plan_bytes import packed, unpacked
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
-from diloco.transport.errors import FrameError, Unauthorised
+from diloco.transport.errors import FrameError, Overloaded, Unauthorised
 from diloco.transport.framing import MAX_HEADER_BYTES
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
@@ -146,22 +148,78 @@ def test_a_plan_is_read_in_a_thread_and_everybody_else_is_answered_meanwhile(
 
     async def story(coord: CoordinatorInMemory) -> None:
         west = (await ask(coord, island="west")).grant
+        plans = {"east": OTHER_PLAN, "west": OTHER_PLAN.replace("6", "8")}
         others = [
-            asyncio.create_task(ask(coord, island="east", start_id=start, plan_json=plan))
-            for start, plan in (("b", OTHER_PLAN), ("c", OTHER_PLAN.replace("6", "8")))
+            asyncio.create_task(ask(coord, island=island, start_id="b", plan_json=plan))
+            for island, plan in plans.items()
         ]
         for inner_step in range(5):
             await coord.report(west, inner_step=inner_step)
+        with pytest.raises(Overloaded, match=r"'east' was read just now"):
+            await ask(coord, island="east", start_id="c", plan_json=OTHER_PLAN)
         assert (await ask(coord, island="east")).status == control.JOIN_STATUS_ACCEPTED
         assert not any(other.done() for other in others)
         assert sum(num_read.values()) <= 1, "one at a time"
         is_read.set()
 
         refused = [reply.status for reply in await asyncio.gather(*others)]
-        await ask(coord, island="east", start_id="d", plan_json=OTHER_PLAN)
 
         assert refused == [control.JOIN_STATUS_PLAN_MISMATCH] * 2
-        assert list(num_read.values()) == [1, 1], "what was read is not read again"
+        assert list(num_read.values()) == [1, 1]
+
+    play(story)
+
+
+def test_who_breaks_off_while_a_plan_is_read_has_no_other_read_meanwhile(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, num_read = threading.Event(), Counter[str]()
+
+    def slowly(here: str, there: str) -> list[str]:
+        num_read[there] += 1
+        is_read.wait()
+        return plan_difference(here, there)
+
+    monkeypatch.setattr(admission, "plan_difference", slowly)
+    admission.plan_refusal.cache_clear()
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        west = (await ask(coord, island="west")).grant
+        for _ in range(5):
+            asked = asyncio.create_task(ask(coord, island="east", plan_json=OTHER_PLAN))
+            for _ in range(3):
+                await coord.report(west)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        is_read.set()
+
+        assert sum(num_read.values()) <= 1
+
+    play(story)
+
+
+def test_the_runs_plan_packed_in_another_way_is_read_once(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read = 0
+    other = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(PLAN.encode())
+
+    def counting(content: bytes) -> str:
+        nonlocal num_read
+        num_read += 1
+        return unpacked(content)
+
+    monkeypatch.setattr(island_service, "unpacked", counting)
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        await ask(coord, island="west")
+        before = num_read
+        for _ in range(3):
+            request = request_of()
+            request.plan = other
+            reply = control.JoinReply.FromString(await coord.call("join", request))
+            assert reply.status == control.JOIN_STATUS_ACCEPTED
+        assert num_read == before + 1
 
     play(story)
 

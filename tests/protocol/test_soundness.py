@@ -203,8 +203,6 @@ def test_a_merge_that_keeps_local_values_keeps_a_share_of_their_reach() -> None:
 
     assert reach.mixed(0.0, 5.0) == Reach()
     assert reach.mixed(0.5, 0.2) == Reach(pytest.approx(0.3), pytest.approx(0.01))
-    assert reach.since(Reach(0.3, 0.01)) == Reach(pytest.approx(0.1), pytest.approx(0.01))
-    assert Reach(math.inf).since(Reach(math.inf)) == Reach(math.inf)
 
 
 def test_work_that_was_given_up_counts_only_where_it_was_included() -> None:

@@ -108,6 +108,29 @@ def test_positions_of_all_islands_at_once_are_few_transactions_and_durable_once_
     tell(tmp_path, story, config=elastic, names=names)
 
 
+def test_while_the_disk_is_full_reports_that_tell_no_position_are_answered(
+    tmp_path: Path, elastic: Config
+) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, west = await joined(coord)
+        writer = coord.journal._require().writer
+        (pages,) = writer.execute("PRAGMA page_count").fetchone()
+        writer.execute(f"PRAGMA max_page_count = {pages}")
+        drawn = {f"source{number}" * 20: 1 for number in range(40)}
+        said = json.loads(word(0, slot0=(0, 7, False)))
+        said["slots"]["0"]["position"]["drawn"] = drawn
+
+        for _ in range(2):
+            with pytest.raises(TransportError, match="disk is full"):
+                await coord.report(east, position_json=json.dumps(said))
+        await coord.report(west, position_json=word(0))
+
+        writer.execute("PRAGMA max_page_count = 1000000")
+        await coord.report(east, position_json=json.dumps(said))
+
+    tell(tmp_path, story, config=elastic)
+
+
 def test_an_heir_is_given_nothing_that_a_killed_coordinator_would_not_know(
     tmp_path: Path, elastic: Config
 ) -> None:

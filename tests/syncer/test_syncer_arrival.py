@@ -651,7 +651,7 @@ def test_whom_versions_are_published_without_in_a_row_an_alarm_names_until_it_is
             await next_opening(run, a, b, c)
             told = [event.as_dict() for event in run.events[num_told:]]
             return [
-                (e["kind"], e.get("text", "")[:21]) for e in told if e["kind"].startswith("alarm")
+                (e["kind"], e.get("text", "")[:23]) for e in told if e["kind"].startswith("alarm")
             ]
 
         async def declined() -> None:
@@ -661,8 +661,8 @@ def test_whom_versions_are_published_without_in_a_row_an_alarm_names_until_it_is
             await declined()
             assert await published_by(a) == []
         await declined()
-        assert await published_by(a) == [("alarm", "1 of 3 members (b) ar")]
-        assert await published_by(a, c) == [("alarm", "1 of 3 members (b) ar")]
+        assert await published_by(a) == [("alarm", "1 of 3 members (b) are ")]
+        assert await published_by(a, c) == [("alarm", "1 of 3 members (b) are ")]
         assert await published_by(a, b, c) == [("alarm_cleared", "")]
 
     run_virtual(scenario())

@@ -8,8 +8,8 @@ with other work it is late for that alone: see the row "idle".
     idle       nobody calls
     reports    of all islands, whose journal is on the disk
     cut        the same, and each island brings its part of a run checkpoint
-    plan       the same, and an island joins with a large plan that is not the run's, again and
-               again: reading it is a thread's work, of which single calls keep Python's lock
+    plan       the same, and one island after the other joins with a large plan that is not the
+               run's: reading it is a thread's work, of which single calls keep Python's lock
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from diloco.protos.control_pb2 import (
 from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.transport.calls.loopback import LoopbackNetwork
 from diloco.transport.contracts import PROTOCOL_VERSION, Transport
+from diloco.transport.errors import Overloaded
 
 _RUN, _WAKE_S = "bench-coordinator", 0.001
 _COLUMNS = (
@@ -158,6 +159,7 @@ class _Calls:
         self._took_s.clear()
         under_way: set[asyncio.Task[Any]] = set()  # what is over would be the collector's work
         joining: asyncio.Task[Any] | None = None
+        num_joins = 0
         began, cpu_s, stall_s, num_calls = loop.time(), time.thread_time(), 0.0, 0
         while (now := loop.time()) < began + setting.seconds:
             due = row != "idle" and int((now - began) / setting.report_s * len(self._grants))
@@ -166,9 +168,8 @@ class _Calls:
                 call.add_done_callback(under_way.discard)
             num_calls = max(num_calls, due)
             if other and (joining is None or joining.done()):
-                joining = asyncio.create_task(
-                    self._call("control.join", _join("island-00000", other))
-                )
+                joining = asyncio.create_task(self._join_in_vain(num_joins, other))
+                num_joins += 1
             await asyncio.sleep(_WAKE_S)
             stall_s = max(stall_s, loop.time() - now - _WAKE_S)
         busy = (time.thread_time() - cpu_s) / setting.seconds
@@ -181,6 +182,12 @@ class _Calls:
             "p50_ms": 1e3 * median(took_s) if took_s else None,
             "p99_ms": 1e3 * quantiles(took_s, n=100)[98] if took_s else None,
         }
+
+    async def _join_in_vain(self, number: int, plan: bytes) -> None:
+        """Join for the next island in turn with a plan that is not the run's."""
+        island = f"island-{number % len(self._grants):05d}"
+        with contextlib.suppress(Overloaded):
+            await self._call("control.join", _join(island, plan))
 
     async def _report(self, number: int, passed_s: float) -> None:
         """Report for the next island in turn; each takes its inner steps at times of its own."""

@@ -214,7 +214,7 @@ def coordinator(rows: Rows = None) -> None:
 
     Its real handlers and its journal on this disk, without a network: all islands report once a
     second and have new positions of the text every 13 s; in turn nothing else happens, all bring
-    their parts of a run checkpoint, and an island joins again and again with a plan of 47,000
+    their parts of a run checkpoint, and islands join one after the other with a plan of 47,000
     tensors that is not the run's. Under two minutes; other load on the machine shows in "idle".
 
     Read "longest stall": the longest time for which the event loop answered nobody; "loop busy":

@@ -262,7 +262,7 @@ class IslandFragment:
             if lane.residual_after is not None:
                 change.add_(lane.residual_after)
                 if (residual := self.residual.get(lane_id)) is not None:
-                    change.sub_(residual * decay)
+                    change.sub_(residual, alpha=decay)
             changes[lane_id] = change.add_(self.staged[lane_id]).sub_(self.anchor[lane_id])
         return changes
 

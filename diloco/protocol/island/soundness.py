@@ -101,12 +101,6 @@ class Reach:
             return Reach()
         return Reach(local_mix * (self.update + moved), local_mix * self.decay)
 
-    def since(self, sent: Reach) -> Reach:
-        """Return the reach of the inner steps since a send; `sent` was it then."""
-        if math.isinf(self.update):  # of whose steps nothing is known
-            return self
-        return Reach(self.update - sent.update, self.decay - sent.decay)
-
     @property
     def limits(self) -> tuple[float, float]:
         """Bounds beyond which a value cannot be right: without, and per |anchor|."""

@@ -22,6 +22,8 @@ Entries = tuple[tuple[str, str], ...]
 _MOST_ANSWER_BYTES = 7 << 17
 #: What it says of a fragment and of a lane, whose digest it names.
 _FRAGMENT_BYTES, _LANE_BYTES = 160, 34
+#: Of a plan.
+MOST_LANES = _MOST_ANSWER_BYTES // _LANE_BYTES
 _MOST_DIGEST = 256
 
 
