@@ -5,6 +5,9 @@ returned, the file survives a kill and a power loss; before that, what was there
 calls of which that is made are here too, so that a test can record them all and lose any of them
 that was not synced; who keeps durable truth makes no such call of its own.
 
+Where a run's state lies in an object store, a `Replica` gets to know of them, and what it has not
+taken is not durable: see `diloco.objects`.
+
 Source: PROTOCOL.md, "Commit point" and "Durable before answered".
 """
 
@@ -17,7 +20,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import blake3
 
@@ -27,7 +30,39 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFull(OSError):
-    """A write found no room (no space, over a quota, over a limit on files): it may be repeated."""
+    """A write found no room (no space, over a quota, over a limit on files): it may be repeated.
+
+    `lack` says in words what is not there, `remedy` what to do.
+    """
+
+    lack = "the disk is full"
+    remedy = "make some room"
+
+
+class Replica(Protocol):
+    """Keeps a second copy of files, and takes what is to be durable before it is."""
+
+    def renaming(self, source: Path, target: Path) -> None:
+        """Called before `rename`; raises DiskFull where that must not be."""
+
+    def linked(self, source: Path, target: Path) -> None:
+        """Called after `link`."""
+
+    def removed(self, path: Path) -> None:
+        """Called after `unlink` and `remove_tree`."""
+
+    def synced(self, directory: Path) -> None:
+        """Called after `sync_directory`; raises DiskFull where what was done is not durable."""
+
+
+#: Of this process; None: there is one copy.
+_replica: Replica | None = None
+
+
+def replicate(replica: Replica | None) -> None:
+    """Have a replica take what becomes durable from here on; None: none any more."""
+    global _replica
+    _replica = replica
 
 
 @contextlib.contextmanager
@@ -189,7 +224,13 @@ def make_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or directory another name, in place of what has it."""
+    """Give a file or directory another name, in place of what has it.
+
+    Raises:
+        DiskFull: If there is no room for the name, here or in the replica: nothing has changed.
+    """
+    if _replica is not None:
+        _replica.renaming(source, target)
     with raising_disk_full():
         os.replace(source, target)
 
@@ -202,17 +243,23 @@ def link(source: Path, target: Path) -> None:
     """
     with raising_disk_full():
         os.link(source, target)
+    if _replica is not None:
+        _replica.linked(source, target)
 
 
 def unlink(path: Path) -> None:
     """Take a name away; no such name is no error."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+    if _replica is not None:
+        _replica.removed(path)
 
 
 def remove_tree(path: Path) -> None:
     """Take a directory and all that is in it away; only for what nothing durable needs."""
     shutil.rmtree(path)
+    if _replica is not None:
+        _replica.removed(path)
 
 
 def sync_directory(path: Path) -> None:
@@ -223,3 +270,5 @@ def sync_directory(path: Path) -> None:
             os.fsync(directory)
     finally:
         os.close(directory)
+    if _replica is not None:
+        _replica.synced(path)

@@ -20,6 +20,7 @@ EXTRA_OF = {
     "lightning": "lightning",
     "matplotlib": "plots",
     "megatron": "megatron",
+    "obstore": "state",
     "prometheus_client": "prometheus",
     "simpy": "sim",
     "tensorboard": "tensorboard",

@@ -29,6 +29,7 @@ from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError
 from diloco.launch.process.disk_full_retry import retry_disk_full
 from diloco.launch.process.progress import progress_bar
+from diloco.objects.replica import Replica
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import newest_first
@@ -46,14 +47,18 @@ RESUME = f"{START} --resume"
 
 
 @contextmanager
-def open_journal(path: Path, *, waits_for_room: bool = False) -> Iterator[Journal]:
+def open_journal(
+    path: Path, *, waits_for_room: bool = False, replica: Replica | None = None
+) -> Iterator[Journal]:
     """Open a run's journal, and close it in the end; even to be read it needs room on the disk.
+
+    `replica` is where its transactions are before they are here; None: nowhere else.
 
     Raises:
         ConfigError: If the file is not a journal, or damaged, which may be found at any time while
             it is open, or if the disk is full and room is not waited for.
     """
-    journal = Journal(path)
+    journal = Journal(path, replica)
     try:
         try:
             if waits_for_room:

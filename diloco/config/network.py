@@ -19,7 +19,6 @@ from diloco.config.fields import (
     OptionalRate,
     Problem,
     Size,
-    Wait,
     tuples,
 )
 from diloco.transport.addresses import is_loopback, split_address
@@ -41,25 +40,6 @@ UNKNOWN_PROTECTION = (
 )
 OWN_TRANSPORTS = ("grpc", "hivemind")
 NO_TOKEN = "is not on this machine's loopback: set metrics_token to a file with a token"
-
-
-class RetryConfig(Section):
-    """Waiting between attempts of one call; the budget is `transport.unreachable`."""
-
-    first_wait: Local[Wait] = Field(
-        default=Duration("100ms"), description="Wait after the first failure"
-    )
-    max_wait: Local[Wait] = Field(
-        default=Duration("1s"), description="Longest wait between two attempts"
-    )
-
-    @field_validator("max_wait")
-    @classmethod
-    def _check_max_wait(cls, value: Duration, info: ValidationInfo) -> Duration:
-        first = info.data.get("first_wait")
-        if first is not None and value.seconds < first.seconds:
-            raise ValueError(f"must not be shorter than first_wait = {first}")
-        return value
 
 
 class HivemindConfig(Section):
@@ -154,9 +134,6 @@ class TransportConfig(Section):
         description="Time without coordinator and syncer after which an island stops, and without "
         "coordinator and islands a syncer; at the coordinator, that for which a stop or a cut "
         "waits for an island",
-    )
-    retry: RetryConfig = Field(
-        default=RetryConfig(), description="Waiting between attempts of one call"
     )
 
     @field_validator("insecure")

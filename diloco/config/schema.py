@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.config.classes import Identity, Local, Needs, Policy, Section, unmet_needs
 from diloco.config.data import DataConfig
@@ -45,6 +45,15 @@ from diloco.errors import ConfigError
 from diloco.transport.framing import MAX_HEADER_BYTES
 
 
+def _state_url(value: str) -> str:
+    scheme, separator, rest = value.partition("://")
+    if value and not (separator and scheme in ("s3", "gs", "az", "file") and rest.strip("/")):
+        raise ValueError(
+            "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///PATH"
+        )
+    return value.rstrip("/")
+
+
 class RunConfig(Section):
     """What the run is called, how it starts and how long it lasts."""
 
@@ -63,6 +72,14 @@ class RunConfig(Section):
         default=False,
         description="Whether islands that the coordinator's file does not name may join, up to "
         "max_islands",
+    )
+    state: Annotated[
+        Local[Annotated[str, AfterValidator(_state_url)]], Needs("outer.exchange", "syncer")
+    ] = Field(
+        default="",
+        description="Object store that has the run's state besides coordinator.state_dir, so that "
+        "the run outlives that machine: s3://BUCKET/PREFIX, gs://..., az://..., file:///PATH. "
+        "Credentials come from the environment; the run's secret is in it. Empty: none",
     )
     warm_start: Local[str] = Field(
         default="",

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diloco.bounded_text import MOST_ENDING, bounded_text
 from diloco.config.schema import Config
@@ -71,18 +71,18 @@ class Coordinator:
         terms: Terms,
         unix_clock: Callable[[], float],
         operations: Operations | None = None,
-        certificate_problem: Callable[[], str] = lambda: "",
+        problems: Callable[[], Mapping[AlarmKind, str]] = dict,
     ) -> None:
         """Assign only; the journal must be open and its entries applied to `membership`.
 
-        Without `operations` no command of an operator is taken. `certificate_problem` says which
-        certificates here end soon; empty: none.
+        Without `operations` no command of an operator is taken. `problems` says what the process
+        around this has found out: certificates that end soon, an object store that is away.
         """
         self._membership = membership
         self._journal = journal
         self._secret = secret
         self._unix_clock = unix_clock
-        self._certificate_problem = certificate_problem
+        self._problems = problems
         self._leases = Leases(terms.lease_s)
         #: Checkpoint -> loop time from which on it was complete.
         self._complete_since = dict.fromkeys(membership.checkpoints, -math.inf)
@@ -284,8 +284,7 @@ class Coordinator:
             holding[AlarmKind.RETURN] = text, 1
         elif candidates.last_return:
             holding[AlarmKind.RETURN] = candidates.last_return, candidates.num_returns
-        if problem := self._certificate_problem():
-            holding[AlarmKind.CERTIFICATE] = problem, 1
+        holding |= {kind: (text, 1) for kind, text in self._problems().items()}
         for kind, (text, count) in holding.items():
             self.alarms.raise_(Alarm(kind, text), now, count=count)
         if len(membership.members.live) == 2:  # of more, the loss that rises may be of a third

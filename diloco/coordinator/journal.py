@@ -11,6 +11,9 @@ waits for its own. `append` does not: all that is appended while a transaction i
 the next, so that a thousand islands need no more transactions than the disk can take, and the
 event loop goes on meanwhile. A call that answers from what was appended awaits `durable` first.
 
+Where the run's state lies in an object store, a transaction is in the chain of the run before it is
+committed here (`diloco.objects`); `replicated` has the number of its entry.
+
 Source: PROTOCOL.md, "Durable before answered" and "Audit log".
 """
 
@@ -29,7 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from diloco.bounded_text import bounded_text
-from diloco.durable import DiskFull
+from diloco.durable import DiskFull, unlink
+from diloco.objects.replica import Replica
 from diloco.transport.contracts import Handler, Handlers, IncomingCall, Reply
 from diloco.transport.errors import Overloaded
 
@@ -45,6 +49,7 @@ CREATE TABLE IF NOT EXISTS rounds (
     header TEXT NOT NULL,
     UNIQUE (timeline, fragment_id, version)
 );
+CREATE TABLE IF NOT EXISTS replicated (id INTEGER PRIMARY KEY CHECK (id = 0), number INTEGER);
 CREATE TABLE IF NOT EXISTS audit_log (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT,
     after_round INTEGER NOT NULL,
@@ -65,6 +70,7 @@ _FORGET = (
 )
 #: How SQLite says that there is no room: for the file, by a limit, or for the index of its log.
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+_REPLICATED = "SELECT number FROM replicated"
 _INDEX = "INSERT INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
 #: Timeline, fragment, version, and the header of its record, JSON with the version's `digest`.
 RoundRow: TypeAlias = tuple[int, int, int, str]
@@ -99,9 +105,15 @@ class _Opened(NamedTuple):
 class Journal:
     """One run's journal; used from one thread, next to its own."""
 
-    def __init__(self, path: Path) -> None:
-        """Assign only; `open` acquires the file."""
+    def __init__(self, path: Path, replica: Replica | None = None) -> None:
+        """Assign only; `open` acquires the file.
+
+        Args:
+            path: The file.
+            replica: Where each transaction is before it is here, open; None: nowhere else.
+        """
         self._path = path
+        self._replica = replica
         self._opened: _Opened | None = None
         self._is_full = False
         # What is appended and not durable, by key; and how often that was done.
@@ -116,6 +128,8 @@ class Journal:
             DiskFull: If there is no room for what SQLite keeps next to it.
             sqlite3.DatabaseError: If the file is not a journal.
         """
+        if self._replica is not None:
+            self._fetch(self._replica)
         with self._checking_space():
             writer = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
             try:
@@ -127,6 +141,29 @@ class Journal:
                 writer.close()
                 raise
         self._opened = _Opened(writer, ThreadPoolExecutor(1, "journal"), reader)
+        if self._replica is not None:
+            for number, (entries, rounds, told) in self._replica.rows_after(self._replicated()):
+                rows = tuple((t, f, v, header) for t, f, v, header in rounds)
+                audit = tuple(AuditEntry(*each) for each in told)
+                self._store(dict(entries), rows, audit, number)
+            self._replica.journal_follows()
+
+    def _fetch(self, replica: Replica) -> None:
+        """Have the file that the chain's snapshot has, unless this one is that or newer."""
+        try:
+            with contextlib.closing(sqlite3.connect(self._path)) as there:
+                (number,) = there.execute(_REPLICATED).fetchone() or (-1,)
+        except sqlite3.DatabaseError:
+            number = -1
+        if number < max(0, replica.rows_start) or number > replica.rows_until:
+            for end in ("", "-wal", "-shm"):
+                unlink(self._path.with_name(self._path.name + end))
+            if replica.has(self._path.name):
+                replica.fetch(self._path.name)
+
+    def _replicated(self) -> int:
+        (number,) = self._require().writer.execute(_REPLICATED).fetchone() or (-1,)
+        return int(number)
 
     def close(self) -> None:
         """Write what was appended, if that can be, and release the file. Twice is harmless."""
@@ -201,8 +238,32 @@ class Journal:
         entries: dict[str, str],
         rounds: tuple[RoundRow, ...],
         told: tuple[AuditEntry, ...],
+        number: int | None = None,
     ) -> int:
-        """Make a transaction; in the thread."""
+        """Make a transaction, in the thread; `number`: that of its entry, which has it already."""
+        if (replica := self._replica) is None or number is not None:
+            return self._commit_rows(entries, rounds, told, number)
+        number = replica.append_rows([list(entries.items()), rounds, told])
+        try:
+            num_conflicts = self._commit_rows(entries, rounds, told, number)
+        except (sqlite3.Error, OSError):
+            replica.take_back_rows(number)
+            raise
+        if replica.is_snapshot_due:
+            copy = self._path.with_name(self._path.name + ".tmp")
+            unlink(copy)
+            self._require().writer.execute("VACUUM INTO ?", (str(copy),))
+            replica.put_snapshot({self._path.name: copy})
+            unlink(copy)
+        return num_conflicts
+
+    def _commit_rows(
+        self,
+        entries: dict[str, str],
+        rounds: tuple[RoundRow, ...],
+        told: tuple[AuditEntry, ...],
+        number: int | None,
+    ) -> int:
         with (
             self._checking_space(),
             self._require().writer as writer,
@@ -215,6 +276,8 @@ class Journal:
             conflicts = [c for row in rounds if (c := _index(writer, row)) is not None]
             writer.executemany(_TELL, conflicts)
             writer.execute(_FORGET)
+            if number is not None:
+                writer.execute("INSERT OR REPLACE INTO replicated VALUES (0, ?)", (number,))
         for conflict in conflicts:
             logger.error(
                 "one version was published as two things, see which of its islands have which: "
@@ -350,7 +413,7 @@ def repeated_when_full(handlers: Handlers) -> Handlers:
             try:
                 return await handler(call)
             except DiskFull as error:
-                message = f"the coordinator's disk is full, call again: {error}"
+                message = f"at the coordinator {error.lack}, call again: {error}"
                 raise Overloaded(message) from error
 
         return handle

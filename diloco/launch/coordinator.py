@@ -52,6 +52,7 @@ from diloco.durable import DiskFull, write_durably
 from diloco.errors import AggregationError, ConfigError
 from diloco.extras import require
 from diloco.faults.process import wall_clock
+from diloco.launch.held_state import HeldState, holding_state
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
 from diloco.launch.process.logs import bound_output
@@ -105,6 +106,7 @@ async def run_coordinator(
     resume: bool = False,
     resume_stopped: bool = False,
     at_step: int | None = None,
+    is_standby: bool = False,
     linger_s: float = 5.0,
 ) -> int:
     """Coordinate a run until it is over, or stopped by signals.
@@ -122,6 +124,8 @@ async def run_coordinator(
             to go on without a stop that was asked for.
         resume_stopped: Whether to do so only where a graceful stop is complete, and else to go on.
         at_step: Inner step of that checkpoint; None takes the newest that is whole.
+        is_standby: Whether to wait for the end of a machine that holds the run's state in an object
+            store, and to take it over then.
         linger_s: Seconds for which a failed run is still answered, so that its islands learn why;
             shorter when all have left.
 
@@ -135,48 +139,32 @@ async def run_coordinator(
             ended and cannot be resumed, or none, and one is, or if the address cannot be used.
     """
     state = StateDir(Path(config.coordinator.state_dir).absolute())
+    if is_standby and not config.run.state:
+        raise ConfigError(
+            "--standby takes over a run whose state is in an object store: set run.state, here and "
+            "at the machine that coordinates it"
+        )
     if config.transport.kind != "hivemind":  # a libp2p peer finds its addresses out
         coordinator_address(config.coordinator.listen, config.coordinator)
         syncer_address(config.coordinator.syncer_listen, config.coordinator)
-    if resume:
+    if resume and not config.run.state:
         check_run(state)
     make_directory(state.root, "coordinator.state_dir")
     try:
         with hold(state.coordinator_lock):
-            check_same_run(
-                config, state, "Give this run another coordinator.state_dir, or undo the change"
-            )
-            state.create(config.coordinator.num_syncers)
-            with open_journal(state.journal, waits_for_room=True) as journal:
-                check_journal(state, journal)
-                membership = read_membership(config, journal)
-                goes_on = False
-                if resume or (resume_stopped and membership.is_stopped):
-                    step = choose_checkpoint(config, state, membership, at_step, announce)
-                    goes_on = step is None
-                    if step is not None:
-                        entries = membership.resumed(step)
-                        journal.write(entries, told=audit_entries_of(entries))
-                        membership.apply(entries)
-                        announce(f"start every island: {commands_of_islands(config)}")
-                elif membership.is_stopped:
-                    raise ConfigError(_stopped_text(config, state, membership))
-                config = _with_settings(config, membership, announce)
-                await retry_disk_full_async(
-                    "the configuration", functools.partial(_claim, config, state, membership)
+            async with holding_state(config, state, announce, is_standby=is_standby) as held:
+                check_same_run(
+                    config, state, "Give this run another coordinator.state_dir, or undo the change"
                 )
-                if goes_on:  # under the policy that has just been checked
-                    unix_clock = wall_clock(os.environ, "coordinator")
-                    entries = membership.stop_taken_back()
-                    entries += membership.settings.operated({**_GOES_ON, "unix_s": unix_clock()})
-                    await retry_disk_full_async(
-                        "that the run goes on",
-                        functools.partial(journal.write, entries, told=audit_entries_of(entries)),
-                    )
-                    membership.apply(entries)
-                    announce(f"start every island that has ended: {commands_of_islands(config)}")
-                signals = note_signals_async(num_graceful=1)
-                return await _Run(config, state, journal, announce, linger_s, signals).coordinate()
+                if resume:
+                    check_run(state)
+                state.create(config.coordinator.num_syncers)
+                with open_journal(
+                    state.journal, waits_for_room=True, replica=held.replica
+                ) as journal:
+                    start = _Start(config, state, held, journal, announce)
+                    run = await start.run(resume, resume_stopped, at_step, linger_s)
+                    return await run.coordinate()
     except Held as error:
         raise ConfigError(
             f"another coordinator runs in {config.coordinator.state_dir} ({error}): watch it with "
@@ -187,6 +175,52 @@ async def run_coordinator(
                 else "give this run another coordinator.state_dir"
             )
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a coordinator finds when it holds its state directory."""
+
+    config: Config
+    state: StateDir
+    held: HeldState
+    journal: Journal
+    announce: Callable[[str], None]
+
+    async def run(
+        self, resume: bool, resume_stopped: bool, at_step: int | None, linger_s: float
+    ) -> _Run:
+        """Go on with the run that is there, or from a checkpoint of it; see `run_coordinator`."""
+        config, state, journal, announce = self.config, self.state, self.journal, self.announce
+        check_journal(state, journal)
+        membership = read_membership(config, journal)
+        goes_on = False
+        if resume or (resume_stopped and membership.is_stopped):
+            step = choose_checkpoint(config, state, membership, at_step, announce)
+            goes_on = step is None
+            if step is not None:
+                entries = membership.resumed(step)
+                journal.write(entries, told=audit_entries_of(entries))
+                membership.apply(entries)
+                announce(f"start every island: {commands_of_islands(config)}")
+        elif membership.is_stopped:
+            raise ConfigError(_stopped_text(config, state, membership))
+        config = _with_settings(config, membership, announce)
+        await retry_disk_full_async(
+            "the configuration", functools.partial(_claim, config, state, membership)
+        )
+        if goes_on:  # under the policy that has just been checked
+            unix_clock = wall_clock(os.environ, "coordinator")
+            entries = membership.stop_taken_back()
+            entries += membership.settings.operated({**_GOES_ON, "unix_s": unix_clock()})
+            await retry_disk_full_async(
+                "that the run goes on",
+                functools.partial(journal.write, entries, told=audit_entries_of(entries)),
+            )
+            membership.apply(entries)
+            announce(f"start every island that has ended: {commands_of_islands(config)}")
+        signals = note_signals_async(num_graceful=1)
+        return _Run(config, state, self.held, journal, announce, linger_s, signals)
 
 
 def _with_settings(
@@ -251,6 +285,7 @@ class _Run:
 
     config: Config
     state: StateDir
+    held: HeldState
     journal: Journal
     announce: Callable[[str], None]
     linger_s: float
@@ -371,6 +406,13 @@ class _Run:
             write_durably(state.resolved, [content])
             read_by_syncers[state.resolved] = content
 
+        def problems() -> dict[AlarmKind, str]:
+            said = {
+                AlarmKind.CERTIFICATE: "" if tls is None else tls.problem,
+                AlarmKind.STATE_AWAY: bounded_text(self.held.problem),
+            }
+            return {kind: text for kind, text in said.items() if text}
+
         return Coordinator(
             membership=self.membership,
             journal=self.journal,
@@ -378,7 +420,7 @@ class _Run:
             terms=terms_of(self.config),
             unix_clock=wall_clock(os.environ, "coordinator"),
             operations=Operations(self.config, on_config=keep, backup=Backups(state).make),
-            certificate_problem=lambda: "" if tls is None else tls.problem,
+            problems=problems,
         )
 
     @contextlib.asynccontextmanager

@@ -30,8 +30,15 @@ from diloco.checkpoint.host_memory import available_bytes
 from diloco.checkpoint.stores import part_of, stored_plan
 from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
-from diloco.durable import read_json, rename, sync_directory, write_durably, write_json
-from diloco.errors import ConfigError, CoordinatorUnavailable, DilocoError
+from diloco.durable import (
+    read_json,
+    rename,
+    replicate,
+    sync_directory,
+    write_durably,
+    write_json,
+)
+from diloco.errors import ConfigError, CoordinatorUnavailable, DilocoError, Fenced
 from diloco.faults.process import wall_clock
 from diloco.forecast.disk import check_room
 from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
@@ -41,6 +48,8 @@ from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
+from diloco.objects.lease import lease_path, store_replica
+from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
@@ -131,6 +140,10 @@ async def _run_syncer(state: StateDir) -> int:
     stopping = note_signals_async().forced
     config = load_config(state.resolved)
     secret = load_secret(state.secret)
+    if config.run.state:
+        await retry_disk_full_async(
+            "the store", lambda: _take_store(config, state), given_up=stopping
+        )
     epoch = await retry_disk_full_async(
         "the syncer's epoch",
         lambda: _next_epoch(state.syncer_epoch, time.time()),
@@ -169,6 +182,25 @@ async def _run_syncer(state: StateDir) -> int:
         return await process.serve()
     finally:
         await reporter.close()
+
+
+def _take_store(config: Config, state: StateDir) -> None:
+    """Make the store what the object store of the run has, and keep it there from here on.
+
+    Raises:
+        Fenced: If another machine has taken the run over.
+        DiskFull: If there is no room here, or the object store does not answer.
+    """
+    store = ObjectStore(config.run.state)
+    lease = int(read_json(lease_path(state)) or 0)
+    replica = store_replica(store, state, lease, config.run.name, _end_fenced)
+    replica.restore()
+    replicate(replica)
+
+
+def _end_fenced(error: Fenced) -> None:
+    logger.error("another machine has taken this run over, and this syncer ends: %s", error)
+    exit_at_once(error.exit_code)
 
 
 async def _keep_what_is_asked(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:

@@ -73,7 +73,7 @@ class DiskFullRetry:
         self._let_go()
         if key != self._refused:
             self._refused = key
-            logger.error("the disk is full, lanes are not taken now, key=%s: %s", key, error)
+            logger.error("%s, lanes are not taken now, key=%s: %s", error.lack, key, error)
 
     def _lack(self, fragment_id: int, error: DiskFull) -> None:
         if fragment_id in self.waiting:
@@ -82,10 +82,9 @@ class DiskFullRetry:
         self._meter.disk_full(fragment_id)
         if len(self.waiting) == 1:
             logger.error(
-                "the disk is full, rounds wait until there is room: make some, fragment=%d: %s",
-                fragment_id,
-                error,
-            )
+                "%s, rounds wait: %s, fragment=%d: %s",
+                error.lack, error.remedy, fragment_id, error,
+            )  # fmt: skip
             self._on_change(True)
 
     def _found(self, fragment_id: int) -> None:
@@ -94,5 +93,5 @@ class DiskFullRetry:
         self.waiting.remove(fragment_id)
         self._meter.disk_free(fragment_id)
         if not self.waiting:
-            logger.info("there is room on the disk again, rounds go on")
+            logger.info("what is to be durable can be written again, rounds go on")
             self._on_change(False)

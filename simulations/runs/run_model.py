@@ -16,6 +16,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_syncer_rules, link_profile
 from diloco.forecast.traffic import fragment_bytes
+from diloco.island.exchange.retried_calls import retry_policy
 from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.outer.assignment import assign_fragments
@@ -314,7 +315,7 @@ def _run_syncers(parts: _RunParts, line: SharedLine, tcp: Tcp | None) -> Simulat
 
 def _run_allreduce(parts: _RunParts, mesh: Mesh) -> SimulatedRun:
     config, engine, plan = parts.config, parts.engine, parts.plan
-    record, retry = Recorder(parts.spans), config.transport.retry
+    record, retry = Recorder(parts.spans), retry_policy(config.transport)
     decider = SimulatedDecider(engine, plan.fragments, parts.rules, parts.costs)
     setting = PeerSetting(
         sorted(config.islands),
@@ -324,8 +325,8 @@ def _run_allreduce(parts: _RunParts, mesh: Mesh) -> SimulatedRun:
         decider,
         parts.rules.publication,
         parts.costs,
-        retry.first_wait.seconds,
-        retry.max_wait.seconds,
+        retry.first_wait_s,
+        retry.max_wait_s,
         record,
     )
     within = Link(_WITHIN_BPS, 0.0)

@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-OVERRIDES = ("outer.exchange=allreduce", "transport.retry.max_wait=500ms")
+OVERRIDES = ("outer.exchange=allreduce",)
 #: A version is in doubt for some milliseconds only.
 _LOOK_S = 0.003
 

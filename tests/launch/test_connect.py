@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +19,7 @@ from diloco.security.security import Security
 from diloco.simulations.emulate.namespaces import Namespaces, inside
 from diloco.state_dir import Endpoint, StateDir
 from diloco.transport.calls.limits import Limits
+from diloco.transport.contracts import Transport
 from diloco.transport.errors import ConnectError
 from diloco.transport.grpc.client import GrpcTransport
 from diloco.transport.grpc.server import GrpcServer
@@ -159,6 +161,12 @@ def test_what_cannot_be_reached_is_told_with_its_address(tmp_path: Path) -> None
         diloco.DiLoCo(make_model(), config.outer, transport=connection)
 
 
+def opened(ways: list[tuple[Transport, Transport]]) -> list[tuple[Transport, Transport]]:
+    """Give what is under the transports that follow the syncers."""
+    pairs: list[tuple[Any, Any]] = [*ways]
+    return [(control._inner, data._inner) for control, data in pairs]
+
+
 def wires(tmp_path: Path, *overrides: str) -> _Wires:
     config = diloco.load_config(write_run(tmp_path, {"east": ""}), overrides, island="east")
     return _Wires(config, "127.0.0.1:9", Security.of(config, Role.ISLAND, "east"), None)
@@ -168,7 +176,7 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
     rates = ("transport.rate=100Mbit/s", "transport.snapshot_rate=20Mbit/s")
     site = wires(tmp_path, *rates, "transport.channels=4")
 
-    ((control, data),) = site.syncers(["127.0.0.1:1"], island_rank=1, carriers=[0, 1, 1, 3])
+    ((control, data),) = opened(site.syncers(["127.0.0.1:1"], island_rank=1, carriers=[0, 1, 1, 3]))
     assert isinstance(control, GrpcTransport) and isinstance(data, GrpcTransport)
     assert data._pacer is control._pacer, "one for all that a process sends"
     assert data._pacer.rate_bps == pytest.approx(100e6 / 3)
@@ -180,7 +188,8 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
     assert isinstance(server, GrpcServer) and server._pacer.rate_bps == 100e6
     within = site.own_peer("127.0.0.1:1")
     assert [way._pacer.rate_bps for way in within if isinstance(way, GrpcTransport)] == [0.0, 0.0]
-    ((_, chosen),) = wires(tmp_path).syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
+    ways = wires(tmp_path).syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
+    ((_, chosen),) = opened(ways)
     assert isinstance(chosen, GrpcTransport) and chosen._meter is not None, "auto: by the loss"
 
 

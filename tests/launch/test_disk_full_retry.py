@@ -39,8 +39,8 @@ def test_it_is_written_once_there_is_room_and_said_once(caplog: pytest.LogCaptur
     assert tries == [0.0, 1.0, 2.0, 3.0]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert "the disk is full, the epoch waits for room: make some" in said[0]
-    assert "there is room on the disk again for the epoch" in said[1]
+    assert "the disk is full, the epoch waits: make some room" in said[0]
+    assert "the epoch can be written again" in said[1]
 
 
 def test_who_is_asked_to_end_waits_no_longer() -> None:
@@ -118,7 +118,6 @@ def test_an_island_that_starts_on_a_full_disk_waits_for_room(
     assert [
         record.getMessage() for record in caplog.records if record.name == disk_full_retry.__name__
     ] == [
-        "the disk is full, island west waits for room: make some: [Errno 28] No space left on "
-        "device",
-        "there is room on the disk again for island west",
+        "the disk is full, island west waits: make some room: [Errno 28] No space left on device",
+        "island west can be written again",
     ]

@@ -17,6 +17,7 @@ from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError, Fenced, RunHalted
+from diloco.protocol.run.alarms import AlarmKind
 from diloco.protocol.run.operations import LIVE_KEYS
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError, TransportError
@@ -626,7 +627,9 @@ def test_in_an_all_reduce_a_start_that_is_revoked_is_fenced_and_the_next_is_welc
 
 def test_certificates_that_end_soon_are_an_alarm(tmp_path: Path, config_of) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
-        coord.coordinator._certificate_problem = lambda: "the CA of this run expires in 3.0 days"
+        coord.coordinator._problems = lambda: {
+            AlarmKind.CERTIFICATE: "the CA of this run expires in 3.0 days"
+        }
         async with watched(coord):
             await asyncio.sleep(2.0)
         alarms = coord.coordinator.status().alarms

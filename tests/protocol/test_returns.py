@@ -16,6 +16,7 @@ from diloco.config.load import load_config
 from diloco.coordinator.audit_log import audit_entries_of
 from diloco.errors import AggregationError, Fenced, RunReturned
 from diloco.launch.coordinator import _Run
+from diloco.launch.held_state import HeldState
 from diloco.protocol.run.candidates import JudgeRules
 from diloco.protos import control_pb2 as control
 from diloco.refusals import Cause
@@ -161,7 +162,7 @@ async def killed_before_it_looked(coord: CoordinatorInMemory, directory: Path) -
     config = load_config(write_run(directory / "run", {"east": "", "west": ""}))
     signals: Any = SimpleNamespace(forced=asyncio.Event())
     state = StateDir(directory)
-    run = _Run(config, state, coord.journal, lambda line: None, 0.0, signals)
+    run = _Run(config, state, HeldState(), coord.journal, lambda line: None, 0.0, signals)
     run.membership = coord.membership
     await run._return()
     await coord.restart()

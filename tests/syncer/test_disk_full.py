@@ -174,7 +174,7 @@ def test_rounds_wait_for_room_and_go_on(
         assert run.syncer.meter.counts.waiting_for_disk == set()
         assert [r.message.partition(",")[0] for r in caplog.records] == [
             "the disk is full",
-            "there is room on the disk again",
+            "what is to be durable can be written again",
         ]
 
     run_virtual(scenario())

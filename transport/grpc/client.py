@@ -72,7 +72,8 @@ class GrpcTransport:
     content, and gRPC's keepalive does not see it, as the other direction lives.
 
     A call that never arrived is made again at the next address, in order; the one that answered
-    is the first that the next call tries. Names are resolved again at every reconnection.
+    is the first that the next call tries, or the one behind it if a call got no answer in time.
+    Names are resolved again at every reconnection.
 
     Under TLS a new connection is made when this process shows another certificate (`tls`).
     """
@@ -160,6 +161,7 @@ class GrpcTransport:
         """Call `method`; see `contracts.Transport`."""
         check_call(header, deadline_s=deadline_s, max_reply_bytes=max_reply_bytes)
         self._check_open(method)
+        first = self._first
         size, is_bulk = memoryview(payload).nbytes, bool(transfer and transfer.is_bulk)
         async with self._turns.turn(size, max_reply_bytes, is_bulk=is_bulk) as under_way:
             self._check_open(method)
@@ -183,6 +185,8 @@ class GrpcTransport:
                         method, request, message, size + max_reply_bytes, timeout
                     )
             except TimeoutError:
+                if self._first == first:  # no other call has found that out
+                    self._first = (first + 1) % len(self._candidates)
                 self._replace_silent(max(deadline_s, min(3 * deadline_s, _SILENT_S)))
                 late = self._error(DeadlineExceeded, f"no answer within {deadline_s:g} s", method)
                 request.failed(late)

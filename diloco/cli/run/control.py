@@ -55,6 +55,14 @@ def coordinator(
         int | None,
         option("With --resume: to that checkpoint (inner step or cut).", "STEP", "--at", min=0),
     ] = None,
+    standby: Annotated[
+        bool,
+        flag(
+            "Where run.state is in an object store: wait for the end of the machine that holds the "
+            "run, then take it over.",
+            "--standby",
+        ),
+    ] = False,
 ) -> None:
     """Coordinate a run and keep its syncer alive; prints the address that islands need.
 
@@ -63,6 +71,10 @@ def coordinator(
     checkpoint and leaves; --resume goes on from there. A second Ctrl-C stops coordinator and syncer
     at once; nothing published is lost. Where islands merge on arrival they have no inner step in
     common: each writes its part of a cut after its next one, and leaves.
+
+    With run.state = "s3://BUCKET/PREFIX" the run outlives this machine: the same command on any
+    other one, with the same file, goes on with all that was published, once this one is silent for
+    10 s. --standby waits for that.
 
     Example: diloco coordinator configs/runs/two-islands.toml
     """
@@ -75,7 +87,12 @@ def coordinator(
     config = load_config(run_file, overrides or ())
     show_at_start(config.coordinator.listen)
     run = run_coordinator(
-        config, announce=typer.echo, resume=resume, resume_stopped=resume_stopped, at_step=at_step
+        config,
+        announce=typer.echo,
+        resume=resume,
+        resume_stopped=resume_stopped,
+        at_step=at_step,
+        is_standby=standby,
     )
     raise typer.Exit(asyncio.run(run))
 

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: A call without a message for a payload's time at this rate is broken off, and made again.
 SLOWEST_BPS = 1e6
+#: Longest wait between two attempts of one call.
+MOST_WAIT_S = 1.0
 
 
 def program_error(
@@ -51,11 +53,7 @@ def program_error(
 
 def retry_policy(settings: TransportConfig) -> RetryPolicy:
     """Return how long calls are tried, by the configuration of the transport."""
-    return RetryPolicy(
-        first_wait_s=settings.retry.first_wait.seconds,
-        max_wait_s=settings.retry.max_wait.seconds,
-        budget_s=settings.unreachable.seconds,
-    )
+    return RetryPolicy(max_wait_s=MOST_WAIT_S, budget_s=settings.unreachable.seconds)
 
 
 class _Progress:

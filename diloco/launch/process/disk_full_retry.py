@@ -37,12 +37,10 @@ class _Work(Generic[_T]):
                 raise
             if not self._is_reported:
                 self._is_reported = True
-                logger.error(
-                    "the disk is full, %s waits for room: make some: %s", self._what, error
-                )
+                logger.error("%s, %s waits: %s: %s", error.lack, self._what, error.remedy, error)
             return False
         if self._is_reported:
-            logger.info("there is room on the disk again for %s", self._what)
+            logger.info("%s can be written again", self._what)
         return True
 
 

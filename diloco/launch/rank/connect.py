@@ -6,6 +6,7 @@ Source: PROTOCOL.md, "Join".
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from diloco.checkpoint.run_checkpoints import RESUME, membership_of
 from diloco.config.schema import Config
+from diloco.coordinator.status import ask_run_state
 from diloco.doctor.slow_tcp import slow_tcp
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DilocoError
 from diloco.faults.process import link_faults
 from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
@@ -28,10 +30,13 @@ from diloco.security.address import find_coordinator
 from diloco.security.security import Security
 from diloco.state_dir import StateDir, holder
 from diloco.telemetry.events import AlarmRaised
-from diloco.transport.addresses import is_loopback, split_address
+from diloco.transport.addresses import is_loopback, split_address, split_candidates
+from diloco.transport.calls.following import FollowingTransport
 from diloco.transport.contracts import Transport
+from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.identity import Role
-from diloco.transport.shaping.link import LinkProfile, LinkQueue
+from diloco.transport.libp2p.address import is_peer_address
+from diloco.transport.shaping.link import LinkProfile
 from diloco.transport.shaping.shaped import ShapedTransport
 
 logger = logging.getLogger(__name__)
@@ -122,7 +127,7 @@ class _Wires:
         self, config: Config, address: str, security: Security, profile: LinkProfile | None
     ) -> None:
         self._config = config
-        self._address = address
+        self._address = self._finding = address
         self._security = security
         self._profile = profile
         self._faults = link_faults(os.environ, config.island_id, address)
@@ -146,21 +151,44 @@ class _Wires:
         link = None
         if self._profile is not None:
             link = carrier_link(self._profile, carriers).states(self._seed(island_rank))
-        return [self._syncer(address, security, link) for address in addresses]
+        chosen = self._config.transport
 
-    def _syncer(
-        self, address: str, security: Security, link: tuple[LinkQueue, LinkQueue] | None
-    ) -> tuple[Transport, Transport]:
-        chosen, address = self._config.transport, self._faults.route(address)
-        control = security.transport(address, Role.SYNCER)
-        data = security.transport(
-            address, Role.SYNCER, chunk_bytes=chosen.chunk.num_bytes, channels=chosen.num_channels
-        )
-        control = self._faults.around(control, carries_fragments=True)
-        data = self._faults.around(data, carries_fragments=True)
-        if link is None:
-            return control, data
-        return ShapedTransport(control, *link), ShapedTransport(data, *link)
+        def opening(chunk_bytes: int, channels: int) -> Callable[[str], Transport]:
+            def open_at(address: str) -> Transport:
+                transport = security.transport(
+                    self._faults.route(address),
+                    Role.SYNCER,
+                    chunk_bytes=chunk_bytes,
+                    channels=channels,
+                )
+                transport = self._faults.around(transport, carries_fragments=True)
+                return transport if link is None else ShapedTransport(transport, *link)
+
+            return open_at
+
+        control = opening(DEFAULT_CHUNK_BYTES, 1)
+        data = opening(chosen.chunk.num_bytes, chosen.num_channels)
+        return [
+            (
+                FollowingTransport(address, control, functools.partial(self._find, n)),
+                FollowingTransport(address, data, functools.partial(self._find, n)),
+            )
+            for n, address in enumerate(addresses)
+        ]
+
+    async def _find(self, syncer_id: int) -> str:
+        """Ask the coordinator where a syncer is now: on another machine perhaps."""
+        transport = self._security.transport(self._finding, Role.COORDINATOR)
+        try:
+            known = await ask_run_state(transport, self._config.island_id)
+        except DilocoError:
+            if not is_peer_address(self._finding):  # the next time another one first
+                first, *others = split_candidates(self._finding)
+                self._finding = ",".join([*others, first])
+            raise
+        finally:
+            await transport.close()
+        return known.syncer_addresses[syncer_id]
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:
         # Within the island: neither shaped nor paced.

@@ -1,0 +1,1 @@
+"""A run's state in an object store: what is durable there outlives any machine."""

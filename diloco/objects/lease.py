@@ -1,0 +1,275 @@
+"""Who writes a run's state: one coordinator and its syncers, until another machine takes over.
+
+    run/                     chain of the coordinator: its journal and files
+    syncer/, syncer-N/       chains of the syncers: their stores
+    alive/NUMBER             of the lease of that number: written again while its holder lives
+
+The lease is the entry that opened the chain of the run; its number is the lease's. Taking it fences
+the one before, in one write, and no clock is compared: a machine that waits for it looks whether
+the holder's object changes, by its own monotonic clock. A syncer's chain is opened for a lease, and
+for none that is older than the last.
+
+Source: PROTOCOL.md, "State in an object store".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco import durable
+from diloco.errors import ConfigError, Fenced
+from diloco.loop_clock import loop_now
+from diloco.objects.chain import Chain, Read
+from diloco.objects.replica import Replica
+from diloco.objects.store import ObjectStore, StoreAway
+from diloco.state_dir import StateDir, holder, stop_syncers
+
+logger = logging.getLogger(__name__)
+
+#: A holder that says nothing for so long is taken for dead; it says something so often.
+LEASE_S = 10.0
+BEAT_S = 2.0
+_RUN = "run"
+#: Files of the coordinator that are kept; the journal is kept by its transactions.
+_OF_RUN = frozenset({"resolved.toml", "fingerprint", "secret", "timeline.json"})
+#: Of a syncer's store: a lock, where one process listened, and what only that process reads.
+NOT_OF_STORE = frozenset({"lock", "address.json", "spool"})
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds the lease of a run, and whether it has let go of it."""
+
+    lease: int
+    run: str
+    holder: str
+    host: str
+    beat: bytes | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended in good order, and can be followed at once."""
+        return bool(json.loads(self.beat or b"{}").get("is_over"))
+
+    @property
+    def name(self) -> str:
+        """For people: where it is, and where it listens."""
+        address = json.loads(self.beat or b"{}").get("address", "")
+        return f"{self.host}" + (f", coordinator at {address}" if address else "")
+
+
+class _Overtaken(Exception):
+    """Another machine has taken the lease that was to be taken."""
+
+
+class RunState:
+    """The state of one run in an object store, as its coordinator has it."""
+
+    def __init__(
+        self, url: str, run: str, state: StateDir, on_fenced: Callable[[Fenced], None]
+    ) -> None:
+        """Assign only."""
+        self._store = ObjectStore(url, fails_fast=True)
+        self._run = run
+        self._state = state
+        self._on_fenced = on_fenced
+        self._num_beats = 0
+        self.lease = -1
+        self.replica = Replica(
+            self._store,
+            _RUN,
+            state.root,
+            lambda path: path.as_posix() in _OF_RUN,
+            on_fenced=on_fenced,
+        )
+
+    def holder(self) -> Holder | None:
+        """Look who holds the lease; None: nobody ever had it.
+
+        Raises:
+            ConfigError: If it is the state of another run.
+            StoreAway: If the store does not say.
+        """
+        opened = Chain(self._store, _RUN).read().opened
+        if not opened:
+            return None
+        holder = Holder(
+            opened["lease"],
+            opened["run"],
+            opened["holder"],
+            opened["host"],
+            self._store.get(_alive(opened["lease"])),
+        )
+        self._check_run(holder.run)
+        return holder
+
+    def _check_run(self, run: str) -> None:
+        if run != self._run:
+            raise ConfigError(
+                f"run.state = {self._store.url} holds the run {run!r}, and this file is of "
+                f"{self._run!r}: give each run a prefix of its own"
+            )
+
+    async def take(
+        self, *, is_standby: bool, num_syncers: int, announce: Callable[[str], None]
+    ) -> None:
+        """Take the lease once nobody has it, and make the state directory hold the run's state.
+
+        A holder that is silent for `LEASE_S` seconds, by this machine's clock, is taken for dead.
+        The same state directory takes its own lease back at once: its lock says that the process
+        that had it has ended.
+
+        Raises:
+            ConfigError: If another machine holds it, and this is no standby; or of another run.
+            StoreAway: If the store does not answer.
+        """
+        own = _own_name(self._state)
+        while True:
+            before = await self._nobody(own, is_standby, announce)
+            try:
+                await asyncio.to_thread(self._open, before, own)
+            except _Overtaken:
+                continue  # another machine waited, too
+            break
+        restore = functools.partial(self._restore, before, own, num_syncers)
+        restoring = asyncio.ensure_future(asyncio.to_thread(restore))
+        while not restoring.done():  # hundreds of gigabytes, perhaps
+            await asyncio.wait([restoring], timeout=BEAT_S)
+            with contextlib.suppress(StoreAway):
+                await asyncio.to_thread(self.beat, "")
+        logger.info("taken from %s: %d bytes", self._store.url, restoring.result())
+
+    async def _nobody(
+        self, own: str, is_standby: bool, announce: Callable[[str], None]
+    ) -> Holder | None:
+        """Wait until nobody has the lease any more; returns the last that had it."""
+        found = await asyncio.to_thread(self.holder)
+        if found is None and self._state.journal.exists():
+            raise ConfigError(
+                f"run.state = {self._store.url} holds no run, and coordinator.state_dir = "
+                f"{self._state.root} holds one that was begun without it, or with another: give "
+                f"an empty directory, or leave run.state as it was"
+            )
+        since, said = loop_now(), ""
+        while found is not None and found.holder != own and not found.is_over:
+            if said != found.name:
+                said = found.name
+                what = "waiting for its end" if is_standby else f"looking for {LEASE_S:g} s"
+                announce(f"the run {self._run!r} is held by {found.name}: {what}")
+            if loop_now() - since >= LEASE_S:
+                announce(f"{found.name} has been silent for {LEASE_S:g} s: taking the run over")
+                break
+            await asyncio.sleep(BEAT_S / 2)
+            try:
+                newer = await asyncio.to_thread(self.holder)
+            except StoreAway as error:  # it may be alive, as far as this machine knows
+                logger.warning("%s", error)
+                since = loop_now()
+                continue
+            if newer == found:
+                continue
+            found, since = newer, loop_now()
+            if not is_standby and found is not None and not found.is_over:
+                raise ConfigError(
+                    f"run.state = {self._store.url}: the run {self._run!r} is held by "
+                    f"{found.name}, which is at work. Watch it with diloco status, or wait for its "
+                    f"end: diloco coordinator RUN.toml --standby"
+                )
+        return found
+
+    def _open(self, before: Holder | None, own: str) -> None:
+        def opening(number: int) -> Mapping[str, Any]:
+            host = socket.gethostname()
+            return {"lease": number, "run": self._run, "holder": own, "host": host}
+
+        def check(found: Read) -> None:
+            if found.opened.get("lease", -1) != (-1 if before is None else before.lease):
+                raise _Overtaken
+
+        self.replica.open(opening, check)
+        self.lease = self.replica.number
+        durable.write_json(lease_path(self._state), self.lease)
+        self.beat("")
+
+    def _restore(self, before: Holder | None, own: str, num_syncers: int) -> int:
+        """Make the state directory hold the run's state; returns the bytes that were fetched."""
+        if before is None or before.holder != own:
+            stop_syncers(self._state)  # of an earlier lease of this machine
+        num_bytes = self.replica.restore(without=self._state.journal.name)
+        for each in self._state.of_syncers(num_syncers):
+            if holder(each.store_lock) is None:
+                num_bytes += store_replica(self._store, each, self.lease, self._run).restore()
+        return num_bytes
+
+    def beat(self, address: str, *, is_over: bool = False) -> None:
+        """Say that the holder lives, or that it has ended; and look whether it still is the holder.
+
+        Raises:
+            Fenced: If another machine has taken over.
+            StoreAway: If the store does not answer.
+        """
+        self._num_beats += 1
+        said = {"beat": self._num_beats, "address": address, "is_over": is_over}
+        self._store.put(_alive(self.lease), json.dumps(said).encode(), probes=True)
+        self.replica.check()
+
+
+def store_replica(
+    store: ObjectStore,
+    state: StateDir,
+    lease: int,
+    run: str,
+    on_fenced: Callable[[Fenced], None] = lambda error: None,
+) -> Replica:
+    """Open the chain of a syncer's store, for a lease; the writer before is fenced.
+
+    Raises:
+        Fenced: If it was opened for a later lease: another machine has taken over.
+        StoreAway: If the store does not answer.
+    """
+    replica = Replica(
+        store,
+        state.syncer_name,
+        state.store,
+        lambda path: path.parts[0] not in NOT_OF_STORE,
+        on_fenced=on_fenced,
+    )
+
+    def check(found: Read) -> None:
+        if (later := found.opened.get("lease", -1)) > lease:
+            raise Fenced(
+                f"{store.url}: {found.opened.get('host')} has taken the run over (lease {later}, "
+                f"this machine has {lease})"
+            )
+
+    host = socket.gethostname()
+    replica.open(lambda number: {"lease": lease, "run": run, "host": host}, check)
+    return replica
+
+
+def lease_path(state: StateDir) -> Path:
+    """File of the lease for which this machine's syncers write."""
+    return state.root / "lease.json"
+
+
+def _own_name(state: StateDir) -> str:
+    """Name of this state directory as a holder, which no other has."""
+    path = state.root / "holder.json"
+    if not (name := durable.read_json(path)):
+        name = secrets.token_hex(8)
+        durable.write_json(path, name)
+    return str(name)
+
+
+def _alive(lease: int) -> str:
+    return f"alive/{lease:016d}"

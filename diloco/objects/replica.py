@@ -1,0 +1,440 @@
+"""Keeps the durable files of a directory in an object store, each change there before it is here.
+
+    CHAIN/data/DIGEST    the bytes of a file, under their blake3; small ones are in their entry
+    CHAIN/log, snapshot  what each file holds, in order (`chain`)
+
+The directory stays what its processes read and write, by way of `diloco.durable`, which says here
+what becomes durable. A file that gets its name is first written to the store, and then an entry of
+the chain says so; only then has it its name here. What is removed or moved is said with the next
+entry, at the latest when its directory is synced. So a directory is never ahead of its chain but by
+what a crash makes it do again, and any machine makes the directory out of the chain.
+
+The coordinator's journal is in the same chain: its transactions are entries, and a snapshot has the
+whole file.
+
+Source: PROTOCOL.md, "State in an object store".
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from diloco import durable
+from diloco.errors import Fenced
+from diloco.objects.chain import OPENED, Chain, Read
+from diloco.objects.store import ObjectStore, StoreAway
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of a file that is in its entry, not an object of its own.
+_SMALL_BYTES = 16 << 10
+#: A larger file that is here is taken by its size and its first bytes: a record begins with a
+#: digest of its header, which has those of its sections, and each is verified when it is read.
+_VERIFIED_BYTES = 16 << 20
+_HEAD_BYTES = 64
+#: Entries, and their bytes, after which a snapshot takes their place; more if that is larger.
+_SNAPSHOT_ENTRIES = 1000
+_SNAPSHOT_BYTES = 4 << 20
+_READ_BYTES = 1 << 20
+_ATTEMPTS = 3
+#: Files that have not got their name yet.
+_UNFINISHED = (".tmp", ".fetched")
+_FILES, _ROWS, _ROWS_UNTIL = "files", "rows", "rows_until"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """What a file holds: `content` of a small one, else what an object of its digest does."""
+
+    digest: str
+    num_bytes: int
+    mode: int
+    head: str  # hex
+    content: bytes | None
+
+    @classmethod
+    def of(cls, path: Path) -> StoredFile:
+        """Read a file once."""
+        digest, head, size, content = blake3.blake3(), b"", 0, b""
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                head = head or piece[:_HEAD_BYTES]
+                content = piece if not size else b""
+                size += len(piece)
+        small = content if size <= _SMALL_BYTES else None
+        mode = path.stat().st_mode & 0o777
+        return cls(digest.hexdigest(), size, mode, head.hex(), small)
+
+    def to_json(self) -> list[Any]:
+        """Write it for an entry."""
+        content = None if self.content is None else base64.b64encode(self.content).decode()
+        return [self.digest, self.num_bytes, self.mode, self.head, content]
+
+    @classmethod
+    def from_json(cls, content: list[Any]) -> StoredFile:
+        """Read what `to_json` wrote."""
+        digest, num_bytes, mode, head, body = content
+        return cls(digest, num_bytes, mode, head, None if body is None else base64.b64decode(body))
+
+    def is_at(self, path: Path) -> bool:
+        """Whether a file here holds that: read, or by size and first bytes if it is large."""
+        try:
+            if not path.is_file() or path.stat().st_size != self.num_bytes:
+                return False
+            if self.num_bytes <= _VERIFIED_BYTES:
+                return self.of(path).digest == self.digest
+            with path.open("rb") as file:
+                return file.read(_HEAD_BYTES).hex() == self.head
+        except OSError:
+            return False
+
+
+class Replica:
+    """The files of one directory in one chain; any thread may use it once it is open."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        name: str,
+        root: Path,
+        is_tracked: Callable[[Path], bool],
+        *,
+        on_fenced: Callable[[Fenced], None] = lambda error: None,
+    ) -> None:
+        """Assign only.
+
+        Args:
+            store: Where the chain is.
+            name: Of the chain.
+            root: The directory.
+            is_tracked: Whether a path, relative to it, is of a file that is kept.
+            on_fenced: Called, in whatever thread finds out, when another writer has taken over.
+        """
+        self._store = store
+        self.name = name
+        self.root = root
+        self._is_tracked = is_tracked
+        self._on_fenced = on_fenced
+        self._chain = Chain(store, name)
+        self._lock = threading.RLock()
+        self._files: dict[str, StoredFile] = {}
+        self._said: dict[str, StoredFile | None] = {}  # with the next entry
+        self._opened: Mapping[str, Any] = {}
+        self._rows: list[tuple[int, Any]] = []
+        self._dropped: set[str] = set()
+        self._uploading: Counter[str] = Counter()
+        self._has_journal = False  # whose writer makes the snapshots then
+        self._entries_since = self._bytes_since = self._snapshot_bytes = 0
+        #: Of the last transaction of the journal that is in the snapshot.
+        self.rows_start = self._rows_until = -1
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def open(
+        self, opening: Callable[[int], Mapping[str, Any]], check: Callable[[Read], None]
+    ) -> None:
+        """Become the chain's writer, and know what it holds; see `Chain.open`."""
+        with self._lock:
+            found = self._chain.open(opening, check)
+            files = {k: StoredFile.from_json(v) for k, v in found.snapshot.get(_FILES, {}).items()}
+            self.rows_start = self._rows_until = found.snapshot.get(_ROWS_UNTIL, -1)
+            self._entries_since = len(found.entries)
+            for number, content in found.entries:
+                _apply(files, _files_of(content))
+                if _ROWS in content:
+                    self._rows.append((number, content[_ROWS]))
+                    self._rows_until = number
+            self._files, self._opened = files, opening(self._chain.number)
+            held = {f"{self.name}/data/{digest}" for digest in self._digests()}
+            self._store.delete(n for n in self._store.names(f"{self.name}/data") if n not in held)
+
+    @property
+    def number(self) -> int:
+        """Of the last entry."""
+        return self._chain.number
+
+    @property
+    def rows_until(self) -> int:
+        """Of the last entry that has a transaction of the journal; -1: none has."""
+        return self._rows_until
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no file is kept yet."""
+        return not self._files
+
+    def rows_after(self, number: int) -> Iterator[tuple[int, Any]]:
+        """Give the journal's transactions after an entry, as the chain held them when opened."""
+        return ((n, rows) for n, rows in self._rows if n > number)
+
+    def restore(self, *, without: str = "") -> int:
+        """Make the directory hold what the chain does; returns the bytes that were fetched.
+
+        Args:
+            without: A file that is left as it is.
+
+        Raises:
+            StoreAway: If the store does not give a file, or not what was written.
+            DiskFull: If there is no room here.
+        """
+        fetched = 0
+        for path in [p for p in self.root.rglob("*") if p.is_file() or p.is_symlink()]:
+            name = path.relative_to(self.root).as_posix()
+            if name != without and name not in self._files and self._is_kept(Path(name)):
+                logger.info("removed, the state in %s has no %s", self._store.url, name)
+                durable.unlink(path)
+        for name, file in sorted(self._files.items()):
+            if name != without and not file.is_at(self.root / name):
+                self.fetch(name)
+                fetched += file.num_bytes
+        return fetched
+
+    def has(self, name: str) -> bool:
+        """Whether a file is kept."""
+        return name in self._files
+
+    def fetch(self, name: str) -> None:
+        """Write a file here as the chain has it.
+
+        Raises:
+            StoreAway: As `restore`.
+            DiskFull: If there is no room here.
+        """
+        file, path = self._files[name], self.root / name
+        durable.make_directory_durably(path.parent)
+        for _ in range(_ATTEMPTS):
+            digest = blake3.blake3()
+
+            def pieces(digest: Any = digest) -> Iterator[bytes]:  # blake3 has no types
+                content = file.content
+                for piece in self._pieces(file) if content is None else [content]:
+                    digest.update(piece)
+                    yield piece
+
+            fresh = path.with_name(path.name + ".fetched")
+            durable.write_durably(fresh, pieces(), mode=file.mode)
+            if digest.hexdigest() == file.digest:
+                durable.rename(fresh, path)
+                durable.sync_directory(path.parent)
+                return
+            durable.unlink(fresh)
+        raise StoreAway(
+            0,
+            f"{self._store.url}/{self.name}/data/{file.digest}, which is {name} of the run, does "
+            f"not hold what was written: bring that object back from a copy or a version of it",
+        )
+
+    def _pieces(self, file: StoredFile) -> Iterator[bytes]:
+        return self._store.pieces(f"{self.name}/data/{file.digest}")
+
+    # -- what becomes durable: called by diloco.durable -------------------------------------------
+
+    def renaming(self, source: Path, target: Path) -> None:
+        """Keep what a file or directory holds under its new name, before it has it.
+
+        Raises:
+            StoreAway: If the store does not take it: it must not get its name.
+        """
+        old, new = self._name(source), self._name(target)
+        if old is None and new is None:
+            return
+        with self._lock:
+            moved = {n: f for n, f in self._files.items() if old is not None and _is_below(n, old)}
+            if moved:
+                self._say(dict.fromkeys(moved))
+                if new is not None:
+                    renamed = {new + name[len(old or "") :]: f for name, f in moved.items()}
+                    self._say(dict(renamed))
+                return
+        if new is None:
+            return
+        file = self._uploaded(source)
+        with self._lock:
+            try:
+                self._append({}, {new: file})
+            finally:
+                self._uploading[file.digest] -= 1
+
+    def linked(self, source: Path, target: Path) -> None:
+        """Keep one more name of a file."""
+        old, new = self._name(source), self._name(target)
+        with self._lock:
+            if new is not None and old is not None and (file := self._files.get(old)) is not None:
+                self._say({new: file})
+
+    def removed(self, path: Path) -> None:
+        """Keep a file, or all in a directory, no more."""
+        if (name := self._name(path)) is not None:
+            with self._lock:
+                self._say({each: None for each in self._files if _is_below(each, name)})
+
+    def synced(self, directory: Path) -> None:
+        """Have what was said of names in the store.
+
+        Raises:
+            StoreAway: If the store does not take it.
+        """
+        if self._name(directory) is not None or directory == self.root:
+            with self._lock:
+                if self._said:
+                    self._append({}, {})
+
+    def append_rows(self, rows: Any) -> int:  # JSON values
+        """Keep a transaction of the journal; returns the number of its entry.
+
+        Raises:
+            StoreAway: If the store does not take it: it is not to be committed.
+        """
+        with self._lock:
+            self._rows_until = self._append({_ROWS: rows}, {})
+            return self._rows_until
+
+    def take_back_rows(self, number: int) -> None:
+        """Have a transaction not count that could not be committed here."""
+        with self._lock:
+            self._chain.take_back(number)
+
+    # -- the chain -------------------------------------------------------------------------------
+
+    @property
+    def is_snapshot_due(self) -> bool:
+        """Whether the entries are to be replaced by a snapshot."""
+        most = max(_SNAPSHOT_BYTES, self._snapshot_bytes)
+        return self._entries_since >= _SNAPSHOT_ENTRIES or self._bytes_since > most
+
+    def put_snapshot(self, extra: Mapping[str, Path] | None = None) -> None:
+        """Put a snapshot in place of the entries so far; `extra` files are in it alone.
+
+        What cannot be done is done with a later one.
+        """
+        try:
+            added: dict[str, StoredFile | None] = {}
+            with self._lock:
+                for name, path in (extra or {}).items():
+                    added[name] = self._uploaded(path)
+                self._drop({name: self._files.get(name) for name in added})
+                _apply(self._files, added)
+                self._uploading.subtract(f.digest for f in added.values() if f is not None)
+                files = {name: file.to_json() for name, file in self._files.items()}
+                number = self._chain.number
+                content: dict[str, Any] = {_FILES: files, OPENED: dict(self._opened)}
+                content[_ROWS_UNTIL] = self._rows_until
+                self._chain.put_snapshot(number, content)
+                self._entries_since = self._bytes_since = 0
+                self._snapshot_bytes = len(str(files))
+                dropped = self._dropped - self._digests() - set(+self._uploading)
+                self._store.delete(f"{self.name}/data/{digest}" for digest in dropped)
+                self._dropped.clear()
+        except StoreAway as error:
+            logger.warning("a snapshot of %s comes later: %s", self.name, error)
+
+    def check(self) -> None:
+        """Look whether another writer has taken over.
+
+        Raises:
+            Fenced: If one has.
+            StoreAway: If the store does not say.
+        """
+        with self._lock, self._fencing():
+            self._chain.check_next()
+
+    def _append(self, content: Mapping[str, Any], files: Mapping[str, StoredFile | None]) -> int:
+        changed = self._said | dict(files)
+        said = {n: None if file is None else file.to_json() for n, file in changed.items()}
+        body = {**content, **({_FILES: said} if said else {})}
+        with self._fencing():
+            number = self._chain.append(body)
+        self._drop({name: self._files.get(name) for name in files})
+        _apply(self._files, files)
+        self._said = {}
+        self._entries_since += 1
+        self._bytes_since += len(str(body))
+        if not self._has_journal and self.is_snapshot_due:
+            self.put_snapshot()
+        return number
+
+    def journal_follows(self) -> None:
+        """Leave the snapshots to the writer of the journal, which has read its transactions."""
+        self._has_journal = True
+        self._rows.clear()
+
+    def _fencing(self) -> _Fencing:
+        return _Fencing(self._on_fenced)
+
+    def _say(self, files: Mapping[str, StoredFile | None]) -> None:
+        """Change what is kept; the chain has it with the next entry."""
+        self._drop({name: self._files.get(name) for name in files})
+        _apply(self._files, files)
+        self._said.update(files)
+
+    def _drop(self, files: Mapping[str, StoredFile | None]) -> None:
+        self._dropped.update(f.digest for f in files.values() if f is not None)
+
+    def _digests(self) -> set[str]:
+        return {file.digest for file in self._files.values() if file.content is None}
+
+    def _uploaded(self, path: Path) -> StoredFile:
+        """Write what a file holds to the store; nothing forgets it meanwhile."""
+        file = StoredFile.of(path)
+        with self._lock:
+            self._uploading[file.digest] += 1
+        try:
+            if file.content is None:
+                self._store.put(f"{self.name}/data/{file.digest}", path)
+        except StoreAway:
+            self._uploading[file.digest] -= 1
+            raise
+        return file
+
+    def _name(self, path: Path) -> str | None:
+        """Name of a path below the directory; None of what is not kept."""
+        try:
+            relative = path.relative_to(self.root)
+        except ValueError:
+            return None
+        return relative.as_posix() if self._is_kept(relative) else None
+
+    def _is_kept(self, relative: Path) -> bool:
+        is_whole = bool(relative.parts) and relative.suffix not in _UNFINISHED
+        return is_whole and self._is_tracked(relative)
+
+
+class _Fencing:
+    """Says that another writer has taken over, before the error is raised."""
+
+    def __init__(self, on_fenced: Callable[[Fenced], None]) -> None:
+        self._on_fenced = on_fenced
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Fenced):
+            self._on_fenced(error)
+
+
+def _files_of(content: Mapping[str, Any]) -> dict[str, StoredFile | None]:
+    said = content.get(_FILES, {})
+    return {n: None if each is None else StoredFile.from_json(each) for n, each in said.items()}
+
+
+def _apply(files: dict[str, StoredFile], said: Mapping[str, StoredFile | None]) -> None:
+    for name, file in said.items():
+        if file is None:
+            files.pop(name, None)
+        else:
+            files[name] = file
+
+
+def _is_below(name: str, directory: str) -> bool:
+    return name == directory or name.startswith(directory + "/")

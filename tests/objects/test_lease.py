@@ -1,0 +1,160 @@
+"""Who holds a run's state: one machine at a time, by no clock but the own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import ConfigError, Fenced
+from diloco.objects import lease
+from diloco.objects.lease import RunState, lease_path, store_replica
+from diloco.objects.store import ObjectStore
+from diloco.state_dir import StateDir
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 0.3)
+    monkeypatch.setattr(lease, "BEAT_S", 0.02)
+
+
+class Machine:
+    def __init__(self, directory: Path, name: str, run: str = "run") -> None:
+        self.state = StateDir(directory / name)
+        self.state.create()
+        self.fenced: list[Fenced] = []
+        self.said: list[str] = []
+        url = f"file://{directory / 'objects'}"
+        self.store = ObjectStore(url)
+        self.run = RunState(url, run, self.state, self.fenced.append)
+
+    async def take(self, *, is_standby: bool = False) -> None:
+        await self.run.take(is_standby=is_standby, num_syncers=1, announce=self.said.append)
+
+    async def live(self) -> None:
+        while True:
+            await asyncio.to_thread(self.run.beat, "host:1")
+            await asyncio.sleep(lease.BEAT_S)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., Machine]:
+    return lambda name, **more: Machine(tmp_path, name, **more)
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 20.0))
+
+
+def test_a_holder_that_is_silent_is_followed_by_the_own_clock(
+    machine: Callable[..., Machine],
+) -> None:
+    one, two = machine("one"), machine("two")
+
+    async def story() -> None:
+        await one.take()
+        living = asyncio.create_task(one.live())
+        waiting = asyncio.create_task(two.take(is_standby=True))
+        await asyncio.sleep(3 * lease.LEASE_S)
+        assert not waiting.done()
+        living.cancel()
+        await waiting
+        assert two.run.lease > one.run.lease
+        with pytest.raises(Fenced):
+            one.run.beat("")
+        assert one.fenced
+
+    run(story())
+    assert "waiting for its end" in two.said[0] and "taking the run over" in two.said[-1]
+
+
+def test_who_is_no_standby_is_told_who_holds_it(machine: Callable[..., Machine]) -> None:
+    one, two = machine("one"), machine("two")
+
+    async def story() -> None:
+        await one.take()
+        living = asyncio.create_task(one.live())
+        await asyncio.sleep(0.05)
+        with pytest.raises(ConfigError, match=r"held by .*coordinator at host:1.*--standby"):
+            await two.take()
+        living.cancel()
+        await two.take()  # dead by now
+
+    run(story())
+
+
+def test_the_same_directory_and_the_next_of_a_good_end_wait_for_nothing(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 1000.0)
+    one, again, two = machine("one"), machine("one"), machine("two")
+
+    async def story() -> None:
+        await one.take()
+        await again.take()
+        again.run.beat("", is_over=True)
+        await two.take()
+
+    run(story())
+    assert one.run.lease < again.run.lease < two.run.lease
+
+
+def test_of_two_that_wait_one_goes_on_and_one_waits_for_that(
+    machine: Callable[..., Machine],
+) -> None:
+    one, two, three = machine("one"), machine("two"), machine("three")
+
+    async def story() -> None:
+        await one.take()
+        waiting = [asyncio.create_task(m.take(is_standby=True)) for m in (two, three)]
+        done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            assert task.exception() is None
+        assert len(left) == 1
+        (other,) = left
+        await other  # the first says nothing any more
+        leases = {m.run.lease for m in (one, two, three)}
+        assert len(leases) == 3
+
+    run(story())
+
+
+def test_another_run_is_refused_by_name(machine: Callable[..., Machine]) -> None:
+    one, other = machine("one"), machine("two", run="other")
+
+    async def story() -> None:
+        await one.take()
+        with pytest.raises(ConfigError, match="holds the run 'run', and this file is of 'other'"):
+            await other.take(is_standby=True)
+
+    run(story())
+
+
+def test_a_run_of_a_directory_alone_is_not_overwritten(machine: Callable[..., Machine]) -> None:
+    one = machine("one")
+    one.state.journal.write_bytes(b"of a run")
+
+    with pytest.raises(ConfigError, match="begun without it"):
+        run(one.take())
+
+    assert one.state.journal.read_bytes() == b"of a run"
+
+
+def test_a_syncer_of_an_older_lease_does_not_open_its_chain(
+    machine: Callable[..., Machine],
+) -> None:
+    one, two = machine("one"), machine("two")
+
+    async def story() -> None:
+        await one.take()
+        await two.take()
+
+    run(story())
+    assert lease_path(one.state).read_text() == str(one.run.lease)
+    store_replica(two.store, two.state, two.run.lease, "run")
+    with pytest.raises(Fenced, match=f"lease {two.run.lease}, this machine has {one.run.lease}"):
+        store_replica(one.store, one.state, one.run.lease, "run")
