@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,13 +90,28 @@ def write_durably(path: Path, pieces: Iterable[Buffer], *, mode: int = 0o644) ->
         at = 0
         for piece in pieces:
             at += write_at(descriptor, at, piece)
-        sync(descriptor)
+        name_durably(descriptor, temporary, path)
     except OSError:
         unlink(temporary)  # a full disk gets its room back
         raise
     finally:
         close(descriptor)
-    rename(temporary, path)
+
+
+def name_durably(descriptor: int, temporary: Path, path: Path) -> None:
+    """Give a file that was written its name, once all of it is durable, here and in the replica.
+
+    Raises:
+        DiskFull: If there is no room; it has not got its name.
+    """
+    if _replica is None:
+        sync(descriptor)
+    else:  # at once: neither waits for the other
+        with ThreadPoolExecutor(1, "sync") as pool:
+            syncing = pool.submit(sync, descriptor)
+            _replica.renaming(temporary, path)
+            syncing.result()
+    _replace(temporary, path)
     sync_directory(path.parent)
 
 
@@ -231,6 +247,10 @@ def rename(source: Path, target: Path) -> None:
     """
     if _replica is not None:
         _replica.renaming(source, target)
+    _replace(source, target)
+
+
+def _replace(source: Path, target: Path) -> None:
     with raising_disk_full():
         os.replace(source, target)
 

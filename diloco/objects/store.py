@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
@@ -50,13 +50,16 @@ class StoreAway(DiskFull):
 class ObjectStore:
     """Objects below one URL; any thread may use it."""
 
-    def __init__(self, url: str, *, fails_fast: bool = False) -> None:
+    def __init__(
+        self, url: str, *, fails_fast: bool = False, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Make the client; nothing is reached yet.
 
         Args:
             url: Of the prefix.
             fails_fast: Whether, once the store is away, calls fail at once until a `put` that
                 probes has found it again: for a caller whose event loop they hold up.
+            environment: Variables that count in place of those of this process.
 
         Raises:
             ConfigError: If the package is missing, or the URL is none that it knows.
@@ -74,6 +77,7 @@ class ObjectStore:
             else:
                 self._store = from_url(
                     url,
+                    config=_config(environment or {}),
                     client_options={
                         "allow_http": True,  # where an endpoint says so itself
                         "connect_timeout": _CONNECT_TIMEOUT,
@@ -183,6 +187,10 @@ class ObjectStore:
             self._away = StoreAway(errno.EIO, said)
             raise self._away from error
         self._away = None
+
+
+def _config(environment: Mapping[str, str]) -> Any:  # obstore's, by the kind of store
+    return {name.lower(): value for name, value in environment.items()} or None
 
 
 def _first(error: Exception) -> str:

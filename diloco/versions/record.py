@@ -170,9 +170,7 @@ class RecordDraft:
         assert len(encoded) == self._header_bytes, f"{self._path}: the header changed its size"
         prefix = _PREFIX.pack(MAGIC, len(encoded), blake3.blake3(encoded).digest())
         self._write_at(0, memoryview(prefix + encoded))
-        durable.sync(self._file)
-        durable.rename(self._temporary, self._path)
-        durable.sync_directory(self._path.parent)
+        durable.name_durably(self._file, self._temporary, self._path)
         self._close()
 
     def abandon(self) -> None:

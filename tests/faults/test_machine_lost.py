@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from diloco.bench.network.s3_server import BUCKET, S3Server, free_port, s3_server
 from diloco.config.load import load_config
 from diloco.errors import Fenced
 from diloco.island.layout import build_schedule
 from diloco.report.summary import read_events
 from diloco.state_dir import StateDir, holder
 from tests.run_files import indexed_headers, write_run
-from tests.s3_server import BUCKET, S3Server, free_port, s3_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)

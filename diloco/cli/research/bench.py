@@ -224,6 +224,39 @@ def coordinator(rows: Rows = None) -> None:
     """
 
 
+@measured_by("network.failover")
+def failover() -> None:
+    """Lose the machine of coordinator and syncer, disk and all, ten times in a run.
+
+    The run's state is in a bucket (an S3 server of moto, a process of its own, 30 ms away); two
+    islands merge on arrival. Each time every process of the machine is killed with SIGKILL and its
+    directory removed, while a standby waits. Some six minutes. Needs `diloco[state]`, and moto,
+    flask and flask-cors.
+
+    Read "taken over after": from the kill until the standby has the run, 10 s of silence and its
+    look; "next version after": from then until it publishes; "longest inner step" of an island,
+    while processes start on the same cores. Versions that an island merged are compared with the
+    journal at the end: lost are those that it has not.
+
+    Example: diloco bench failover --require
+    """
+
+
+@measured_by("syncer.state")
+def state(rows: Rows = None) -> None:
+    """Time what the close of a round costs more with run.state in an object store.
+
+    Versions of several sizes are written to this disk, sent to an S3 server (moto, a process of its
+    own, 30 ms away) as one object with a small one after it, and written as with run.state, in
+    turn. Half a minute. Needs `diloco[state]`, and moto, flask and flask-cors.
+
+    Read "ratio": a version with run.state over the disk and those two objects, which are two round
+    trips, the way of the bytes and the server's time. Its bar is 1.1.
+
+    Example: diloco bench state --require
+    """
+
+
 @measured_by("network.wan")
 def wan(rows: Rows = None) -> None:
     """Measure how much of emulated long and lossy links the transport fills.
