@@ -33,11 +33,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class DiskFull(OSError):
     """A write found no room (no space, over a quota, over a limit on files): it may be repeated.
 
-    `lack` says in words what is not there, `remedy` what to do.
+    `lack` says in words what is not there, `remedy` what to do; `is_room` whether room on this disk
+    would help.
     """
 
     lack = "the disk is full"
     remedy = "make some room"
+    is_room = True
 
 
 class Replica(Protocol):

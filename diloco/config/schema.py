@@ -47,7 +47,8 @@ from diloco.transport.framing import MAX_HEADER_BYTES
 
 def _state_url(value: str) -> str:
     scheme, separator, rest = value.partition("://")
-    if value and not (separator and scheme in ("s3", "gs", "az", "file") and rest.strip("/")):
+    is_one = bool(separator and scheme in ("s3", "gs", "az", "file") and rest.strip("/"))
+    if value and not (is_one and (scheme != "file" or rest.startswith("/"))):
         raise ValueError(
             "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///PATH"
         )

@@ -246,16 +246,23 @@ class Journal:
         number = replica.append_rows([list(entries.items()), rounds, told])
         try:
             num_conflicts = self._commit_rows(entries, rounds, told, number)
-        except (sqlite3.Error, OSError):
+        except BaseException:
             replica.take_back_rows(number)
             raise
         if replica.is_snapshot_due:
-            copy = self._path.with_name(self._path.name + ".tmp")
+            self._put_snapshot(replica)
+        return num_conflicts
+
+    def _put_snapshot(self, replica: Replica) -> None:
+        """Have a copy of the file take the place of the entries; later, where that cannot be."""
+        copy = self._path.with_name(self._path.name + ".tmp")
+        try:
             unlink(copy)
             self._require().writer.execute("VACUUM INTO ?", (str(copy),))
             replica.put_snapshot({self._path.name: copy})
-            unlink(copy)
-        return num_conflicts
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("a snapshot of the journal comes later: %s", error)
+        unlink(copy)
 
     def _commit_rows(
         self,

@@ -409,7 +409,7 @@ class _Run:
         def problems() -> dict[AlarmKind, str]:
             said = {
                 AlarmKind.CERTIFICATE: "" if tls is None else tls.problem,
-                AlarmKind.STATE_AWAY: bounded_text(self.held.problem),
+                AlarmKind.STATE_AWAY: bounded_text(self.held.away or self.held.lost),
             }
             return {kind: text for kind, text in said.items() if text}
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from diloco.config.classes import fingerprint
 from diloco.config.schema import Config
 from diloco.durable import DiskFull, replicate
 from diloco.errors import ConfigError, Fenced
 from diloco.launch.process.ending import exit_at_once
-from diloco.objects.lease import BEAT_S, RunState
+from diloco.objects.lease import BEAT_S, RunState, lease_path
 from diloco.objects.replica import Replica
+from diloco.objects.store import ObjectLost, StoreAway
 from diloco.state_dir import StateDir, read_endpoint, stop_syncers
 
 logger = logging.getLogger(__name__)
@@ -30,11 +34,13 @@ class HeldState:
 
     Args:
         replica: Where what is durable is, too; None: nowhere else.
-        problem: Why nothing can be made durable there now, and what to do; empty: it can.
+        away: Why nothing can be made durable there now, and what to do; empty: it can.
+        lost: What was removed there, and what to do; empty: nothing is known to be.
     """
 
     replica: Replica | None = None
-    problem: str = ""
+    away: str = ""
+    lost: str = ""
 
 
 @contextlib.asynccontextmanager
@@ -49,50 +55,87 @@ async def holding_state(
     """
     held = HeldState()
     if not config.run.state:
+        if lease_path(state).exists():
+            raise ConfigError(
+                f"coordinator.state_dir = {state.root} is the working copy of a run whose state is "
+                f"in an object store, and may be behind it: set run.state as it was"
+            )
         yield held
         return
-    run = RunState(config.run.state, config.run.name, state, lambda error: _end(state, error))
+    run = RunState(
+        config.run.state,
+        config.run.name,
+        fingerprint(config),
+        state,
+        lambda error: _end(state, error),
+    )
     try:
         await run.take(
             is_standby=is_standby, num_syncers=config.coordinator.num_syncers, announce=announce
         )
-    except DiskFull as error:
+    except StoreAway as error:
         raise ConfigError(
             f"run.state = {config.run.state}: the state of the run cannot be taken from there: "
             f"{error}. {error.remedy.capitalize()}, then start again"
         ) from error
     held.replica = run.replica
+    run.store.fails_fast = True  # the event loop waits for it, and there is a sign of life
     replicate(run.replica)
-    beating = asyncio.create_task(_beat(run, config, state, held))
+    is_over = threading.Event()
+    signs = [functools.partial(_beat, run, state, held), functools.partial(_look, run, held)]
+    threads = [threading.Thread(target=_again, args=(sign, is_over), daemon=True) for sign in signs]
+    for thread in threads:
+        thread.start()
     try:
         yield held
     finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        is_over.set()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
         replicate(None)
     with contextlib.suppress(DiskFull):  # the next one waits a little
         await asyncio.to_thread(run.beat, "", is_over=True)
 
 
-async def _beat(run: RunState, config: Config, state: StateDir, held: HeldState) -> None:
-    """Say again and again that this process lives, and where it listens."""
-    while True:
+def _again(sign: Callable[[], None], is_over: threading.Event) -> None:
+    """Do something every `BEAT_S` seconds, whatever the event loop does."""
+    while not is_over.wait(BEAT_S):
+        sign()
+
+
+def _beat(run: RunState, state: StateDir, held: HeldState) -> None:
+    """Say that this process lives, and where it listens."""
+    try:
         endpoint = read_endpoint(state.coordinator)
-        address = config.coordinator.address or (endpoint.address if endpoint else "")
-        try:
-            await asyncio.to_thread(run.beat, address)
-        except DiskFull as error:
-            if not held.problem:
-                logger.error("%s, what is to be durable waits: %s", error.lack, error)
-            held.problem = (
-                f"{error.lack}: rounds, joins and commands wait until it does; {error.remedy}: "
-                f"{error}"
-            )
-        else:
-            if held.problem:
-                logger.info("the object store answers again")
-            held.problem = ""
-        await asyncio.sleep(BEAT_S)
+    except ConfigError:  # it is being written
+        endpoint = None
+    try:
+        run.beat(endpoint.address if endpoint else "")
+    except DiskFull as error:
+        if not held.away:
+            logger.error("%s, what is to be durable waits: %s", error.lack, error)
+        held.away = (
+            f"{error.lack}: rounds, joins and commands wait until it does; {error.remedy}: {error}"
+        )
+    else:
+        if held.away:
+            logger.info("the object store answers again")
+        held.away = ""
+
+
+def _look(run: RunState, held: HeldState) -> None:
+    """Find out, also when there is nothing to write, that another machine has taken over.
+
+    Or that objects were removed, so that no machine could.
+    """
+    try:
+        run.replica.check()
+    except ObjectLost as error:
+        if not held.lost:
+            logger.error("no other machine could take this run over: %s", error)
+        held.lost = str(error)
+    except (DiskFull, Fenced):  # said by the sign of life; ends this process
+        pass
 
 
 def _end(state: StateDir, error: Fenced) -> None:

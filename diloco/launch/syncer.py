@@ -35,6 +35,7 @@ from diloco.durable import (
     rename,
     replicate,
     sync_directory,
+    unlink,
     write_durably,
     write_json,
 )
@@ -483,7 +484,7 @@ def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
             )
         ) from error
     for of_earlier_starts in (state.incarnations, state.orders):
-        of_earlier_starts.unlink(missing_ok=True)
+        unlink(of_earlier_starts)
     sync_directory(state.store)
     timeline.write(state.store_timeline)
     logger.info("store restored, timeline=%d step=%d", timeline.number, step)

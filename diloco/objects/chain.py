@@ -1,13 +1,19 @@
 """A chain of objects that one writer at a time can lengthen: the order of what is durable.
 
-    CHAIN/log/0000000000000012         entry 12, JSON; created, never replaced
-    CHAIN/snapshot/0000000000000010    all that the entries up to 10 come to
+    CHAIN/log/0000000000000012                          entry 12, JSON; created, never replaced
+    CHAIN/snapshot/0000000000000003-0000000000000010    of the writer that opened it with entry 3:
+                                                        all that the entries up to 10 come to
 
-Every entry has the number after the last one, and no store creates an object twice: of two writers
-one finds that the number is taken, and is *fenced*. It has written nothing since, and can write
-nothing any more. A new writer begins with an entry that *opens* the chain; the one before
-finds that entry in place of its own next one, after an hour, too: entries that open the chain stay
-when a snapshot takes the place of the others.
+Every entry has the number after the last one, and no store creates an object that is there: of two
+writers one finds that the number is taken, and is *fenced*. It has written nothing since, and can
+write nothing any more. A new writer begins with an entry that *opens* the chain; the one before
+finds that entry in place of its own next one, after an hour, too, since entries that open the chain
+are never removed. Others are, once an entry says which snapshot has what they came to: a writer
+that was fenced before that entry has removed nothing.
+
+A number that was removed can be created again, by one that read the chain before it was used. Then
+there is a later entry: the opening does not count, and the one that made it looks again. Whose the
+chain is says its last entry.
 
 An entry whose creation was not acknowledged may be there. Its writer has told its callers that it
 failed; if it is found there, the next one says that it is `void`.
@@ -21,12 +27,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.errors import Fenced
-from diloco.objects.store import ObjectStore, StoreAway
+import blake3
 
-#: Key of an entry that opens the chain, and of the one that does not count.
-OPENED, VOID = "opened", "void"
-_BY = "by"
+from diloco.errors import ConfigError, Fenced
+from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
+
+#: Key of an entry that opens the chain, of one that does not count, and of a snapshot's.
+OPENED, VOID, _SNAPSHOT = "opened", "void", "snapshot"
+#: Writer of an entry, and number of the entry with which it opened the chain.
+_BY, _OF = "by", "of"
 #: Times that a chain is read again because its writer has put a snapshot in place of entries.
 _ATTEMPTS = 20
 
@@ -36,20 +45,19 @@ class Read:
     """What a chain holds: a snapshot, the entries after it that count, and who opened it last.
 
     Args:
-        start: Number up to which the snapshot goes; -1: there is none.
-        snapshot: Of the chain up to there; empty: of its beginning.
-        entries: Number and content of each that counts, ascending.
+        snapshot: Of the chain up to some entry; empty: of its beginning.
+        snapshot_name: Of its object; empty: there is none.
+        entries: Number and content of each after it that counts, ascending.
         number: Of the last entry, whether it counts or not; -1: there is none.
-        opened: Of the last entry that opened the chain; empty: nobody has.
-        openings: Numbers of all entries that did, those before the snapshot too.
+        opened: Of the entry that opened the chain for the writer of the last one; empty: nobody
+            has.
     """
 
-    start: int
     snapshot: Mapping[str, Any]
+    snapshot_name: str
     entries: tuple[tuple[int, Mapping[str, Any]], ...]
     number: int
     opened: Mapping[str, Any]
-    openings: frozenset[int]
 
 
 class Chain:
@@ -60,55 +68,61 @@ class Chain:
         self._store = store
         self._name = name
         self._writer = secrets.token_hex(8)
-        self.number = -1
+        self.number = self.opening = -1
         self._void: list[int] = []
-        self._tried: set[bytes] = set()  # at the next number
+        self._tried: set[bytes] = set()  # digests of what was tried at the next number
         self._openings: set[int] = set()
+        # What was read, until the chain is open: entries, and a snapshot with its name.
+        self._known: dict[int, bytes] = {}
+        self._snapshot = "", b""
+
+    # -- reading ---------------------------------------------------------------------------------
 
     def read(self) -> Read:
-        """Read all of it.
+        """Read all of it; read again, only what is new.
 
         Raises:
-            StoreAway: If the store does not give it, or an object of it is gone.
+            ObjectLost: If an entry of it is gone.
+            StoreAway: If the store does not give it.
         """
         for _ in range(_ATTEMPTS):
             if (found := self._read()) is not None:
                 return found
-        raise StoreAway(0, f"{self._store.url}/{self._name}: an entry of the chain is not there")
+        raise ObjectLost(
+            f"{self._store.url}/{self._name}/log lacks an entry: objects of the run were removed. "
+            f"Bring them back (a version or a copy of the bucket)"
+        )
 
     def _read(self) -> Read | None:
         """Read it; None if entries were replaced by a snapshot meanwhile, or one is lost."""
-        start, snapshot = -1, b"{}"
-        if snapshots := self._store.names(f"{self._name}/snapshot"):
-            start = _number(snapshots[-1])
-            if (content := self._store.get(snapshots[-1])) is None:
+        numbers = [_number(name) for name in self._store.names(f"{self._name}/log")]
+        new = [number for number in numbers if number not in self._known]
+        bodies = self._store.get_all([self._entry(number) for number in new])
+        for number, body in zip(new, bodies, strict=True):
+            if body is None:
                 return None
-            snapshot = content
-        every = self._store.names(f"{self._name}/log")
-        names = [name for name in every if _number(name) > start]
-        if [_number(name) for name in names] != [*range(start + 1, start + 1 + len(names))]:
+            self._known[number] = body
+        entries = {number: json.loads(self._known[number]) for number in numbers}
+        void = {number for content in entries.values() for number in content.get(VOID, ())}
+        counted = {n: content for n, content in entries.items() if n not in void}
+        self._known = {number: self._known[number] for number in numbers}
+        self._openings = {n for n, content in entries.items() if OPENED in content}
+        start, name = -1, ""
+        for content in counted.values():
+            start, name = content.get(_SNAPSHOT, (start, name))
+        last = numbers[-1] if numbers else -1
+        if [n for n in numbers if n > start] != [*range(start + 1, last + 1)]:
             return None
-        bodies = self._store.get_all(names)
-        if None in bodies:
-            return None
-        contents = [json.loads(body or b"{}") for body in bodies]
-        void = {number for content in contents for number in content.get(VOID, ())}
-        base = json.loads(snapshot)
-        opened = base.get(OPENED, {})
-        openings = {_number(name) for name in every if _number(name) <= start}
-        counted = [(start + 1 + n, content) for n, content in enumerate(contents)]
-        for number, content in counted:
-            if OPENED in content:
-                opened = content[OPENED]
-                openings.add(number)
-        return Read(
-            start,
-            base,
-            tuple((number, content) for number, content in counted if number not in void),
-            start + len(names),
-            opened,
-            frozenset(openings),
-        )
+        if name and self._snapshot[0] != name:
+            if (there := self._store.get(f"{self._name}/snapshot/{name}")) is None:
+                return None
+            self._snapshot = name, there
+        snapshot = self._snapshot[1] if name else b"{}"
+        opened = entries[entries[last][_OF]][OPENED] if numbers else {}
+        after = tuple((n, content) for n, content in counted.items() if n > start)
+        return Read(json.loads(snapshot), name, after, last, opened)
+
+    # -- writing ---------------------------------------------------------------------------------
 
     def open(
         self, opening: Callable[[int], Mapping[str, Any]], check: Callable[[Read], None]
@@ -121,17 +135,31 @@ class Chain:
 
         Returns:
             What it held before.
+
+        Raises:
+            ConfigError: If the store replaces what is to be created.
+            StoreAway: If the store does not answer.
         """
         while True:
             found = self.read()
             check(found)
-            self.number = found.number
+            self.number, self.opening = found.number, found.number + 1
             try:
-                self.append({OPENED: dict(opening(found.number + 1))})
+                self.append({OPENED: dict(opening(self.opening))})
             except Fenced:  # another one has written meanwhile
                 self._tried.clear()
                 continue
-            self._openings = {*found.openings, self.number}
+            numbers = [_number(name) for name in self._store.names(f"{self._name}/log")]
+            if numbers[-1] != self.opening:  # it was that of an entry that is gone
+                continue
+            if self._store.create(self._entry(self.opening), b"{}"):
+                raise ConfigError(
+                    f"{self._store.url} replaces objects that are to be created only where they "
+                    f"are not there (If-None-Match: *): two machines could write the same run. "
+                    f"Choose a store that honours it, as S3, GCS, Azure, R2 and MinIO do"
+                )
+            self._openings.add(self.opening)
+            self._known, self._snapshot = {}, ("", b"")
             return found
 
     def append(self, content: Mapping[str, Any]) -> int:
@@ -143,21 +171,42 @@ class Chain:
         """
         while True:
             number = self.number + 1
-            said = {**content, _BY: self._writer, **({VOID: self._void} if self._void else {})}
-            body, name = json.dumps(said, sort_keys=True).encode(), self._entry(number)
-            self._tried.add(body)
-            if not self._store.create(name, body) and (there := self._store.get(name)) != body:
-                if there not in self._tried:
-                    raise Fenced(f"{self._store.url}/{name} is another writer's: {_who(there)}")
-                # What was not acknowledged is there, though its caller was told that it failed.
+            said = {**content, _BY: self._writer, _OF: self.opening}
+            body = json.dumps({**said, **({VOID: self._void} if self._void else {})}).encode()
+            if self._is_created(number, body):
                 self.number = number
-                self._void.append(number)
+                self._void.clear()
                 self._tried.clear()
-                continue
+                return number
+            # What was not acknowledged is there, though its caller was told that it failed.
             self.number = number
-            self._void.clear()
+            self._void.append(number)
             self._tried.clear()
-            return number
+
+    def _is_created(self, number: int, body: bytes) -> bool:
+        """Create an entry; false if an earlier try with another content is there.
+
+        Raises:
+            Fenced: If another writer's is there.
+            StoreAway: If the store does not say.
+        """
+        name, digest = self._entry(number), _digest(body)
+        is_new = digest not in self._tried
+        self._tried.add(digest)
+        try:
+            if self._store.create(name, body):
+                return True
+        except StoreAway as error:
+            if is_new and error.is_unsent:
+                self._tried.discard(digest)
+            raise
+        if (there := self._store.get(name)) is None:
+            raise StoreAway(0, f"{self._store.url}/{name} is there, and cannot be read")
+        if _digest(there) == digest:
+            return True
+        if _digest(there) in self._tried:
+            return False
+        raise Fenced(f"{self._store.url}/{name} is another writer's: {_who(there)}")
 
     def take_back(self, number: int) -> None:
         """Have the next entry say that an earlier one of this writer does not count."""
@@ -168,23 +217,34 @@ class Chain:
 
         Raises:
             Fenced: If one has.
+            ObjectLost: If what this writer wrote is not there any more.
             StoreAway: If the store does not say.
         """
-        name = self._entry(self.number + 1)
-        if (there := self._store.get(name)) is not None and there not in self._tried:
+        there = self._store.get(name := self._entry(self.number + 1))
+        if there is not None and _digest(there) not in self._tried:
             raise Fenced(f"{self._store.url}/{name} is another writer's: {_who(there)}")
+        if self._store.get(self._entry(self.opening)) is None:
+            raise ObjectLost(
+                f"{self._store.url}/{self._entry(self.opening)} is not there any more: objects of "
+                f"the run were removed. Bring them back (a version or a copy of the bucket); until "
+                f"then the run is on this machine's disk alone (diloco backup)"
+            )
 
-    def put_snapshot(self, number: int, content: Mapping[str, Any]) -> None:
-        """Have a snapshot take the place of the entries up to a number, but for those that open it.
+    def put_snapshot(self, content: Mapping[str, Any]) -> None:
+        """Have a snapshot of all so far take the place of the entries, but for those that open it.
 
         Raises:
+            Fenced: If another writer has opened the chain: nothing was removed.
             StoreAway: If the store fails; what there is is whole at every moment.
         """
-        own = f"{self._name}/snapshot/{number:016d}"
-        self._store.create(own, json.dumps(content, sort_keys=True).encode())
-        older = [name for name in self._store.names(f"{self._name}/snapshot") if name < own]
+        number, of = self.number, f"{self.opening:016d}"
+        name = f"{of}-{number:016d}"
+        self._store.put(f"{self._name}/snapshot/{name}", json.dumps(content).encode())
+        self.append({_SNAPSHOT: [number, name]})
+        kept = f"{self._name}/snapshot/{name}"
+        older = [n for n in self._store.names(f"{self._name}/snapshot") if n < kept]
         entries = [n for n in self._store.names(f"{self._name}/log") if _number(n) <= number]
-        done = [name for name in entries if _number(name) not in self._openings]
+        done = [n for n in entries if _number(n) not in self._openings]
         self._store.delete([*older, *done])
 
     def _entry(self, number: int) -> str:
@@ -195,7 +255,11 @@ def _number(name: str) -> int:
     return int(name.rpartition("/")[2])
 
 
-def _who(body: bytes | None) -> str:
+def _digest(body: bytes) -> bytes:
+    return blake3.blake3(body).digest()
+
+
+def _who(body: bytes) -> str:
     """Name the writer of an entry, where it says so."""
-    opened = json.loads(body or b"{}").get(OPENED, {})
+    opened = json.loads(body).get(OPENED, {})
     return ", ".join(f"{key} {value}" for key, value in sorted(opened.items())) or "unknown"

@@ -43,7 +43,7 @@ _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
 _OF_RUN = frozenset({"resolved.toml", "fingerprint", "secret", "timeline.json"})
 #: Of a syncer's store: a lock, where one process listened, and what only that process reads.
-NOT_OF_STORE = frozenset({"lock", "address.json", "spool"})
+NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ class Holder:
     """Who holds the lease of a run, and whether it has let go of it."""
 
     lease: int
-    run: str
     holder: str
     host: str
     beat: bytes | None
@@ -76,17 +75,32 @@ class RunState:
     """The state of one run in an object store, as its coordinator has it."""
 
     def __init__(
-        self, url: str, run: str, state: StateDir, on_fenced: Callable[[Fenced], None]
+        self,
+        url: str,
+        run: str,
+        fingerprint: str,
+        state: StateDir,
+        on_fenced: Callable[[Fenced], None],
     ) -> None:
-        """Assign only."""
-        self._store = ObjectStore(url, fails_fast=True)
+        """Assign only.
+
+        Args:
+            url: `run.state`.
+            run: Name of the run.
+            fingerprint: Of its identity class: the state is of no other run.
+            state: The state directory, which the caller holds.
+            on_fenced: Called, in any thread, when another machine has taken over.
+        """
+        self.store = ObjectStore(url)
+        self._looking = Chain(self.store, _RUN)
         self._run = run
+        self._fingerprint = fingerprint
         self._state = state
         self._on_fenced = on_fenced
         self._num_beats = 0
         self.lease = -1
         self.replica = Replica(
-            self._store,
+            self.store,
             _RUN,
             state.root,
             lambda path: path.as_posix() in _OF_RUN,
@@ -100,24 +114,25 @@ class RunState:
             ConfigError: If it is the state of another run.
             StoreAway: If the store does not say.
         """
-        opened = Chain(self._store, _RUN).read().opened
+        opened = self._looking.read().opened
         if not opened:
             return None
-        holder = Holder(
-            opened["lease"],
-            opened["run"],
-            opened["holder"],
-            opened["host"],
-            self._store.get(_alive(opened["lease"])),
-        )
-        self._check_run(holder.run)
-        return holder
+        self._check_run(opened["run"], opened["fingerprint"])
+        beat = self.store.get(_alive(opened["lease"]))
+        return Holder(opened["lease"], opened["holder"], opened["host"], beat)
 
-    def _check_run(self, run: str) -> None:
+    def _check_run(self, run: str, fingerprint: str) -> None:
         if run != self._run:
             raise ConfigError(
-                f"run.state = {self._store.url} holds the run {run!r}, and this file is of "
+                f"run.state = {self.store.url} holds the run {run!r}, and this file is of "
                 f"{self._run!r}: give each run a prefix of its own"
+            )
+        if fingerprint != self._fingerprint:
+            raise ConfigError(
+                f"run.state = {self.store.url} holds a run {run!r} of another model, seed, plan or "
+                f"other islands than this file (fingerprint {fingerprint[:12]}, here "
+                f"{self._fingerprint[:12]}: diloco config RUN.toml): undo the change, or give this "
+                f"run a prefix of its own"
             )
 
     async def take(
@@ -134,39 +149,45 @@ class RunState:
             StoreAway: If the store does not answer.
         """
         own = _own_name(self._state)
+        announce(f"run.state = {self.store.url}: looking who holds the run")
+        await asyncio.to_thread(self.holder)  # what cannot be used is said at once
         while True:
-            before = await self._nobody(own, is_standby, announce)
             try:
+                before = await self._nobody(own, is_standby, announce)
                 await asyncio.to_thread(self._open, before, own)
             except _Overtaken:
                 continue  # another machine waited, too
+            except StoreAway as error:
+                logger.error("%s, the run is taken once it does: %s", error.lack, error)
+                await asyncio.sleep(BEAT_S)
+                continue
             break
         restore = functools.partial(self._restore, before, own, num_syncers)
-        restoring = asyncio.ensure_future(asyncio.to_thread(restore))
+        restoring = asyncio.create_task(_until_there_is_room(restore))
         while not restoring.done():  # hundreds of gigabytes, perhaps
             await asyncio.wait([restoring], timeout=BEAT_S)
             with contextlib.suppress(StoreAway):
                 await asyncio.to_thread(self.beat, "")
-        logger.info("taken from %s: %d bytes", self._store.url, restoring.result())
+        logger.info("taken from %s: %d bytes", self.store.url, restoring.result())
 
     async def _nobody(
         self, own: str, is_standby: bool, announce: Callable[[str], None]
     ) -> Holder | None:
         """Wait until nobody has the lease any more; returns the last that had it."""
         found = await asyncio.to_thread(self.holder)
-        if found is None and self._state.journal.exists():
+        if self._state.journal.exists() and (found is None or not lease_path(self._state).exists()):
             raise ConfigError(
-                f"run.state = {self._store.url} holds no run, and coordinator.state_dir = "
-                f"{self._state.root} holds one that was begun without it, or with another: give "
-                f"an empty directory, or leave run.state as it was"
+                f"coordinator.state_dir = {self._state.root} holds a run that was begun without "
+                f"run.state = {self.store.url}, or with another: give an empty directory, or leave "
+                f"run.state as it was"
             )
-        since, said = loop_now(), ""
+        silent_s, looked, said = 0.0, loop_now(), ""
         while found is not None and found.holder != own and not found.is_over:
             if said != found.name:
                 said = found.name
                 what = "waiting for its end" if is_standby else f"looking for {LEASE_S:g} s"
                 announce(f"the run {self._run!r} is held by {found.name}: {what}")
-            if loop_now() - since >= LEASE_S:
+            if silent_s >= LEASE_S:
                 announce(f"{found.name} has been silent for {LEASE_S:g} s: taking the run over")
                 break
             await asyncio.sleep(BEAT_S / 2)
@@ -174,14 +195,17 @@ class RunState:
                 newer = await asyncio.to_thread(self.holder)
             except StoreAway as error:  # it may be alive, as far as this machine knows
                 logger.warning("%s", error)
-                since = loop_now()
+                silent_s = 0.0
                 continue
+            # By looks: time for which this machine was frozen itself does not count.
+            silent_s += min((now := loop_now()) - looked, BEAT_S)
+            looked = now
             if newer == found:
                 continue
-            found, since = newer, loop_now()
+            found, silent_s = newer, 0.0
             if not is_standby and found is not None and not found.is_over:
                 raise ConfigError(
-                    f"run.state = {self._store.url}: the run {self._run!r} is held by "
+                    f"run.state = {self.store.url}: the run {self._run!r} is held by "
                     f"{found.name}, which is at work. Watch it with diloco status, or wait for its "
                     f"end: diloco coordinator RUN.toml --standby"
                 )
@@ -190,7 +214,13 @@ class RunState:
     def _open(self, before: Holder | None, own: str) -> None:
         def opening(number: int) -> Mapping[str, Any]:
             host = socket.gethostname()
-            return {"lease": number, "run": self._run, "holder": own, "host": host}
+            return {
+                "lease": number,
+                "run": self._run,
+                "fingerprint": self._fingerprint,
+                "holder": own,
+                "host": host,
+            }
 
         def check(found: Read) -> None:
             if found.opened.get("lease", -1) != (-1 if before is None else before.lease):
@@ -208,20 +238,18 @@ class RunState:
         num_bytes = self.replica.restore(without=self._state.journal.name)
         for each in self._state.of_syncers(num_syncers):
             if holder(each.store_lock) is None:
-                num_bytes += store_replica(self._store, each, self.lease, self._run).restore()
+                num_bytes += store_replica(self.store, each, self.lease, self._run).restore()
         return num_bytes
 
     def beat(self, address: str, *, is_over: bool = False) -> None:
-        """Say that the holder lives, or that it has ended; and look whether it still is the holder.
+        """Say that the holder lives, or that it has ended.
 
         Raises:
-            Fenced: If another machine has taken over.
             StoreAway: If the store does not answer.
         """
         self._num_beats += 1
         said = {"beat": self._num_beats, "address": address, "is_over": is_over}
-        self._store.put(_alive(self.lease), json.dumps(said).encode(), probes=True)
-        self.replica.check()
+        self.store.put(_alive(self.lease), json.dumps(said).encode(), probes=True)
 
 
 def store_replica(
@@ -257,18 +285,29 @@ def store_replica(
     return replica
 
 
+async def _until_there_is_room(work: Callable[[], int]) -> int:
+    """Do work in a thread, again while there is no room for it here, or the store is away."""
+    while True:
+        try:
+            return await asyncio.to_thread(work)
+        except durable.DiskFull as error:
+            logger.error("the state is taken once it can be: %s, %s: %s",
+                         error.lack, error.remedy, error)  # fmt: skip
+            await asyncio.sleep(BEAT_S)
+
+
 def lease_path(state: StateDir) -> Path:
     """File of the lease for which this machine's syncers write."""
     return state.root / "lease.json"
 
 
 def _own_name(state: StateDir) -> str:
-    """Name of this state directory as a holder, which no other has."""
+    """Name of this state directory as a holder, which no other has, nor a copy of it."""
     path = state.root / "holder.json"
     if not (name := durable.read_json(path)):
         name = secrets.token_hex(8)
         durable.write_json(path, name)
-    return str(name)
+    return f"{name}-{state.root.stat().st_ino:x}-{socket.gethostname()}"
 
 
 def _alive(lease: int) -> str:

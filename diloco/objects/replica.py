@@ -1,13 +1,17 @@
 """Keeps the durable files of a directory in an object store, each change there before it is here.
 
-    CHAIN/data/DIGEST    the bytes of a file, under their blake3; small ones are in their entry
-    CHAIN/log, snapshot  what each file holds, in order (`chain`)
+    CHAIN/data/OPENING-DIGEST    the bytes of a file, by the writer that wrote them and their
+                                 blake3; small ones are in their entry
+    CHAIN/log, snapshot          what each file holds, in order (`chain`)
 
 The directory stays what its processes read and write, by way of `diloco.durable`, which says here
 what becomes durable. A file that gets its name is first written to the store, and then an entry of
 the chain says so; only then has it its name here. What is removed or moved is said with the next
 entry, at the latest when its directory is synced. So a directory is never ahead of its chain but by
 what a crash makes it do again, and any machine makes the directory out of the chain.
+
+No writer removes an object of a later one, whatever it does and however late: it is not the one
+whose names begin with its own opening, or an earlier.
 
 The coordinator's journal is in the same chain: its transactions are entries, and a snapshot has the
 whole file.
@@ -21,7 +25,7 @@ import base64
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +33,9 @@ from typing import Any
 import blake3
 
 from diloco import durable
-from diloco.errors import Fenced
+from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
-from diloco.objects.store import ObjectStore, StoreAway
+from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +50,25 @@ _SNAPSHOT_ENTRIES = 1000
 _SNAPSHOT_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
 _ATTEMPTS = 3
-#: Files that have not got their name yet.
-_UNFINISHED = (".tmp", ".fetched")
+#: Of a file that has not got its name yet.
+_UNFINISHED = ".tmp"
 _FILES, _ROWS, _ROWS_UNTIL = "files", "rows", "rows_until"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a file holds: `content` of a small one, else what an object of its digest does."""
+    """What a file holds: `content` of a small one, else what the object of that name does."""
 
     digest: str
     num_bytes: int
     mode: int
     head: str  # hex
     content: bytes | None
+    object_name: str
 
     @classmethod
-    def of(cls, path: Path) -> StoredFile:
-        """Read a file once."""
+    def of(cls, path: Path, opening: int = 0) -> StoredFile:
+        """Read a file once; `opening` is that of the writer of its object."""
         digest, head, size, content = blake3.blake3(), b"", 0, b""
         with path.open("rb") as file:
             while piece := file.read(_READ_BYTES):
@@ -73,18 +78,20 @@ class StoredFile:
                 size += len(piece)
         small = content if size <= _SMALL_BYTES else None
         mode = path.stat().st_mode & 0o777
-        return cls(digest.hexdigest(), size, mode, head.hex(), small)
+        name = "" if small is not None else f"{opening:016d}-{digest.hexdigest()}"
+        return cls(digest.hexdigest(), size, mode, head.hex(), small, name)
 
     def to_json(self) -> list[Any]:
         """Write it for an entry."""
         content = None if self.content is None else base64.b64encode(self.content).decode()
-        return [self.digest, self.num_bytes, self.mode, self.head, content]
+        return [self.digest, self.num_bytes, self.mode, self.head, content, self.object_name]
 
     @classmethod
     def from_json(cls, content: list[Any]) -> StoredFile:
         """Read what `to_json` wrote."""
-        digest, num_bytes, mode, head, body = content
-        return cls(digest, num_bytes, mode, head, None if body is None else base64.b64decode(body))
+        digest, num_bytes, mode, head, body, name = content
+        small = None if body is None else base64.b64decode(body)
+        return cls(digest, num_bytes, mode, head, small, name)
 
     def is_at(self, path: Path) -> bool:
         """Whether a file here holds that: read, or by size and first bytes if it is large."""
@@ -155,8 +162,16 @@ class Replica:
                     self._rows.append((number, content[_ROWS]))
                     self._rows_until = number
             self._files, self._opened = files, opening(self._chain.number)
-            held = {f"{self.name}/data/{digest}" for digest in self._digests()}
-            self._store.delete(n for n in self._store.names(f"{self.name}/data") if n not in held)
+            self._forget_unnamed()
+
+    def _forget_unnamed(self) -> None:
+        """Remove objects of earlier writers that no entry names."""
+        held, own = self._objects(), f"{self._chain.opening:016d}"
+        try:
+            names = (n.rpartition("/")[2] for n in self._store.names(f"{self.name}/data"))
+            self._delete(name for name in names if name not in held and name < own)
+        except StoreAway as error:
+            logger.warning("objects that no entry of %s names stay: %s", self.name, error)
 
     @property
     def number(self) -> int:
@@ -183,20 +198,35 @@ class Replica:
         Args:
             without: A file that is left as it is.
 
+        An object that is lost, or holds other bytes, is named in the log; who reads that file finds
+        that it is not here, and makes it again or says what to do.
+
         Raises:
-            StoreAway: If the store does not give a file, or not what was written.
+            ConfigError: If the chain keeps nothing, and there are files here.
+            StoreAway: If the store does not answer.
             DiskFull: If there is no room here.
         """
         fetched = 0
-        for path in [p for p in self.root.rglob("*") if p.is_file() or p.is_symlink()]:
-            name = path.relative_to(self.root).as_posix()
-            if name != without and name not in self._files and self._is_kept(Path(name)):
-                logger.info("removed, the state in %s has no %s", self._store.url, name)
-                durable.unlink(path)
+        there = [p for p in self.root.rglob("*") if p.is_file() or p.is_symlink()]
+        here = {path.relative_to(self.root).as_posix(): path for path in there}
+        kept = {n: path for n, path in here.items() if n != without and self._is_kept(Path(n))}
+        if kept and not self._files:
+            raise ConfigError(
+                f"run.state = {self._store.url} has nothing of {self.root}, where there is "
+                f"{min(kept)}: objects were removed, or that directory is of another run. Bring "
+                f"the objects back, or give an empty coordinator.state_dir"
+            )
+        for name in kept.keys() - self._files.keys():
+            logger.info("removed, the state in %s has no %s", self._store.url, name)
+            durable.unlink(kept[name])
         for name, file in sorted(self._files.items()):
-            if name != without and not file.is_at(self.root / name):
+            if name == without or file.is_at(self.root / name):
+                continue
+            try:
                 self.fetch(name)
                 fetched += file.num_bytes
+            except ObjectLost as error:
+                logger.error("%s", error)
         return fetched
 
     def has(self, name: str) -> bool:
@@ -207,35 +237,40 @@ class Replica:
         """Write a file here as the chain has it.
 
         Raises:
-            StoreAway: As `restore`.
+            ObjectLost: If its object is not there, or does not hold what was written.
+            StoreAway: If the store does not answer.
             DiskFull: If there is no room here.
         """
         file, path = self._files[name], self.root / name
         durable.make_directory_durably(path.parent)
+        fresh = path.with_name(path.name + ".tmp")
         for _ in range(_ATTEMPTS):
-            digest = blake3.blake3()
-
-            def pieces(digest: Any = digest) -> Iterator[bytes]:  # blake3 has no types
-                content = file.content
-                for piece in self._pieces(file) if content is None else [content]:
+            descriptor, digest, at = durable.create(fresh, mode=file.mode), blake3.blake3(), 0
+            try:
+                for piece in self._pieces(file):
                     digest.update(piece)
-                    yield piece
-
-            fresh = path.with_name(path.name + ".fetched")
-            durable.write_durably(fresh, pieces(), mode=file.mode)
+                    at += durable.write_at(descriptor, at, piece)
+                durable.sync(descriptor)
+            except OSError:
+                durable.unlink(fresh)
+                raise
+            finally:
+                durable.close(descriptor)
             if digest.hexdigest() == file.digest:
                 durable.rename(fresh, path)
                 durable.sync_directory(path.parent)
                 return
             durable.unlink(fresh)
-        raise StoreAway(
-            0,
-            f"{self._store.url}/{self.name}/data/{file.digest}, which is {name} of the run, does "
-            f"not hold what was written: bring that object back from a copy or a version of it",
+        raise ObjectLost(
+            f"{self._store.url}/{self.name}/data/{file.object_name}, which is {name} of the run, "
+            f"is gone or does not hold what was written: bring that object back from a copy or a "
+            f"version of it"
         )
 
     def _pieces(self, file: StoredFile) -> Iterator[bytes]:
-        return self._store.pieces(f"{self.name}/data/{file.digest}")
+        if file.content is not None:
+            return iter([file.content])
+        return self._store.pieces(f"{self.name}/data/{file.object_name}")
 
     # -- what becomes durable: called by diloco.durable -------------------------------------------
 
@@ -263,7 +298,7 @@ class Replica:
             try:
                 self._append({}, {new: file})
             finally:
-                self._uploading[file.digest] -= 1
+                self._uploading[file.object_name] -= 1
 
     def linked(self, source: Path, target: Path) -> None:
         """Keep one more name of a file."""
@@ -318,22 +353,18 @@ class Replica:
         What cannot be done is done with a later one.
         """
         try:
-            added: dict[str, StoredFile | None] = {}
-            with self._lock:
-                for name, path in (extra or {}).items():
-                    added[name] = self._uploaded(path)
+            added = {name: self._uploaded(path) for name, path in (extra or {}).items()}
+            with self._lock, self._fencing():
                 self._drop({name: self._files.get(name) for name in added})
-                _apply(self._files, added)
-                self._uploading.subtract(f.digest for f in added.values() if f is not None)
+                self._files.update(added)
+                self._uploading.subtract(file.object_name for file in added.values())
                 files = {name: file.to_json() for name, file in self._files.items()}
-                number = self._chain.number
                 content: dict[str, Any] = {_FILES: files, OPENED: dict(self._opened)}
                 content[_ROWS_UNTIL] = self._rows_until
-                self._chain.put_snapshot(number, content)
+                self._chain.put_snapshot(content)
                 self._entries_since = self._bytes_since = 0
-                self._snapshot_bytes = len(str(files))
-                dropped = self._dropped - self._digests() - set(+self._uploading)
-                self._store.delete(f"{self.name}/data/{digest}" for digest in dropped)
+                self._snapshot_bytes = len(str(files)) + sum(f.num_bytes for f in added.values())
+                self._delete(self._dropped - self._objects() - set(+self._uploading))
                 self._dropped.clear()
         except StoreAway as error:
             logger.warning("a snapshot of %s comes later: %s", self.name, error)
@@ -378,21 +409,25 @@ class Replica:
         self._said.update(files)
 
     def _drop(self, files: Mapping[str, StoredFile | None]) -> None:
-        self._dropped.update(f.digest for f in files.values() if f is not None)
+        self._dropped.update(f.object_name for f in files.values() if f and f.object_name)
 
-    def _digests(self) -> set[str]:
-        return {file.digest for file in self._files.values() if file.content is None}
+    def _objects(self) -> set[str]:
+        """Names of the objects that files are in."""
+        return {file.object_name for file in self._files.values() if file.object_name}
+
+    def _delete(self, objects: Iterable[str]) -> None:
+        self._store.delete(f"{self.name}/data/{each}" for each in objects)
 
     def _uploaded(self, path: Path) -> StoredFile:
         """Write what a file holds to the store; nothing forgets it meanwhile."""
-        file = StoredFile.of(path)
+        file = StoredFile.of(path, self._chain.opening)
         with self._lock:
-            self._uploading[file.digest] += 1
+            self._uploading[file.object_name] += 1
         try:
-            if file.content is None:
-                self._store.put(f"{self.name}/data/{file.digest}", path)
+            if file.object_name:
+                self._store.put(f"{self.name}/data/{file.object_name}", path)
         except StoreAway:
-            self._uploading[file.digest] -= 1
+            self._uploading[file.object_name] -= 1
             raise
         return file
 
@@ -405,7 +440,7 @@ class Replica:
         return relative.as_posix() if self._is_kept(relative) else None
 
     def _is_kept(self, relative: Path) -> bool:
-        is_whole = bool(relative.parts) and relative.suffix not in _UNFINISHED
+        is_whole = bool(relative.parts) and relative.suffix != _UNFINISHED
         return is_whole and self._is_tracked(relative)
 
 

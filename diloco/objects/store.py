@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 #: Bytes of one request of a large object; requests under way at once.
 _PART_BYTES = 16 << 20
 _REQUESTS = 8
-#: A request that takes longer is broken: 16 MiB at 1.2 Mbit/s.
-_TIMEOUT = timedelta(seconds=120)
+#: A request that takes longer is broken: of a part (16 MiB at 1.2 Mbit/s), of what one event loop
+#: or another may wait for, and of a sign of life.
+_BULK_TIMEOUT = timedelta(seconds=120)
+_QUICK_TIMEOUT = timedelta(seconds=10)
+_PROBE_TIMEOUT = timedelta(seconds=3)
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 #: A store that answers 500, 503 or not at all is asked again for that long by one call.
 _RETRIED = timedelta(seconds=5)
@@ -43,50 +46,42 @@ _MOST_RETRIES = 5
 class StoreAway(DiskFull):
     """The object store did not take or give something: it may be tried again, as on a full disk."""
 
+    #: Whether nothing was sent, since the store was away a moment ago.
+    is_unsent = False
+    is_room = False
     lack = "the object store of run.state does not answer"
-    remedy = "see to its address, its credentials and the line to it"
+    remedy = (
+        "see to its name, to the credentials in the environment (AWS_ACCESS_KEY_ID and so on, see "
+        "diloco/coordinator/README.md) and to the line to it"
+    )
+
+
+class ObjectLost(ConfigError):
+    """An object of a run's state is gone, or holds other bytes than were written."""
 
 
 class ObjectStore:
     """Objects below one URL; any thread may use it."""
 
-    def __init__(
-        self, url: str, *, fails_fast: bool = False, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, url: str, *, environment: Mapping[str, str] | None = None) -> None:
         """Make the client; nothing is reached yet.
 
         Args:
             url: Of the prefix.
-            fails_fast: Whether, once the store is away, calls fail at once until a `put` that
-                probes has found it again: for a caller whose event loop they hold up.
             environment: Variables that count in place of those of this process.
 
         Raises:
             ConfigError: If the package is missing, or the URL is none that it knows.
         """
-        try:
-            from obstore.store import LocalStore, from_url
-        except ImportError as error:
-            raise missing(f"run.state = {url}", "obstore", "leave it out") from error
         self.url = url
-        self._fails_fast = fails_fast
+        #: Whether, once the store is away, calls fail at once until a `put` that probes has found
+        #: it again: for a caller whose event loop they hold up, and next to one that probes.
+        self.fails_fast = False
         self._away: StoreAway | None = None
-        try:
-            if url.startswith("file://"):
-                self._store: _Store = LocalStore(url.removeprefix("file://"), mkdir=True)
-            else:
-                self._store = from_url(
-                    url,
-                    config=_config(environment or {}),
-                    client_options={
-                        "allow_http": True,  # where an endpoint says so itself
-                        "connect_timeout": _CONNECT_TIMEOUT,
-                        "timeout": _TIMEOUT,
-                    },
-                    retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": _RETRIED},
-                )
-        except Exception as error:  # of as many types as there are stores
-            raise ConfigError(f"run.state = {url!r} cannot be used: {_first(error)}") from error
+        config = _config(environment or {})
+        self._bulk = _opened(url, config, _BULK_TIMEOUT, _MOST_RETRIES)
+        self._quick = _opened(url, config, _QUICK_TIMEOUT, _MOST_RETRIES)
+        self._probe = _opened(url, config, _PROBE_TIMEOUT, 0)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that is not there; false, and nothing is changed, if it is.
@@ -101,21 +96,24 @@ class ObjectStore:
 
         with self._reaching(f"create {name}"):
             try:
-                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+                obstore.put(self._quick, name, data, mode="create", use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return False
         return True
 
     def put(self, name: str, data: bytes | Path, *, probes: bool = False) -> None:
-        """Write an object, in place of what has its name; `probes`: also while the store is away.
+        """Write an object, in place of what has its name.
+
+        One that `probes` is small, is written also while the store is away, and once at most.
 
         Raises:
             StoreAway: If the store does not take it.
         """
         import obstore
 
+        store = self._probe if probes else self._bulk
         with self._reaching(f"write {name}", probes=probes):
-            obstore.put(self._store, name, data, chunk_size=_PART_BYTES, max_concurrency=_REQUESTS)
+            obstore.put(store, name, data, chunk_size=_PART_BYTES, max_concurrency=_REQUESTS)
 
     def get(self, name: str) -> bytes | None:
         """Read an object; None if it is not there.
@@ -127,7 +125,7 @@ class ObjectStore:
 
         with self._reaching(f"read {name}"):
             try:
-                return bytes(obstore.get(self._store, name).bytes())
+                return bytes(obstore.get(self._quick, name).bytes())
             except FileNotFoundError:
                 return None
 
@@ -137,15 +135,15 @@ class ObjectStore:
             return list(pool.map(self.get, names))
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """Read a large object, piece by piece.
+        """Read a large object, piece by piece; nothing of one that is not there.
 
         Raises:
-            StoreAway: If the store does not give it, or it is not there.
+            StoreAway: If the store does not give it.
         """
         import obstore
 
-        with self._reaching(f"read {name}"):
-            for piece in obstore.get(self._store, name).stream(min_chunk_size=_PART_BYTES):
+        with self._reaching(f"read {name}"), contextlib.suppress(FileNotFoundError):
+            for piece in obstore.get(self._bulk, name).stream(min_chunk_size=_PART_BYTES):
                 yield bytes(piece)
 
     def names(self, prefix: str) -> list[str]:
@@ -158,7 +156,7 @@ class ObjectStore:
 
         found: list[str] = []
         with self._reaching(f"list {prefix}"):
-            for page in obstore.list(self._store, prefix):
+            for page in obstore.list(self._quick, prefix):
                 found.extend(str(each["path"]) for each in page)
         return sorted(found)
 
@@ -172,15 +170,17 @@ class ObjectStore:
 
         if each := list(names):
             with self._reaching("delete objects"), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._store, each)
+                obstore.delete(self._quick, each)
 
     @contextlib.contextmanager
     def _reaching(self, what: str, *, probes: bool = False) -> Iterator[None]:
-        if self._fails_fast and self._away is not None and not probes:
-            raise StoreAway(*self._away.args)
+        if self.fails_fast and self._away is not None and not probes:
+            unsent = StoreAway(*self._away.args)
+            unsent.is_unsent = True
+            raise unsent
         try:
             yield
-        except (FileNotFoundError, StoreAway):
+        except StoreAway:
             raise
         except Exception as error:  # of as many types as there are stores
             said = f"cannot {what} in {self.url}: {_first(error)}"
@@ -189,10 +189,34 @@ class ObjectStore:
         self._away = None
 
 
+def _opened(url: str, config: Any, timeout: timedelta, most_retries: int) -> _Store:
+    try:
+        from obstore.store import LocalStore, from_url
+    except ImportError as error:
+        raise missing(f"run.state = {url}", "obstore", "leave it out") from error
+    try:
+        if url.startswith("file://"):
+            return LocalStore(url.removeprefix("file://"), mkdir=True)
+        return from_url(
+            url,
+            config=config,
+            client_options={
+                "allow_http": True,  # where an endpoint says so itself
+                "connect_timeout": min(_CONNECT_TIMEOUT, timeout),
+                "timeout": timeout,
+            },
+            retry_config={"max_retries": most_retries, "retry_timeout": _RETRIED},
+        )
+    except Exception as error:  # of as many types as there are stores
+        raise ConfigError(f"run.state = {url!r} cannot be used: {_first(error)}") from error
+
+
 def _config(environment: Mapping[str, str]) -> Any:  # obstore's, by the kind of store
     return {name.lower(): value for name, value in environment.items()} or None
 
 
 def _first(error: Exception) -> str:
-    """What an error says, without the requests and replies that some list behind it."""
-    return f"{type(error).__name__}: {str(error).split(os.linesep, 1)[0]}"[:400]
+    """What an error says, with the server's own words, and without all that some list behind it."""
+    text = str(error)
+    said = "".join(f" {word}" for word in re.findall(r"<(?:Code|Message)>(.*?)</", text)[:2])
+    return f"{type(error).__name__}: {text.splitlines()[0].partition('<?xml')[0]}{said}"[:500]

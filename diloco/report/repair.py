@@ -62,6 +62,12 @@ def repair_run(
             f"island's peer here first (peers/ISLAND)"
         )
     config = load_config(state.resolved)
+    if config.run.state:
+        raise ConfigError(
+            f"{state.root} is the working copy of a run whose state is in {config.run.state}: what "
+            f"is damaged here is fetched from there. Remove the damaged file, then start the "
+            f"coordinator again: diloco coordinator RUN.toml"
+        )
     rebuilt: tuple[RepairFinding, ...] = ()
     if not has_journal(state, config):
         rebuilt = (_rebuilt(state, config, plan),)

@@ -61,7 +61,8 @@ class DiskFullRetry:
                 try:
                     return await worker.run(work)
                 except DiskFull as error:
-                    self._let_go()
+                    if error.is_room:
+                        self._let_go()
                     self._lack(fragment_id, error)
                 await asyncio.sleep(wait_s)
                 wait_s = max(_AGAIN_S, min(2 * wait_s, at_most_s))
@@ -70,7 +71,8 @@ class DiskFullRetry:
 
     def refuse_lane(self, key: RoundKey, error: DiskFull) -> None:
         """Say, once a round, that contributions beyond the spool's memory find no room."""
-        self._let_go()
+        if error.is_room:
+            self._let_go()
         if key != self._refused:
             self._refused = key
             logger.error("%s, lanes are not taken now, key=%s: %s", error.lack, key, error)

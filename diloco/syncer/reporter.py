@@ -38,7 +38,7 @@ from diloco.protos.control_pb2 import (
 from diloco.protos.fragment_pb2 import FragmentState
 from diloco.telemetry.round_events import RoundExpired
 from diloco.transport.contracts import PROTOCOL_VERSION, Reply, Transport
-from diloco.transport.errors import TransportError
+from diloco.transport.errors import Overloaded, TransportError
 from diloco.transport.framing import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ HELLO_INTERVAL_S = 2.0
 _MOST_EXPIRIES = 1000
 _SPACING_S = 0.1
 _RETRY_WAIT_S = 0.25
+#: The same, where the coordinator has answered that it can take none now.
+_HELD_WAIT_S = 1.0
 _DEADLINE_S = 5.0
 #: Of a report: lengths of what is around a record's header may grow.
 _MOST_REPORT_BYTES = MAX_HEADER_BYTES - (1 << 10)
@@ -148,7 +150,7 @@ class Reporter:
         self._pid = pid
         self._syncer_id = syncer_id
         self._transport: Transport | None = None
-        self._is_away = False
+        self._is_away = self._is_held = False
         self.num_answers = 0
         self._records: deque[Mapping[str, Any]] = deque()
         self._expiries: deque[RoundExpired] = deque(maxlen=_MOST_EXPIRIES)
@@ -213,8 +215,11 @@ class Reporter:
                 await self._lose(error)
                 if self._complete is not None:  # nothing becomes complete while nobody hears of it
                     rounds.keep_checkpoints(self._complete)
-                await asyncio.sleep(_RETRY_WAIT_S)
+                await asyncio.sleep(_HELD_WAIT_S if self._is_held else _RETRY_WAIT_S)
                 continue
+            if self._is_held:
+                logger.info("the coordinator takes reports again")
+                self._is_held = False
             if not self._news.is_set():
                 self._told.set()
             try:
@@ -362,7 +367,15 @@ class Reporter:
         return reply
 
     async def _lose(self, error: TransportError) -> None:
-        """Drop a connection that failed; the first failure in a row is worth a word."""
+        """Drop a connection that failed; the first failure in a row is worth a word.
+
+        A coordinator that has no room for what it is to write has answered, and is asked again.
+        """
+        if isinstance(error, Overloaded):
+            if not self._is_held:
+                logger.warning("the coordinator takes no reports now, trying on: %s", error)
+                self._is_held = True
+            return
         if not self._is_away:
             logger.warning("coordinator does not answer, trying on: %s", error)
             self._is_away = True

@@ -489,6 +489,7 @@ REFUSALS = [
     ("transport.unreachable=600", ["transport.unreachable: 600:", NO_UNIT]),
     ("transport.rpc_timeout=0ms", ['transport.rpc_timeout: "0ms":', "write a number over 0"]),
     ("run.state=s3//bucket", ["run.state:", "s3://BUCKET/PREFIX"]),
+    ("run.state=file://relative/x", ["run.state:", "file:///PATH"]),
     ("run.state=http://host/x", ["run.state:", "s3://BUCKET/PREFIX"]),
     ("evaluation.every_inner_steps=-1", ["evaluation.every_inner_steps: -1:", ">= 0"]),
     ("islands={}", ["islands: {  }: must not be empty"]),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from diloco.errors import Fenced
+from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import Chain, Read
-from diloco.objects.store import ObjectStore, StoreAway
+from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 
 
 class LosingStore(ObjectStore):
@@ -78,14 +78,14 @@ def test_it_can_write_nothing_after_any_number_of_snapshots_either(store: Losing
     new = opened(store, "new")
     for x in range(2, 9):
         number = new.append({"x": x})
-        new.put_snapshot(number, {"until": number})
+        new.put_snapshot({"until": number})
 
     with pytest.raises(Fenced, match="who new"):
         old.append({"x": 99})
 
     found = Chain(store, "c").read()
     assert said(found) == [] and found.snapshot == {"until": number}
-    assert found.openings == {0, 2}
+    assert len(store.names("c/log")) == 3 and len(store.names("c/snapshot")) == 1
 
 
 def test_an_entry_without_an_answer_does_not_count_once_another_is_written(
@@ -136,6 +136,16 @@ def test_lost_answers_one_after_the_other_are_all_void(store: LosingStore) -> No
     assert said(Chain(store, "c").read()) == ["d", "e"]
 
 
+def test_a_writer_finds_that_the_objects_were_removed(store: LosingStore) -> None:
+    chain = opened(store, "one")
+    chain.append({"x": 1})
+    chain.check_next()
+    store.delete(store.names("c/log"))
+
+    with pytest.raises(ObjectLost, match="objects of the run were removed"):
+        chain.check_next()
+
+
 def test_what_is_taken_back_does_not_count(store: LosingStore) -> None:
     chain = opened(store, "one")
     chain.take_back(chain.append({"x": 1}))
@@ -156,7 +166,7 @@ def test_two_that_open_it_at_once_come_one_after_the_other(store: LosingStore) -
 
     first.open(lambda number: {"who": "first"}, check)
 
-    assert seen == [{}, {"who": "second"}]
+    assert [dict(opened) for opened in seen] == [{}, {"who": "second"}]
     with pytest.raises(Fenced):
         second.append({"x": 1})
 
@@ -167,7 +177,7 @@ def test_a_chain_that_lacks_an_entry_is_not_read(store: LosingStore, tmp_path: P
         chain.append({"x": x})
     (tmp_path / "objects/c/log/0000000000000002").unlink()
 
-    with pytest.raises(StoreAway, match="an entry of the chain is not there"):
+    with pytest.raises(ObjectLost, match="lacks an entry"):
         Chain(store, "c").read()
 
 
@@ -175,9 +185,99 @@ def test_a_snapshot_that_was_begun_leaves_the_entries(store: LosingStore, tmp_pa
     """Killed between the snapshot and the removal of the entries it has what both say."""
     chain = opened(store, "one")
     number = chain.append({"x": 1})
-    store.create(f"c/snapshot/{number:016d}", json.dumps({"until": number}).encode())
+    store.lost_writes = 1  # of the entry that names it
+    with pytest.raises(StoreAway):
+        chain.put_snapshot({"until": number})
     chain.append({"x": 2})
 
     found = Chain(store, "c").read()
 
-    assert said(found) == [2] and found.start == number and found.opened == {}
+    assert said(found) == [1, 2] and found.snapshot == {}
+    chain.put_snapshot({"until": 3})
+    chain.append({"x": 3})
+    found = Chain(store, "c").read()
+    assert said(found) == [3] and found.snapshot == {"until": 3}
+    assert found.opened == {"who": "one", "at": 0}
+    assert len(store.names("c/snapshot")) == 1
+
+
+def test_a_fenced_writer_that_was_putting_a_snapshot_removes_nothing(store: LosingStore) -> None:
+    old = opened(store, "old")
+    old.append({"x": 1})
+    put, held = store.put, []
+
+    def frozen(name: str, data: bytes) -> None:
+        """Be followed by another writer between the snapshot and the entry that names it."""
+        put(name, data)
+        held.append(opened(store, "new"))
+
+    store.put = frozen  # type: ignore[method-assign, assignment]
+    with pytest.raises(Fenced, match="who new"):
+        old.put_snapshot({"until": 1})
+
+    found = Chain(store, "c").read()
+    assert said(found) == [1] and found.snapshot == {} and found.opened["who"] == "new"
+    held[0].append({"x": 2})
+    assert said(Chain(store, "c").read()) == [1, 2]
+
+
+def test_a_number_that_is_free_again_makes_no_second_writer(store: LosingStore) -> None:
+    """One reads the chain, sleeps, and creates a number that was used and removed meanwhile."""
+    holder, late = opened(store, "holder"), Chain(store, "c")
+    seen: list[str] = []
+
+    def check(found: Read) -> None:
+        seen.append(found.opened["who"])
+        if len(seen) == 1:  # asleep, between its look and its write
+            for x in range(5):
+                holder.append({"x": x})
+            holder.put_snapshot({"until": holder.number})
+            holder.append({"x": "after"})
+
+    late.open(lambda number: {"who": "late", "at": number}, check)
+
+    assert seen == ["holder", "holder"]
+    with pytest.raises(Fenced, match="who late"):
+        holder.append({"x": "lost"})
+    found = Chain(store, "c").read()
+    assert said(found) == ["after"] and found.opened["who"] == "late"
+    late.append({"x": "new"})
+    assert said(Chain(store, "c").read()) == ["after", "new"]
+
+
+def test_one_that_died_after_such_a_number_is_not_taken_for_the_holder(store: LosingStore) -> None:
+    holder = opened(store, "holder")
+    for x in range(5):
+        holder.append({"x": x})
+    holder.put_snapshot({"until": holder.number})
+    stray = {"opened": {"who": "dead"}, "by": "dead", "of": 1}
+    assert store.create("c/log/0000000000000001", json.dumps(stray).encode())
+
+    assert Chain(store, "c").read().opened["who"] == "holder"
+    holder.append({"x": "more"})
+    assert said(Chain(store, "c").read()) == ["more"]
+
+
+def test_a_store_that_replaces_what_is_to_be_created_is_refused(tmp_path: Path) -> None:
+    class Replacing(ObjectStore):
+        def create(self, name: str, data: bytes) -> bool:
+            self.put(name, data)
+            return True
+
+    with pytest.raises(ConfigError, match="If-None-Match"):
+        opened(Replacing(f"file://{tmp_path / 'objects'}"), "one")
+
+
+def test_what_is_tried_again_and_again_takes_no_room(store: LosingStore) -> None:
+    chain = opened(store, "one")
+    store.lost_writes = 1
+    with pytest.raises(StoreAway):
+        chain.append({"x": 0})
+    store.fails_fast, store._away = True, StoreAway(errno.EIO, "away")
+    create = ObjectStore.create
+    store.create = lambda name, data: create(store, name, data)  # type: ignore[method-assign]
+    for x in range(100):
+        with pytest.raises(StoreAway):
+            chain.append({"x": x})
+
+    assert len(chain._tried) == 1

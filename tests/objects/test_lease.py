@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from diloco.errors import ConfigError, Fenced
+from diloco.launch.held_state import holding_state
 from diloco.objects import lease
 from diloco.objects.lease import RunState, lease_path, store_replica
-from diloco.objects.store import ObjectStore
+from diloco.objects.store import ObjectStore, StoreAway
 from diloco.state_dir import StateDir
 
 
@@ -23,14 +27,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Machine:
-    def __init__(self, directory: Path, name: str, run: str = "run") -> None:
+    def __init__(
+        self, directory: Path, name: str, run: str = "run", fingerprint: str = "f"
+    ) -> None:
         self.state = StateDir(directory / name)
         self.state.create()
         self.fenced: list[Fenced] = []
         self.said: list[str] = []
         url = f"file://{directory / 'objects'}"
         self.store = ObjectStore(url)
-        self.run = RunState(url, run, self.state, self.fenced.append)
+        self.run = RunState(url, run, fingerprint, self.state, self.fenced.append)
 
     async def take(self, *, is_standby: bool = False) -> None:
         await self.run.take(is_standby=is_standby, num_syncers=1, announce=self.said.append)
@@ -65,11 +71,11 @@ def test_a_holder_that_is_silent_is_followed_by_the_own_clock(
         await waiting
         assert two.run.lease > one.run.lease
         with pytest.raises(Fenced):
-            one.run.beat("")
+            one.run.replica.check()
         assert one.fenced
 
     run(story())
-    assert "waiting for its end" in two.said[0] and "taking the run over" in two.said[-1]
+    assert "waiting for its end" in two.said[1] and "taking the run over" in two.said[-1]
 
 
 def test_who_is_no_standby_is_told_who_holds_it(machine: Callable[..., Machine]) -> None:
@@ -103,6 +109,24 @@ def test_the_same_directory_and_the_next_of_a_good_end_wait_for_nothing(
     assert one.run.lease < again.run.lease < two.run.lease
 
 
+def test_a_copy_of_the_directory_is_another_holder(
+    machine: Callable[..., Machine], tmp_path: Path
+) -> None:
+    one = machine("one")
+
+    async def story() -> None:
+        await one.take()
+        living = asyncio.create_task(one.live())
+        await asyncio.sleep(0.05)
+        shutil.copytree(tmp_path / "one", tmp_path / "copy")
+        with pytest.raises(ConfigError, match="held by"):
+            await machine("copy").take()
+        living.cancel()
+
+    run(story())
+    assert not one.fenced
+
+
 def test_of_two_that_wait_one_goes_on_and_one_waits_for_that(
     machine: Callable[..., Machine],
 ) -> None:
@@ -130,6 +154,9 @@ def test_another_run_is_refused_by_name(machine: Callable[..., Machine]) -> None
         await one.take()
         with pytest.raises(ConfigError, match="holds the run 'run', and this file is of 'other'"):
             await other.take(is_standby=True)
+        with pytest.raises(ConfigError, match=r"of another model, seed, plan .*prefix of its own"):
+            await machine("three", fingerprint="g").take(is_standby=True)
+        assert one.run.lease == 0 and not one.fenced
 
     run(story())
 
@@ -138,7 +165,7 @@ def test_a_run_of_a_directory_alone_is_not_overwritten(machine: Callable[..., Ma
     one = machine("one")
     one.state.journal.write_bytes(b"of a run")
 
-    with pytest.raises(ConfigError, match="begun without it"):
+    with pytest.raises(ConfigError, match=r"begun without run\.state"):
         run(one.take())
 
     assert one.state.journal.read_bytes() == b"of a run"
@@ -158,3 +185,43 @@ def test_a_syncer_of_an_older_lease_does_not_open_its_chain(
     store_replica(two.store, two.state, two.run.lease, "run")
     with pytest.raises(Fenced, match=f"lease {two.run.lease}, this machine has {one.run.lease}"):
         store_replica(one.store, one.state, one.run.lease, "run")
+
+
+def test_a_standby_bears_with_a_store_that_is_away(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failed look, and failures while the state is fetched, end nothing."""
+    one, two = machine("one"), machine("two")
+    fails = iter([True, False, True, False, False, False, True, False])
+    names = ObjectStore.names
+
+    def sometimes(store: ObjectStore, prefix: str) -> list[str]:
+        if store is two.run.store and next(fails, False):
+            raise StoreAway(5, "503 Slow Down")
+        return names(store, prefix)
+
+    async def story() -> None:
+        await one.take()
+        await asyncio.to_thread(two.run.holder)
+        monkeypatch.setattr(ObjectStore, "names", sometimes)
+        with contextlib.suppress(StoreAway):
+            await two.take(is_standby=True)
+        await two.take(is_standby=True)
+
+    run(story())
+    assert two.run.lease > one.run.lease
+
+
+def test_the_working_copy_is_not_served_without_its_state(
+    machine: Callable[..., Machine],
+) -> None:
+    one = machine("one")
+    run(one.take())
+    config = SimpleNamespace(run=SimpleNamespace(state=""))
+
+    async def story() -> None:
+        async with holding_state(cast(Any, config), one.state, one.said.append, is_standby=False):
+            raise AssertionError("it is served")
+
+    with pytest.raises(ConfigError, match="working copy of a run"):
+        run(story())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco import durable
-from diloco.errors import Fenced
+from diloco.errors import ConfigError, Fenced
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore, StoreAway
 
@@ -197,17 +197,26 @@ def test_the_same_bytes_under_two_names_are_one_object(store: Failing, tmp_path:
     assert held(tmp_path / "two") == {"b": LARGE}
 
 
-def test_an_object_that_holds_other_bytes_is_named(store: Failing, tmp_path: Path) -> None:
+def test_an_object_that_holds_other_bytes_is_named(
+    store: Failing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "one"
     replica_at(store, root)
     durable.write_durably(root / "v1", [LARGE])
     (name,) = store.names("syncer/data")
     store.put(name, LARGE[:-1] + b"!")
 
-    with pytest.raises(StoreAway, match="which is v1 of the run, does not hold what was written"):
-        replica_at(store, tmp_path / "two", at_work=False).restore()
+    durable.write_durably(root / "v2", [b"2"])
+    durable.replicate(None)
 
-    assert held(tmp_path / "two") == {}
+    replica_at(store, tmp_path / "two", at_work=False).restore()
+
+    assert held(tmp_path / "two") == {"v2": b"2"}
+    assert f"data/{name.rpartition('/')[2]}, which is v1 of the run, is gone or" in caplog.text
+    store.delete([name])
+    caplog.clear()
+    replica_at(store, tmp_path / "three", at_work=False).restore()
+    assert "which is v1 of the run, is gone or" in caplog.text
 
 
 def test_a_torn_file_here_is_fetched_again(store: Failing, tmp_path: Path) -> None:
@@ -218,3 +227,37 @@ def test_a_torn_file_here_is_fetched_again(store: Failing, tmp_path: Path) -> No
 
     assert replica.restore() == len(LARGE)
     assert (root / "v1").read_bytes() == LARGE
+
+
+def test_a_directory_is_not_emptied_by_a_chain_that_keeps_nothing(
+    store: Failing, tmp_path: Path
+) -> None:
+    root = tmp_path / "one"
+    replica_at(store, root)
+    durable.write_durably(root / "v1", [LARGE])
+    durable.replicate(None)
+    store.delete([*store.names("syncer/log"), *store.names("syncer/data")])
+
+    with pytest.raises(ConfigError, match=r"has nothing of .*/one, where there is v1"):
+        replica_at(store, root, at_work=False).restore()
+
+    assert held(root) == {"v1": LARGE}
+
+
+def test_an_earlier_writer_removes_nothing_of_a_later_one(store: Failing, tmp_path: Path) -> None:
+    """Two machines write the same bytes; the first wakes and forgets its own."""
+    old = replica_at(store, tmp_path / "one")
+    durable.write_durably(tmp_path / "one/v1", [LARGE])
+    durable.unlink(tmp_path / "one/v1")
+    durable.sync_directory(tmp_path / "one")
+    new = replica_at(store, tmp_path / "two")
+    new.restore()
+    durable.write_durably(tmp_path / "two/v2", [LARGE])
+    durable.replicate(None)
+
+    with pytest.raises(Fenced):
+        old.put_snapshot()
+    old._delete(old._dropped)  # as it may have been about to
+
+    replica_at(store, tmp_path / "three", at_work=False).restore()
+    assert held(tmp_path / "three") == {"v2": LARGE}

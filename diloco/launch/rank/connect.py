@@ -178,12 +178,13 @@ class _Wires:
 
     async def _find(self, syncer_id: int) -> str:
         """Ask the coordinator where a syncer is now: on another machine perhaps."""
-        transport = self._security.transport(self._finding, Role.COORDINATOR)
+        asked = self._finding
+        transport = self._security.transport(asked, Role.COORDINATOR)
         try:
             known = await ask_run_state(transport, self._config.island_id)
         except DilocoError:
-            if not is_peer_address(self._finding):  # the next time another one first
-                first, *others = split_candidates(self._finding)
+            if self._finding == asked and not is_peer_address(asked):  # another one first
+                first, *others = split_candidates(asked)
                 self._finding = ",".join([*others, first])
             raise
         finally:

@@ -1,0 +1,80 @@
+"""What an object store says when it cannot be used, and that it never says what is secret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from diloco.bench.network.s3_server import BUCKET, S3Server, free_port, s3_server
+from diloco.errors import ConfigError
+from diloco.objects.store import ObjectStore, StoreAway
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as server:
+        yield server
+
+
+def test_objects_are_created_once_listed_read_and_removed(server: S3Server) -> None:
+    store = ObjectStore(f"s3://{BUCKET}/a", environment=server.environment)
+    other = ObjectStore(f"s3://{BUCKET}/b", environment=server.environment)
+
+    assert store.create("log/1", b"one") and not store.create("log/1", b"two")
+    store.put("data/x", bytes(100_000))
+    store.put("data/x", b"again")
+
+    assert store.names("log") == ["log/1"] and other.names("log") == []
+    assert store.get_all(["log/1", "log/2", "data/x"]) == [b"one", None, b"again"]
+    assert b"".join(store.pieces("data/x")) == b"again"
+    store.delete(["log/1", "log/7"])
+    assert store.names("log") == []
+    assert list(store.pieces("data/y")) == []
+
+
+@pytest.mark.parametrize(
+    ("bucket", "environment", "told"),
+    [
+        ("none", {}, "NoSuchBucket The specified bucket does not exist"),
+        (BUCKET, {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}, "error sending request"),
+    ],
+    ids=["no bucket", "no server"],
+)
+def test_what_cannot_be_used_is_said_in_a_line(
+    server: S3Server, bucket: str, environment: Mapping[str, str], told: str
+) -> None:
+    store = ObjectStore(f"s3://{bucket}/x", environment={**server.environment, **environment})
+
+    for attempt in (
+        lambda: store.create("log/1", b""),
+        lambda: store.put("data/1", b""),
+        lambda: store.names("log"),
+    ):
+        with pytest.raises(StoreAway) as found:
+            attempt()
+        said = str(found.value)
+        assert told in said and "\n" not in said and len(said) < 700
+        assert "not-a-secret" not in said
+    assert "AWS_ACCESS_KEY_ID" in found.value.remedy
+
+
+def test_a_url_of_nothing_is_refused_before_anything_is_reached() -> None:
+    with pytest.raises(ConfigError, match=r"run.state = 'az://c/x' cannot be used.*Account"):
+        ObjectStore("az://c/x")
+
+
+def test_one_that_fails_fast_is_probed_by_the_one_that_may_wait(server: S3Server) -> None:
+    away = {**server.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
+    store = ObjectStore(f"s3://{BUCKET}/c", environment=away)
+    store.fails_fast = True
+    back = ObjectStore(f"s3://{BUCKET}/c", environment=server.environment)
+    with pytest.raises(StoreAway):
+        store.put("x", b"")
+    store._bulk, store._probe = back._bulk, back._probe
+
+    with pytest.raises(StoreAway):
+        store.put("x", b"")
+    store.put("alive", b"", probes=True)
+
+    store.put("x", b"")
