@@ -70,6 +70,7 @@ _FORGET = (
 )
 #: How SQLite says that there is no room: for the file, by a limit, or for the index of its log.
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+_SET_REPLICATED = "INSERT OR REPLACE INTO replicated VALUES (0, ?)"
 _REPLICATED = "SELECT number FROM replicated"
 _INDEX = "INSERT INTO rounds (timeline, fragment_id, version, header) VALUES (?, ?, ?, ?)"
 #: Timeline, fragment, version, and the header of its record, JSON with the version's `digest`.
@@ -142,6 +143,9 @@ class Journal:
                 raise
         self._opened = _Opened(writer, ThreadPoolExecutor(1, "journal"), reader)
         if self._replica is not None:
+            if not self._replica.has_journal(self._path.name) and not self.is_empty:
+                self._write_replicated(self._replica.number)
+                self._put_snapshot(self._replica)
             for number, (entries, rounds, told) in self._replica.rows_after(self._replicated()):
                 rows = tuple((t, f, v, header) for t, f, v, header in rounds)
                 audit = tuple(AuditEntry(*each) for each in told)
@@ -149,7 +153,13 @@ class Journal:
             self._replica.journal_follows()
 
     def _fetch(self, replica: Replica) -> None:
-        """Have the file that the chain's snapshot has, unless this one is that or newer."""
+        """Have the file that the chain's snapshot has, unless this one is that or newer.
+
+        Where the chain has nothing of a journal this one is the first: of a run that was begun
+        without.
+        """
+        if not replica.has_journal(self._path.name):
+            return
         try:
             with contextlib.closing(sqlite3.connect(self._path)) as there:
                 (number,) = there.execute(_REPLICATED).fetchone() or (-1,)
@@ -160,6 +170,10 @@ class Journal:
                 unlink(self._path.with_name(self._path.name + end))
             if replica.has(self._path.name):
                 replica.fetch(self._path.name)
+
+    def _write_replicated(self, number: int) -> None:
+        with self._require().writer as writer:
+            writer.execute(_SET_REPLICATED, (number,))
 
     def _replicated(self) -> int:
         (number,) = self._require().writer.execute(_REPLICATED).fetchone() or (-1,)
@@ -250,19 +264,22 @@ class Journal:
             replica.take_back_rows(number)
             raise
         if replica.is_snapshot_due:
-            self._put_snapshot(replica)
+            try:
+                self._put_snapshot(replica)
+            except (sqlite3.Error, OSError) as error:
+                logger.warning("a snapshot of the journal comes later: %s", error)
         return num_conflicts
 
     def _put_snapshot(self, replica: Replica) -> None:
-        """Have a copy of the file take the place of the entries; later, where that cannot be."""
+        """Have a copy of the file take the place of the entries of the chain."""
         copy = self._path.with_name(self._path.name + ".tmp")
-        try:
-            unlink(copy)
-            self._require().writer.execute("VACUUM INTO ?", (str(copy),))
-            replica.put_snapshot({self._path.name: copy})
-        except (sqlite3.Error, OSError) as error:
-            logger.warning("a snapshot of the journal comes later: %s", error)
         unlink(copy)
+        try:
+            with self._checking_space():
+                self._require().writer.execute("VACUUM INTO ?", (str(copy),))
+            replica.put_snapshot({self._path.name: copy})
+        finally:
+            unlink(copy)
 
     def _commit_rows(
         self,
@@ -284,7 +301,7 @@ class Journal:
             writer.executemany(_TELL, conflicts)
             writer.execute(_FORGET)
             if number is not None:
-                writer.execute("INSERT OR REPLACE INTO replicated VALUES (0, ?)", (number,))
+                writer.execute(_SET_REPLICATED, (number,))
         for conflict in conflicts:
             logger.error(
                 "one version was published as two things, see which of its islands have which: "

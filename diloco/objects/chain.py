@@ -22,6 +22,7 @@ failed; if it is found there, the next one says that it is `void`.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 OPENED, VOID, _SNAPSHOT = "opened", "void", "snapshot"
 #: Writer of an entry, and number of the entry with which it opened the chain.
 _BY, _OF = "by", "of"
+_ENTRY = re.compile(r"[0-9]{16}")
 #: Times that a chain is read again because its writer has put a snapshot in place of entries.
 _ATTEMPTS = 20
 
@@ -95,14 +97,14 @@ class Chain:
 
     def _read(self) -> Read | None:
         """Read it; None if entries were replaced by a snapshot meanwhile, or one is lost."""
-        numbers = [_number(name) for name in self._store.names(f"{self._name}/log")]
+        numbers = self._numbers()
         new = [number for number in numbers if number not in self._known]
         bodies = self._store.get_all([self._entry(number) for number in new])
         for number, body in zip(new, bodies, strict=True):
             if body is None:
                 return None
             self._known[number] = body
-        entries = {number: json.loads(self._known[number]) for number in numbers}
+        entries = {number: self._parsed(number) for number in numbers}
         void = {number for content in entries.values() for number in content.get(VOID, ())}
         counted = {n: content for n, content in entries.items() if n not in void}
         self._known = {number: self._known[number] for number in numbers}
@@ -149,8 +151,7 @@ class Chain:
             except Fenced:  # another one has written meanwhile
                 self._tried.clear()
                 continue
-            numbers = [_number(name) for name in self._store.names(f"{self._name}/log")]
-            if numbers[-1] != self.opening:  # it was that of an entry that is gone
+            if self._numbers()[-1] != self.opening:  # it was that of an entry that is gone
                 continue
             if self._store.create(self._entry(self.opening), b"{}"):
                 raise ConfigError(
@@ -243,16 +244,33 @@ class Chain:
         self.append({_SNAPSHOT: [number, name]})
         kept = f"{self._name}/snapshot/{name}"
         older = [n for n in self._store.names(f"{self._name}/snapshot") if n < kept]
-        entries = [n for n in self._store.names(f"{self._name}/log") if _number(n) <= number]
-        done = [n for n in entries if _number(n) not in self._openings]
-        self._store.delete([*older, *done])
+        done = [n for n in self._numbers() if n <= number and n not in self._openings]
+        self._store.delete([*older, *map(self._entry, done)])
 
     def _entry(self, number: int) -> str:
         return f"{self._name}/log/{number:016d}"
 
+    def _numbers(self) -> list[int]:
+        """List the numbers of the entries, ascending; objects of others are passed over."""
+        names = (name.rpartition("/")[2] for name in self._store.names(f"{self._name}/log"))
+        return [int(name) for name in names if _ENTRY.fullmatch(name)]
 
-def _number(name: str) -> int:
-    return int(name.rpartition("/")[2])
+    def _parsed(self, number: int) -> dict[str, Any]:  # JSON values
+        """Read an entry.
+
+        Raises:
+            ObjectLost: If it is none.
+        """
+        try:
+            content: dict[str, Any] = json.loads(self._known[number])
+            if content[_OF] >= 0:
+                return content
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise ObjectLost(
+            f"{self._store.url}/{self._entry(number)} does not hold what was written: bring that "
+            f"object back from a copy or a version of it"
+        )
 
 
 def _digest(body: bytes) -> bytes:

@@ -31,7 +31,7 @@ from diloco.errors import ConfigError, Fenced
 from diloco.loop_clock import loop_now
 from diloco.objects.chain import Chain, Read
 from diloco.objects.replica import Replica
-from diloco.objects.store import ObjectStore, StoreAway
+from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 from diloco.state_dir import StateDir, holder, stop_syncers
 
 logger = logging.getLogger(__name__)
@@ -58,13 +58,21 @@ class Holder:
     @property
     def is_over(self) -> bool:
         """Whether it has ended in good order, and can be followed at once."""
-        return bool(json.loads(self.beat or b"{}").get("is_over"))
+        return self._said.get("is_over") is True
 
     @property
     def name(self) -> str:
         """For people: where it is, and where it listens."""
-        address = json.loads(self.beat or b"{}").get("address", "")
+        address = self._said.get("address")
         return f"{self.host}" + (f", coordinator at {address}" if address else "")
+
+    @property
+    def _said(self) -> dict[str, Any]:  # JSON values
+        try:
+            said = json.loads(self.beat or b"{}")
+        except ValueError:
+            return {}
+        return said if isinstance(said, dict) else {}
 
 
 class _Overtaken(Exception):
@@ -175,11 +183,11 @@ class RunState:
     ) -> Holder | None:
         """Wait until nobody has the lease any more; returns the last that had it."""
         found = await asyncio.to_thread(self.holder)
-        if self._state.journal.exists() and (found is None or not lease_path(self._state).exists()):
+        if found is not None and found.holder != own and self._is_alone:
             raise ConfigError(
                 f"coordinator.state_dir = {self._state.root} holds a run that was begun without "
-                f"run.state = {self.store.url}, or with another: give an empty directory, or leave "
-                f"run.state as it was"
+                f"run.state, and {self.store.url} holds one, too: give an empty directory to go on "
+                f"with that one, or an empty prefix to have the directory's run there"
             )
         silent_s, looked, said = 0.0, loop_now(), ""
         while found is not None and found.holder != own and not found.is_over:
@@ -193,7 +201,7 @@ class RunState:
             await asyncio.sleep(BEAT_S / 2)
             try:
                 newer = await asyncio.to_thread(self.holder)
-            except StoreAway as error:  # it may be alive, as far as this machine knows
+            except (StoreAway, ObjectLost) as error:  # it may be alive, as far as is known here
                 logger.warning("%s", error)
                 silent_s = 0.0
                 continue
@@ -228,13 +236,29 @@ class RunState:
 
         self.replica.open(opening, check)
         self.lease = self.replica.number
-        durable.write_json(lease_path(self._state), self.lease)
+        if not self._is_alone:
+            durable.write_json(lease_path(self._state), self.lease)
         self.beat("")
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the state directory has a run that is in no object store, or not all of it."""
+        return self._state.journal.exists() and not lease_path(self._state).exists()
+
     def _restore(self, before: Holder | None, own: str, num_syncers: int) -> int:
-        """Make the state directory hold the run's state; returns the bytes that were fetched."""
-        if before is None or before.holder != own:
+        """Make the state directory hold the run's state; returns the bytes that were fetched.
+
+        Or put there what the directory has, of a run that was begun without an object store; the
+        journal follows when it is opened.
+        """
+        if before is None or before.holder != own or self._is_alone:
             stop_syncers(self._state)  # of an earlier lease of this machine
+        if self._is_alone:
+            for each in self._state.of_syncers(num_syncers):
+                store_replica(self.store, each, self.lease, self._run).adopt()
+            self.replica.adopt()
+            durable.write_json(lease_path(self._state), self.lease)
+            return 0
         num_bytes = self.replica.restore(without=self._state.journal.name)
         for each in self._state.of_syncers(num_syncers):
             if holder(each.store_lock) is None:

@@ -214,7 +214,9 @@ class Replica:
             raise ConfigError(
                 f"run.state = {self._store.url} has nothing of {self.root}, where there is "
                 f"{min(kept)}: objects were removed, or that directory is of another run. Bring "
-                f"the objects back, or give an empty coordinator.state_dir"
+                f"the objects back, or give an empty coordinator.state_dir; or, where nothing newer "
+                f"is left than this directory, remove lease.json in coordinator.state_dir and start "
+                f"again: what is here is put there"
             )
         for name in kept.keys() - self._files.keys():
             logger.info("removed, the state in %s has no %s", self._store.url, name)
@@ -229,9 +231,25 @@ class Replica:
                 logger.error("%s", error)
         return fetched
 
+    def adopt(self) -> None:
+        """Keep all that is here, of a directory that was in no store; again, what is new.
+
+        Raises:
+            StoreAway: If the store does not take it.
+        """
+        for path in sorted(path for path in self.root.rglob("*") if path.is_file()):
+            name = path.relative_to(self.root).as_posix()
+            known = self._files.get(name)
+            if self._is_kept(Path(name)) and (known is None or not known.is_at(path)):
+                self._keep(path, name)
+
     def has(self, name: str) -> bool:
         """Whether a file is kept."""
         return name in self._files
+
+    def has_journal(self, name: str) -> bool:
+        """Whether the chain has anything of a journal: the file of a snapshot, or transactions."""
+        return name in self._files or self._rows_until >= 0
 
     def fetch(self, name: str) -> None:
         """Write a file here as the chain has it.
@@ -291,12 +309,15 @@ class Replica:
                     renamed = {new + name[len(old or "") :]: f for name, f in moved.items()}
                     self._say(dict(renamed))
                 return
-        if new is None:
-            return
-        file = self._uploaded(source)
+        if new is not None:
+            self._keep(source, new)
+
+    def _keep(self, path: Path, name: str) -> None:
+        """Keep what a file holds under a name."""
+        file = self._uploaded(path)
         with self._lock:
             try:
-                self._append({}, {new: file})
+                self._append({}, {name: file})
             finally:
                 self._uploading[file.object_name] -= 1
 
@@ -350,24 +371,22 @@ class Replica:
     def put_snapshot(self, extra: Mapping[str, Path] | None = None) -> None:
         """Put a snapshot in place of the entries so far; `extra` files are in it alone.
 
-        What cannot be done is done with a later one.
+        Raises:
+            StoreAway: If the store does not take it: a later one may.
         """
-        try:
-            added = {name: self._uploaded(path) for name, path in (extra or {}).items()}
-            with self._lock, self._fencing():
-                self._drop({name: self._files.get(name) for name in added})
-                self._files.update(added)
-                self._uploading.subtract(file.object_name for file in added.values())
-                files = {name: file.to_json() for name, file in self._files.items()}
-                content: dict[str, Any] = {_FILES: files, OPENED: dict(self._opened)}
-                content[_ROWS_UNTIL] = self._rows_until
-                self._chain.put_snapshot(content)
-                self._entries_since = self._bytes_since = 0
-                self._snapshot_bytes = len(str(files)) + sum(f.num_bytes for f in added.values())
-                self._delete(self._dropped - self._objects() - set(+self._uploading))
-                self._dropped.clear()
-        except StoreAway as error:
-            logger.warning("a snapshot of %s comes later: %s", self.name, error)
+        added = {name: self._uploaded(path) for name, path in (extra or {}).items()}
+        with self._lock, self._fencing():
+            self._drop({name: self._files.get(name) for name in added})
+            self._files.update(added)
+            self._uploading.subtract(file.object_name for file in added.values())
+            files = {name: file.to_json() for name, file in self._files.items()}
+            content: dict[str, Any] = {_FILES: files, OPENED: dict(self._opened)}
+            content[_ROWS_UNTIL] = self._rows_until
+            self._chain.put_snapshot(content)
+            self._entries_since = self._bytes_since = 0
+            self._snapshot_bytes = len(str(files)) + sum(f.num_bytes for f in added.values())
+            self._delete(self._dropped - self._objects() - set(+self._uploading))
+            self._dropped.clear()
 
     def check(self) -> None:
         """Look whether another writer has taken over.
@@ -391,7 +410,10 @@ class Replica:
         self._entries_since += 1
         self._bytes_since += len(str(body))
         if not self._has_journal and self.is_snapshot_due:
-            self.put_snapshot()
+            try:
+                self.put_snapshot()
+            except StoreAway as error:
+                logger.warning("a snapshot of %s comes later: %s", self.name, error)
         return number
 
     def journal_follows(self) -> None:

@@ -181,6 +181,19 @@ def test_a_chain_that_lacks_an_entry_is_not_read(store: LosingStore, tmp_path: P
         Chain(store, "c").read()
 
 
+def test_objects_of_others_are_passed_over_and_damaged_entries_named(store: LosingStore) -> None:
+    chain = opened(store, "one")
+    chain.append({"x": 1})
+    for name in ("c/log/README.txt", "c/log/12", "c/snapshot/folder", "other/x"):
+        store.put(name, b"not ours")
+    assert said(Chain(store, "c").read()) == [1]
+    chain.put_snapshot({"until": 1})
+    store.put("c/log/0000000000000002", b"{}")
+
+    with pytest.raises(ObjectLost, match="log/0000000000000002 does not hold what was written"):
+        Chain(store, "c").read()
+
+
 def test_a_snapshot_that_was_begun_leaves_the_entries(store: LosingStore, tmp_path: Path) -> None:
     """Killed between the snapshot and the removal of the entries it has what both say."""
     chain = opened(store, "one")

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.errors import ConfigError, Fenced
 from diloco.launch.held_state import holding_state
 from diloco.objects import lease
@@ -161,14 +162,58 @@ def test_another_run_is_refused_by_name(machine: Callable[..., Machine]) -> None
     run(story())
 
 
-def test_a_run_of_a_directory_alone_is_not_overwritten(machine: Callable[..., Machine]) -> None:
+def test_a_run_of_a_directory_alone_is_put_there_and_overwrites_none(
+    machine: Callable[..., Machine],
+) -> None:
+    one, two, three = machine("one"), machine("two"), machine("three")
+    begin(one, "a")
+    begin(three, "c")
+
+    async def story() -> None:
+        await one.take()
+        with open_journal(one.state.journal, replica=one.run.replica) as journal:
+            journal.write([("b", "2")])
+        await two.take()
+        with pytest.raises(ConfigError, match=r"begun without run\.state"):
+            await three.take()
+
+    run(story())
+    with open_journal(two.state.journal, replica=two.run.replica) as journal:
+        assert journal.entries() == {"a": "1", "b": "2"}
+    assert (two.state.store / "fragment-0000/v1.record").read_bytes() == b"a" * 100_000
+    assert two.state.secret.read_bytes() == b"key"
+    assert (three.state.store / "fragment-0000/v1.record").exists()
+    assert two.run.lease > one.run.lease
+
+
+def begin(machine: Machine, key: str) -> None:
+    """Leave what a run without an object store leaves."""
+    with open_journal(machine.state.journal) as journal:
+        journal.write([(key, "1")])
+    machine.state.secret.write_bytes(b"key")
+    (machine.state.store / "fragment-0000").mkdir()
+    (machine.state.store / "fragment-0000/v1.record").write_bytes(key.encode() * 100_000)
+
+
+def test_a_directory_that_was_being_put_there_when_killed_is_put_there_again(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = machine("one")
-    one.state.journal.write_bytes(b"of a run")
+    begin(one, "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(one.run.replica, "adopt", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(one.take())
 
-    with pytest.raises(ConfigError, match=r"begun without run\.state"):
-        run(one.take())
+    again, two = machine("one"), machine("two")
+    run(again.take())
+    with open_journal(again.state.journal, replica=again.run.replica):
+        pass
+    run(two.take())
 
-    assert one.state.journal.read_bytes() == b"of a run"
+    assert (two.state.store / "fragment-0000/v1.record").read_bytes() == b"a" * 100_000
+    with open_journal(two.state.journal, replica=two.run.replica) as journal:
+        assert journal.entries() == {"a": "1"}
 
 
 def test_a_syncer_of_an_older_lease_does_not_open_its_chain(
