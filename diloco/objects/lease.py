@@ -328,7 +328,12 @@ def lease_path(state: StateDir) -> Path:
 def _own_name(state: StateDir) -> str:
     """Name of this state directory as a holder, which no other has, nor a copy of it."""
     path = state.root / "holder.json"
-    if not (name := durable.read_json(path)):
+    try:
+        name = durable.read_json(path)
+    except ValueError as error:  # with another one it waits for its own silence
+        logger.error("%s", error)
+        name = None
+    if not name:
         name = secrets.token_hex(8)
         durable.write_json(path, name)
     return f"{name}-{state.root.stat().st_ino:x}-{socket.gethostname()}"

@@ -214,9 +214,9 @@ class Replica:
             raise ConfigError(
                 f"run.state = {self._store.url} has nothing of {self.root}, where there is "
                 f"{min(kept)}: objects were removed, or that directory is of another run. Bring "
-                f"the objects back, or give an empty coordinator.state_dir; or, where nothing newer "
-                f"is left than this directory, remove lease.json in coordinator.state_dir and start "
-                f"again: what is here is put there"
+                f"the objects back, or give an empty coordinator.state_dir; or, where this is the "
+                f"newest that is left, remove lease.json in coordinator.state_dir and start again: "
+                f"what is here is put there"
             )
         for name in kept.keys() - self._files.keys():
             logger.info("removed, the state in %s has no %s", self._store.url, name)
