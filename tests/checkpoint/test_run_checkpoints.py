@@ -354,7 +354,7 @@ def test_the_store_says_its_timeline_last(
             if at == "restore":
                 patch.setattr(pins, "_restore_fragment", die)
             elif at == "unlink":
-                patch.setattr(Path, "unlink", die)
+                patch.setattr("diloco.launch.syncer.unlink", die)
             else:
                 patch.setattr(Timeline, "write", die)
             with pytest.raises(Killed):
