@@ -21,6 +21,8 @@ class AddedCodec:
     reason, and ends no syncer.
     """
 
+    layout = None  # what lies where is known to its package alone
+
     def __init__(self, codec: Codec, shown: str) -> None:
         """Read its attributes.
 

@@ -7,6 +7,7 @@ on the wire are little-endian, as on every supported host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,38 @@ from diloco.errors import CodecError
 from diloco.transport.contracts import Buffer
 
 _FLAT = torch.contiguous_format
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where groups of values lie in a payload, so that some can be decoded without the others.
+
+    Attributes:
+        group_numel: Values that are encoded together; the last group may have fewer.
+        section_bytes: Of each section of the payload, bytes of a group: a section holds those of
+            all groups, in order.
+    """
+
+    group_numel: int
+    section_bytes: tuple[int, ...]
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the bytes of all groups that `numel` values begin."""
+        return -(-numel // self.group_numel) * sum(self.section_bytes)
+
+    def part(self, numel: int, place: slice) -> tuple[slice, list[slice]]:
+        """Find the groups that hold the values of `place`, start < end, among `numel`.
+
+        Returns:
+            The values of these groups, and the parts of the payload that, joined, are a payload of
+            these values.
+        """
+        first, last = place.start // self.group_numel, -(-place.stop // self.group_numel)
+        parts, at = [], 0
+        for size in self.section_bytes:
+            parts.append(slice(at + first * size, at + last * size))
+            at += -(-numel // self.group_numel) * size
+        return slice(first * self.group_numel, min(last * self.group_numel, numel)), parts
 
 
 class Codec(Protocol):
@@ -34,6 +67,10 @@ class Codec(Protocol):
     name: str
     publishes_values: bool
     has_zero: bool
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of its payloads; None: they are decoded whole, as are those of another package's."""
 
     def wire_bytes(self, numel: int) -> int:
         """Return the size in bytes of `numel` >= 0 encoded values, everything included."""

@@ -35,7 +35,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.compression.base import check_finite, check_flat, check_payload
+from diloco.compression.base import Layout, check_finite, check_flat, check_payload
 from diloco.compression.compiled import COMPILE_NUMEL, chosen, is_prepared, prepare
 from diloco.compression.levels import Levels
 from diloco.compression.packing import pack, smallest_code, unpack
@@ -73,7 +73,7 @@ class BlockCodec:
         self._is_stochastic = is_stochastic
         self._shift = 24 - levels.scale_bits
         self._zero_code = 1 << (levels.bits - 1)
-        self._block_bytes = _SCALE_BYTES + BLOCK_NUMEL * levels.bits // 8
+        self.layout = Layout(BLOCK_NUMEL, (_SCALE_BYTES, BLOCK_NUMEL * levels.bits // 8))
         # Of the largest scale, the largest level is still finite: no block overflows when decoded;
         # and its reciprocal is no denormal (int2's could be; 3 * 2^126 is near enough to any a).
         largest = torch.tensor(min(_LARGEST / levels.largest, _LARGEST_SCALE)).view(torch.int32)
@@ -83,7 +83,7 @@ class BlockCodec:
 
     def wire_bytes(self, numel: int) -> int:
         """Return the bytes of all blocks, the last one filled up: a block of int4 has 66."""
-        return -(-numel // BLOCK_NUMEL) * self._block_bytes
+        return self.layout.wire_bytes(numel)
 
     @torch.no_grad()
     def encode(self, values: Tensor, key: int = 0) -> Tensor:
@@ -220,7 +220,7 @@ class BlockCodec:
 
     def _read(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Split a payload of at least one block into valid scales and rows of packed codes."""
-        num_blocks = payload.numel() // self._block_bytes
+        num_blocks = payload.numel() // self.wire_bytes(BLOCK_NUMEL)
         scales = self._read_scales(payload[: _SCALE_BYTES * num_blocks])
         return scales, payload[_SCALE_BYTES * num_blocks :].reshape(num_blocks, -1)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.compression.base import (
+    Layout,
     check_finite,
     check_flat,
     check_payload,
@@ -31,11 +32,12 @@ class FloatCodec:
         """Name a format of 16 or 32 bits."""
         self.name = name
         self.publishes_values = dtype == torch.float32
+        self.layout = Layout(1, (dtype.itemsize,))
         self._dtype = dtype
 
     def wire_bytes(self, numel: int) -> int:
         """Return 2 or 4 bytes a value."""
-        return self._dtype.itemsize * numel
+        return self.layout.wire_bytes(numel)
 
     @torch.no_grad()
     def encode(self, values: Tensor, key: int = 0) -> Tensor:

@@ -13,12 +13,13 @@ tensor's last block stays zero, also where a codec has no zero (int2).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from diloco.compression.base import Codec, check_flat, check_payload
+from diloco.compression.base import Codec, Layout, check_flat, check_payload
 from diloco.compression.random_bits import rounding_key
 from diloco.compression.registry import get_codec
 from diloco.errors import ConfigError
@@ -91,12 +92,54 @@ def padding_of(fragment: Fragment, lane_id: int) -> tuple[slice, ...]:
     return tuple(slice(a - lane.start, b - lane.start) for a, b in clipped if a < b)
 
 
+@dataclass(frozen=True, slots=True)
+class LanePart:
+    """A part of a lane that is decoded on its own.
+
+    Attributes:
+        values: Of the lane; those that were asked for are among them.
+        payload: Parts of the lane's payload that, joined, are the payload of these values.
+        codec: Decodes it.
+    """
+
+    values: slice
+    payload: tuple[slice, ...]
+    codec: Codec
+
+
+def lane_part(name: str, fragment: Fragment, lane_id: int, place: slice) -> LanePart:
+    """Return the smallest part of a lane that holds the values of `place`, start < end.
+
+    What its codec makes of padding is not zeroed.
+
+    Raises:
+        ConfigError: If `name` names a codec that there is not.
+    """
+    runs, payload, start = [], [], None
+    at = at_byte = 0
+    for codec, numel in lane_runs(name, fragment, lane_id):
+        within = slice(max(0, place.start - at), min(numel, place.stop - at))
+        if within.start < within.stop:
+            layout = codec.layout or Layout(numel, (codec.wire_bytes(numel),))
+            values, parts = layout.part(numel, within)
+            start = at + values.start if start is None else start
+            runs.append((codec, values.stop - values.start))
+            payload += [slice(at_byte + p.start, at_byte + p.stop) for p in parts]
+        at, at_byte = at + numel, at_byte + codec.wire_bytes(numel)
+    assert start is not None, f"{place} is not in lane {lane_id}"
+    values = slice(start, start + sum(numel for _, numel in runs))
+    return LanePart(
+        values, tuple(payload), runs[0][0] if len(runs) == 1 else MixedCodec(name, runs)
+    )
+
+
 class MixedCodec:
     """Runs of values of one lane, each in its codec, one after the other; publishes differences."""
 
     publishes_values = False
 
     has_zero = True
+    layout = None  # `lane_part` knows its runs
 
     def __init__(
         self, name: str, runs: Sequence[tuple[Codec, int]], padding: Sequence[slice] = ()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.compression.base import check_finite, check_flat, check_payload, values_of
+from diloco.compression.base import Layout, check_finite, check_flat, check_payload, values_of
 from diloco.compression.packing import pack, unpack
 from diloco.errors import CodecError
 
@@ -49,10 +49,11 @@ class TopKCodec:
         self.name = name
         self._k = k
         self._sections = (4, 3 * k // 2, k // 4)
+        self.layout = Layout(CHUNK_NUMEL, self._sections)
 
     def wire_bytes(self, numel: int) -> int:
         """Return 4 + 3 k / 2 + k / 4 bytes for each chunk of 4096 values begun."""
-        return -(-numel // CHUNK_NUMEL) * sum(self._sections)
+        return self.layout.wire_bytes(numel)
 
     @torch.no_grad()
     def encode(self, values: Tensor, key: int = 0) -> Tensor:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from diloco.compression import lanes
+from diloco.compression.added import AddedCodec
 from diloco.compression.error_feedback import encode_with_feedback
-from diloco.compression.lanes import check_patterns, lane_codec
+from diloco.compression.lanes import check_patterns, lane_codec, lane_part
 from diloco.compression.registry import CODECS, get_codec
 from diloco.errors import CodecError, ConfigError
 from diloco.outer.fragments import TensorSpec, make_plan
@@ -114,6 +116,41 @@ def test_error_feedback_and_refusals_work_for_every_mixture(matrices: str, vecto
     x[16639] = float("nan")
     with pytest.raises(CodecError, match="met nan at element"):
         codec.encode(x)
+
+
+PLACES = [(0, 1), (0, 16640), (127, 129), (4095, 12289), (4096, 8192), (16500, 16640), (300, 301)]
+
+
+@pytest.mark.parametrize("name", [*CODECS, NAME, "topk64 *norm*=int2 a.weight=bfloat16"])
+@pytest.mark.parametrize("lane_id", [0, 1])
+def test_a_part_decodes_to_the_slice_of_the_whole(name: str, lane_id: int) -> None:
+    codec = lane_codec(name, FRAGMENT, lane_id)
+    payload = codec.encode(values(lane_id))
+    whole = torch.zeros(16640)  # without what is zeroed of padding
+    for entry in FRAGMENT.entries:
+        begin = max(0, entry.offset - FRAGMENT.lanes[lane_id].start)
+        end = entry.offset + entry.end - entry.start - FRAGMENT.lanes[lane_id].start
+        whole[begin : max(end, begin)] = codec.decode(payload, 16640)[begin : max(end, begin)]
+
+    for start, end in PLACES:
+        part = lane_part(name, FRAGMENT, lane_id, slice(start, end))
+        coded = torch.cat([payload[place] for place in part.payload])
+        decoded = part.codec.decode(coded, part.values.stop - part.values.start)
+
+        assert part.values.start <= start < end <= part.values.stop
+        assert part.values.stop - part.values.start <= end - start + 2 * 4095
+        is_value = whole[part.values] != 0
+        assert torch.equal(decoded[is_value], whole[part.values][is_value])
+
+
+def test_a_part_of_another_packages_codec_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = AddedCodec(get_codec("int4"), "int4 of acme 1.0")
+    monkeypatch.setattr(lanes, "get_codec", lambda name: added)
+
+    part = lane_part("acme", FRAGMENT, 0, slice(5, 6))
+
+    assert (part.values, part.payload) == (slice(0, 16640), (slice(0, 130 * 66),))
+    assert part.codec is added
 
 
 def test_runs_of_a_stochastic_codec_draw_apart() -> None:
