@@ -10,7 +10,7 @@ in which they arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from diloco.outer.guard import Floats
 
 #: Values of each contribution that are float64 at once: in the caches of a CPU core.
 _TILE_NUMEL = 1 << 14
+#: Values that are asked for at once, of one contribution and of all; of each a tile at least.
+_ASKED_NUMEL, _ASKED_NUMEL_OF_ALL = 1 << 20, 1 << 22
 #: Values that are measured at once: in the second-level cache of a CPU core.
 _MEASURED_NUMEL = 1 << 17
 
@@ -112,26 +114,50 @@ def _scaled(
 
 
 @torch.no_grad()
-def inner_products(deltas: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
+def inner_products(
+    deltas_in: Callable[[slice], Sequence[Tensor]], num_deltas: int, places: Sequence[slice]
+) -> Tensor:
     """Compute the inner products of all pairs of pseudo-gradients, slice by slice, in float64.
 
-    G[place, m, n] = sum_i delta_m[i] * delta_n[i] over the slice, from the float32 values. The last
-    bits of this sum depend on the hardware, so what is decided by it must be recorded.
+    G[place, m, n] = sum_i delta_m[i] * delta_n[i] over the slice, from the float32 values, tile by
+    tile, whatever is asked for at once. The last bits of this sum depend on the hardware, so what
+    is decided by it must be recorded.
 
     Args:
-        deltas: At least one, each float32 of one flat shape.
-        places: Slices with a start and an end.
+        deltas_in: Gives what lies in a slice of each, float32; of a few million values of all, or
+            of a tile of each where that is more.
+        num_deltas: How many there are, at least one.
+        places: Slices with a start and an end, ascending.
 
     Returns:
         Tensor of shape [places, deltas, deltas], float64.
     """
-    grams = torch.zeros(len(places), len(deltas), len(deltas), dtype=torch.float64)
-    for gram, place in zip(grams, places, strict=True):
-        for start in range(place.start, place.stop, _TILE_NUMEL):
-            end = min(start + _TILE_NUMEL, place.stop)
-            tile = torch.stack([delta[start:end] for delta in deltas]).double()
-            gram.addmm_(tile, tile.T)
+    grams = torch.zeros(len(places), num_deltas, num_deltas, dtype=torch.float64)
+    most = min(_ASKED_NUMEL, _ASKED_NUMEL_OF_ALL // num_deltas)
+    for tiles in _asked_together(places, most):
+        begin = tiles[0][1].start
+        deltas = deltas_in(slice(begin, tiles[-1][1].stop))
+        for index, tile in tiles:
+            values = torch.empty(num_deltas, tile.stop - tile.start, dtype=torch.float64)
+            for row, delta in zip(values, deltas, strict=True):
+                row.copy_(delta[tile.start - begin : tile.stop - begin])
+            grams[index].addmm_(values, values.T)
+        del deltas
     return grams
+
+
+def _asked_together(places: Sequence[slice], most: int) -> Iterator[list[tuple[int, slice]]]:
+    """Cut slices into tiles, each with the index of its slice, and join some up to `most`."""
+    tiles: list[tuple[int, slice]] = []
+    for index, place in enumerate(places):
+        for start in range(place.start, place.stop, _TILE_NUMEL):
+            tile = slice(start, min(start + _TILE_NUMEL, place.stop))
+            if tiles and tile.stop - tiles[0][1].start > most:
+                yield tiles
+                tiles = []
+            tiles.append((index, tile))
+    if tiles:
+        yield tiles
 
 
 @torch.no_grad()

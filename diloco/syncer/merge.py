@@ -109,8 +109,8 @@ class Merger:
         """Compute and commit the version after `base`.
 
         Theta and moments are moved where they are, so that besides the state itself there are one
-        more vector of published values and a few lanes in memory (where angles decide, those of
-        every contribution). Where that leads nowhere, they are read back from the record of `base`.
+        more vector of published values and a few lanes in memory, however many contribute. Where
+        that leads nowhere, they are read back from the record of `base`.
 
         Args:
             base: The version that the contributions are based on, as it is durable; once this
@@ -249,7 +249,7 @@ class Merger:
             combination = mean_of(weights, self.fragment.padded_numel)
             return _Merge(contributors, combination, not is_plain, rejected)
         grams = gram_matrices(
-            lambda lane_id: (spool[c.island][lane_id].read() for c in contributors),
+            lambda lane_id: (spool[c.island][lane_id].parts() for c in contributors),
             len(contributors),
             self.fragment,
             self.units,

@@ -286,6 +286,26 @@ class SpooledLane:
             raise OSError(f"{kept} is not what was written into it: check that disk")
         return payload
 
+    def parts(self) -> Callable[[slice], Buffer]:
+        """Return what reads parts of the payload, from a file verified now.
+
+        Raises:
+            OSError: As `read`; what is returned raises it too.
+        """
+        payload, kept = self.read(), self._kept
+        if not isinstance(kept, Path):
+            return memoryview(payload).__getitem__
+
+        def part(place: slice) -> Buffer:
+            with kept.open("rb") as file:
+                file.seek(place.start)
+                data = file.read(place.stop - place.start)
+            if len(data) < place.stop - place.start:
+                raise OSError(f"{kept} ends before what was written into it: check that disk")
+            return data
+
+        return part
+
     def lend(self, read: Callable[[], Buffer]) -> None:
         """Let go of the memory: it has been written elsewhere, where `read` finds it.
 

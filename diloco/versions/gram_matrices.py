@@ -20,12 +20,11 @@ from diloco.outer.aggregate import inner_products
 from diloco.outer.combination import Gram
 from diloco.outer.fragments import Fragment
 from diloco.outer.units import Unit
-from diloco.transport.contracts import Buffer
-from diloco.versions.publication import decoder_of
+from diloco.versions.publication import ReadPart, part_decoder_of
 
 
 def gram_matrices(
-    payloads_of: Callable[[int], Iterable[Buffer]],
+    payloads_of: Callable[[int], Iterable[ReadPart]],
     num_contributions: int,
     fragment: Fragment,
     units: Sequence[Unit],
@@ -36,15 +35,16 @@ def gram_matrices(
 ) -> list[Gram]:
     """Multiply the contributions to a fragment with one another, by unit, in float64.
 
+    A lane is decoded part by part, so that memory does not grow with the contributions.
+
     Args:
-        payloads_of: Lane id -> encoded contributions to that lane, sorted by island, asked for one
-            by one.
+        payloads_of: Lane id -> what reads the encoded contributions to that lane, sorted by
+            island.
         num_contributions: How many there are.
         fragment: Of the run's plan.
         units: Of the fragment.
         uplink_codec: In which they are encoded.
-        has_products: Whether products of different contributions count; else they stay zero, and a
-            lane holds one contribution at a time.
+        has_products: Whether products of different contributions count; else they stay zero.
         across: Applies a function to lane ids, in order: `map`, or that of an executor.
 
     Raises:
@@ -53,10 +53,17 @@ def gram_matrices(
 
     def of_lane(lane_id: int) -> tuple[slice, Tensor]:
         indices, places = units_in(fragment, units, lane_id)
-        deltas = map(decoder_of(uplink_codec, fragment, lane_id), payloads_of(lane_id))
+
+        def products(payloads: Sequence[ReadPart]) -> Tensor:
+            def decoded(place: slice) -> list[Tensor]:
+                decode = part_decoder_of(uplink_codec, fragment, lane_id, place)
+                return [decode(read) for read in payloads]
+
+            return inner_products(decoded, len(payloads), places)
+
         if has_products:
-            return indices, inner_products(list(deltas), places)
-        squares = [inner_products([delta], places)[:, 0, 0] for delta in deltas]
+            return indices, products([*payloads_of(lane_id)])
+        squares = [products([read])[:, 0, 0] for read in payloads_of(lane_id)]
         return indices, torch.diag_embed(torch.stack(squares, dim=1))
 
     grams = torch.zeros(len(units), num_contributions, num_contributions, dtype=torch.float64)

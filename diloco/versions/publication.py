@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import blake3
 import torch
 from torch import Tensor
 
 from diloco.compression.base import Codec, from_bytes, is_finite, to_bytes
-from diloco.compression.lanes import lane_codec, padding_of
+from diloco.compression.lanes import lane_codec, lane_part, padding_of
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError, ConfigError
 from diloco.outer.aggregate import weighted_mean, weighted_sum
@@ -29,6 +29,9 @@ from diloco.outer.optimizer import OuterOptimizer, flush_step_
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.transport.contracts import Buffer
 from diloco.versions.record import SECOND_MOMENT, STATE_SECTIONS
+
+#: Reads a part of a payload, which is whole; raises what the place that it is read from does.
+ReadPart: TypeAlias = Callable[[slice], Buffer]
 
 #: Values of the lanes that one call may fetch together: a call a lane costs a small model more than
 #: its codecs do. Part of the wire protocol: a syncer with less refuses what an island asks for.
@@ -147,6 +150,33 @@ def decoder_of(uplink_codec: str, fragment: Fragment, lane_id: int) -> Callable[
         for place in padding:
             values[place] = 0.0
         return values
+
+    return decode
+
+
+def part_decoder_of(
+    uplink_codec: str, fragment: Fragment, lane_id: int, place: slice
+) -> Callable[[ReadPart], Tensor]:
+    """Return what decodes a part of a lane as `decoder_of` does all of it: values of `place`.
+
+    Only the bytes of these values are read, and memory is theirs, but for a codec of another
+    package, which decodes the lane each time.
+    """
+    part = lane_part(uplink_codec, fragment, lane_id, place)
+    first, last = part.values.start, part.values.stop
+    padding = [
+        slice(max(gap.start, first) - first, min(gap.stop, last) - first)
+        for gap in padding_of(fragment, lane_id)
+        if gap.start < last and gap.stop > first
+    ]
+
+    def decode(read: ReadPart) -> Tensor:
+        payload = b"".join(map(read, part.payload))
+        values = part.codec.decode(from_bytes(payload), last - first)
+        for gap in padding:
+            values[gap] = 0.0
+        asked = values[place.start - first : place.stop - first]
+        return values if len(asked) == len(values) else asked.clone()
 
     return decode
 

@@ -20,7 +20,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -225,13 +225,35 @@ class StoredRecord:
         """
         if (section := self.sections.get(name)) is None:
             raise RecordInvalid(f"{self.path} has no section {name}")
-        with _opened(self.path) as file:
-            left = os.fstat(file.fileno()).st_size - section.start
-            body = bytearray(max(0, min(section.num_bytes, left)))
-            file.seek(section.start)
-            file.readinto(body)  # type: ignore[attr-defined]  # of every buffered reader
+        body = self._read_at(section.start, section.num_bytes)
         if len(body) < section.num_bytes or blake3.blake3(body).hexdigest() != section.digest:
             raise RecordInvalid(f"{self.path} is torn or damaged in section {name}")
+        return body
+
+    def parts(self, name: str) -> Callable[[slice], bytearray]:
+        """Verify one section, and return what reads parts of it.
+
+        Raises:
+            RecordInvalid: As `read`; what is returned raises it too.
+        """
+        self.read(name)
+        start = self.sections[name].start
+
+        def part(place: slice) -> bytearray:
+            body = self._read_at(start + place.start, place.stop - place.start)
+            if len(body) < place.stop - place.start:
+                raise RecordInvalid(f"{self.path} is torn in section {name}")
+            return body
+
+        return part
+
+    def _read_at(self, start: int, num_bytes: int) -> bytearray:
+        """Read what there is of so many bytes."""
+        with _opened(self.path) as file:
+            left = os.fstat(file.fileno()).st_size - start
+            body = bytearray(max(0, min(num_bytes, left)))
+            file.seek(start)
+            file.readinto(body)  # type: ignore[attr-defined]  # of every buffered reader
         return body
 
     def verify(self) -> None:

@@ -353,7 +353,7 @@ class FragmentReplay:
             experts=rule.experts,
         )
         grams = gram_matrices(
-            lambda i: (stored.read(f"contribution/{c['island']}/{i}") for c in contributors),
+            lambda i: (stored.parts(f"contribution/{c['island']}/{i}") for c in contributors),
             len(contributors),
             self._fragment,
             units,

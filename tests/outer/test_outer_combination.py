@@ -34,6 +34,10 @@ def units(*ends: int) -> tuple[Unit, ...]:
     return tuple(Unit(end, False) for end in ends)
 
 
+def products(deltas: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
+    return inner_products(lambda place: [delta[place] for delta in deltas], len(deltas), places)
+
+
 def combined(
     deltas: Sequence[Tensor],
     weights: Sequence[float],
@@ -44,7 +48,7 @@ def combined(
 ) -> Combination:
     parts = parts or units(deltas[0].numel())
     borders = itertools.pairwise((0, *(unit.end for unit in parts)))
-    grams = inner_products(deltas, [slice(start, end) for start, end in borders])
+    grams = products(deltas, [slice(start, end) for start, end in borders])
     return combine(grams.tolist(), parts, weights, rule, is_flush=is_flush)
 
 
@@ -209,7 +213,7 @@ def test_a_tensor_split_over_lanes_merges_as_in_one(borders: tuple[int, ...]) ->
     deltas, weights = drawn(11, 4), [1.0, 5.0, 2.0, 1.0]
     lanes = list(itertools.pairwise((0, *borders, 300)))
     grams = sum(
-        (inner_products([d[a:b] for d in deltas], [slice(0, b - a)]) for a, b in lanes),
+        (products([d[a:b] for d in deltas], [slice(0, b - a)]) for a, b in lanes),
         torch.zeros(1, 4, 4, dtype=torch.float64),
     )
 
@@ -223,10 +227,31 @@ def test_inner_products_are_float64_over_tiles() -> None:
     # 2^24 + 1 is no float32; 40,000 values are three tiles.
     deltas = [torch.full((40_000,), 4097.0), torch.ones(40_000)]
 
-    gram = inner_products(deltas, [slice(0, 39_999), slice(39_999, 40_000)])
+    gram = products(deltas, [slice(0, 39_999), slice(39_999, 40_000)])
 
     assert gram[0].tolist() == [[4097.0**2 * 39_999, 4097.0 * 39_999], [4097.0 * 39_999, 39_999.0]]
     assert gram[1].tolist() == [[4097.0**2, 4097.0], [4097.0, 1.0]]
+
+
+@pytest.mark.parametrize("num", [1, 2, 64, 300])
+def test_tile_after_tile_is_multiplied_whatever_is_asked_for_at_once(num: int) -> None:
+    deltas = torch.randn(num, 150_000, generator=torch.Generator().manual_seed(num))
+    places = [slice(7, 100), slice(100, 90_000), slice(90_000, 150_000)]
+    expected = torch.zeros(3, num, num, dtype=torch.float64)
+    for gram, place in zip(expected, places, strict=True):
+        for tile in deltas[:, place].split(1 << 14, dim=1):
+            values = tile.double().contiguous()
+            gram.addmm_(values, values.T)
+    asked: list[int] = []
+
+    def deltas_in(place: slice) -> list[Tensor]:
+        asked.append(place.stop - place.start)
+        return [delta[place] for delta in deltas]
+
+    assert torch.equal(inner_products(deltas_in, num, places), expected)
+    assert sum(asked) == 150_000 - 7
+    assert max(asked) * num <= max(1 << 22, num << 14), "bounded, however many there are"
+    assert len(asked) <= 3 or num > 2
 
 
 # -- clipping ------------------------------------------------------------------------------------

@@ -233,7 +233,13 @@ class Round(Bench):
     """The same over several tensors, with `num_lanes` lanes, and float32 contributions."""
 
     def __init__(
-        self, directory: Path, rules: PublicationRules, *, num_lanes: int = 16, num_threads: int = 1
+        self,
+        directory: Path,
+        rules: PublicationRules,
+        *,
+        num_lanes: int = 16,
+        num_threads: int = 1,
+        spool_bytes: int = 1 << 20,
     ):
         self.plan = make_plan(TENSORS, num_fragments=1, num_lanes=num_lanes)
         self.fragment = self.plan.fragments[0]
@@ -248,7 +254,7 @@ class Round(Bench):
             self.fragment, values, 0, has_second_moment=rules.optimizer.has_second_moment
         )
         self.store.commit(self.base)
-        self.spool = Spool(directory / "spool", 1 << 20)
+        self.spool = Spool(directory / "spool", spool_bytes)
         self.spool.start()
         meter = SyncerMeter(time.perf_counter)
         self.merger = Merger(self.fragment, units, self.store, rules, meter, threads(num_threads))
@@ -324,8 +330,9 @@ def test_lanes_and_threads_do_not_change_a_version(tmp_path: Path, rules: Public
 
     # Sums of other parts may round a coefficient to its neighbour: 2^-23 of a delta of 0.05.
     torch.testing.assert_close(vector(one), vector(four), rtol=0, atol=2.0**-22)
-    again = Round(tmp_path / "5", rules, num_threads=1).publish()
-    assert again.header() == four.header()
+    for spool_bytes in (0, 1 << 30):
+        again = Round(tmp_path / f"{spool_bytes}", rules, spool_bytes=spool_bytes).publish()
+        assert again.header() == four.header()
 
 
 @pytest.mark.parametrize("is_flush", [False, True], ids=["round", "flush"])

@@ -72,6 +72,22 @@ def test_a_file_that_rotted_is_not_merged(spool: Spool, tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="is not what was written into it"):
         lane.read()
+    with pytest.raises(OSError, match="is not what was written into it"):
+        lane.parts()
+
+
+@pytest.mark.parametrize("payload", [b"memory", b"larger than the limit"])
+def test_parts_are_those_of_the_payload_in_memory_and_on_disk(
+    spool: Spool, tmp_path: Path, payload: bytes
+) -> None:
+    lane = put(spool, payload)
+    part = lane.parts()
+
+    assert (part(slice(0, 2)), part(slice(3, 6))) == (payload[:2], payload[3:6])
+    for file in files(tmp_path):
+        file.write_bytes(payload[:4])
+        with pytest.raises(OSError, match="ends before what was written into it"):
+            part(slice(3, 6))
 
 
 def test_a_lane_may_be_collected_while_its_spool_is_locked_in_the_same_thread(

@@ -23,6 +23,7 @@ from diloco.versions.publication import (
     apply_payload,
     decoder_of,
     lane_digest,
+    part_decoder_of,
     version_digest,
 )
 from tests.remaking import publish_lane
@@ -213,6 +214,23 @@ def test_a_payload_that_decodes_to_no_number_is_refused(value: float) -> None:
 def test_a_payload_of_another_size_is_refused() -> None:
     with pytest.raises(CodecError):
         decoder_of("int4", fragment_of(NUMEL), 0)(bytes(65))
+
+
+@pytest.mark.parametrize("codec", ["float32", "int2", "topk64"])
+def test_a_part_of_a_contribution_is_the_slice_of_the_whole_and_padding_is_zero(codec: str) -> None:
+    tensors = [TensorSpec("a", (100,)), TensorSpec("b", (9000,)), TensorSpec("c", (3,))]
+    (fragment,) = make_plan(tensors, num_fragments=1, num_lanes=1).fragments
+    sent = torch.randn(fragment.padded_numel, generator=torch.Generator().manual_seed(1))
+    payload = encoded(codec, sent)
+    whole = decoder_of(codec, fragment, 0)(payload)
+
+    for start, end in [(0, 128), (50, 110), (100, 101), (4000, 9217), (9216, 9344)]:
+        decode = part_decoder_of(codec, fragment, 0, slice(start, end))
+        part = decode(payload.__getitem__)
+
+        assert torch.equal(part, whole[start:end])
+        assert part.untyped_storage().nbytes() <= 4 * (end - start) + 4 * 4096, "and no more"
+    assert not whole[100:128].any() and not whole[9219:].any()
 
 
 def test_digests_are_blake3_over_lanes_of_little_endian_float32() -> None:
