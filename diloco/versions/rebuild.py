@@ -9,8 +9,7 @@ Source: PROTOCOL.md, "Records and frames".
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from diloco.versions.publication import (
     publish_lane_,
 )
 from diloco.versions.record import (
-    GUARD,
     RecordInvalid,
     StoredRecord,
     locate,
@@ -38,7 +36,6 @@ from diloco.versions.record import (
     state_sections,
     versions_in,
 )
-from diloco.versions.version import VersionRecord, record_of
 
 
 def rebuild(
@@ -120,40 +117,37 @@ def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: in
 def made_again(
     stored: StoredRecord,
     version: int,
-    load: Callable[[int], VersionRecord],
+    before: Callable[[int], LaneState],
     fragment: Fragment,
-) -> VersionRecord:
-    """Make a version again, out of the one before it and its own contributions.
+) -> Iterator[LanePublication]:
+    """Make a version again, lane by lane, out of the one before it and its own contributions.
 
     Args:
         stored: What is kept of it; its payload and its state are not read.
         version: That it is to be.
-        load: Reads the version before it.
+        before: Reads a lane of the version before it, which is moved in place.
         fragment: Of the run's plan.
 
     Raises:
-        RecordInvalid: If one of these is damaged, or they do not come to its digests.
+        RecordInvalid: If one of these is damaged, or they do not come to its digests; what is
+            returned raises it too.
     """
     header = stored.header
     stored.check(version, fragment)
     if version == 0 or "rules" not in header:
         raise RecordInvalid(f"{stored.path} does not say by which rules version {version} is made")
-    before = load(version - 1)
     rules = PublicationRules.from_json(header["rules"])
-    try:
-        made = [
-            made_again_(stored, state, rules, fragment, lane_id)
-            for lane_id, state in enumerate(before.lanes)
-        ]
-    except (AggregationError, CodecError) as error:
-        raise RecordInvalid(f"{stored.path}: {error}") from error
-    if [lane.digest.hex() for lane in made] != header["lane_digests"]:
-        raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
-    sections = {n: stored.read(n) for n in stored.sections if n.startswith("contribution/")}
-    with contextlib.suppress(RecordInvalid):  # without it the guard learns what is usual again
-        sections[GUARD] = stored.read(GUARD)
-    sections |= {f"payload/{i}": bytearray(lane.payload) for i, lane in enumerate(made)}
-    return record_of(header, sections, fragment, tuple(lane.state for lane in made))
+
+    def lane(lane_id: int) -> LanePublication:
+        try:
+            made = made_again_(stored, before(lane_id), rules, fragment, lane_id)
+        except (AggregationError, CodecError) as error:
+            raise RecordInvalid(f"{stored.path}: {error}") from error
+        if made.digest.hex() != header["lane_digests"][lane_id]:
+            raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
+        return made
+
+    return map(lane, range(len(fragment.lanes)))
 
 
 def made_again_(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from diloco import durable
 from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.terms import PastRound, RecordExpiry
+from diloco.transport.contracts import Buffer
 from diloco.versions.expiries import expired_attempts, write_expiry
 from diloco.versions.frames import (
     frame_path,
@@ -35,9 +36,12 @@ from diloco.versions.frames import (
     locate_version,
 )
 from diloco.versions.pins import pin_directory
+from diloco.versions.publication import LaneState, PublicationRules
 from diloco.versions.rebuild import made_again
 from diloco.versions.record import (
     GUARD,
+    SECOND_MOMENT,
+    STATE_SECTIONS,
     RecordDraft,
     RecordInvalid,
     StoredRecord,
@@ -212,17 +216,27 @@ class FragmentStore(StoredVersions):
             )
         return past
 
-    def make_again(self, version: int) -> VersionRecord:
+    def make_again(self, version: int) -> None:
         """Write a version again, out of the one before it and its own contributions.
+
+        A lane and a contribution to it are in memory at a time.
 
         Raises:
             DiskFull: If there is no room for it; what was there is.
             RecordInvalid: If one of these is damaged too, or they do not come to its digests.
         """
         stored = locate_version(self._directory, version)
-        record = made_again(stored, version, self.load, self.fragment)
-        self.commit(record)
-        return record
+
+        def before(lane_id: int) -> LaneState:
+            return self.rebuilt(version - 1, [lane_id])[0]
+
+        made = made_again(stored, version, before, self.fragment)
+        damaged = set()
+        try:
+            stored.read(GUARD)
+        except RecordInvalid:  # without it the guard learns what is usual again
+            damaged.add(GUARD)
+        self._write_snapshot(stored, ((lane.state, lane.payload) for lane in made), damaged)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -309,22 +323,40 @@ class FragmentStore(StoredVersions):
             draft.abandon()
             raise
 
-    def _write_snapshot(self, frame: StoredRecord) -> None:
-        """Make a record of a frame, a lane in memory at a time."""
-        version, lanes = frame.header["version"], self.fragment.lanes
-        (first,) = self.rebuilt(version, [0])
-        state = [(f"{name}/{i.lane_id}", 4 * i.numel) for name in first.vectors for i in lanes]
-        made_of = [(name, section.num_bytes) for name, section in frame.sections.items()]
-        path = record_path(self._directory, version)
-        draft = RecordDraft(path, frame.header, state + made_of)
+    def _write_snapshot(
+        self,
+        stored: StoredRecord,
+        lanes: Iterable[tuple[LaneState, Buffer | None]],
+        left_out: Container[str] = (),
+    ) -> None:
+        """Make a record of a version, a lane or a section in memory at a time.
+
+        Args:
+            stored: What is kept of it; all but its state is copied.
+            lanes: State of each lane, and its payload, if it is not to be copied.
+            left_out: Sections that are not copied.
+        """
+        optimizer = PublicationRules.from_json(stored.header["rules"]).optimizer
+        names = (*STATE_SECTIONS, *([SECOND_MOMENT] if optimizer.has_second_moment else []))
+        sizes = {
+            f"{n}/{lane.lane_id}": 4 * lane.numel for n in names for lane in self.fragment.lanes
+        }
+        for name, section in stored.sections.items():
+            if name not in left_out:
+                sizes.setdefault(name, section.num_bytes)
+        path = record_path(self._directory, stored.header["version"])
+        draft = RecordDraft(path, stored.header, sizes.items())
         try:
-            for lane in lanes:
-                (values,) = self.rebuilt(version, [lane.lane_id])
-                for name, vector in values.vectors.items():
-                    draft.write(f"{name}/{lane.lane_id}", to_bytes(vector.view(torch.uint8)))
-            for name, _ in made_of:
-                draft.write(name, frame.read(name))
-            draft.commit(frame.header)
+            for lane_id, (state, payload) in enumerate(lanes):
+                for name, vector in state.vectors.items():
+                    draft.write(f"{name}/{lane_id}", to_bytes(vector.view(torch.uint8)))
+                if payload is not None:
+                    draft.write(f"payload/{lane_id}", payload)
+            missing = draft.missing
+            for name in sizes:
+                if name in missing:
+                    draft.write(name, stored.read(name))
+            draft.commit(stored.header)
         except (OSError, RecordInvalid):
             draft.abandon()
             raise
@@ -397,7 +429,9 @@ class FragmentStore(StoredVersions):
             try:
                 frame = frame_path(self._directory, version)
                 if not own.exists() and frame.exists():
-                    self._write_snapshot(check_whole(frame))
+                    lanes = range(len(self.fragment.lanes))
+                    states = ((self.rebuilt(version, [i])[0], None) for i in lanes)
+                    self._write_snapshot(check_whole(frame), states)
                 check_whole(own)
             except RecordInvalid as error:
                 raise PinRefused(f"version {version} is not here to be kept: {error}") from error

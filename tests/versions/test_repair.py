@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
 
 from diloco.versions.frames import frame_path, locate_version
 from diloco.versions.pins import valid_pins
-from diloco.versions.record import RecordInvalid, locate, record_path
+from diloco.versions.record import (
+    CONTRIBUTION,
+    RecordInvalid,
+    StoredRecord,
+    locate,
+    record_path,
+)
 from diloco.versions.repair import Condition, RepairFinding, repair_fragment
 from diloco.versions.store import FragmentStore
 from diloco.versions.version import VersionRecord
@@ -61,6 +68,31 @@ def test_what_is_whole_is_verified_without_all_contributions_in_memory(
     monkeypatch.setattr(store, "load", load)
 
     assert notable(store) == []
+
+
+def test_a_version_is_made_again_with_one_contribution_in_memory(
+    store: FragmentStore, records: list[VersionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(bytearray):
+        __hash__ = object.__hash__
+
+    read, most = StoredRecord.read, [0]
+    held: weakref.WeakSet[Watched] = weakref.WeakSet()
+
+    def watched(stored: StoredRecord, name: str) -> bytearray:
+        section = Watched(read(stored, name))
+        if name.startswith(CONTRIBUTION):
+            held.add(section)
+            most.append(len(held))
+        return section
+
+    damage(store, 4, "payload/0")
+    monkeypatch.setattr(StoredRecord, "read", watched)
+
+    store.make_again(4)
+
+    assert max(most) <= 2 < len(records[4].contributions) * len(FRAGMENT.lanes) <= len(most)
+    assert_same(store.load(4), records[4])
 
 
 @pytest.mark.parametrize("section", ["payload/0", "payload/1"])
