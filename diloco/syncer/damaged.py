@@ -72,7 +72,7 @@ class RecoveredVersion:
         before, version = newest, self.header["version"]
         if before is not None and before.version >= version:  # one of its own number is another's
             try:
-                before = store.load(version - 1)
+                before = store.load(version - 1, with_contributions=False)
             except RecordInvalid:
                 before = None
         store.commit(self.record(store.fragment, before, has_second_moment=has_second_moment))

@@ -56,6 +56,8 @@ class StoredVersions:
     def newest(self) -> VersionRecord | None:
         """Read the newest valid version and change nothing: safe while a syncer serves the store.
 
+        Contributions are neither read nor verified.
+
         Returns:
             None if there is no version at all.
 
@@ -66,7 +68,7 @@ class StoredVersions:
         # Listed again each time: a syncer may have forgotten the version in the meantime.
         while versions := set(self.versions()) - invalid.keys():
             try:
-                return self.load(max(versions))
+                return self.load(max(versions), with_contributions=False)
             except RecordInvalid as error:
                 logger.warning("version %d skipped, %s", max(versions), error)
                 invalid[max(versions)] = error

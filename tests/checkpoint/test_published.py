@@ -121,12 +121,12 @@ def test_a_version_forgotten_while_it_was_sought_is_no_damage(
     fragment = plan_of(load_config(run_file), parameters).fragments[0]
     load = StoredVersions.load
 
-    def load_late(store: StoredVersions, version: int) -> object:
+    def load_late(store: StoredVersions, version: int, *, with_contributions: bool) -> object:
         """The syncer publishes and forgets between the listing and the reading."""
         monkeypatch.setattr(StoredVersions, "load", load)
         served = FragmentStore(store.store_dir, fragment, 1)
         served.commit(record_of(fragment, 8, parameters))
-        return store.load(version)
+        return store.load(version, with_contributions=with_contributions)
 
     monkeypatch.setattr(StoredVersions, "load", load_late)
 

@@ -302,8 +302,9 @@ class Replica:
         assert record is not None and staged is not None
         await worker.run(lambda: self.store.adopt(self._staging, staged.version))
         if not self._is_staged_whole:
-            loaded = await worker.run(lambda: self.store.load(staged.version))
-            record = replace(loaded, contributions={})
+            record = await worker.run(
+                lambda: self.store.load(staged.version, with_contributions=False)
+            )
         self.record, self.state_digest = record, staged.state_digest
         self._stepped = set()
         self._staged_record, self.staged = None, None
