@@ -318,19 +318,20 @@ def cosine_of_two(samples: Sequence[Sample], seen: Round) -> float:
         samples: Of each contribution the same values, buffers aside; empty: nothing is known.
         seen: The round, with their steps and weights.
     """
-    directions = list(_directions(samples, seen).values())
-    is_pair = len(samples) == len(directions) == LEAST_COMPARED
-    return _product(*directions) if is_pair else math.nan
+    lengths = _lengths(samples, seen)
+    if not len(samples) == len(lengths) == LEAST_COMPARED:
+        return math.nan
+    return _product(*(samples[m] / length for m, length in lengths.items()))
 
 
-def _directions(samples: Sequence[Sample], seen: Round) -> dict[int, Sample]:
-    """Give those of the contributions that have one, of length 1."""
+def _lengths(samples: Sequence[Sample], seen: Round) -> dict[int, float]:
+    """Give the lengths of those of the contributions that have a direction."""
     is_counted = np.array(seen.weights) > 0
     if not samples or not is_counted.any() or len(samples[0]) < _LEAST_SAMPLED:
         return {}
     enough = _LEAST_STEPS * np.median(seen.steps[is_counted])
     return {
-        m: samples[m] / length
+        m: length
         for m in np.flatnonzero(is_counted & (seen.steps >= enough)).tolist()
         if 0 < (length := math.sqrt(_product(samples[m], samples[m]))) <= _MOST_FLOAT32
     }
@@ -341,15 +342,15 @@ def misdirected(samples: Sequence[Sample], seen: Round) -> dict[int, str]:
 
     Args: see `cosine_of_two`.
     """
-    directions = _directions(samples, seen)
-    if (num := len(directions)) < _LEAST_DIRECTED:
+    lengths = _lengths(samples, seen)
+    if (num := len(lengths)) < _LEAST_DIRECTED:
         return {}
     total = np.zeros(len(samples[0]))
-    for direction in directions.values():
-        total += direction
+    for m, length in lengths.items():
+        total += samples[m] / length
     found = {}
-    for m, direction in directions.items():
-        to_all = _product(direction, total)
+    for m, length in lengths.items():
+        to_all = _product(samples[m] / length, total)
         to_others = (to_all - 1.0) / (num - 1)
         # Cosines of all pairs, without those of this one and of each with itself.
         pairs = _product(total, total) - 2.0 * to_all + 1.0 - (num - 1)

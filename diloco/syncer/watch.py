@@ -5,6 +5,7 @@ See `diloco.outer.guard`, which judges.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -50,7 +51,7 @@ class MergeWatch:
         is_flush: bool,
         rejected_in_a_row: int = 0,
     ) -> None:
-        """Assign only; `base` is the version before, of which nothing has moved yet.
+        """Make room for samples; `base` is the version before, of which nothing has moved yet.
 
         A flush is of whatever was left, and says nothing about a round, nor about directions.
         `rejected_in_a_row` attempts before this one expired with all its members refused.
@@ -61,31 +62,41 @@ class MergeWatch:
         self._base = base
         history = History.from_bytes(base.guard, len(units))
         self._history = history.unless_rejected(rejected_in_a_row)
-        #: By lane: what was measured of each contribution, in their order, with its units.
-        self._found: dict[int, list[tuple[Floats, Floats]]] = {}
+        #: By lane: what was measured of its units, [contributions, kinds, units].
+        self._found: dict[int, Floats] = {}
         self._own: dict[int, tuple[Floats, Floats]] = {}
         self._is_flush = is_flush
         num_counted = sum(c.weight_tokens > 0 for c in contributors)
-        self._has_directions = not is_flush and num_counted >= LEAST_COMPARED
-        #: By lane: what was sampled of each contribution, in their order.
-        self._samples: dict[int, list[Sample]] = {}
+        #: What was sampled of each contribution, in their order, lane by lane; a vector each, since
+        #: little ones would lie scattered between those of the merge.
+        self._samples: list[Sample] = []
+        self._sampled_before: list[int] = []
+        if self._is_on and not is_flush and num_counted >= LEAST_COMPARED:
+            sampled = (int(self._sampling(lane.lane_id)[1].sum()) for lane in fragment.lanes)
+            self._sampled_before = [*itertools.accumulate(sampled, initial=0)]
+            size = self._sampled_before[-1]
+            self._samples = [np.empty(size, np.float32) for _ in contributors]
 
     def lane(self, lane_id: int) -> Callable[[Tensor], None]:
         """Begin a lane; returns what is to be called with each decoded contribution to it."""
         if not self._is_on:
             return lambda delta: None
         _, places = units_in(self._fragment, self._units, lane_id)
-        found = self._found[lane_id] = []
+        found = self._found[lane_id] = np.zeros((len(self._contributors), len(KINDS), len(places)))
+        order = itertools.count()
         if is_unsettled(self._history):
             self._own[lane_id] = measured(self._base.lanes[lane_id].published, places)
-        if not self._has_directions:
-            return lambda delta: found.append(measured(delta, places))
-        samples = self._samples[lane_id] = []
-        places_sampled, is_sampled = self._sampling(lane_id)
+        samples: list[Sample] = []
+        if self._samples:
+            places_sampled, is_sampled = self._sampling(lane_id)
+            start, end = self._sampled_before[lane_id : lane_id + 2]
+            samples = [of_all[start:end] for of_all in self._samples]
 
         def look(delta: Tensor) -> None:
-            found.append(measured(delta, places))
-            samples.append(delta[places_sampled].numpy()[is_sampled])
+            m = next(order)
+            found[m] = measured(delta, places)
+            if samples:
+                samples[m][:] = delta[places_sampled].numpy()[is_sampled]
 
         return look
 
@@ -93,7 +104,7 @@ class MergeWatch:
         """Say whom the guard refuses, and why, once all lanes were measured."""
         if not self._is_on:
             return {}
-        found = refused(self._round(), self._sampled(), self._history, self._units)
+        found = refused(self._round(), self._samples, self._history, self._units)
         return {self._contributors[m].island: why for m, why in found.items()}
 
     def guard(self) -> bytes:
@@ -103,7 +114,8 @@ class MergeWatch:
         history = self._history
         if not self._is_flush:
             seen = self._round()
-            history = history.after(seen.sizes, seen.steps, cosine_of_two(self._sampled(), seen))
+            cosine = cosine_of_two(self._samples if self._found else (), seen)
+            history = history.after(seen.sizes, seen.steps, cosine)
         return history.to_bytes()
 
     def _sampling(self, lane_id: int) -> tuple[slice, npt.NDArray[np.bool_]]:
@@ -120,11 +132,6 @@ class MergeWatch:
             if is_buffer:
                 is_sampled &= (positions < place.start) | (positions >= place.stop)
         return slice(-lane.start % stride, lane.numel, stride), is_sampled
-
-    def _sampled(self) -> list[Sample]:
-        """Join the lanes of each contribution, in their order."""
-        lanes = [self._samples[lane_id] for lane_id in sorted(self._samples)]
-        return [np.concatenate(parts) for parts in zip(*lanes, strict=True)]
 
     def _round(self) -> Round:
         num = len(self._contributors)
