@@ -7,7 +7,10 @@ Of each of its parameters, and of the values n of its largest fragment:
     arrived     uplink     of every island, in coordinator.spool_memory at most
     arriving    uplink     as much again, or 64 MiB
     a merge     (4 + wire) n    next published values and their payload, for each merge at once
-    lanes       12 n       decoded, summed and changed: of lanes that threads have in hand at once
+                           and what the guard samples of all contributions, 64 MiB at most
+    lanes       12 n       decoded, summed and changed: of lanes that threads have in hand at once;
+                           where angles decide, parts of all contributions to a lane if that is
+                           more: 16 MiB, and a tile of each
 
 Merges at once are as many as cores allow, and as fit in what is available besides the rest. Without
 the interpreter, its libraries, and what gRPC reads ahead.
@@ -22,7 +25,9 @@ from diloco.checkpoint.host_memory import check_memory
 from diloco.config.schema import Config
 from diloco.forecast.disk import payload_bytes
 from diloco.outer.assignment import assign_fragments
+from diloco.outer.combination import MergeRule
 from diloco.outer.fragments import Fragment, Plan
+from diloco.outer.guard import samples_bytes
 from diloco.syncer.spool import LEAST_ARRIVING_BYTES
 
 #: Lanes of a merge keep so many cores busy, at least while others wait for the disk.
@@ -65,9 +70,23 @@ def syncer_memory(config: Config, fragments: Sequence[Fragment]) -> SyncerMemory
     spool_bytes = config.coordinator.spool_memory.num_bytes
     spooled = min(coded, spool_bytes) + min(coded, max(spool_bytes, LEAST_ARRIVING_BYTES))
     state = 16 if outer.optimizer.name == "adam" else 12
+    sampled = samples_bytes(largest, config.max_islands) if outer.guard else 0
+    lanes = max(_lanes_bytes(config, fragment) for fragment in fragments)
     return SyncerMemory(
-        lasting_bytes=round(num_values * (state + downlink)) + spooled + _LANE_BYTES * largest,
-        merge_bytes=round((4 + downlink) * largest),
+        lasting_bytes=round(num_values * (state + downlink)) + spooled + lanes,
+        merge_bytes=round((4 + downlink) * largest) + sampled,
+    )
+
+
+def _lanes_bytes(config: Config, fragment: Fragment) -> int:
+    """Foresee what all lanes of a fragment take that are merged at once."""
+    if not MergeRule(config.outer.merge_rule).is_by_unit(is_flush=False):
+        return _LANE_BYTES * fragment.padded_numel
+    from diloco.outer.aggregate import products_bytes  # torch, which no start waits for
+
+    return sum(
+        max(_LANE_BYTES * lane.numel, products_bytes(lane.numel, config.max_islands))
+        for lane in fragment.lanes
     )
 
 

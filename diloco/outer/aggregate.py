@@ -146,6 +146,16 @@ def inner_products(
     return grams
 
 
+def products_bytes(numel: int, num_deltas: int) -> int:
+    """Bound the memory of `inner_products` of vectors of `numel` values, those asked for included.
+
+    It does not grow with the vectors, nor, up to 256 of them, with their number by more than a
+    tile of each in float64.
+    """
+    asked = max(_TILE_NUMEL, min(_ASKED_NUMEL, _ASKED_NUMEL_OF_ALL // num_deltas))
+    return num_deltas * (4 * min(numel, asked) + 8 * min(numel, _TILE_NUMEL))
+
+
 def _asked_together(places: Sequence[slice], most: int) -> Iterator[list[tuple[int, slice]]]:
     """Cut slices into tiles, each with the index of its slice, and join some up to `most`."""
     tiles: list[tuple[int, slice]] = []

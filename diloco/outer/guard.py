@@ -97,6 +97,8 @@ _MOST_SAMPLED = 1 << 16
 _MOST_SAMPLED_TOGETHER = 1 << 24
 _LEAST_SAMPLED = 1 << 10
 
+_SAMPLE_BYTES = 4
+
 _LENGTH, _LAST = struct.Struct("<I"), struct.Struct("<f")
 _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -309,6 +311,12 @@ def sampling_stride(numel: int, num_contributions: int) -> int:
     while math.gcd(stride, 2 * 3 * 5 * 7) > 1:
         stride += 1
     return stride
+
+
+def samples_bytes(numel: int, num_contributions: int) -> int:
+    """Return the memory of all samples of a merge: 64 MiB at most, and a little for rounding."""
+    num_samples = -(-numel // sampling_stride(numel, num_contributions))
+    return _SAMPLE_BYTES * num_samples * num_contributions
 
 
 def cosine_of_two(samples: Sequence[Sample], seen: Round) -> float:

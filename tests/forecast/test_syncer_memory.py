@@ -10,6 +10,7 @@ from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.forecast.syncer_memory import SyncerMemory, check_syncer_memory, syncer_memory
 from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.outer.guard import samples_bytes
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.toml"
 GIB = 1 << 30
@@ -42,7 +43,10 @@ def test_a_syncer_takes_its_state_what_arrives_and_one_merge() -> None:
 
     own = syncer_memory(config, plan.fragments)
 
-    assert own.merge_bytes == 8 * large.numel == syncer_memory(config, [large]).merge_bytes
+    samples = samples_bytes(large.numel, 2)
+    merge_bytes = 8 * large.numel + samples
+    assert own.merge_bytes == merge_bytes == syncer_memory(config, [large]).merge_bytes
+    assert 0.9 * 2 * 4 * 2**16 < samples <= 2 * 4 * 2**16
     # State, payloads, lanes; what two islands send is less than the spool holds.
     coded = 2 * (0.5 + 2 / 64) * (large.numel + small.numel)
     assert own.lasting_bytes == pytest.approx(
@@ -50,6 +54,33 @@ def test_a_syncer_takes_its_state_what_arrives_and_one_merge() -> None:
     )
     spooled = load_config(DEMO, [*codecs, "coordinator.spool_memory=64MiB"])
     assert own.lasting_bytes - syncer_memory(spooled, plan.fragments).lasting_bytes > GIB // 8
+
+
+@pytest.mark.parametrize(
+    ("num_islands", "extra_mib"),
+    [(2, 0), (64, 16 + 8 - 12), (1000, 1000 * (4 + 8) / 64 - 12)],
+    ids=["less than the merge", "16 MiB and a tile of each", "tiles of each"],
+)
+def test_where_angles_decide_lanes_take_parts_of_all_contributions(
+    num_islands: int, extra_mib: float
+) -> None:
+    plan = make_plan([TensorSpec("w", (1 << 24,))], num_fragments=1)
+    radial, mean = (
+        syncer_memory(
+            load_config(
+                DEMO,
+                [
+                    "outer.merge=on_arrival",
+                    f"outer.merge_rule={rule}",
+                    f"run.max_islands={num_islands}",
+                ],
+            ),
+            plan.fragments,
+        ).lasting_bytes
+        for rule in ("radial_directional", "mean")
+    )
+
+    assert radial - mean == 16 * extra_mib * (1 << 20), "of 16 lanes, a million values each"
 
 
 def test_a_run_whose_syncer_does_not_fit_is_refused_with_what_to_change(
