@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from diloco.bench.syncer.control_plane import SyncerProcess, serving
+from diloco.bench.syncer.merge_memory import MergeMemorySetting
 from diloco.bench.syncer.publish import PublishSetting, _receive
 from diloco.bench.syncer.syncer import SETTING, SyncerSetting, run
 from diloco.errors import CoordinatorUnavailable, DilocoError
@@ -128,6 +129,28 @@ def test_rounds_are_timed_with_their_parts_and_the_first_row_is_judged() -> None
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_memory_of_merges_is_told_by_rule_and_judged() -> None:
+    heard: list[tuple[str, int, int]] = []
+    memory = MergeMemorySetting(numel=1 << 20, contributions=(2, 3), bar=1e9)
+
+    report = run(
+        lambda *told: heard.append(told), ["merge-*"], setting=SyncerSetting(merge_memory=memory)
+    )
+
+    assert [(row["rule"], row["contributions"]) for row in report.rows] == [
+        (rule, num) for rule in ("mean", "clipped mean", "radial-directional") for num in (2, 3)
+    ]
+    for row in report.rows:
+        assert row["merge_bytes"] > 12, "theta, published, momentum"
+        assert 0 < row["repair_bytes"] < row["merge_bytes"] < row["replay_bytes"]
+    assert [requirement.is_met for requirement in report.requirements] == [True] * 3
+    assert set(heard) == {("merges", done, 6) for done in range(6)}
+    assert json.dumps(report.as_dict())
+    assert not multiprocessing.active_children()
+
+
 def test_a_process_that_ended_is_named_as_the_reason() -> None:
     here, there = multiprocessing.Pipe()
     there.close()
@@ -140,6 +163,7 @@ def test_the_setting_is_what_was_asked_for() -> None:
     publish = SETTING.publish
     assert (publish.numel, publish.codec, publish.num_islands) == (25_000_000, "int4", 2)
     assert publish.bar == 1.5
+    assert (SETTING.merge_memory.contributions, SETTING.merge_memory.bar) == ((2, 8, 32, 64), 1.2)
     assert (min(SETTING.num_islands), max(SETTING.num_islands)) == (4, 64)
     assert (SETTING.flatness, SETTING.memory) == (1.2, 1.25)
     assert [row.num_islands for row in SETTING.rows] == [4, 8, 16, 32, 64, 64, 64]

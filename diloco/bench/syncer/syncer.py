@@ -51,6 +51,11 @@ import blake3
 
 from diloco.bench.run_values import run_values
 from diloco.bench.syncer.control_plane import Spent, SyncerProcess, serving
+from diloco.bench.syncer.merge_memory import (
+    MERGE_MEMORY_COLUMNS,
+    MergeMemorySetting,
+    measure_merge_memory,
+)
 from diloco.bench.syncer.publish import PUBLISH_COLUMNS, PublishSetting, measure_publish
 from diloco.bench.syncer.sending_island import SendingIsland, lane_values, write_founding
 from diloco.compression.base import to_bytes
@@ -72,7 +77,7 @@ _RUN = "bench-syncer"
 _MIB = 1 << 20
 _STATE_BYTES = 12
 _LIMITS = {"tensors": "memory", "loop": "Python", "wire": "gRPC", "tls": "TLS"}
-_PLAIN, _MTLS, _PUBLISH = "plain", "mTLS", "publish"
+_PLAIN, _MTLS, _PUBLISH, _MERGE_MEMORY = "plain", "mTLS", "publish", "merge-memory"
 _CERTIFICATE_DAYS = 30  # less than 21 are warned of
 
 
@@ -116,6 +121,7 @@ class SyncerSetting:
         memory: Peak memory beyond state, contributions and lanes in flight, over one fragment's
             state.
         publish: Of the rows of a round from submit to published.
+        merge_memory: Of the rows of memory by merge rule.
     """
 
     numel: int = 16 << 20
@@ -128,6 +134,7 @@ class SyncerSetting:
     flatness: float = 1.2
     memory: float = 1.25
     publish: PublishSetting = field(default_factory=PublishSetting)
+    merge_memory: MergeMemorySetting = field(default_factory=MergeMemorySetting)
 
     @property
     def rows(self) -> list[SyncerRow]:
@@ -164,14 +171,14 @@ _COLUMNS = (
 
 
 def run(watch: Watch, rows: Sequence[str] = (), *, setting: SyncerSetting = SETTING) -> Report:
-    """Measure all rows whose names match; "publish" is a table of its own.
+    """Measure all rows whose names match; "publish" and "merge-memory" are tables of their own.
 
     Raises:
         ConfigError: If this is not Linux, or a pattern matches no row.
         DilocoError: If the syncer does not start, or refuses what it is sent.
     """
     require_linux("diloco bench syncer, which reads /proc of processes,", "measure there")
-    wanted = matching([*(row.name for row in setting.rows), _PUBLISH], rows)
+    wanted = matching([*(row.name for row in setting.rows), _PUBLISH, _MERGE_MEMORY], rows)
     chosen, rounds = [row for row in setting.rows if row.name in wanted], setting.num_rounds + 1
     results: dict[str, dict[str, Any]] = {}
     requirements: list[Requirement] = []
@@ -201,7 +208,14 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: SyncerSetting = SETT
         )
         shown += published
         requirements += bars
-    return Report("syncer", asdict(setting), (*_COLUMNS, *PUBLISH_COLUMNS), shown, requirements)
+    if _MERGE_MEMORY in wanted:
+        by_rule, bars = measure_merge_memory(
+            setting.merge_memory, lambda done, total: watch("merges", done, total)
+        )
+        shown += by_rule
+        requirements += bars
+    columns = (*_COLUMNS, *PUBLISH_COLUMNS, *MERGE_MEMORY_COLUMNS)
+    return Report("syncer", asdict(setting), columns, shown, requirements)
 
 
 def _measure(

@@ -184,7 +184,7 @@ def syncer(rows: Rows = None) -> None:
     """Measure how many islands one core serves, and the memory that it takes.
 
     A real syncer on one CPU and 4 to 64 simulated islands, which send 16.8M parameters in int4
-    each round; with 64 of them also over mTLS. About five minutes, 3 GiB of memory, 2 GiB of disk.
+    each round; with 64 of them also over mTLS. About ten minutes, 3 GiB of memory, 2 GiB of disk.
 
     Read "CPU ns": nanoseconds a parameter and island of everything a syncer does; "M/s a core":
     its inverse, millions of island-parameters a second; "tensors", "Python" and "gRPC" are the
@@ -194,7 +194,9 @@ def syncer(rows: Rows = None) -> None:
     last row most contributions are spooled to disk, and all islands send at once: only the syncer
     bounds what is in memory.
 
-    Rows are numbers of islands, with -tls and -small-spool, and publish, where 25M parameters of
+    Rows are numbers of islands, with -tls and -small-spool; merge-memory: bytes a parameter of a
+    merge, of its repair and of its replay, by merge rule, with 2 to 64 contributions on disk: with
+    64 at most 1.2 times those with 2; and publish, where 25M parameters of
     two islands are timed from submit to published: "/alone": the fastest round over 2 encodes, 3
     decodes, outer step and downlink on one thread; "encode", "arrive" (until the last lane is
     acknowledged), "merge", "commit" and "announce" are its parts, one after the other. The row with
