@@ -150,7 +150,6 @@ class Journal:
                 rows = tuple((t, f, v, header) for t, f, v, header in rounds)
                 audit = tuple(AuditEntry(*each) for each in told)
                 self._store(dict(entries), rows, audit, number)
-            self._replica.journal_follows()
 
     def _fetch(self, replica: Replica) -> None:
         """Have the file that the chain's snapshot has, unless this one is that or newer.
@@ -257,13 +256,9 @@ class Journal:
         """Make a transaction, in the thread; `number`: that of its entry, which has it already."""
         if (replica := self._replica) is None or number is not None:
             return self._commit_rows(entries, rounds, told, number)
-        number = replica.append_rows([list(entries.items()), rounds, told])
-        try:
+        with replica.transaction([list(entries.items()), rounds, told]) as number:
             num_conflicts = self._commit_rows(entries, rounds, told, number)
-        except BaseException:
-            replica.take_back_rows(number)
-            raise
-        if replica.is_snapshot_due:
+        if replica.is_journal_due:
             try:
                 self._put_snapshot(replica)
             except (sqlite3.Error, OSError) as error:
@@ -271,13 +266,13 @@ class Journal:
         return num_conflicts
 
     def _put_snapshot(self, replica: Replica) -> None:
-        """Have a copy of the file take the place of the entries of the chain."""
+        """Have a copy of the file take the place of its transactions in the chain."""
         copy = self._path.with_name(self._path.name + ".tmp")
         unlink(copy)
         try:
             with self._checking_space():
                 self._require().writer.execute("VACUUM INTO ?", (str(copy),))
-            replica.put_snapshot({self._path.name: copy})
+            replica.put_snapshot(copy)
         finally:
             unlink(copy)
 

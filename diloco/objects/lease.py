@@ -29,7 +29,7 @@ from typing import Any
 from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.loop_clock import loop_now
-from diloco.objects.chain import Chain, Read
+from diloco.objects.chain import Read
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 from diloco.state_dir import StateDir, holder, stop_syncers
@@ -100,7 +100,6 @@ class RunState:
             on_fenced: Called, in any thread, when another machine has taken over.
         """
         self.store = ObjectStore(url)
-        self._looking = Chain(self.store, _RUN)
         self._run = run
         self._fingerprint = fingerprint
         self._state = state
@@ -122,7 +121,7 @@ class RunState:
             ConfigError: If it is the state of another run.
             StoreAway: If the store does not say.
         """
-        opened = self._looking.read().opened
+        opened = self.replica.read().opened
         if not opened:
             return None
         self._check_run(opened["run"], opened["fingerprint"])

@@ -13,8 +13,8 @@ what a crash makes it do again, and any machine makes the directory out of the c
 No writer removes an object of a later one, whatever it does and however late: it is not the one
 whose names begin with its own opening, or an earlier.
 
-The coordinator's journal is in the same chain: its transactions are entries, and a snapshot has the
-whole file.
+The coordinator's journal is in the same chain: its transactions are entries; snapshots join them to
+objects, and have the whole file once these are larger than it.
 
 Source: PROTOCOL.md, "State in an object store".
 """
@@ -22,6 +22,8 @@ Source: PROTOCOL.md, "State in an object store".
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
 import logging
 import threading
 from collections import Counter
@@ -45,14 +47,15 @@ _SMALL_BYTES = 16 << 10
 #: digest of its header, which has those of its sections, and each is verified when it is read.
 _VERIFIED_BYTES = 16 << 20
 _HEAD_BYTES = 64
-#: Entries, and their bytes, after which a snapshot takes their place; more if that is larger.
-_SNAPSHOT_ENTRIES = 1000
+#: Entries, and their bytes, after which a snapshot takes their place; bytes of transactions after
+#: which the whole journal does, more if that is larger.
+_SNAPSHOT_ENTRIES = 200
 _SNAPSHOT_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
 _ATTEMPTS = 3
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
-_FILES, _ROWS, _ROWS_UNTIL = "files", "rows", "rows_until"
+_FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +140,23 @@ class Replica:
         self._files: dict[str, StoredFile] = {}
         self._said: dict[str, StoredFile | None] = {}  # with the next entry
         self._opened: Mapping[str, Any] = {}
+        # Transactions of the journal that are in entries; names of the objects that have earlier
+        # ones; bytes of both.
         self._rows: list[tuple[int, Any]] = []
+        self._joined: list[str] = []
+        self._journal_bytes = self._copy_bytes = 0
+        self._is_committing = False
         self._dropped: set[str] = set()
         self._uploading: Counter[str] = Counter()
-        self._has_journal = False  # whose writer makes the snapshots then
-        self._entries_since = self._bytes_since = self._snapshot_bytes = 0
-        #: Of the last transaction of the journal that is in the snapshot.
-        self.rows_start = self._rows_until = -1
+        self._entries_since = self._bytes_since = 0
+        #: Of the last transaction that the whole journal of a snapshot has, and of the last.
+        self.rows_start = self.rows_until = -1
 
     # -- opening ---------------------------------------------------------------------------------
+
+    def read(self) -> Read:
+        """Read the chain, not to write it; read again, only what is new."""
+        return self._chain.read()
 
     def open(
         self, opening: Callable[[int], Mapping[str, Any]], check: Callable[[Read], None]
@@ -154,13 +165,15 @@ class Replica:
         with self._lock:
             found = self._chain.open(opening, check)
             files = {k: StoredFile.from_json(v) for k, v in found.snapshot.get(_FILES, {}).items()}
-            self.rows_start = self._rows_until = found.snapshot.get(_ROWS_UNTIL, -1)
+            told = found.snapshot.get(_JOURNAL, [-1, -1, [], 0, 0])
+            self.rows_start, self.rows_until, self._joined = told[:3]
+            self._journal_bytes, self._copy_bytes = told[3:]
             self._entries_since = len(found.entries)
             for number, content in found.entries:
                 _apply(files, _files_of(content))
                 if _ROWS in content:
                     self._rows.append((number, content[_ROWS]))
-                    self._rows_until = number
+                    self.rows_until = number
             self._files, self._opened = files, opening(self._chain.number)
             self._forget_unnamed()
 
@@ -179,18 +192,25 @@ class Replica:
         return self._chain.number
 
     @property
-    def rows_until(self) -> int:
-        """Of the last entry that has a transaction of the journal; -1: none has."""
-        return self._rows_until
-
-    @property
     def is_empty(self) -> bool:
         """Whether no file is kept yet."""
         return not self._files
 
     def rows_after(self, number: int) -> Iterator[tuple[int, Any]]:
-        """Give the journal's transactions after an entry, as the chain held them when opened."""
-        return ((n, rows) for n, rows in self._rows if n > number)
+        """Give the journal's transactions after an entry, as the chain held them when opened.
+
+        Raises:
+            ObjectLost: If some are gone.
+            StoreAway: If the store does not answer.
+        """
+        for name in self._joined:
+            if (joined := self._store.get(f"{self.name}/data/{name}")) is None:
+                raise ObjectLost(
+                    f"{self._store.url}/{self.name}/data/{name}, transactions of the journal, is "
+                    f"gone: bring that object back from a copy or a version of it"
+                )
+            yield from ((n, rows) for n, rows in json.loads(joined) if n > number)
+        yield from ((n, rows) for n, rows in self._rows if n > number)
 
     def restore(self, *, without: str = "") -> int:
         """Make the directory hold what the chain does; returns the bytes that were fetched.
@@ -249,7 +269,7 @@ class Replica:
 
     def has_journal(self, name: str) -> bool:
         """Whether the chain has anything of a journal: the file of a snapshot, or transactions."""
-        return name in self._files or self._rows_until >= 0
+        return name in self._files or self.rows_until >= 0
 
     def fetch(self, name: str) -> None:
         """Write a file here as the chain has it.
@@ -345,46 +365,65 @@ class Replica:
                 if self._said:
                     self._append({}, {})
 
-    def append_rows(self, rows: Any) -> int:  # JSON values
-        """Keep a transaction of the journal; returns the number of its entry.
+    @contextlib.contextmanager
+    def transaction(self, rows: Any) -> Iterator[int]:  # JSON values
+        """Keep a transaction of the journal, before it is committed in the context.
+
+        Gives the number of its entry; it does not count if the context raises.
 
         Raises:
             StoreAway: If the store does not take it: it is not to be committed.
         """
         with self._lock:
-            self._rows_until = self._append({_ROWS: rows}, {})
-            return self._rows_until
-
-    def take_back_rows(self, number: int) -> None:
-        """Have a transaction not count that could not be committed here."""
-        with self._lock:
-            self._chain.take_back(number)
+            number = self._append({_ROWS: rows}, {})
+            self._rows.append((number, rows))
+            self.rows_until, self._is_committing = number, True
+        try:
+            yield number
+        except BaseException:
+            with self._lock:
+                self._chain.take_back(number)
+                self._rows.pop()
+            raise
+        finally:
+            self._is_committing = False
 
     # -- the chain -------------------------------------------------------------------------------
 
     @property
-    def is_snapshot_due(self) -> bool:
-        """Whether the entries are to be replaced by a snapshot."""
-        most = max(_SNAPSHOT_BYTES, self._snapshot_bytes)
-        return self._entries_since >= _SNAPSHOT_ENTRIES or self._bytes_since > most
+    def is_journal_due(self) -> bool:
+        """Whether the whole journal is to take the place of its transactions."""
+        return self._journal_bytes > max(_SNAPSHOT_BYTES, self._copy_bytes)
 
-    def put_snapshot(self, extra: Mapping[str, Path] | None = None) -> None:
-        """Put a snapshot in place of the entries so far; `extra` files are in it alone.
+    def put_snapshot(self, journal: Path | None = None) -> None:
+        """Put a snapshot in place of the entries so far.
+
+        Args:
+            journal: A copy of the whole journal, of that name but for its suffix; None: its
+                transactions are joined to an object.
 
         Raises:
             StoreAway: If the store does not take it: a later one may.
         """
-        added = {name: self._uploaded(path) for name, path in (extra or {}).items()}
+        copy = None if journal is None else self._uploaded(journal)
         with self._lock, self._fencing():
-            self._drop({name: self._files.get(name) for name in added})
-            self._files.update(added)
-            self._uploading.subtract(file.object_name for file in added.values())
+            if journal is not None and copy is not None:
+                self._say_dropped([self._files.get(journal.stem)], self._joined)
+                self._files[journal.stem] = copy
+                self._uploading[copy.object_name] -= 1
+                self._joined, self.rows_start = [], self.rows_until
+                self._journal_bytes, self._copy_bytes = 0, copy.num_bytes
+            elif self._rows:
+                body = json.dumps(self._rows).encode()
+                name = f"{self._chain.opening:016d}-{blake3.blake3(body).hexdigest()}"
+                self._store.put(f"{self.name}/data/{name}", body)
+                self._joined.append(name)
+            self._rows = []
             files = {name: file.to_json() for name, file in self._files.items()}
-            content: dict[str, Any] = {_FILES: files, OPENED: dict(self._opened)}
-            content[_ROWS_UNTIL] = self._rows_until
-            self._chain.put_snapshot(content)
+            numbers = self.rows_start, self.rows_until
+            told = [*numbers, self._joined, self._journal_bytes, self._copy_bytes]
+            self._chain.put_snapshot({_FILES: files, OPENED: dict(self._opened), _JOURNAL: told})
             self._entries_since = self._bytes_since = 0
-            self._snapshot_bytes = len(str(files)) + sum(f.num_bytes for f in added.values())
             self._delete(self._dropped - self._objects() - set(+self._uploading))
             self._dropped.clear()
 
@@ -399,6 +438,12 @@ class Replica:
             self._chain.check_next()
 
     def _append(self, content: Mapping[str, Any], files: Mapping[str, StoredFile | None]) -> int:
+        is_due = self._entries_since >= _SNAPSHOT_ENTRIES or self._bytes_since > _SNAPSHOT_BYTES
+        if is_due and not self._is_committing:
+            try:
+                self.put_snapshot()
+            except StoreAway as error:
+                logger.warning("a snapshot of %s comes later: %s", self.name, error)
         changed = self._said | dict(files)
         said = {n: None if file is None else file.to_json() for n, file in changed.items()}
         body = {**content, **({_FILES: said} if said else {})}
@@ -408,18 +453,10 @@ class Replica:
         _apply(self._files, files)
         self._said = {}
         self._entries_since += 1
-        self._bytes_since += len(str(body))
-        if not self._has_journal and self.is_snapshot_due:
-            try:
-                self.put_snapshot()
-            except StoreAway as error:
-                logger.warning("a snapshot of %s comes later: %s", self.name, error)
+        num_bytes = len(str(body))
+        self._bytes_since += num_bytes
+        self._journal_bytes += num_bytes if _ROWS in content else 0
         return number
-
-    def journal_follows(self) -> None:
-        """Leave the snapshots to the writer of the journal, which has read its transactions."""
-        self._has_journal = True
-        self._rows.clear()
 
     def _fencing(self) -> _Fencing:
         return _Fencing(self._on_fenced)
@@ -431,11 +468,15 @@ class Replica:
         self._said.update(files)
 
     def _drop(self, files: Mapping[str, StoredFile | None]) -> None:
-        self._dropped.update(f.object_name for f in files.values() if f and f.object_name)
+        self._say_dropped(files.values(), ())
+
+    def _say_dropped(self, files: Iterable[StoredFile | None], objects: Iterable[str]) -> None:
+        self._dropped.update(f.object_name for f in files if f and f.object_name)
+        self._dropped.update(objects)
 
     def _objects(self) -> set[str]:
-        """Names of the objects that files are in."""
-        return {file.object_name for file in self._files.values() if file.object_name}
+        """Names of the objects that files and transactions are in."""
+        return {f.object_name for f in self._files.values() if f.object_name} | {*self._joined}
 
     def _delete(self, objects: Iterable[str]) -> None:
         self._store.delete(f"{self.name}/data/{each}" for each in objects)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Bytes of one request of a large object; requests under way at once.
 _PART_BYTES = 16 << 20
-_REQUESTS = 8
+_REQUESTS = 16
 #: A request that takes longer is broken: of a part (16 MiB at 1.2 Mbit/s), of what one event loop
 #: or another may wait for, and of a sign of life.
 _BULK_TIMEOUT = timedelta(seconds=120)

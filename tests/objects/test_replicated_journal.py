@@ -141,22 +141,31 @@ def test_a_journal_that_lags_is_brought_up_and_one_of_another_past_replaced(
     again.close()
 
 
+@pytest.mark.parametrize("most_bytes", [4 << 20, 1500], ids=["joined", "whole"])
 @pytest.mark.parametrize("begins", ["empty", "behind"])
-def test_snapshots_have_the_journal_and_the_entries_go(
-    store: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
+def test_snapshots_have_the_transactions_or_the_journal_and_the_entries_go(
+    store: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str, most_bytes: int
 ) -> None:
     monkeypatch.setattr("diloco.objects.replica._SNAPSHOT_ENTRIES", 8)
+    monkeypatch.setattr("diloco.objects.replica._SNAPSHOT_BYTES", most_bytes)
     if begins == "behind":
         behind = opened(store, tmp_path / "two")
         behind.write([("old", "1")])
         behind.close()
     one = opened(store, tmp_path / "one")
-    for number in range(50):
+    for number in range(300):
         one.write([("n", str(number))], [row(number)])
+        if number == 200:
+            store.num_failures = 3
+            for _ in range(3):
+                with pytest.raises(DiskFull):
+                    one.write([("n", "lost")])
 
-    assert len(store.names("run/log")) <= 11 and len(store.names("run/data")) == 1
+    has_copy = one._replica is not None and one._replica.has("journal.sqlite")
+    assert has_copy is (most_bytes == 1500)
+    assert len(store.names("run/log")) <= 13
     two = opened(store, tmp_path / "two")
     assert content(two) == content(one)
-    assert len(two.headers()) == 50
+    assert len(two.headers()) == 300
     one.close()
     two.close()
