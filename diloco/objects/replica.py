@@ -21,14 +21,12 @@ Source: PROTOCOL.md, "State in an object store".
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,75 +36,18 @@ from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
+from diloco.objects.stored_file import StoredFile
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a file that is in its entry, not an object of its own.
-_SMALL_BYTES = 16 << 10
-#: A larger file that is here is taken by its size and its first bytes: a record begins with a
-#: digest of its header, which has those of its sections, and each is verified when it is read.
-_VERIFIED_BYTES = 16 << 20
-_HEAD_BYTES = 64
 #: Entries, and their bytes, after which a snapshot takes their place; bytes of transactions after
 #: which the whole journal does, more if that is larger.
 _SNAPSHOT_ENTRIES = 200
 _SNAPSHOT_BYTES = 4 << 20
-_READ_BYTES = 1 << 20
 _ATTEMPTS = 3
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """What a file holds: `content` of a small one, else what the object of that name does."""
-
-    digest: str
-    num_bytes: int
-    mode: int
-    head: str  # hex
-    content: bytes | None
-    object_name: str
-
-    @classmethod
-    def of(cls, path: Path, opening: int = 0) -> StoredFile:
-        """Read a file once; `opening` is that of the writer of its object."""
-        digest, head, size, content = blake3.blake3(), b"", 0, b""
-        with path.open("rb") as file:
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
-                head = head or piece[:_HEAD_BYTES]
-                content = piece if not size else b""
-                size += len(piece)
-        small = content if size <= _SMALL_BYTES else None
-        mode = path.stat().st_mode & 0o777
-        name = "" if small is not None else f"{opening:016d}-{digest.hexdigest()}"
-        return cls(digest.hexdigest(), size, mode, head.hex(), small, name)
-
-    def to_json(self) -> list[Any]:
-        """Write it for an entry."""
-        content = None if self.content is None else base64.b64encode(self.content).decode()
-        return [self.digest, self.num_bytes, self.mode, self.head, content, self.object_name]
-
-    @classmethod
-    def from_json(cls, content: list[Any]) -> StoredFile:
-        """Read what `to_json` wrote."""
-        digest, num_bytes, mode, head, body, name = content
-        small = None if body is None else base64.b64decode(body)
-        return cls(digest, num_bytes, mode, head, small, name)
-
-    def is_at(self, path: Path) -> bool:
-        """Whether a file here holds that: read, or by size and first bytes if it is large."""
-        try:
-            if not path.is_file() or path.stat().st_size != self.num_bytes:
-                return False
-            if self.num_bytes <= _VERIFIED_BYTES:
-                return self.of(path).digest == self.digest
-            with path.open("rb") as file:
-                return file.read(_HEAD_BYTES).hex() == self.head
-        except OSError:
-            return False
 
 
 class Replica:
