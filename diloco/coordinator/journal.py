@@ -263,6 +263,7 @@ class Journal:
                 self._put_snapshot(replica)
             except (sqlite3.Error, OSError) as error:
                 logger.warning("a snapshot of the journal comes later: %s", error)
+                replica.put_journal_off()
         return num_conflicts
 
     def _put_snapshot(self, replica: Replica) -> None:

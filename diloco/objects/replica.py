@@ -27,6 +27,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 #: which the whole journal does, more if that is larger.
 _SNAPSHOT_ENTRIES = 200
 _SNAPSHOT_BYTES = 4 << 20
+#: Files that are fetched at once; times that one is whose object holds other bytes.
+_FETCHES = 4
 _ATTEMPTS = 3
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
@@ -167,7 +170,6 @@ class Replica:
             StoreAway: If the store does not answer.
             DiskFull: If there is no room here.
         """
-        fetched = 0
         there = [p for p in self.root.rglob("*") if p.is_file() or p.is_symlink()]
         here = {path.relative_to(self.root).as_posix(): path for path in there}
         kept = {n: path for n, path in here.items() if n != without and self._is_kept(Path(n))}
@@ -182,15 +184,20 @@ class Replica:
         for name in kept.keys() - self._files.keys():
             logger.info("removed, the state in %s has no %s", self._store.url, name)
             durable.unlink(kept[name])
-        for name, file in sorted(self._files.items()):
-            if name == without or file.is_at(self.root / name):
-                continue
-            try:
-                self.fetch(name)
-                fetched += file.num_bytes
-            except ObjectLost as error:
-                logger.error("%s", error)
-        return fetched
+        with ThreadPoolExecutor(_FETCHES, "fetch") as pool:
+            return sum(pool.map(self._restore_file, sorted(self._files.keys() - {without})))
+
+    def _restore_file(self, name: str) -> int:
+        """Have a file here as the chain has it; returns the bytes that were fetched."""
+        file = self._files[name]
+        if file.is_at(self.root / name):
+            return 0
+        try:
+            self.fetch(name)
+        except ObjectLost as error:
+            logger.error("%s", error)
+            return 0
+        return file.num_bytes
 
     def adopt(self) -> None:
         """Keep all that is here, of a directory that was in no store; again, what is new.
@@ -249,7 +256,7 @@ class Replica:
     def _pieces(self, file: StoredFile) -> Iterator[bytes]:
         if file.content is not None:
             return iter([file.content])
-        return self._store.pieces(f"{self.name}/data/{file.object_name}")
+        return self._store.pieces(f"{self.name}/data/{file.object_name}", file.num_bytes)
 
     # -- what becomes durable: called by diloco.durable -------------------------------------------
 
@@ -336,6 +343,10 @@ class Replica:
         """Whether the whole journal is to take the place of its transactions."""
         return self._journal_bytes > max(_SNAPSHOT_BYTES, self._copy_bytes)
 
+    def put_journal_off(self) -> None:
+        """Have the whole journal due again once there are as many bytes of transactions more."""
+        self._copy_bytes += max(_SNAPSHOT_BYTES, self._copy_bytes)
+
     def put_snapshot(self, journal: Path | None = None) -> None:
         """Put a snapshot in place of the entries so far.
 
@@ -379,12 +390,14 @@ class Replica:
             self._chain.check_next()
 
     def _append(self, content: Mapping[str, Any], files: Mapping[str, StoredFile | None]) -> int:
-        is_due = self._entries_since >= _SNAPSHOT_ENTRIES or self._bytes_since > _SNAPSHOT_BYTES
+        most = max(_SNAPSHOT_ENTRIES, len(self._files) // 10)
+        is_due = self._entries_since >= most or self._bytes_since > _SNAPSHOT_BYTES
         if is_due and not self._is_committing:
             try:
                 self.put_snapshot()
             except StoreAway as error:
                 logger.warning("a snapshot of %s comes later: %s", self.name, error)
+                self._entries_since = self._bytes_since = 0
         changed = self._said | dict(files)
         said = {n: None if file is None else file.to_json() for n, file in changed.items()}
         body = {**content, **({_FILES: said} if said else {})}

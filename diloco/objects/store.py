@@ -29,18 +29,24 @@ from diloco.extras import missing
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as _Store
 
-#: Bytes of one request of a large object; requests under way at once.
+#: Bytes of one request of a large object, at least: S3 takes 10,000 parts. Requests under way at
+#: once.
 _PART_BYTES = 16 << 20
+_MOST_PARTS = 9_000
 _REQUESTS = 16
+_PIECES = 4
 #: A request that takes longer is broken: of a part (16 MiB at 1.2 Mbit/s), of what one event loop
 #: or another may wait for, and of a sign of life.
 _BULK_TIMEOUT = timedelta(seconds=120)
 _QUICK_TIMEOUT = timedelta(seconds=10)
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-#: A store that answers 500, 503 or not at all is asked again for that long by one call.
+#: A store that answers 500, 503 or not at all is asked again for that long by one call; for a part
+#: of a large object, which the others would have to be sent again for, longer.
 _RETRIED = timedelta(seconds=5)
+_BULK_RETRIED = timedelta(minutes=10)
 _MOST_RETRIES = 5
+_MOST_BULK_RETRIES = 10
 
 
 class StoreAway(DiskFull):
@@ -79,9 +85,9 @@ class ObjectStore:
         self.fails_fast = False
         self._away: StoreAway | None = None
         config = _config(environment or {})
-        self._bulk = _opened(url, config, _BULK_TIMEOUT, _MOST_RETRIES)
+        self._bulk = _opened(url, config, _BULK_TIMEOUT, _MOST_BULK_RETRIES, _BULK_RETRIED)
         self._quick = _opened(url, config, _QUICK_TIMEOUT, _MOST_RETRIES)
-        self._probe = _opened(url, config, _PROBE_TIMEOUT, 0)
+        self._probe = _opened(url, config, _PROBE_TIMEOUT, 1)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that is not there; false, and nothing is changed, if it is.
@@ -113,7 +119,9 @@ class ObjectStore:
 
         store = self._probe if probes else self._bulk
         with self._reaching(f"write {name}", probes=probes):
-            obstore.put(store, name, data, chunk_size=_PART_BYTES, max_concurrency=_REQUESTS)
+            size = data.stat().st_size if isinstance(data, Path) else len(data)
+            part = max(_PART_BYTES, -(-size // _MOST_PARTS))
+            obstore.put(store, name, data, chunk_size=part, max_concurrency=_REQUESTS)
 
     def get(self, name: str) -> bytes | None:
         """Read an object; None if it is not there.
@@ -134,17 +142,30 @@ class ObjectStore:
         with ThreadPoolExecutor(_REQUESTS, "objects") as pool:
             return list(pool.map(self.get, names))
 
-    def pieces(self, name: str) -> Iterator[bytes]:
-        """Read a large object, piece by piece; nothing of one that is not there.
+    def pieces(self, name: str, num_bytes: int) -> Iterator[bytes]:
+        """Read a large object, piece by piece; nothing of one that has not so many bytes.
+
+        Some pieces are asked for at once, each again by itself where that breaks.
 
         Raises:
             StoreAway: If the store does not give it.
         """
         import obstore
 
-        with self._reaching(f"read {name}"), contextlib.suppress(FileNotFoundError):
-            for piece in obstore.get(self._bulk, name).stream(min_chunk_size=_PART_BYTES):
-                yield bytes(piece)
+        def piece(start: int) -> bytes:
+            end = min(start + _PART_BYTES, num_bytes)
+            return bytes(obstore.get_range(self._bulk, name, start=start, end=end))
+
+        starts = range(0, num_bytes, _PART_BYTES)
+        with (
+            self._reaching(f"read {name}"),
+            contextlib.suppress(FileNotFoundError),
+            ThreadPoolExecutor(_PIECES, "pieces") as pool,
+        ):
+            if obstore.head(self._quick, name)["size"] != num_bytes:
+                return
+            for first in range(0, len(starts), _PIECES):
+                yield from pool.map(piece, starts[first : first + _PIECES])
 
     def names(self, prefix: str) -> list[str]:
         """List objects whose name begins with `prefix`/, ascending.
@@ -189,7 +210,9 @@ class ObjectStore:
         self._away = None
 
 
-def _opened(url: str, config: Any, timeout: timedelta, most_retries: int) -> _Store:
+def _opened(
+    url: str, config: Any, timeout: timedelta, most_retries: int, retried: timedelta = _RETRIED
+) -> _Store:
     try:
         from obstore.store import LocalStore, from_url
     except ImportError as error:
@@ -205,7 +228,7 @@ def _opened(url: str, config: Any, timeout: timedelta, most_retries: int) -> _St
                 "connect_timeout": min(_CONNECT_TIMEOUT, timeout),
                 "timeout": timeout,
             },
-            retry_config={"max_retries": most_retries, "retry_timeout": _RETRIED},
+            retry_config={"max_retries": most_retries, "retry_timeout": retried},
         )
     except Exception as error:  # of as many types as there are stores
         raise ConfigError(f"run.state = {url!r} cannot be used: {_first(error)}") from error

@@ -219,3 +219,28 @@ def test_the_environments_proxy_is_asked_for_a_syncer_beyond_this_machine(
     asyncio.run(run())
     assert set(asked) == {b"CONNECT 10.255.255.1:4711 HTTP/1.1\r\n"}
     assert len(asked) >= 2
+
+
+def test_one_question_where_the_syncers_are_is_for_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = wires(tmp_path)
+    site._finding = "127.0.0.1:1,127.0.0.1:2"
+    asked: list[str] = []
+
+    async def answer(transport: Transport, island: str) -> SimpleNamespace:
+        asked.append(transport.peer)
+        if len(asked) == 1:
+            raise diloco.CoordinatorUnavailable("silent")
+        return SimpleNamespace(syncer_addresses=["127.0.0.1:7", "127.0.0.1:8"])
+
+    async def run() -> list[object]:
+        first = await asyncio.gather(*map(site._find, (0, 1, 0)), return_exceptions=True)
+        assert all(isinstance(each, diloco.CoordinatorUnavailable) for each in first)
+        return await asyncio.gather(*map(site._find, (0, 1, 0)))
+
+    monkeypatch.setattr("diloco.launch.rank.connect.ask_run_state", answer)
+    monkeypatch.setattr("diloco.launch.rank.connect._SPREAD_S", 0.01)
+
+    assert asyncio.run(run()) == ["127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:7"]
+    assert asked == ["127.0.0.1:1,127.0.0.1:2", "127.0.0.1:2,127.0.0.1:1"]

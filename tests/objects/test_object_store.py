@@ -27,10 +27,13 @@ def test_objects_are_created_once_listed_read_and_removed(server: S3Server) -> N
 
     assert store.names("log") == ["log/1"] and other.names("log") == []
     assert store.get_all(["log/1", "log/2", "data/x"]) == [b"one", None, b"again"]
-    assert b"".join(store.pieces("data/x")) == b"again"
+    assert b"".join(store.pieces("data/x", 5)) == b"again"
+    large = bytes(range(256)) * (40 << 12)
+    store.put("data/large", large)
+    assert b"".join(store.pieces("data/large", len(large))) == large
     store.delete(["log/1", "log/7"])
     assert store.names("log") == []
-    assert list(store.pieces("data/y")) == []
+    assert list(store.pieces("data/y", 7)) == list(store.pieces("data/x", 4)) == []
 
 
 @pytest.mark.parametrize(

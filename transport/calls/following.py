@@ -10,8 +10,8 @@ from diloco.transport.contracts import Buffer, Reply, Transport
 from diloco.transport.errors import PeerReset, TransportClosed, TransportError
 from diloco.transport.transfer import Transfer
 
-#: Seconds between two questions where the peer is.
-_AGAIN_S = 1.0
+#: Seconds between two questions where the peer is: at first, and at most.
+_AGAIN_S, _MOST_S = 1.0, 30.0
 
 
 class FollowingTransport:
@@ -38,7 +38,7 @@ class FollowingTransport:
         self._find = find
         self._inner = open_at(address)
         self._looking: asyncio.Task[None] | None = None
-        self._looked_at = float("-inf")
+        self._looked_at, self._again_s = float("-inf"), _AGAIN_S
         self._is_closed = False
 
     @property
@@ -59,7 +59,7 @@ class FollowingTransport:
         """Call `method`; see `contracts.Transport`."""
         inner = self._inner
         try:
-            return await inner.call(
+            reply = await inner.call(
                 method,
                 header,
                 payload,
@@ -76,11 +76,13 @@ class FollowingTransport:
             if error.is_retryable and inner is self._inner:
                 self._look()
             raise
+        self._again_s = _AGAIN_S
+        return reply
 
     def _look(self) -> None:
         """Ask where the peer is, unless that is being done, or was a moment ago."""
         loop = asyncio.get_running_loop()
-        if self._looking is None and loop.time() >= self._looked_at + _AGAIN_S:
+        if self._looking is None and loop.time() >= self._looked_at + self._again_s:
             self._looking = loop.create_task(self._follow())
 
     async def _follow(self) -> None:
@@ -91,6 +93,7 @@ class FollowingTransport:
         finally:
             self._looking = None
             self._looked_at = asyncio.get_running_loop().time()
+            self._again_s = min(2 * self._again_s, _MOST_S)
         if address and address != self._address and not self._is_closed:
             left, self._address, self._inner = self._inner, address, self._open_at(address)
             await left.close()

@@ -5,6 +5,7 @@ Source: PROTOCOL.md, "Join".
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -40,6 +41,9 @@ from diloco.transport.shaping.link import LinkProfile
 from diloco.transport.shaping.shaped import ShapedTransport
 
 logger = logging.getLogger(__name__)
+
+#: Time over which the ranks of all islands spread their question where a syncer is.
+_SPREAD_S = 1.0
 
 
 def connect(config: Config, coordinator: str = "", *, record: Record | None = None) -> Connection:
@@ -128,6 +132,7 @@ class _Wires:
     ) -> None:
         self._config = config
         self._address = self._finding = address
+        self._asking: asyncio.Task[Sequence[str]] | None = None
         self._security = security
         self._profile = profile
         self._faults = link_faults(os.environ, config.island_id, address)
@@ -177,7 +182,17 @@ class _Wires:
         ]
 
     async def _find(self, syncer_id: int) -> str:
-        """Ask the coordinator where a syncer is now: on another machine perhaps."""
+        """Find out where a syncer is now: on another machine perhaps.
+
+        One question to the coordinator is for all syncers and connections of this rank.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return (await asyncio.shield(self._asking))[syncer_id]
+
+    async def _ask(self) -> Sequence[str]:
+        """Ask the coordinator where the syncers are; ranks that ask at once do so one by one."""
+        await asyncio.sleep(random.uniform(0.0, _SPREAD_S))
         asked = self._finding
         transport = self._security.transport(asked, Role.COORDINATOR)
         try:
@@ -189,7 +204,7 @@ class _Wires:
             raise
         finally:
             await transport.close()
-        return known.syncer_addresses[syncer_id]
+        return known.syncer_addresses
 
     def own_peer(self, address: str) -> tuple[Transport, Transport]:
         # Within the island: neither shaped nor paced.
