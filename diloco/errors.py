@@ -9,7 +9,8 @@
       CoordinatorUnavailable        30   control or data plane unreachable for too long
       RunHalted                     31   stopped by the operator while the run is not over
       IslandFailed                  40   a rank of the island died
-      Fenced                        41   another start of the island, or a resume, took its place
+      Fenced                        41   another start of the island, or a resume, took its place;
+                                         of a coordinator or syncer: another machine has the run
       RunReturned                   42   the run went back to a checkpoint by itself: start again
       QuorumLost                    50   three EXPIRED attempts in a row of one fragment, or a stop
                                          that an island stayed away from

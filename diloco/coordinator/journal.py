@@ -165,10 +165,12 @@ class Journal:
         except sqlite3.DatabaseError:
             number = -1
         if number < max(0, replica.rows_start) or number > replica.rows_until:
-            for end in ("", "-wal", "-shm"):
+            for end in ("-wal", "-shm"):  # a sound file has none: it was closed just now
                 unlink(self._path.with_name(self._path.name + end))
             if replica.has(self._path.name):
                 replica.fetch(self._path.name)
+            else:
+                unlink(self._path)
 
     def _write_replicated(self, number: int) -> None:
         with self._require().writer as writer:

@@ -100,7 +100,10 @@ async def holding_state(
 def _again(sign: Callable[[], None], is_over: threading.Event) -> None:
     """Do something every `BEAT_S` seconds, whatever the event loop does."""
     while not is_over.wait(BEAT_S):
-        sign()
+        try:
+            sign()
+        except Exception:  # the next one may be given: without any this machine counts as dead
+            logger.exception("no sign of life was given")
 
 
 def _beat(run: RunState, state: StateDir, held: HeldState) -> None:

@@ -48,7 +48,6 @@ class Read:
 
     Args:
         snapshot: Of the chain up to some entry; empty: of its beginning.
-        snapshot_name: Of its object; empty: there is none.
         entries: Number and content of each after it that counts, ascending.
         number: Of the last entry, whether it counts or not; -1: there is none.
         opened: Of the entry that opened the chain for the writer of the last one; empty: nobody
@@ -56,7 +55,6 @@ class Read:
     """
 
     snapshot: Mapping[str, Any]
-    snapshot_name: str
     entries: tuple[tuple[int, Mapping[str, Any]], ...]
     number: int
     opened: Mapping[str, Any]
@@ -120,9 +118,11 @@ class Chain:
                 return None
             self._snapshot = name, there
         snapshot = self._snapshot[1] if name else b"{}"
-        opened = entries[entries[last][_OF]][OPENED] if numbers else {}
+        opener = entries.get(entries[last][_OF], {}) if numbers else {OPENED: {}}
+        if OPENED not in opener:
+            return None
         after = tuple((n, content) for n, content in counted.items() if n > start)
-        return Read(json.loads(snapshot), name, after, last, opened)
+        return Read(json.loads(snapshot), after, last, opener[OPENED])
 
     # -- writing ---------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ class Replica:
             self.rows_start, self.rows_until, self._joined = told[:3]
             self._journal_bytes, self._copy_bytes = told[3:]
             self._entries_since = len(found.entries)
+            self._rows, self._said = [], {}
             for number, content in found.entries:
                 _apply(files, _files_of(content))
                 if _ROWS in content:
@@ -134,11 +135,6 @@ class Replica:
     def number(self) -> int:
         """Of the last entry."""
         return self._chain.number
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no file is kept yet."""
-        return not self._files
 
     def rows_after(self, number: int) -> Iterator[tuple[int, Any]]:
         """Give the journal's transactions after an entry, as the chain held them when opened.
@@ -323,7 +319,7 @@ class Replica:
             StoreAway: If the store does not take it: it is not to be committed.
         """
         with self._lock:
-            number = self._append({_ROWS: rows}, {})
+            number, before = self._append({_ROWS: rows}, {}), self.rows_until
             self._rows.append((number, rows))
             self.rows_until, self._is_committing = number, True
         try:
@@ -332,6 +328,7 @@ class Replica:
             with self._lock:
                 self._chain.take_back(number)
                 self._rows.pop()
+                self.rows_until = before
             raise
         finally:
             self._is_committing = False
@@ -360,7 +357,8 @@ class Replica:
         copy = None if journal is None else self._uploaded(journal)
         with self._lock, self._fencing():
             if journal is not None and copy is not None:
-                self._say_dropped([self._files.get(journal.stem)], self._joined)
+                self._drop({journal.stem})
+                self._dropped.update(self._joined)
                 self._files[journal.stem] = copy
                 self._uploading[copy.object_name] -= 1
                 self._joined, self.rows_start = [], self.rows_until
@@ -403,7 +401,7 @@ class Replica:
         body = {**content, **({_FILES: said} if said else {})}
         with self._fencing():
             number = self._chain.append(body)
-        self._drop({name: self._files.get(name) for name in files})
+        self._drop(files)
         _apply(self._files, files)
         self._said = {}
         self._entries_since += 1
@@ -412,21 +410,25 @@ class Replica:
         self._journal_bytes += num_bytes if _ROWS in content else 0
         return number
 
-    def _fencing(self) -> _Fencing:
-        return _Fencing(self._on_fenced)
+    @contextlib.contextmanager
+    def _fencing(self) -> Iterator[None]:
+        """Say that another writer has taken over, before the error is raised."""
+        try:
+            yield
+        except Fenced as error:
+            self._on_fenced(error)
+            raise
 
     def _say(self, files: Mapping[str, StoredFile | None]) -> None:
         """Change what is kept; the chain has it with the next entry."""
-        self._drop({name: self._files.get(name) for name in files})
+        self._drop(files)
         _apply(self._files, files)
         self._said.update(files)
 
-    def _drop(self, files: Mapping[str, StoredFile | None]) -> None:
-        self._say_dropped(files.values(), ())
-
-    def _say_dropped(self, files: Iterable[StoredFile | None], objects: Iterable[str]) -> None:
-        self._dropped.update(f.object_name for f in files if f and f.object_name)
-        self._dropped.update(objects)
+    def _drop(self, names: Iterable[str]) -> None:
+        """Have the objects of files removed with the next snapshot, unless others are in them."""
+        found = (self._files.get(name) for name in names)
+        self._dropped.update(file.object_name for file in found if file and file.object_name)
 
     def _objects(self) -> set[str]:
         """Names of the objects that files and transactions are in."""
@@ -459,20 +461,6 @@ class Replica:
     def _is_kept(self, relative: Path) -> bool:
         is_whole = bool(relative.parts) and relative.suffix != _UNFINISHED
         return is_whole and self._is_tracked(relative)
-
-
-class _Fencing:
-    """Says that another writer has taken over, before the error is raised."""
-
-    def __init__(self, on_fenced: Callable[[Fenced], None]) -> None:
-        self._on_fenced = on_fenced
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Fenced):
-            self._on_fenced(error)
 
 
 def _files_of(content: Mapping[str, Any]) -> dict[str, StoredFile | None]:

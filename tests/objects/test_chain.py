@@ -294,3 +294,13 @@ def test_what_is_tried_again_and_again_takes_no_room(store: LosingStore) -> None
             chain.append({"x": x})
 
     assert len(chain._tried) == 1
+
+
+def test_a_chain_whose_opening_is_gone_is_not_read(store: LosingStore) -> None:
+    chain = opened(store, "one")
+    chain.append({"x": 1})
+    chain.put_snapshot({"until": 1})
+    store.delete(["c/log/0000000000000000"])
+
+    with pytest.raises(ObjectLost, match="lacks an entry"):
+        Chain(store, "c").read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.errors import ConfigError, Fenced
+from diloco.launch import held_state
 from diloco.launch.held_state import holding_state
 from diloco.objects import lease
 from diloco.objects.lease import RunState, lease_path, store_replica
@@ -25,6 +27,7 @@ from diloco.state_dir import StateDir
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_S", 0.3)
     monkeypatch.setattr(lease, "BEAT_S", 0.02)
+    monkeypatch.setattr(held_state, "BEAT_S", 0.02)
 
 
 class Machine:
@@ -270,3 +273,43 @@ def test_the_working_copy_is_not_served_without_its_state(
 
     with pytest.raises(ConfigError, match="working copy of a run"):
         run(story())
+
+
+def test_a_sign_of_life_that_fails_as_the_lease_is_taken_doubles_nothing(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    beats, beat = [], RunState.beat
+
+    def sometimes(state: RunState, address: str, *, is_over: bool = False) -> None:
+        beats.append(state.lease)
+        if len(beats) == 1:
+            raise StoreAway(5, "503 Slow Down")
+        beat(state, address, is_over=is_over)
+
+    async def story() -> None:
+        await one.take()
+        with open_journal(one.state.journal, replica=one.run.replica) as journal:
+            for number in range(5):
+                journal.write([("n", str(number))])
+        monkeypatch.setattr(RunState, "beat", sometimes)
+        await two.take()
+
+    run(story())
+    rows = [number for number, _ in two.run.replica.rows_after(-1)]
+    assert len(rows) == 5 and rows == sorted(set(rows))
+    assert two.run.lease == beats[-1] > beats[0]
+
+
+def test_a_thread_that_gives_signs_of_life_bears_with_any_error() -> None:
+    is_over, signs = threading.Event(), []
+
+    def sign() -> None:
+        signs.append(1)
+        if len(signs) == 2:
+            is_over.set()
+        raise OSError("too many open files")
+
+    held_state._again(sign, is_over)
+
+    assert len(signs) == 2

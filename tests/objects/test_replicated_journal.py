@@ -13,7 +13,7 @@ import pytest
 from diloco.coordinator.journal import AuditEntry, Journal
 from diloco.durable import DiskFull
 from diloco.objects.replica import Replica
-from diloco.objects.store import ObjectStore, StoreAway
+from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 
 
 class Failing(ObjectStore):
@@ -169,3 +169,24 @@ def test_snapshots_have_the_transactions_or_the_journal_and_the_entries_go(
     assert len(two.headers()) == 300
     one.close()
     two.close()
+
+
+def test_a_lost_copy_of_the_journal_takes_nothing_from_the_one_that_is_here(
+    store: Failing, tmp_path: Path
+) -> None:
+    one = opened(store, tmp_path / "one")
+    one.write([("a", "1")])
+    assert one._replica is not None
+    one._put_snapshot(one._replica)
+    one.close()
+    with sqlite3.connect(tmp_path / "one/journal.sqlite") as there:
+        there.execute("UPDATE replicated SET number = 0")  # as of a machine that was away
+    there.close()
+    store.delete(store.names("run/data"))
+
+    with pytest.raises(ObjectLost, match=r"which is journal\.sqlite of the run, is gone"):
+        opened(store, tmp_path / "one")
+
+    with sqlite3.connect(tmp_path / "one/journal.sqlite") as there:
+        assert there.execute("SELECT key, value FROM entries").fetchall() == [("a", "1")]
+    there.close()
