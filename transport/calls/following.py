@@ -11,7 +11,7 @@ from diloco.transport.errors import PeerReset, TransportClosed, TransportError
 from diloco.transport.transfer import Transfer
 
 #: Seconds between two questions where the peer is: at first, and at most.
-_AGAIN_S, _MOST_S = 1.0, 30.0
+_AGAIN_S, _MOST_S = 1.0, 10.0
 
 
 class FollowingTransport:
