@@ -48,7 +48,7 @@ def check_journal(state: StateDir, journal: Journal) -> None:
     entries = journal.entries()
     stores = [
         each.store
-        for each in (*state.syncers, *map(StateDir, sorted(state.root.glob("peers/*"))))
+        for each in (*state.own_syncers, *map(StateDir, sorted(state.root.glob("peers/*"))))
         if any(next(each.store.glob(pattern), None) for pattern in _FOUNDED)
     ]
     if stores and journal.is_empty:

@@ -244,7 +244,7 @@ def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
     if config.outer.exchange == "allreduce":
         return ()
     syncers = []
-    for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
+    for syncer_id, own in enumerate(assign_fragments(plan, config.shares)):
         parameters = sum(plan.fragments[p].numel for p in own)
         store_bytes = forecast_disk(config, parameters).store_bytes
         memory = syncer_memory(config, [plan.fragments[p] for p in own])
