@@ -252,7 +252,6 @@ class SyncerConfig(Section):
 
 def placed_problems(
     value: Mapping[str, SyncerConfig],
-    coordinator: CoordinatorConfig | None,
     transport: TransportConfig | None,
     num_fragments: int,
     state: str,
@@ -274,11 +273,6 @@ def placed_problems(
     if len(value) > min(num_fragments, MOST_SYNCERS):
         text = f"{len(value)} of them, each serves whole fragments, and outer.num_fragments = "
         yield first, names, f"{text}{num_fragments}; at most {MOST_SYNCERS}"
-    if coordinator is not None:
-        for key in ("num_syncers", "syncer_listen", "syncer_address"):
-            if getattr(coordinator, key) != CoordinatorConfig.model_fields[key].default:
-                text = f"the coordinator starts no syncer then: leave coordinator.{key} out"
-                yield first, names, text
     if transport is None:
         return
     if transport.kind == "hivemind":
@@ -287,6 +281,14 @@ def placed_problems(
         for name, each in sorted(value.items()):
             for key in beyond_loopback(each, ["listen"]):
                 yield f"{name}.{key}", each.listen, NOT_LOOPBACK
+
+
+def own_syncer_problems(value: CoordinatorConfig) -> list[Problem]:
+    """Name what is said of syncers that the coordinator does not start: others have tables."""
+    keys = ("num_syncers", "syncer_listen", "syncer_address")
+    said = [key for key in keys if getattr(value, key) != type(value).model_fields[key].default]
+    message = "the coordinator starts no syncer, as there are tables [syncers.NAME]: leave it out"
+    return [(key, getattr(value, key), message) for key in said]
 
 
 def syncer_problems(value: CoordinatorConfig, num_fragments: int, kind: str) -> Iterator[Problem]:

@@ -38,6 +38,7 @@ from diloco.config.network import (
     SyncerConfig,
     TransportConfig,
     beyond_loopback,
+    own_syncer_problems,
     placed_problems,
     port_problems,
     syncer_problems,
@@ -105,7 +106,6 @@ class Config(Section):
     inner: InnerConfig = Field(description="Training inside an island")
     outer: OuterConfig = Field(description="Synchronisation between islands")
     transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
-    coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
     syncers: Annotated[Local[dict[IslandName, SyncerConfig]], Needs("outer.exchange", "syncer")] = (
         Field(
             default={},
@@ -113,6 +113,7 @@ class Config(Section):
             "syncers; none: the coordinator starts coordinator.num_syncers next to itself",
         )
     )
+    coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="What a run is resumed from"
     )
@@ -243,6 +244,22 @@ class Config(Section):
             raise several_problems([("open", True, message)])
         return value
 
+    @field_validator("syncers")
+    @classmethod
+    def _check_syncers(
+        cls, value: dict[str, SyncerConfig], info: ValidationInfo
+    ) -> dict[str, SyncerConfig]:
+        run, outer = info.data.get("run"), info.data.get("outer")
+        problems = placed_problems(
+            value,
+            info.data.get("transport"),
+            outer.num_fragments if outer is not None else MOST_SYNCERS,
+            run.state if run is not None else "-",
+        )
+        if found := list(problems):
+            raise several_problems(found)
+        return value
+
     @field_validator("coordinator")
     @classmethod
     def _check_binds(cls, value: CoordinatorConfig, info: ValidationInfo) -> CoordinatorConfig:
@@ -256,7 +273,15 @@ class Config(Section):
             problems = _unprotected(value, names, info)
         outer = info.data.get("outer")
         has_syncer = outer is None or outer.exchange == "syncer"
-        if not problems and has_syncer and beyond_loopback(value, names) == ["listen"]:
+        is_elsewhere = bool(info.data.get("syncers"))
+        if is_elsewhere:
+            problems += own_syncer_problems(value)
+        if (
+            not problems
+            and has_syncer
+            and not is_elsewhere
+            and beyond_loopback(value, names) == ["listen"]
+        ):
             message = (
                 f"only this machine reaches it, but islands elsewhere reach the coordinator at "
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
@@ -267,23 +292,6 @@ class Config(Section):
         problems += port_problems(_listeners(value))
         if problems:
             raise several_problems(problems)
-        return value
-
-    @field_validator("syncers")
-    @classmethod
-    def _check_syncers(
-        cls, value: dict[str, SyncerConfig], info: ValidationInfo
-    ) -> dict[str, SyncerConfig]:
-        run, outer = info.data.get("run"), info.data.get("outer")
-        problems = placed_problems(
-            value,
-            info.data.get("coordinator"),
-            info.data.get("transport"),
-            outer.num_fragments if outer is not None else MOST_SYNCERS,
-            run.state if run is not None else "-",
-        )
-        if found := list(problems):
-            raise several_problems(found)
         return value
 
     @field_validator("checkpoint")

@@ -325,7 +325,8 @@ class LocalRun:
         arguments = ["syncer", str(self.state.local), "--name", name]
         arguments += ["--coordinator", self.address]
         arguments += ["--set", f"telemetry.dir={self.config.telemetry_dir}"]
-        self.syncers[name] = self._spawn(arguments, f"site-{name}")
+        prefix = self.emulated.prefix(name) if self.emulated else []
+        self.syncers[name] = self._spawn(arguments, f"site-{name}", prefix)
 
     def _start_island(self, island: str) -> None:
         arguments = ["island", str(self.state.local), "--island", island]

@@ -244,6 +244,22 @@ def failover() -> None:
     """
 
 
+@measured_by("network.placed")
+def placed() -> None:
+    """Count what crosses the line of each site: one syncer at the core, or one at each site.
+
+    Real runs of 2 and of 4 sites on emulated networks (namespaces; needs root), where the kernel
+    counts each site's line. A run of 11 rounds less one of 3: bytes a round. A few minutes.
+
+    Read "ideal": (M - 1)/M of the coded bytes of a contribution and of a version, each way, with
+    the headers of TCP: a reduce-scatter and an all-gather of the same bytes; "most / ideal": the
+    fuller way of the line. With one syncer, at the core, lines of islands carry all of it, and the
+    core's line, which is not shown, the sum of all. The last versions must have the same digests.
+
+    Example: diloco bench placed --require
+    """
+
+
 @measured_by("syncer.state")
 def state(rows: Rows = None) -> None:
     """Time what the close of a round costs more with run.state in an object store.

@@ -1,7 +1,8 @@
 """The emulated network that a process is in: `diloco emulate WAN.toml -- diloco local RUN.toml`.
 
 The command runs where coordinator and syncer are; each island enters the namespace that bears its
-name. Nothing else of a run knows of it: the network is the kernel's.
+name, and so does a syncer on a machine of its own that bears an island's. Nothing else of a run
+knows of it: the network is the kernel's.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Emulated:
             ConfigError: If the run has islands that the network has not.
         """
         known = self.description["islands"]
-        if missing := sorted(config.islands.keys() - known.keys()):
+        if missing := sorted((config.islands.keys() | config.syncers.keys()) - known.keys()):
             raise ConfigError(
                 f"the emulated network {self.description['wan']} has no island "
                 f"{' and no island '.join(missing)}; it has {', '.join(sorted(known))}: give both "
@@ -77,16 +78,23 @@ class Emulated:
             )
         here = self.description["coordinator"]
         coordinator, transport = config.coordinator, config.transport
+        at = {"listen": f"{here}:{split_address(coordinator.listen)[1]}", "address": ""}
+        if not config.syncers:
+            port = split_address(coordinator.syncer_listen)[1]
+            at |= {"syncer_listen": f"{here}:{port}", "syncer_address": ""}
+        syncers = {
+            name: each.model_copy(
+                update={
+                    "listen": f"{known[name]['address']}:{split_address(each.listen)[1]}",
+                    "address": "",
+                }
+            )
+            for name, each in config.syncers.items()
+        }
         return config.model_copy(
             update={
-                "coordinator": coordinator.model_copy(
-                    update={
-                        "listen": f"{here}:{split_address(coordinator.listen)[1]}",
-                        "syncer_listen": f"{here}:{split_address(coordinator.syncer_listen)[1]}",
-                        "address": "",
-                        "syncer_address": "",
-                    }
-                ),
+                "coordinator": coordinator.model_copy(update=at),
+                "syncers": syncers,
                 "transport": transport.model_copy(
                     update={"link": "", "insecure": not transport.certs}
                 ),
