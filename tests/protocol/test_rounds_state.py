@@ -894,6 +894,18 @@ def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
     assert isinstance(opened, Opened) and opened.members == ("a", "b")
 
 
+def test_an_attempt_whose_members_are_all_fenced_in_its_grace_window_expires() -> None:
+    rounds = dynamic(min_members=3, grace_s=5.0)
+    contribute(rounds, "a", 1.0)
+    assert rounds.phase is Phase.GRACE
+
+    *dropped, expiry = rounds.set_roster(Roster(("a", "b", "c"), dict.fromkeys("abc", 2)), 2.0)
+
+    assert dropped == [DropLanes(rounds.key, "a", 1)]
+    assert isinstance(expiry, RecordExpiry)
+    assert expiry.reason == "too few members have anything valid to send"
+
+
 def closing_of_three(now: float = 1.0) -> FragmentRounds:
     rounds = dynamic(min_contributions=None, min_members=3)
     for island in "abc":

@@ -634,6 +634,8 @@ class FragmentRounds:
         """Close, begin or end the grace window, or expire, after a contribution came or went."""
         quorum = self.rules.min_contributions
         if len(set(self.current.members) - set(self.current.left)) < (quorum or 1):
+            if self.phase is Phase.GRACE:
+                self._move(RoundEvent.QUORUM_GONE)
             return self._expire("too few members have anything valid to send", now)
         complete = self.current.complete
         kinds = {c.is_flush for c in complete}
