@@ -14,7 +14,6 @@
                        spool of what has arrived, which no later start reads
     syncer-N.json, syncer-N.log, syncer-N/    the same of each of several syncers; its store also
                        says in `fragments.json` which fragments are its own
-    peers/ISLAND/      the same of an island's peer, where there is no syncer
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
@@ -156,19 +155,6 @@ class StateDir:
         """The syncer's store."""
         return self.root / self.syncer_name
 
-    def peer(self, island: str) -> StateDir:
-        """Where the peer of an island keeps its records, under the all-reduce exchange."""
-        return StateDir(self.root / "peers" / island)
-
-    @property
-    def holding_records(self) -> tuple[StateDir, ...]:
-        """Where records of the run are on this machine: at its syncers, else at an island's peer.
-
-        Together they have every fragment, each one of them.
-        """
-        peers = sorted(self.root.glob("peers/*/syncer/plan.json"))
-        return (StateDir(peers[0].parents[1]),) if peers else self.syncers
-
     @property
     def store_lock(self) -> Path:
         """Held by the syncer while it lives."""
@@ -259,7 +245,7 @@ def read_endpoint(path: Path) -> Endpoint | None:
 
 
 def read_bound(path: Path) -> str:
-    """Return the address that a syncer or peer bound before; empty: none that can be read.
+    """Return the address that a syncer bound before; empty: none that can be read.
 
     Where it is empty a free port will do, which islands hear from the coordinator.
     """

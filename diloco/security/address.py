@@ -14,7 +14,6 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.config.island import IslandConfig
 from diloco.config.network import CoordinatorConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -149,15 +148,6 @@ def syncer_address(bound: str, config: CoordinatorConfig, syncer_id: int = 0) ->
         hosts = [split_address(candidate)[0] for candidate in split_candidates(config.address)]
         public = ",".join(f"{host}:0" for host in hosts)
     return _advertised(bound, public, "coordinator.syncer_address")
-
-
-def peer_address(bound: str, config: IslandConfig) -> str:
-    """Address under which other islands reach the peer that listens on `bound`.
-
-    Raises:
-        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
-    """
-    return _advertised(bound, config.peer_address, "islands.NAME.peer_address")
 
 
 def local_address(bound: str) -> str:
