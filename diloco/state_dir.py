@@ -14,6 +14,9 @@
                        spool of what has arrived, which no later start reads
     syncer-N.json, syncer-N.log, syncer-N/    the same of each of several syncers; its store also
                        says in `fragments.json` which fragments are its own
+    sites/NAME/        of a syncer with a table of its own, [syncers.NAME]: all of the above that
+                       it needs, with syncer-NAME/ for its store; on its machine, and where it was
+                       fetched
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
@@ -31,7 +34,7 @@ import os
 import signal
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,26 +58,37 @@ class StateDir:
 
     Args:
         root: The directory.
-        syncer_name: Of the store of that syncer: "syncer" of the only one, "syncer-N" of several.
+        syncer_name: Of the store of that syncer: "syncer" of the only one, "syncer-N" of several,
+            "syncer-NAME" of those with a table of their own.
+        syncer_id: Its number: its place in the order of their names.
     """
 
     root: Path
     syncer_name: str = ONLY_SYNCER
+    syncer_id: int = 0
 
-    def create(self, num_syncers: int = 1) -> None:
-        """Make the directory, open to its owner only, and the syncers' stores, where missing.
+    def create(self, syncers: Iterable[str] = (ONLY_SYNCER,)) -> None:
+        """Make the directory, open to its owner only, and these syncers' stores, where missing.
 
         Raises:
             ConfigError: If it cannot be made.
         """
         make_directory(self.root, "coordinator.state_dir")
-        for state in self.of_syncers(num_syncers):
+        for state in self.of_syncers(syncers):
             make_directory(state.store, "coordinator.state_dir")
 
-    def of_syncers(self, num_syncers: int) -> tuple[StateDir, ...]:
-        """Give what each of so many syncers sees, in order."""
-        names = [ONLY_SYNCER] if num_syncers == 1 else map(_numbered, range(num_syncers))
-        return tuple(StateDir(self.root, name) for name in names)
+    def of_syncers(self, names: Iterable[str]) -> tuple[StateDir, ...]:
+        """Give what each of the run's syncers sees, by their names in order."""
+        return tuple(StateDir(self.root, name, number) for number, name in enumerate(names))
+
+    def placed(self, name: str, number: int) -> StateDir:
+        """Give what a syncer with a table of its own sees, by its name and number."""
+        return StateDir(self.root / "sites" / name, f"{ONLY_SYNCER}-{name}", number)
+
+    @property
+    def own_syncers(self) -> tuple[StateDir, ...]:
+        """Give what each syncer sees that the coordinator starts; see `syncers`."""
+        return tuple(each for each in self.syncers if each.root == self.root)
 
     @property
     def syncers(self) -> tuple[StateDir, ...]:
@@ -84,21 +98,19 @@ class StateDir:
             ConfigError: If the file that says how many there are is damaged.
         """
         if not self.resolved.exists():
-            return self.of_syncers(1)
+            return self.of_syncers([ONLY_SYNCER])
         try:
             resolved = tomllib.loads(read_text(self.resolved))
-            return self.of_syncers(int(resolved.get("coordinator", {}).get("num_syncers", 1)))
+            number = int(resolved.get("coordinator", {}).get("num_syncers", 1))
+            numbered = map(_numbered, range(number)) if number > 1 else [ONLY_SYNCER]
+            placed = sorted(resolved.get("syncers", {}))
+            return tuple(map(self.placed, placed, range(len(placed)))) or self.of_syncers(numbered)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"cannot read {self.resolved}: {error}. Bring it back from a copy, or start the "
                 f"coordinator with the run's own file, which makes it again: diloco coordinator "
                 f"RUN.toml"
             ) from error
-
-    @property
-    def syncer_id(self) -> int:
-        """Number of the syncer that sees this."""
-        return int(self.syncer_name.partition("-")[2] or 0)
 
     @property
     def coordinator_lock(self) -> Path:

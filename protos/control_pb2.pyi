@@ -418,18 +418,20 @@ class StatusReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ..., alarms: _Optional[_Iterable[_Union[AlarmStatus, _Mapping]]] = ..., exit_code: _Optional[int] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncerStatus(_message.Message):
-    __slots__ = ("syncer_id", "address", "syncer_epoch", "fragment_ids", "age_s")
+    __slots__ = ("syncer_id", "address", "syncer_epoch", "fragment_ids", "age_s", "name")
     SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     syncer_id: int
     address: str
     syncer_epoch: int
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
     age_s: float
-    def __init__(self, syncer_id: _Optional[int] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    name: str
+    def __init__(self, syncer_id: _Optional[int] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ..., name: _Optional[str] = ...) -> None: ...
 
 class OperateRequest(_message.Message):
     __slots__ = ("protocol_version", "command", "arguments")
@@ -485,36 +487,44 @@ class RunStateReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id")
+    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id", "has_ended")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SYNCER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     address: str
     syncer_epoch: int
     pid: int
     syncer_id: int
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ...) -> None: ...
+    has_ended: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations")
+    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_INDEXED_FIELD_NUMBER: _ClassVar[int]
     INDEXED_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
     num_indexed: _containers.RepeatedScalarFieldContainer[int]
     indexed_digests: _containers.RepeatedScalarFieldContainer[str]
     incarnations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
+    timeline: int
+    lease: int
+    ends: bool
+    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")

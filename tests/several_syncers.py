@@ -40,7 +40,7 @@ class Several:
                 own=own,
                 network=self.network,
             )
-            for number, own in enumerate(assign_fragments(setting.plan(), num_syncers))
+            for number, own in enumerate(assign_fragments(setting.plan(), (1.0,) * num_syncers))
         ]
 
     @property

@@ -49,8 +49,9 @@ class ChaosEnvironment:
     @property
     def syncers(self) -> dict[str, StateDir]:
         """What each syncer sees, by its name."""
-        num_syncers = self.run.config.coordinator.num_syncers
-        return {each.syncer_name: each for each in self.state.of_syncers(num_syncers)}
+        return {
+            each.syncer_name: each for each in self.state.of_syncers(self.run.config.own_syncers)
+        }
 
     def pid(self, target: str) -> int | None:
         """Process of a coordinator, a syncer, an island's supervisor or a rank that lives."""

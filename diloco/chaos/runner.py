@@ -68,7 +68,7 @@ def configured(plan: ChaosPlan, directory: Path) -> Config:
 def faults_of(plan: ChaosPlan, config: Config) -> tuple[TimedFault, ...]:
     """Give the faults of a plan for its run."""
     chosen = config.coordinator
-    syncers = StateDir(Path(chosen.state_dir)).of_syncers(chosen.num_syncers)
+    syncers = StateDir(Path(chosen.state_dir)).of_syncers(config.own_syncers)
     return expand(
         plan.config,
         {name: island.ranks for name, island in config.islands.items()},

@@ -54,6 +54,12 @@ class Backups:
             ConfigError: If the directory cannot be made or filled.
         """
         directory = Path(arguments.get("directory", ""))
+        if not self._state.own_syncers:
+            raise ConfigError(
+                "backup: the syncers of this run are on machines of their own, and the whole run "
+                "is in run.state: copy that prefix with the object store's own tools, or have its "
+                "bucket keep versions; diloco fetch RUN.toml brings it into a directory"
+            )
         if not directory.is_absolute():
             raise ConfigError(
                 f"backup to {str(directory)!r}: give an absolute path; it is on the coordinator's "
@@ -99,7 +105,7 @@ def _copy_run(state: StateDir, directory: Path, with_secret: bool) -> int:
     links = state.root / "backup"
     try:
         _take(state, copy, links)
-        for each in state.syncers:
+        for each in state.own_syncers:
             shutil.copytree(links / each.syncer_name, StateDir(directory, each.syncer_name).store)
     finally:
         shutil.rmtree(links, ignore_errors=True)
@@ -127,7 +133,7 @@ def _take(state: StateDir, copy: StateDir, links: Path) -> None:
             copy.journal.unlink(missing_ok=True)
             complete = journal.execute(_COMPLETE).fetchall()
             journal.execute("VACUUM INTO ?", (str(copy.journal),))
-            for each in state.syncers:
+            for each in state.own_syncers:
                 _link(each.store, links / each.syncer_name)
             if journal.execute(_COMPLETE).fetchall() == complete:
                 return

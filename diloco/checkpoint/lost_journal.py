@@ -47,7 +47,7 @@ def check_journal(state: StateDir, journal: Journal) -> None:
     entries = journal.entries()
     stores = [
         each.store
-        for each in state.syncers
+        for each in state.own_syncers
         if any(next(each.store.glob(pattern), None) for pattern in _FOUNDED)
     ]
     if stores and journal.is_empty:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from diloco.checkpoint.checkpoints import found_directory, verify
 from diloco.checkpoint.mirror import Mirror
-from diloco.checkpoint.stores import assigned_parts
+from diloco.checkpoint.stores import StorePart, assigned_parts
 from diloco.config.classes import fingerprint, identity_difference, identity_json
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.schema import Config
@@ -28,7 +28,9 @@ from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError
 from diloco.launch.process.disk_full_retry import retry_disk_full
 from diloco.launch.process.progress import progress_bar
+from diloco.objects.lease import is_of_store
 from diloco.objects.replica import Replica
+from diloco.objects.store import ObjectStore, StoreAway
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import newest_first
@@ -36,8 +38,8 @@ from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.terms import terms_of
 from diloco.state_dir import ONLY_SYNCER, StateDir
-from diloco.versions.pins import pinned_steps, verify_pin
-from diloco.versions.record import RecordInvalid
+from diloco.versions.pins import pin_directory, pinned_steps, verify_pin
+from diloco.versions.record import RecordInvalid, fragment_directory
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ def read_membership(config: Config, journal: Journal) -> Membership:
         inner_steps=config.run.inner_steps,
         num_checkpoints=config.checkpoint.keep,
         claims=Claims(config.max_islands, config.islands) if config.outer.is_on_arrival else None,
-        assignment=FragmentAssignment(config.coordinator.num_syncers),
+        assignment=FragmentAssignment(config.syncer_shares),
     )
     membership.members.rules = terms_of(config).rules
     try:
@@ -173,7 +175,7 @@ def _resolve_again(config: Config, state: StateDir, problem: ConfigError) -> Non
     except (OSError, ValueError):
         noted = ""
     stores = {path.parent.name for path in state.root.glob(f"{ONLY_SYNCER}*/epoch.json")}
-    expected = {each.syncer_name for each in state.of_syncers(config.coordinator.num_syncers)}
+    expected = {each.syncer_name for each in state.of_syncers(config.own_syncers)}
     if noted != fingerprint(config) or not stores <= expected:
         raise ConfigError(
             f"{state.resolved}, which says what the run in coordinator.state_dir is, is damaged, "
@@ -353,8 +355,13 @@ def _problems(
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
-    torn: list[str] = []
-    for part in assigned_parts(state, plan, membership.assignment):
+    parts = assigned_parts(state, plan, membership.assignment)
+    torn = [
+        text
+        for part in (parts if config.syncers else ())
+        if (text := _lacks_pin(config, part, step))
+    ]
+    for part in () if config.syncers else parts:
         whose = f"the {part.state.syncer_name}'s part"
         try:
             verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", announce))
@@ -374,6 +381,28 @@ def _problems(
                     announce(f"island {island}: {error}; it will be taken from its mirror")
                 else:
                     yield f"island {island}: {error}"
+
+
+def _lacks_pin(config: Config, part: StorePart, step: int) -> str:
+    """Say what a syncer on a machine of its own lacks of a checkpoint; empty: nothing.
+
+    Its names are looked at, in the object store; it verifies what they hold when it goes back.
+    """
+    state = part.state
+    replica = Replica(ObjectStore(config.run.state), state.syncer_name, state.store, is_of_store)
+    try:
+        replica.look()
+    except StoreAway as error:
+        raise ConfigError(
+            f"run.state = {config.run.state}: whether {state.syncer_name} has the checkpoint cannot "
+            f"be looked at: {error}. {error.remedy.capitalize()}, then start again"
+        ) from error
+    pin = pin_directory(Path(), step)
+    directories = [fragment_directory(pin, f.fragment_id) for f in part.fragments]
+    there = {Path(name).parent for name in replica.names}
+    lacking = [str(each) for each in directories if each not in there]
+    url = f"{config.run.state}/{state.syncer_name}"
+    return f"{url} has no {', no '.join(lacking)}" if lacking else ""
 
 
 def _is_mirrored(config: Config, island: str, step: int) -> bool:

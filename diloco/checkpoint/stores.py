@@ -76,7 +76,7 @@ def parts_of(state: StateDir, plan: Plan) -> tuple[StorePart, ...]:
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.
     """
-    assignment = FragmentAssignment(len(state.syncers))
+    assignment = FragmentAssignment({each.syncer_name: 1.0 for each in state.syncers})
     if assignment.num_syncers > 1 and state.journal.is_file():
         journal = Journal(state.journal)
         journal.open()

@@ -27,11 +27,13 @@ from diloco.cli.run import (
     control,
     doctor,
     export,
+    fetch,
     init,
     island,
     local,
     plan,
     report,
+    syncer,
 )
 from diloco.errors import DilocoError
 from diloco.extras import EXTRA_OF, missing
@@ -87,11 +89,13 @@ _PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "init": init.init,
         "plan": plan.plan,
         "coordinator": control.coordinator,
+        "syncer": syncer.syncer,
         "island": island.island,
         "local": local.local,
         "status": control.status,
         "report": report.report,
         "export": export.export,
+        "fetch": fetch.fetch,
         "doctor": doctor.doctor,
         "certs": certs.certs,
         "config": configuration.config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -218,6 +218,68 @@ class CoordinatorConfig(Section):
         for address in [value] if is_bind else value.split(",") if value else []:
             host_of(address.strip())
         return value
+
+
+class SyncerConfig(Section):
+    """A syncer on a machine of its own: `diloco syncer RUN.toml --name NAME` there."""
+
+    listen: Local[str] = Field(
+        default="127.0.0.1:0",
+        description="HOST:PORT of this syncer; port 0: any free one, then kept",
+    )
+    address: Local[str] = Field(
+        default="",
+        description="HOST:PORT at which islands reach it, or several, separated by commas, that "
+        "they try in order; port 0: the one it listens on; empty: what it listens on",
+    )
+    share: Policy[float] = Field(
+        default=1.0,
+        gt=0,
+        le=1e6,
+        description="Part of the model that it has, in proportion to the shares of the others; "
+        "decided with the first join, and for good",
+    )
+
+    @field_validator("listen", "address")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        for address in value.split(",") if value else []:
+            host_of(address.strip())
+        if info.field_name == "listen":
+            host_of(value)
+        return value
+
+
+def placed_problems(
+    value: Mapping[str, SyncerConfig],
+    coordinator: CoordinatorConfig | None,
+    transport: TransportConfig | None,
+    num_fragments: int,
+    state: str,
+) -> Iterator[Problem]:
+    """Name what syncers on machines of their own lack, or cannot be."""
+    if not value:
+        return
+    names = ", ".join(sorted(value))
+    if not state:
+        text = "run.state: each keeps what is durable in the run's object store, so that another "
+        yield "", names, text + "machine can take its place; set it (file:///PATH for a trial)"
+    if len(value) > min(num_fragments, MOST_SYNCERS):
+        text = f"{len(value)} of them, each serves whole fragments, and outer.num_fragments = "
+        yield "", names, f"{text}{num_fragments}; at most {MOST_SYNCERS}"
+    if coordinator is not None:
+        for key in ("num_syncers", "syncer_listen", "syncer_address"):
+            if getattr(coordinator, key) != CoordinatorConfig.model_fields[key].default:
+                text = f"the coordinator starts no syncer then: leave coordinator.{key} out"
+                yield "", names, text
+    if transport is None:
+        return
+    if transport.kind == "hivemind":
+        yield "", names, 'comes later with transport.kind = "hivemind": leave it out'
+    if not (transport.certs or transport.insecure):
+        for name, each in sorted(value.items()):
+            for key in beyond_loopback(each, ["listen"]):
+                yield f"{name}.{key}", each.listen, NOT_LOOPBACK
 
 
 def syncer_problems(value: CoordinatorConfig, num_fragments: int, kind: str) -> Iterator[Problem]:

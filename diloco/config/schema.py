@@ -28,14 +28,17 @@ from diloco.config.inner import InnerConfig, wsd_problems
 from diloco.config.island import IslandConfig, island_problems
 from diloco.config.model import ModelConfig
 from diloco.config.network import (
+    MOST_SYNCERS,
     NO_TOKEN,
     NOT_LOOPBACK,
     OWN_TRANSPORTS,
     UNKNOWN_CALLERS,
     UNKNOWN_PROTECTION,
     CoordinatorConfig,
+    SyncerConfig,
     TransportConfig,
     beyond_loopback,
+    placed_problems,
     port_problems,
     syncer_problems,
 )
@@ -100,6 +103,11 @@ class Config(Section):
     outer: OuterConfig = Field(description="Synchronisation between islands")
     transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
     coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
+    syncers: Identity[dict[IslandName, SyncerConfig]] = Field(
+        default={},
+        description="Syncers on machines of their own, by name; none: the coordinator starts "
+        "coordinator.num_syncers next to itself",
+    )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="What a run is resumed from"
     )
@@ -122,6 +130,28 @@ class Config(Section):
             choices = " or ".join(sorted(self.islands))
             raise ConfigError(f"no island is selected; choose --island {choices}")
         return self.islands[self.island_id]
+
+    @property
+    def syncer_shares(self) -> dict[str, float]:
+        """Name and share of every syncer of the run, in order.
+
+        "syncer" of the only one, else "syncer-NAME", or "syncer-N" of several that the coordinator
+        starts.
+        """
+        if self.syncers:
+            return {f"syncer-{name}": self.syncers[name].share for name in sorted(self.syncers)}
+        number = self.coordinator.num_syncers
+        return {f"syncer-{n}": 1.0 for n in range(number)} if number > 1 else {"syncer": 1.0}
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of every syncer, in order."""
+        return tuple(self.syncer_shares.values())
+
+    @property
+    def own_syncers(self) -> tuple[str, ...]:
+        """Names of the syncers that the coordinator starts."""
+        return () if self.syncers else tuple(self.syncer_shares)
 
     @property
     def total_tokens(self) -> int:
@@ -231,6 +261,23 @@ class Config(Section):
         problems += port_problems(_listeners(value))
         if problems:
             raise several_problems(problems)
+        return value
+
+    @field_validator("syncers")
+    @classmethod
+    def _check_syncers(
+        cls, value: dict[str, SyncerConfig], info: ValidationInfo
+    ) -> dict[str, SyncerConfig]:
+        run, outer = info.data.get("run"), info.data.get("outer")
+        problems = placed_problems(
+            value,
+            info.data.get("coordinator"),
+            info.data.get("transport"),
+            outer.num_fragments if outer is not None else MOST_SYNCERS,
+            run.state if run is not None else "-",
+        )
+        if found := list(problems):
+            raise several_problems(found)
         return value
 
     @field_validator("checkpoint")

@@ -72,11 +72,13 @@ class Coordinator:
         unix_clock: Callable[[], float],
         operations: Operations | None = None,
         problems: Callable[[], Mapping[AlarmKind, str]] = dict,
+        lease: int = 0,
     ) -> None:
         """Assign only; the journal must be open and its entries applied to `membership`.
 
         Without `operations` no command of an operator is taken. `problems` says what the process
         around this has found out: certificates that end soon, an object store that is away.
+        `lease` is that of the run's state in an object store; 0: it is in none.
         """
         self._membership = membership
         self._journal = journal
@@ -105,6 +107,10 @@ class Coordinator:
             membership,
             self.run_status,
             check_grant=self._check_syncer,
+            is_behind=lambda grant: (
+                grant.timeline < membership.timeline and self._is_granted(grant, ROLE_SYNCER)
+            ),
+            lease=lease,
             index=self._index,
             record=lambda told: self._journal.write((), told=[told]),
             keep=self._keep,

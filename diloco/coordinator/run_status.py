@@ -45,12 +45,16 @@ _NEVER_LOOKED: tuple[float, tuple[int, bool], list[str]] = (-math.inf, (-1, Fals
 
 @dataclass(slots=True)
 class SyncerWord:
-    """Last word of a syncer: where islands reach it, which start it is, what that has refused."""
+    """Last word of a syncer: where islands reach it, which start it is, what that has refused.
+
+    `has_ended`: it has told all that it had to.
+    """
 
     address: str = ""
     epoch: int = 0
     at: float = -math.inf
     refusals: list[RefusalCount] = field(default_factory=list)
+    has_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class RunStatus:
         terms: In force.
         is_halting: Whether everybody is told to end, with nothing lost.
         has_halted: Whether everybody has, and the coordinator goes now.
+        ends_syncers: Whether syncers are told to end, too.
         is_stop_waiting: Whether a stop was asked for, and waits for a repair.
         watched_at: Loop time at which somebody last looked who goes on looking.
         syncers: Those that have said something, by their numbers.
@@ -89,7 +94,7 @@ class RunStatus:
         self._journal = journal
         self._leases = leases
         self.terms = terms
-        self.is_halting = self.has_halted = False
+        self.is_halting = self.has_halted = self.ends_syncers = False
         self.is_stop_waiting = False
         self.watched_at = -math.inf
         self.syncers: dict[int, SyncerWord] = {}
@@ -126,10 +131,19 @@ class RunStatus:
             if not (words := self.last_words.get(island, "")) or words not in reason
         )
 
-    def syncer_is_at(self, syncer_id: int, address: str, epoch: int) -> None:
-        """Record where islands reach a syncer."""
+    def syncer_is_at(
+        self, syncer_id: int, address: str, epoch: int, *, has_ended: bool = False
+    ) -> None:
+        """Record where islands reach a syncer, or that it has ended."""
         word = self.syncers.setdefault(syncer_id, SyncerWord())
-        word.address, word.epoch, word.at = address, epoch, loop_now()
+        word.address, word.epoch, word.at = address or word.address, epoch, loop_now()
+        word.has_ended = has_ended
+
+    @property
+    def are_syncers_heard(self) -> bool:
+        """Whether there are syncers at work that were heard of a moment ago."""
+        now = loop_now()
+        return any(now - w.at < _SILENT_S and not w.has_ended for _, w in self._words)
 
     def syncer_says(
         self,
@@ -253,11 +267,17 @@ class RunStatus:
             return []
         unheard = math.inf if state == "waiting for islands" else self._began
         return [
-            f"syncer {number} ({word.address or 'address not known'}) is not heard of: its process "
-            f"hangs or still reads its store, or the way to it is gone. Rounds of its fragments "
-            f"wait for it; its log says what it did last"
+            f"{self._name(number)} ({word.address or 'address not known'}) "
+            + (
+                "has ended"
+                if word.has_ended
+                else "is not heard of: its process hangs or still "
+                "reads its store, or the way to it is gone"
+            )
+            + ". Rounds of its fragments wait for it; its log says what it did last"
             for number, word in self._words
-            if loop_now() - (word.at if word.at > -math.inf else unheard) > _SILENT_S
+            if word.has_ended
+            or loop_now() - (word.at if word.at > -math.inf else unheard) > _SILENT_S
         ]
 
     @property
@@ -315,6 +335,7 @@ class RunStatus:
         for syncer_id, word in words:
             reply.syncers.add(
                 syncer_id=syncer_id,
+                name=self._name(syncer_id),
                 address=word.address,
                 syncer_epoch=word.epoch,
                 fragment_ids=self._fragments_of(syncer_id),
@@ -332,6 +353,9 @@ class RunStatus:
         """Of all syncers there are: one that is lost was perhaps never heard of."""
         number = self._membership.assignment.num_syncers
         return [(n, self.syncers.get(n, SyncerWord())) for n in range(number)]
+
+    def _name(self, syncer_id: int) -> str:
+        return list(self._membership.assignment.shares)[syncer_id]
 
     def _fragments_of(self, syncer_id: int) -> list[int]:
         return self._membership.assignment.of(syncer_id, self._membership.plan_json)

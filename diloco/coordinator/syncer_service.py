@@ -55,6 +55,8 @@ class SyncerService:
         run_status: RunStatus,
         *,
         check_grant: Callable[[Grant], None],
+        is_behind: Callable[[Grant], bool],
+        lease: int,
         index: Callable[[RoundRow], None],
         record: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
@@ -68,6 +70,8 @@ class SyncerService:
             membership: Of the run.
             run_status: Shows what is told.
             check_grant: Refuses a caller that is not a syncer of this run and timeline.
+            is_behind: Whether a caller is a syncer of this run, and of an earlier timeline.
+            lease: Of the run's state in an object store; 0: it is in none.
             index: Makes it durable that there is a record.
             record: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
@@ -78,6 +82,8 @@ class SyncerService:
         self._membership = membership
         self._run_status = run_status
         self._check_grant = check_grant
+        self._is_behind = is_behind
+        self._lease = lease
         self._index = index
         self._record = record
         self._keep = keep
@@ -94,14 +100,21 @@ class SyncerService:
 
     async def _hello(self, call: IncomingCall) -> Reply:
         request = SyncerHelloRequest.FromString(call.header)
+        if self._is_behind(request.grant):
+            return Reply.of(SyncerHelloReply(timeline=self._membership.timeline, lease=self._lease))
         self._check_grant(request.grant)
         if len(request.address) > MOST_TEXT:
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
             )
         fragment_ids = self._fragments_of(request.syncer_id)
-        if request.address:
-            self._run_status.syncer_is_at(request.syncer_id, request.address, request.syncer_epoch)
+        if request.address or request.has_ended:
+            self._run_status.syncer_is_at(
+                request.syncer_id,
+                request.address,
+                request.syncer_epoch,
+                has_ended=request.has_ended,
+            )
         indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(
@@ -111,6 +124,9 @@ class SyncerService:
                 num_indexed=[num_versions for num_versions, _ in indexed],
                 indexed_digests=[digest for _, digest in indexed],
                 incarnations=[m.incarnation for m in self._membership.members.values()],
+                timeline=self._membership.timeline,
+                lease=self._lease,
+                ends=self._run_status.ends_syncers,
             )
         )
 

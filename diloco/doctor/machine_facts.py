@@ -370,7 +370,7 @@ def _listeners(config: Config, state: StateDir) -> Iterator[tuple[str, str, str,
     earlier, lock = read_endpoint(state.coordinator), state.coordinator_lock
     yield "coordinator.listen", chosen.listen, earlier.address if earlier else "", lock
     yield "telemetry.coordinator_metrics", telemetry.coordinator_metrics, "", lock
-    for each in state.of_syncers(chosen.num_syncers):
+    for each in state.of_syncers(config.own_syncers):
         listens = of_syncer(chosen.syncer_listen, each.syncer_id)
         yield "coordinator.syncer_listen", listens, _bound(each), each.store_lock
         metrics = of_syncer(telemetry.syncer_metrics, each.syncer_id)

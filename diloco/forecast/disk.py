@@ -164,10 +164,10 @@ def check_room(
         _check_writable(config.checkpoint_dir, "checkpoint.dir")
     planned = forecast_disk(config, num_parameters)
     state = StateDir(Path(config.coordinator.state_dir))
-    syncers = state.of_syncers(config.coordinator.num_syncers)
+    syncers = state.of_syncers(config.own_syncers)
     stores = [own_store] if own_store is not None else [each.store for each in syncers]
     whose = "the syncer's store" if len(stores) == 1 else "the syncers' stores"
-    needs = [(stores, whose, planned.store_bytes)]
+    needs = [(stores, whose, planned.store_bytes)] if stores else []
     for island in sorted(islands):
         what = f"checkpoints of island {island}"
         needs.append(([config.checkpoint_dir / island], what, planned.island_bytes))

@@ -236,7 +236,7 @@ def _arrival(
 def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
     """Foresee who has which fragments."""
     syncers = []
-    for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
+    for syncer_id, own in enumerate(assign_fragments(plan, config.shares)):
         parameters = sum(plan.fragments[p].numel for p in own)
         store_bytes = forecast_disk(config, parameters).store_bytes
         memory = syncer_memory(config, [plan.fragments[p] for p in own])

@@ -90,17 +90,26 @@ def _lanes_bytes(config: Config, fragment: Fragment) -> int:
     )
 
 
-def check_syncer_memory(config: Config, plan: Plan) -> None:
-    """Refuse to begin a run whose syncers, all on the coordinator's host, do not fit into it.
+def check_syncer_memory(config: Config, plan: Plan, syncer_id: int) -> None:
+    """Refuse to begin a run whose syncers do not fit into this host: all, or one that is alone.
+
+    Args:
+        config: The run.
+        plan: Its plan.
+        syncer_id: Of the one that asks; it is alone on a machine of its own.
 
     Raises:
         ConfigError: With what they take, and what there is.
     """
-    assigned = assign_fragments(plan, config.coordinator.num_syncers)
+    assigned = assign_fragments(plan, config.shares)
     parts = [[plan.fragments[p] for p in own] for own in assigned]
+    if config.syncers:
+        parts = [parts[syncer_id]]
     check_memory(
         f"coordinator.spool_memory = {config.coordinator.spool_memory}",
         "the state, contributions and one merge of each syncer",
         sum(syncer_memory(config, part).least_bytes for part in parts),
-        "give it less, or start the coordinator, whose syncers share its host, where there is more",
+        "give it less, or start the coordinator, whose syncers share its host, where there is more"
+        if not config.syncers
+        else "give it less memory, a smaller share, or a machine with more",
     )

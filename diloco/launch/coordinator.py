@@ -86,6 +86,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
+#: For which syncers on machines of their own have time to end.
+_PLACED_END_S = 15.0
 #: What the audit log has of a resume before there is a checkpoint.
 _GOES_ON: Mapping[str, Any] = {
     "by": "the coordinator's command line",
@@ -156,7 +158,7 @@ async def run_coordinator(
                 )
                 if resume:
                     check_run(state)
-                state.create(config.coordinator.num_syncers)
+                state.create(config.own_syncers)
                 with open_journal(
                     state.journal, waits_for_room=True, replica=held.replica
                 ) as journal:
@@ -245,19 +247,29 @@ def _claim(config: Config, state: StateDir, membership: Membership) -> None:
     """Record the configuration; processes that go on keep the policy that they have."""
     if state.resolved.exists() and _is_served(state, membership):
         before = _with_settings(load_config(state.resolved), membership, lambda line: None)
-        _check_same_policy(config, before, state)
+        _check_same_policy(config, before, state, membership)
     write_durably(state.resolved, [resolved_toml(config).encode()])
     write_durably(state.fingerprint, [fingerprint(config).encode()])
 
 
-def _check_same_policy(config: Config, before: Config, state: StateDir) -> None:
+def _check_same_policy(
+    config: Config, before: Config, state: StateDir, membership: Membership
+) -> None:
     differing = identity_difference(policy_json(config), policy_json(before))
     if config.outer.is_on_arrival and config.total_tokens != before.total_tokens:
         differing.append(
             f"tokens of the run, run.inner_steps times islands.*.tokens_per_inner_step: "
             f"{config.total_tokens} here, {before.total_tokens} there"
         )
-    pids = [pid for each in state.syncers if (pid := holder(each.store_lock)) is not None]
+    if differing and config.syncers and membership.has_been_joined:
+        # Who is at work there has the policy that it was given, which nobody here knows.
+        raise ConfigError(
+            f"the islands of the run {before.run.name!r} have begun under another policy than "
+            f"this file's (here), and come to the same results under one alone:\n  "
+            + "\n  ".join(differing)
+            + f"\nUndo the change, or end all islands and resume a checkpoint with it: {RESUME}"
+        )
+    pids = [pid for each in state.own_syncers if (pid := holder(each.store_lock)) is not None]
     if differing and pids:
         raise ConfigError(
             f"the run {before.run.name!r} is under way (syncer: process "
@@ -338,7 +350,7 @@ class _Run:
                 ),
                 before_start=functools.partial(_write_again, read_by_syncers),
             )
-            for each in state.of_syncers(config.coordinator.num_syncers)
+            for each in state.of_syncers(config.own_syncers)
         ]
         if _is_over(membership):
             await _stop_syncers(state, supervisors, self.journal, self.signals.forced)
@@ -368,6 +380,8 @@ class _Run:
                 await _linger(membership, self.linger_s)
             # They are served meanwhile: they have last reports.
             given_up = coordinator.ended if coordinator.is_halting else self.signals.forced
+            if not membership.is_returning:
+                await _end_placed(coordinator.run_status, self.signals.forced)
             await _stop_syncers(state, supervisors, self.journal, given_up)
             await _let_watchers_see(coordinator.run_status, self.signals)
         coordinator.alarms.write()  # of last reports
@@ -408,6 +422,7 @@ class _Run:
             unix_clock=wall_clock(os.environ, "coordinator"),
             operations=Operations(self.config, on_config=keep, backup=Backups(state).make),
             problems=problems,
+            lease=self.held.lease,
         )
 
     @contextlib.asynccontextmanager
@@ -562,20 +577,34 @@ async def _stop_syncers(
         ConfigError: If one cannot be stopped.
     """
     await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
-    for each in state.syncers:
+    for each in state.own_syncers:
         if (pid := holder(each.store_lock)) is not None:
             raise ConfigError(
                 f"the syncer of {each.store} (process {pid}) does not end: end it, then start again"
             )
 
     def index() -> None:
-        for directory in sorted(d for each in state.syncers for d in each.store.glob("fragment-*")):
+        for directory in sorted(
+            d for each in state.own_syncers for d in each.store.glob("fragment-*")
+        ):
             for header in headers_in(directory):
                 key = header["timeline"], header["fragment_id"], header["version"]
                 journal.write((), [(*key, json.dumps(header, sort_keys=True))])
 
     with contextlib.suppress(DiskFull):  # the journal has said so
         await retry_disk_full_async("the index of the last versions", index, given_up=given_up)
+
+
+async def _end_placed(run_status: RunStatus, given_up: asyncio.Event) -> None:
+    """Have syncers on machines of their own end, once they have told everything.
+
+    One that does not answer goes on, and finds at its next word how the run stands.
+    """
+    run_status.ends_syncers = True
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _PLACED_END_S
+    while run_status.are_syncers_heard and loop.time() < until and not given_up.is_set():
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:
@@ -616,11 +645,11 @@ def _timeline(membership: Membership) -> Timeline:
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
     step = membership.stop_step or 0
-    pins = [pin_directory(each.store, step) for each in state.syncers]
+    pins = ", ".join(str(pin_directory(each.store, step)) for each in state.own_syncers)
     return (
         f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{', '.join(map(str, pins))} of the syncer\n" + _next_text(config, state, membership)
+        f"{pins or config.run.state} of the syncer\n" + _next_text(config, state, membership)
     )
 
 

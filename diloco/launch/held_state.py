@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from diloco.config.schema import Config
 from diloco.durable import DiskFull, replicate
 from diloco.errors import ConfigError, Fenced
 from diloco.launch.process.ending import exit_at_once
-from diloco.objects.lease import BEAT_S, RunState, lease_path
+from diloco.objects.lease import RunState, lease_path, repeating
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectLost, StoreAway
 from diloco.state_dir import StateDir, read_endpoint, stop_syncers
@@ -36,11 +35,13 @@ class HeldState:
         replica: Where what is durable is, too; None: nowhere else.
         away: Why nothing can be made durable there now, and what to do; empty: it can.
         lost: What was removed there, and what to do; empty: nothing is known to be.
+        lease: Number of the lease; 0: the state is on this disk alone.
     """
 
     replica: Replica | None = None
     away: str = ""
     lost: str = ""
+    lease: int = 0
 
 
 @contextlib.asynccontextmanager
@@ -70,9 +71,7 @@ async def holding_state(
         lambda error: _end(state, error),
     )
     try:
-        await run.take(
-            is_standby=is_standby, num_syncers=config.coordinator.num_syncers, announce=announce
-        )
+        await run.take(is_standby=is_standby, syncers=config.own_syncers, announce=announce)
     except StoreAway as error:
         raise ConfigError(
             f"run.state = {config.run.state}: the state of the run cannot be taken from there: "
@@ -81,29 +80,15 @@ async def holding_state(
     held.replica = run.replica
     run.store.fails_fast = True  # the event loop waits for it, and there is a sign of life
     replicate(run.replica)
-    is_over = threading.Event()
-    signs = [functools.partial(_beat, run, state, held), functools.partial(_look, run, held)]
-    threads = [threading.Thread(target=_again, args=(sign, is_over), daemon=True) for sign in signs]
-    for thread in threads:
-        thread.start()
+    held.lease = run.lease
+    beat, look = functools.partial(_beat, run, state, held), functools.partial(_look, run, held)
     try:
-        yield held
+        with repeating(beat, look):
+            yield held
     finally:
-        is_over.set()
-        for thread in threads:
-            await asyncio.to_thread(thread.join)
         replicate(None)
     with contextlib.suppress(DiskFull):  # the next one waits a little
         await asyncio.to_thread(run.beat, "", is_over=True)
-
-
-def _again(sign: Callable[[], None], is_over: threading.Event) -> None:
-    """Do something every `BEAT_S` seconds, whatever the event loop does."""
-    while not is_over.wait(BEAT_S):
-        try:
-            sign()
-        except Exception:  # the next one may be given: without any this machine counts as dead
-            logger.exception("no sign of life was given")
 
 
 def _beat(run: RunState, state: StateDir, held: HeldState) -> None:

@@ -87,6 +87,7 @@ class LocalRun:
     look_s: float = _LOOK_S
     coordinator: subprocess.Popen[bytes] | None = None
     islands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    syncers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     coordinator_restarts: int = 0
     _budget: RestartBudget = field(default_factory=lambda: RestartBudget(*_COORDINATOR_RESTARTS))
@@ -118,7 +119,9 @@ class LocalRun:
             self.coordinator.terminate()  # this asks it kindly, and the next one forces it
             wait_for_all([self.coordinator], _ASK_AGAIN_S)
             end_all([self.coordinator], _END_S)
-        stop_syncers(self.state)
+        end_all(self.syncers.values(), _END_S)  # most have ended with it
+        for state in (self.state, *(self.state.placed(name, 0) for name in self.syncers)):
+            stop_syncers(state)
 
     def start(self) -> None:
         """Start the coordinator, wait for its address, start the islands.
@@ -132,7 +135,7 @@ class LocalRun:
         is_new = not self.state.journal.exists()
         make_directory(self.state.root, "coordinator.state_dir")
         self.state.local.write_text(resolved_toml(self.config))  # whatever comes is of this start
-        self.state.create(self.config.coordinator.num_syncers)
+        self.state.create(self.config.own_syncers)
         make_directory(self.config.telemetry_dir, "telemetry.dir")
         # What is resumed is durable before the coordinator binds its address: once is enough.
         resume = [] if is_new else ["--resume"]
@@ -147,6 +150,8 @@ class LocalRun:
             if self.request.number:
                 raise Interrupted(self.request.number)
             time.sleep(_LOOK_S)
+        for name in sorted(self.config.syncers):
+            self._start_syncer(name)
         for island in sorted(self.config.islands):
             self._start_island(island)
 
@@ -173,11 +178,31 @@ class LocalRun:
                     return code
             if self._has_stopped() or (self._asked_pid and any(self.ended.values())):
                 break
+            self._look_after_syncers()
             self._pass_on()
             self.request.check()
             on_look()
             time.sleep(self.look_s)
         return next(filter(None, self.ended.values()), 0)
+
+    def _look_after_syncers(self) -> None:
+        """Start those on machines of their own again that were killed.
+
+        Raises:
+            CoordinatorUnavailable: If one has ended by itself: the run would wait for it.
+        """
+        for name, process in self.syncers.items():
+            if (code := process.poll()) is None or code == 0:
+                continue
+            if code > 0:
+                log = self._log(f"site-{name}")
+                error = CoordinatorUnavailable(
+                    f"syncer {name} ended (exit code {code}); {last_words(log)}"
+                )
+                error.exit_code = code
+                raise error
+            logger.warning("syncer %s was killed, starting it again", name)
+            self._start_syncer(name)
 
     def take_down(self, name: str, number: int) -> None:
         """Send a signal that ends the coordinator or an island, whose end then is nobody's failure.
@@ -295,6 +320,11 @@ class LocalRun:
         self.coordinator = self._spawn(arguments, COORDINATOR)
         self._began = self._seen_alive = time.monotonic()
         self._restart_at = 0.0
+
+    def _start_syncer(self, name: str) -> None:
+        arguments = ["syncer", str(self.state.local), "--name", name]
+        arguments += ["--coordinator", self.address]
+        self.syncers[name] = self._spawn(arguments, f"site-{name}")
 
     def _start_island(self, island: str) -> None:
         arguments = ["island", str(self.state.local), "--island", island]

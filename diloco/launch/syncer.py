@@ -1,12 +1,13 @@
 """Composition root of a syncer's process: `python -m diloco.launch.syncer STATE_DIR`.
 
-Started by its coordinator it holds the lock on its store from the first instant; started by hand it
-takes it before anything heavy is imported, so that of two starts one ends at once. It raises its
-epoch durably before its first reply; it survives its coordinator, whose address, configuration and
-timeline it finds in the state directory, and ends by itself once neither that nor any island has
-spoken to it for `transport.unreachable`. A store of an earlier timeline is first taken back to the
-checkpoint that the run was resumed from. One of several serves the fragments that the coordinator
-gave it with the plan, once and for all.
+Started by its coordinator, or by `diloco syncer` on a machine of its own, it holds the lock on its
+store from the first instant; started by hand it takes it before anything heavy is imported, so that
+of two starts one ends at once. It raises its epoch durably before its first reply; it survives its
+coordinator, whose address, configuration and timeline it finds in the state directory, and ends by
+itself once neither that nor any island has spoken to it for `transport.unreachable`, or once the
+coordinator says that all end. A store of an earlier timeline is first taken back to the checkpoint
+that the run was resumed from. One of several serves the fragments that the coordinator gave it with
+the plan, once and for all.
 
 Source: PROTOCOL.md, "Syncer epoch", "Restart of a syncer" and "Resume".
 """
@@ -21,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +32,7 @@ from diloco.checkpoint.stores import part_of, stored_plan
 from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import (
+    DiskFull,
     read_json,
     rename,
     replicate,
@@ -49,7 +51,8 @@ from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
-from diloco.objects.lease import lease_path, store_replica
+from diloco.objects.lease import lease_path, own_name, repeating, store_replica
+from diloco.objects.placed_syncer import PlacedSyncer
 from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
@@ -57,7 +60,7 @@ from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.plan_bytes import unpacked
 from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
-from diloco.security.address import listen, of_syncer, syncer_address
+from diloco.security.address import listen, of_syncer, placed_address, syncer_address
 from diloco.security.security import Security, metrics_protection
 from diloco.state_dir import (
     ONLY_SYNCER,
@@ -138,13 +141,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run_syncer(state: StateDir) -> int:
+    with contextlib.ExitStack() as held:
+        return await _run_held(state, held)
+
+
+async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
     stopping = note_signals_async().forced
     config = load_config(state.resolved)
+    state = replace(state, syncer_id=list(config.syncer_shares).index(state.syncer_name))
     secret = load_secret(state.secret)
     if config.run.state:
-        await retry_disk_full_async(
-            "the store", lambda: _take_store(config, state), given_up=stopping
-        )
+        await _take_store(config, state, held, stopping)
     epoch = await retry_disk_full_async(
         "the syncer's epoch",
         lambda: _next_epoch(state.syncer_epoch, time.time()),
@@ -173,11 +180,13 @@ async def _run_syncer(state: StateDir) -> int:
         await first_of(
             _keep_what_is_asked(state, reporter, stopping),
             stopping.wait(),
+            reporter.ends.wait(),
             end_when_unreachable(
                 lambda: reporter.num_answers, config.transport.unreachable.seconds
             ),
         )
-        if stopping.is_set():
+        if stopping.is_set() or reporter.ends.is_set():
+            await reporter.say_ended(_LAST_REPORT_S)
             return 0
         process = _Process(config, state, security, secret, epoch, timeline, reporter, stopping)
         return await process.serve()
@@ -185,22 +194,44 @@ async def _run_syncer(state: StateDir) -> int:
         await reporter.close()
 
 
-def _take_store(config: Config, state: StateDir) -> None:
+async def _take_store(
+    config: Config, state: StateDir, held: contextlib.ExitStack, stopping: asyncio.Event
+) -> None:
     """Make the store what the object store of the run has, and keep it there from here on.
 
+    Until `held` ends a syncer on a machine of its own says that it lives, and looks whether another
+    machine has taken its place.
+
     Raises:
-        Fenced: If another machine has taken the run over.
+        Fenced: If another machine has taken the run, or the syncer's place, over.
         DiskFull: If there is no room here, or the object store does not answer.
     """
     store = ObjectStore(config.run.state)
     lease = int(read_json(lease_path(state)) or 0)
-    replica = store_replica(store, state, lease, config.run.name, _end_fenced)
-    replica.restore()
+    replica = await retry_disk_full_async(
+        "the store",
+        lambda: store_replica(store, state, lease, config.run.name, _end_fenced),
+        given_up=stopping,
+    )
+    if config.syncers:
+        place, own = PlacedSyncer(store, state), own_name(state)
+
+        def beat() -> None:
+            there = read_endpoint(state.syncer)
+            with contextlib.suppress(DiskFull):  # who writes a version says it
+                place.beat(own, there.address if there else "")
+
+        def look() -> None:
+            with contextlib.suppress(DiskFull, Fenced):  # `_end_fenced` has ended this process
+                replica.check()
+
+        held.enter_context(repeating(beat, look))
+    await retry_disk_full_async("the store", replica.restore, given_up=stopping)
     replicate(replica)
 
 
 def _end_fenced(error: Fenced) -> None:
-    logger.error("another machine has taken this run over, and this syncer ends: %s", error)
+    logger.error("another machine has taken this syncer's place, and it ends: %s", error)
     exit_at_once(error.exit_code)
 
 
@@ -260,15 +291,19 @@ class _Process:
                 num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
                 check_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
                 if not any(path for s in state.syncers for path in s.store.glob("fragment-*")):
-                    check_syncer_memory(config, plan)  # later, others may have taken theirs
+                    # Later, others may have taken theirs.
+                    check_syncer_memory(config, plan, state.syncer_id)
             clock = wall_clock(os.environ, state.syncer_name)
             events = self._open_events(clock)
             syncer = self._build_syncer(plan, workers, events, clock)
             # It waits for room on its disk, and for the coordinator if its store lacks a fragment.
             await first_of(
-                _start(syncer, self.reporter, config.transport.unreachable.seconds), stopping.wait()
+                _start(syncer, self.reporter, config.transport.unreachable.seconds),
+                stopping.wait(),
+                self.reporter.ends.wait(),
             )
-            if stopping.is_set():
+            if stopping.is_set() or self.reporter.ends.is_set():
+                await self.reporter.say_ended(_LAST_REPORT_S)
                 await syncer.stop()
                 events.close()
                 return 0
@@ -279,8 +314,9 @@ class _Process:
         config, state, reporter, stopping = self.config, self.state, self.reporter, self.stopping
         bound = read_bound(state.bound)
         coordinator = read_endpoint(state.coordinator)
+        own = config.syncers.get(state.syncer_name.removeprefix(f"{ONLY_SYNCER}-"))
         server = await listen(
-            of_syncer(config.coordinator.syncer_listen, state.syncer_id),
+            own.listen if own else of_syncer(config.coordinator.syncer_listen, state.syncer_id),
             bound,
             syncer.handlers,
             security=self.security.knowing(coordinator.address if coordinator else ""),
@@ -288,7 +324,11 @@ class _Process:
             limits=limits_of(config),
             on_refused=syncer.meter.refusal,
         )
-        address = syncer_address(server.address, config.coordinator, state.syncer_id)
+        address = (
+            placed_address(server.address, own)
+            if own
+            else syncer_address(server.address, config.coordinator, state.syncer_id)
+        )
 
         def show_address() -> None:
             write_json(state.bound, server.address)
@@ -305,6 +345,7 @@ class _Process:
                 await first_of(
                     syncer.ended.wait(),
                     stopping.wait(),
+                    reporter.ends.wait(),
                     asyncio.shield(reporting),
                     end_when_unreachable(
                         lambda: reporter.num_answers + syncer.num_calls,
@@ -319,6 +360,7 @@ class _Process:
             for task in (reporting, verifying):
                 task.cancel()
             await asyncio.gather(reporting, verifying, return_exceptions=True)
+            await reporter.say_ended(_LAST_REPORT_S)
             events.close()
             await warming
 

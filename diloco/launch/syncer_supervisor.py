@@ -1,4 +1,4 @@
-"""Keeps one syncer of a coordinator running: adopts the one that runs, or starts one.
+"""Keeps one syncer of a machine running: adopts the one that runs, or starts one.
 
 Whether a syncer runs is read from the lock on its store, never from a pid: the syncer survives its
 coordinator, and the next coordinator watches that lock where it cannot wait for a child.
@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from diloco.errors import ConfigError
 from diloco.launch.process.children import spawn
@@ -43,6 +43,7 @@ class SyncerSupervisor:
         on_hopeless: Callable[[str, int], None],
         on_ended: Callable[[str], None] = lambda reason: None,
         before_start: Callable[[], None] = lambda: None,
+        last_codes: Collection[int] = (),
     ) -> None:
         """Assign only.
 
@@ -51,14 +52,16 @@ class SyncerSupervisor:
             on_hopeless: Gets the reason and the exit code where no restart can help.
             on_ended: Gets the reason where it ended by itself and is started again.
             before_start: Called before each start.
+            last_codes: Exit codes after which it is not started again, besides those.
         """
         self._state = state
         self._on_hopeless = on_hopeless
         self._on_ended = on_ended
         self._before_start = before_start
+        self._last_codes = last_codes
 
-    async def run(self) -> None:
-        """Keep a syncer alive, until cancelled or until no restart can help.
+    async def run(self) -> int:
+        """Keep a syncer alive, until cancelled or until no restart can help; returns the exit code.
 
         A syncer that was killed (SIGKILL) while it served is replaced at once, as often as that
         happens. One that failed is replaced after 0.2 s, then twice as long each time, up to 5 s;
@@ -79,7 +82,9 @@ class SyncerSupervisor:
                 is_killed = code == -signal.SIGKILL and self._was_serving(child.pid)
                 if code in _HOPELESS:
                     self._on_hopeless(self._reason(), code)
-                    return
+                    return code
+                if code in self._last_codes:
+                    return code
             if is_killed:
                 logger.warning("syncer was killed, starting it again at once: %s", how)
                 budget.used = 0  # it had served: whatever failed before it does so no more

@@ -213,18 +213,28 @@ class Chain:
         """Have the next entry say that an earlier one of this writer does not count."""
         self._void.append(number)
 
-    def check_next(self) -> None:
-        """Look whether another writer has opened the chain.
+    def look(self) -> tuple[int, bytes | None, bytes | None]:
+        """Read the next entry and the one that opened the chain, while another thread may write.
+
+        Raises:
+            StoreAway: If the store does not say.
+        """
+        number = self.number
+        there = self._store.get(self._entry(number + 1))
+        return number, there, self._store.get(self._entry(self.opening))
+
+    def check(self, looked: tuple[int, bytes | None, bytes | None]) -> None:
+        """Judge by a look whether another writer has opened the chain.
 
         Raises:
             Fenced: If one has.
             ObjectLost: If what this writer wrote is not there any more.
-            StoreAway: If the store does not say.
         """
-        there = self._store.get(name := self._entry(self.number + 1))
-        if there is not None and _digest(there) not in self._tried:
+        number, there, opening = looked
+        if there is not None and number == self.number and _digest(there) not in self._tried:
+            name = self._entry(number + 1)
             raise Fenced(f"{self._store.url}/{name} is another writer's: {_who(there)}")
-        if self._store.get(self._entry(self.opening)) is None:
+        if opening is None:
             raise ObjectLost(
                 f"{self._store.url}/{self._entry(self.opening)} is not there any more: objects of "
                 f"the run were removed. Bring them back (a version or a copy of the bucket); until "

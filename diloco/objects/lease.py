@@ -3,6 +3,7 @@
     run/                     chain of the coordinator: its journal and files
     syncer/, syncer-N/       chains of the syncers: their stores
     alive/NUMBER             of the lease of that number: written again while its holder lives
+    alive/syncer-NAME        the same of a syncer on a machine of its own (`placed_syncer`)
 
 The lease is the entry that opened the chain of the run; its number is the lease's. Taking it fences
 the one before, in one write, and no clock is compared: a machine that waits for it looks whether
@@ -21,7 +22,8 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ LEASE_S = 10.0
 BEAT_S = 2.0
 _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
-_OF_RUN = frozenset({"resolved.toml", "fingerprint", "secret", "timeline.json"})
+_OF_RUN = ("resolved.toml", "fingerprint", "secret", "timeline.json")
 #: Of a syncer's store: a lock, where one process listened, and what only that process reads.
 NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers"})
 
@@ -61,10 +63,14 @@ class Holder:
         return self._said.get("is_over") is True
 
     @property
+    def address(self) -> str:
+        """Where it listens, as it said last; empty: it did not."""
+        return str(self._said.get("address") or "")
+
+    @property
     def name(self) -> str:
         """For people: where it is, and where it listens."""
-        address = self._said.get("address")
-        return f"{self.host}" + (f", coordinator at {address}" if address else "")
+        return f"{self.host}" + (f" at {self.address}" if self.address else "")
 
     @property
     def _said(self) -> dict[str, Any]:  # JSON values
@@ -73,6 +79,21 @@ class Holder:
         except ValueError:
             return {}
         return said if isinstance(said, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What the coordinator keeps in the chain of the run, without its journal.
+
+    Args:
+        lease: Of its lease.
+        address: Where it listens, as it said last; empty: it did not.
+        contents: Of each file, by name.
+    """
+
+    lease: int
+    address: str
+    contents: Mapping[str, bytes]
 
 
 class _Overtaken(Exception):
@@ -128,6 +149,45 @@ class RunState:
         beat = self.store.get(_alive(opened["lease"]))
         return Holder(opened["lease"], opened["holder"], opened["host"], beat)
 
+    def files(self) -> RunFiles | None:
+        """Read what a syncer on another machine needs; None: no coordinator has begun the run.
+
+        Raises:
+            ConfigError: If it is the state of another run, or objects are lost.
+            StoreAway: If the store does not answer.
+        """
+        if (found := self.holder()) is None:
+            return None
+        self.replica.look()
+        return RunFiles(found.lease, found.address, self.replica.contents(_OF_RUN))
+
+    def fetch(self, syncers: Sequence[StateDir]) -> int:
+        """Make the state directory hold what the object store does, of a run that others may write.
+
+        Args:
+            syncers: What each of the run's syncers would see here.
+
+        Returns:
+            Bytes that were fetched; the journal follows when it is opened.
+
+        Raises:
+            ConfigError: If no coordinator has begun the run, it is another's, or objects are lost.
+            StoreAway: If the store does not answer.
+            DiskFull: If there is no room here.
+        """
+        found = self.holder()
+        if found is None:
+            raise ConfigError(f"{self.store.url} holds no run: nothing can be fetched from there")
+        durable.write_json(lease_path(self._state), found.lease)
+        self.replica.look()
+        num_bytes = self.replica.restore(without=self._state.journal.name)
+        for each in syncers:
+            replica = Replica(self.store, each.syncer_name, each.store, is_of_store)
+            replica.look()
+            durable.make_directory_durably(each.store)
+            num_bytes += replica.restore()
+        return num_bytes
+
     def _check_run(self, run: str, fingerprint: str) -> None:
         if run != self._run:
             raise ConfigError(
@@ -143,7 +203,7 @@ class RunState:
             )
 
     async def take(
-        self, *, is_standby: bool, num_syncers: int, announce: Callable[[str], None]
+        self, *, is_standby: bool, syncers: Sequence[str], announce: Callable[[str], None]
     ) -> None:
         """Take the lease once nobody has it, and make the state directory hold the run's state.
 
@@ -151,11 +211,16 @@ class RunState:
         The same state directory takes its own lease back at once: its lock says that the process
         that had it has ended.
 
+        Args:
+            is_standby: Whether to wait for the end of a holder that is at work.
+            syncers: Names of those that this machine starts.
+            announce: Called with what is found, for people.
+
         Raises:
             ConfigError: If another machine holds it, and this is no standby; or of another run.
             StoreAway: If the store does not answer.
         """
-        own = _own_name(self._state)
+        own = own_name(self._state)
         announce(f"run.state = {self.store.url}: looking who holds the run")
         await asyncio.to_thread(self.holder)  # what cannot be used is said at once
         while True:
@@ -169,7 +234,7 @@ class RunState:
                 await asyncio.sleep(BEAT_S)
                 continue
             break
-        restore = functools.partial(self._restore, before, own, num_syncers)
+        restore = functools.partial(self._restore, before, own, syncers)
         restoring = asyncio.create_task(_until_there_is_room(restore))
         while not restoring.done():  # hundreds of gigabytes, perhaps
             await asyncio.wait([restoring], timeout=BEAT_S)
@@ -188,35 +253,18 @@ class RunState:
                 f"run.state, and {self.store.url} holds one, too: give an empty directory to go on "
                 f"with that one, or an empty prefix to have the directory's run there"
             )
-        silent_s, looked, said = 0.0, loop_now(), ""
-        while found is not None and found.holder != own and not found.is_over:
-            if said != found.name:
-                said = found.name
-                what = "waiting for its end" if is_standby else f"looking for {LEASE_S:g} s"
-                announce(f"the run {self._run!r} is held by {found.name}: {what}")
-            if silent_s >= LEASE_S:
-                announce(f"{found.name} has been silent for {LEASE_S:g} s: taking the run over")
-                break
-            await asyncio.sleep(BEAT_S / 2)
-            try:
-                newer = await asyncio.to_thread(self.holder)
-            except (StoreAway, ObjectLost) as error:  # it may be alive, as far as is known here
-                logger.warning("%s", error)
-                silent_s = 0.0
-                continue
-            # By looks: time for which this machine was frozen itself does not count.
-            silent_s += min((now := loop_now()) - looked, BEAT_S)
-            looked = now
-            if newer == found:
-                continue
-            found, silent_s = newer, 0.0
-            if not is_standby and found is not None and not found.is_over:
-                raise ConfigError(
-                    f"run.state = {self.store.url}: the run {self._run!r} is held by "
-                    f"{found.name}, which is at work. Watch it with diloco status, or wait for its "
-                    f"end: diloco coordinator RUN.toml --standby"
-                )
-        return found
+        in_use = (
+            f"run.state = {self.store.url}: the run {self._run!r} is held by {{}}, which is at "
+            f"work. Watch it with diloco status, or wait for its end: diloco coordinator RUN.toml "
+            f"--standby"
+        )
+        return await until_nobody(
+            self.holder,
+            own,
+            f"the run {self._run!r}",
+            in_use="" if is_standby else in_use,
+            announce=announce,
+        )
 
     def _open(self, before: Holder | None, own: str) -> None:
         def opening(number: int) -> Mapping[str, Any]:
@@ -244,7 +292,7 @@ class RunState:
         """Whether the state directory has a run that is in no object store, or not all of it."""
         return self._state.journal.exists() and not lease_path(self._state).exists()
 
-    def _restore(self, before: Holder | None, own: str, num_syncers: int) -> int:
+    def _restore(self, before: Holder | None, own: str, syncers: Sequence[str]) -> int:
         """Make the state directory hold the run's state; returns the bytes that were fetched.
 
         Or put there what the directory has, of a run that was begun without an object store; the
@@ -253,13 +301,13 @@ class RunState:
         if before is None or before.holder != own or self._is_alone:
             stop_syncers(self._state)  # of an earlier lease of this machine
         if self._is_alone:
-            for each in self._state.of_syncers(num_syncers):
+            for each in self._state.of_syncers(syncers):
                 store_replica(self.store, each, self.lease, self._run).adopt()
             self.replica.adopt()
             durable.write_json(lease_path(self._state), self.lease)
             return 0
         num_bytes = self.replica.restore(without=self._state.journal.name)
-        for each in self._state.of_syncers(num_syncers):
+        for each in self._state.of_syncers(syncers):
             if holder(each.store_lock) is None:
                 num_bytes += store_replica(self.store, each, self.lease, self._run).restore()
         return num_bytes
@@ -273,6 +321,11 @@ class RunState:
         self._num_beats += 1
         said = {"beat": self._num_beats, "address": address, "is_over": is_over}
         self.store.put(_alive(self.lease), json.dumps(said).encode(), probes=True)
+
+
+def is_of_store(path: Path) -> bool:
+    """Whether a path in a syncer's store is of a file that is kept."""
+    return path.parts[0] not in NOT_OF_STORE
 
 
 def store_replica(
@@ -292,7 +345,7 @@ def store_replica(
         store,
         state.syncer_name,
         state.store,
-        lambda path: path.parts[0] not in NOT_OF_STORE,
+        is_of_store,
         on_fenced=on_fenced,
     )
 
@@ -303,9 +356,84 @@ def store_replica(
                 f"this machine has {lease})"
             )
 
-    host = socket.gethostname()
-    replica.open(lambda number: {"lease": lease, "run": run, "host": host}, check)
+    who = {"lease": lease, "run": run, "holder": own_name(state), "host": socket.gethostname()}
+    replica.open(lambda number: who, check)
     return replica
+
+
+async def until_nobody(
+    look: Callable[[], Holder | None],
+    own: str,
+    what: str,
+    *,
+    in_use: str,
+    announce: Callable[[str], None],
+) -> Holder | None:
+    """Wait until nobody else holds something any more; returns the last that did, None: nobody.
+
+    A holder whose sign of life does not change for `LEASE_S` seconds, by this machine's clock, is
+    taken for dead.
+
+    Args:
+        look: Reads who holds it.
+        own: Name of this machine as a holder.
+        what: Is held, for people.
+        in_use: Says what to do where it is held by {}, which lives; empty: its end is waited for.
+        announce: Called with what is found, for people.
+
+    Raises:
+        ConfigError: `in_use`.
+        StoreAway: If the store does not answer at first.
+    """
+    found = await asyncio.to_thread(look)
+    silent_s, looked, said = 0.0, loop_now(), ""
+    while found is not None and found.holder != own and not found.is_over:
+        if said != found.name:
+            said = found.name
+            waits = f"looking for {LEASE_S:g} s" if in_use else "waiting for its end"
+            announce(f"{what} is held by {found.name}: {waits}")
+        if silent_s >= LEASE_S:
+            announce(f"{found.name} has been silent for {LEASE_S:g} s: taking {what} over")
+            break
+        await asyncio.sleep(BEAT_S / 2)
+        try:
+            newer = await asyncio.to_thread(look)
+        except (StoreAway, ObjectLost) as error:  # it may be alive, as far as is known here
+            logger.warning("%s", error)
+            silent_s = 0.0
+            continue
+        # By looks: time for which this machine was frozen itself does not count.
+        silent_s += min((now := loop_now()) - looked, BEAT_S)
+        looked = now
+        if newer == found:
+            continue
+        found, silent_s = newer, 0.0
+        if in_use and found is not None and not found.is_over:
+            raise ConfigError(in_use.format(found.name))
+    return found
+
+
+@contextlib.contextmanager
+def repeating(*signs: Callable[[], None]) -> Iterator[None]:
+    """Do each of some things every `BEAT_S` seconds in a thread, whatever the event loop does."""
+    is_over = threading.Event()
+
+    def again(sign: Callable[[], None]) -> None:
+        while not is_over.wait(BEAT_S):
+            try:
+                sign()
+            except Exception:  # the next may do: without any this machine counts as dead
+                logger.exception("no sign of life was given")
+
+    threads = [threading.Thread(target=again, args=(sign,), daemon=True) for sign in signs]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
 
 
 async def _until_there_is_room(work: Callable[[], int]) -> int:
@@ -324,7 +452,7 @@ def lease_path(state: StateDir) -> Path:
     return state.root / "lease.json"
 
 
-def _own_name(state: StateDir) -> str:
+def own_name(state: StateDir) -> str:
     """Name of this state directory as a holder, which no other has, nor a copy of it."""
     path = state.root / "holder.json"
     try:

@@ -26,7 +26,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -107,20 +107,29 @@ class Replica:
     ) -> None:
         """Become the chain's writer, and know what it holds; see `Chain.open`."""
         with self._lock:
-            found = self._chain.open(opening, check)
-            files = {k: StoredFile.from_json(v) for k, v in found.snapshot.get(_FILES, {}).items()}
-            told = found.snapshot.get(_JOURNAL, [-1, -1, [], 0, 0])
-            self.rows_start, self.rows_until, self._joined = told[:3]
-            self._journal_bytes, self._copy_bytes = told[3:]
-            self._entries_since = len(found.entries)
-            self._rows, self._said = [], {}
-            for number, content in found.entries:
-                _apply(files, _files_of(content))
-                if _ROWS in content:
-                    self._rows.append((number, content[_ROWS]))
-                    self.rows_until = number
-            self._files, self._opened = files, opening(self._chain.number)
+            self._know(self._chain.open(opening, check))
+            self._opened = opening(self._chain.number)
             self._forget_unnamed()
+
+    def look(self) -> None:
+        """Know what the chain holds, not to write it.
+
+        Raises:
+            ObjectLost: If an entry is gone.
+            StoreAway: If the store does not answer.
+        """
+        self._know(self._chain.read())
+
+    def _know(self, found: Read) -> None:
+        told = found.snapshot.get(_JOURNAL, [-1, -1, [], 0, 0])
+        self.rows_start, self.rows_until, self._joined = told[:3]
+        self._journal_bytes, self._copy_bytes = told[3:]
+        self._entries_since = len(found.entries)
+        self._files, self._rows, self._said = _held_by(found), [], {}
+        for number, content in found.entries:
+            if _ROWS in content:
+                self._rows.append((number, content[_ROWS]))
+                self.rows_until = number
 
     def _forget_unnamed(self) -> None:
         """Remove objects of earlier writers that no entry names."""
@@ -206,6 +215,20 @@ class Replica:
             known = self._files.get(name)
             if self._is_kept(Path(name)) and (known is None or not known.is_at(path)):
                 self._keep(path, name)
+
+    def contents(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Read what each of some files holds; those that there are.
+
+        Raises:
+            StoreAway: If the store does not answer.
+        """
+        files = {name: self._files[name] for name in names if name in self._files}
+        return {name: b"".join(self._pieces(file)) for name, file in files.items()}
+
+    @property
+    def names(self) -> Set[str]:
+        """Which files are kept."""
+        return self._files.keys()
 
     def has(self, name: str) -> bool:
         """Whether a file is kept."""
@@ -384,8 +407,9 @@ class Replica:
             Fenced: If one has.
             StoreAway: If the store does not say.
         """
+        looked = self._chain.look()
         with self._lock, self._fencing():
-            self._chain.check_next()
+            self._chain.check(looked)
 
     def _append(self, content: Mapping[str, Any], files: Mapping[str, StoredFile | None]) -> int:
         most = max(_SNAPSHOT_ENTRIES, len(self._files) // 10)
@@ -461,6 +485,14 @@ class Replica:
     def _is_kept(self, relative: Path) -> bool:
         is_whole = bool(relative.parts) and relative.suffix != _UNFINISHED
         return is_whole and self._is_tracked(relative)
+
+
+def _held_by(read: Read) -> dict[str, StoredFile]:
+    """Give the files that a chain keeps."""
+    files = {k: StoredFile.from_json(v) for k, v in read.snapshot.get(_FILES, {}).items()}
+    for _, content in read.entries:
+        _apply(files, _files_of(content))
+    return files
 
 
 def _files_of(content: Mapping[str, Any]) -> dict[str, StoredFile | None]:

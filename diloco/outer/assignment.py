@@ -8,19 +8,23 @@ Source: PROTOCOL.md, "Fragments and lanes".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 
 
-def assign_fragments(plan: Plan, num_syncers: int) -> tuple[tuple[int, ...], ...]:
-    """Spread the fragments of a plan over syncers, evenly by size.
+def assign_fragments(plan: Plan, shares: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Spread the fragments of a plan over syncers, by size, in proportion to their shares.
 
-    Each fragment, largest first, goes to the syncer that has least so far (the first of equals):
-    the fullest one has at most 4/3 - 1/(3 N) of what it would in the best of all ways.
+    Each fragment, largest first, goes to the syncer that would then have least by its share (the
+    first of equals); while there are no more fragments left than syncers without one, to one of
+    these. With equal shares the fullest one has at most 4/3 - 1/(3 N) of what it would in the best
+    of all ways.
 
     Args:
         plan: Of the run.
-        num_syncers: From 1 to the number of fragments.
+        shares: Of each syncer, above 0; from 1 to as many as there are fragments.
 
     Returns:
         Fragments of each syncer, ascending; at least one each.
@@ -30,16 +34,22 @@ def assign_fragments(plan: Plan, num_syncers: int) -> tuple[tuple[int, ...], ...
 
     Source: Graham 1969, longest processing time first.
     """
-    if not 1 <= num_syncers <= len(plan.fragments):
+    if not 1 <= len(shares) <= len(plan.fragments):
         raise ConfigError(
-            f"coordinator.num_syncers = {num_syncers} is outside [1, {len(plan.fragments)}]: each "
-            f"syncer serves whole fragments, and the plan has {len(plan.fragments)} "
-            f"(outer.num_fragments)"
+            f"{len(shares)} syncers (coordinator.num_syncers, or the tables of [syncers]) are "
+            f"outside [1, {len(plan.fragments)}]: each serves whole fragments, and the plan has "
+            f"{len(plan.fragments)} (outer.num_fragments)"
         )
-    assigned: list[list[int]] = [[] for _ in range(num_syncers)]
-    numels = [0] * num_syncers
-    for fragment in sorted(plan.fragments, key=lambda f: (-f.padded_numel, f.fragment_id)):
-        lightest = min(range(num_syncers), key=numels.__getitem__)
+    assigned: list[list[int]] = [[] for _ in shares]
+    numels = [0] * len(shares)
+    ordered = sorted(plan.fragments, key=lambda f: (-f.padded_numel, f.fragment_id))
+    for num_done, fragment in enumerate(ordered):
+        idle = [n for n, own in enumerate(assigned) if not own]
+        is_scarce = len(ordered) - num_done <= len(idle)
+        lightest = min(
+            idle if is_scarce else range(len(shares)),
+            key=lambda n: (numels[n] + fragment.padded_numel) / shares[n],
+        )
         assigned[lightest].append(fragment.fragment_id)
         numels[lightest] += fragment.padded_numel
     return tuple(tuple(sorted(fragment_ids)) for fragment_ids in assigned)

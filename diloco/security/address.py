@@ -14,7 +14,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.config.network import CoordinatorConfig
+from diloco.config.network import CoordinatorConfig, SyncerConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.protocol.run.admission import MOST_LANES
@@ -148,6 +148,15 @@ def syncer_address(bound: str, config: CoordinatorConfig, syncer_id: int = 0) ->
         hosts = [split_address(candidate)[0] for candidate in split_candidates(config.address)]
         public = ",".join(f"{host}:0" for host in hosts)
     return _advertised(bound, public, "coordinator.syncer_address")
+
+
+def placed_address(bound: str, config: SyncerConfig) -> str:
+    """Address under which islands reach the syncer of a table of its own that listens on `bound`.
+
+    Raises:
+        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
+    """
+    return _advertised(bound, config.address, "syncers.NAME.address")
 
 
 def local_address(bound: str) -> str:

@@ -12,6 +12,7 @@ Source: PROTOCOL.md, "Audit log" and "Coordinator away".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from diloco.bounded_text import MOST_NAMES, bounded_text
+from diloco.errors import RunReturned
 from diloco.loop_clock import loop_now
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.run.alarms import Alarms, alarm_message
@@ -38,7 +40,7 @@ from diloco.protos.control_pb2 import (
 from diloco.protos.fragment_pb2 import FragmentState
 from diloco.telemetry.round_events import RoundExpired
 from diloco.transport.contracts import PROTOCOL_VERSION, Reply, Transport
-from diloco.transport.errors import Overloaded, TransportError
+from diloco.transport.errors import ConnectError, Overloaded, TransportError
 from diloco.transport.framing import MAX_HEADER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,9 @@ class Reporter:
         self._published_at: dict[int, float] = {}
         self._complete: Sequence[int] | None = None
         self._fatal: tuple[str, int] = ("", 0)
+        self._lease = 0
+        #: Set when the coordinator says that all end.
+        self.ends = asyncio.Event()
         self.alarms = Alarms()
         self._news = asyncio.Event()
         self._told = asyncio.Event()
@@ -189,7 +194,11 @@ class Reporter:
         self.changed()
 
     async def learn_plan(self) -> SyncerHelloReply:
-        """Ask for the run's plan, and this syncer's part of it, until an island has joined."""
+        """Ask for the run's plan, and this syncer's part of it, until an island has joined.
+
+        Raises:
+            RunReturned: If the run has begun a new timeline.
+        """
         while True:
             try:
                 reply = await self._hello("")
@@ -202,6 +211,8 @@ class Reporter:
 
     async def run(self, rounds: ReportedRounds, address: str) -> None:
         """Tell what is new at once, and everything every 2 s, until cancelled.
+
+        Raises RunReturned once the run has begun a new timeline.
 
         Args:
             rounds: Asked for its states whenever they are told.
@@ -236,13 +247,25 @@ class Reporter:
             return False
         return True
 
+    async def say_ended(self, within_s: float) -> None:
+        """Say as the last word that this syncer has ended; call it when `run` was cancelled."""
+        with contextlib.suppress(TransportError, RunReturned, TimeoutError):
+            await asyncio.wait_for(self._hello("", has_ended=True), within_s)
+
     async def close(self) -> None:
         """Release the connection; call it when `run` was cancelled."""
         transport, self._transport = self._transport, None
         if transport is not None:
             await transport.close()
 
-    async def _hello(self, address: str) -> SyncerHelloReply:
+    async def _hello(self, address: str, *, has_ended: bool = False) -> SyncerHelloReply:
+        """Say where islands find this syncer, and hear how the run stands.
+
+        Raises:
+            RunReturned: If the run has begun a new timeline.
+            TransportError: If there is no answer, or one of a coordinator whose place another has
+                taken.
+        """
         request = SyncerHelloRequest(
             protocol_version=PROTOCOL_VERSION,
             grant=self._grant,
@@ -250,9 +273,24 @@ class Reporter:
             address=address,
             syncer_epoch=self._epoch,
             pid=self._pid,
+            has_ended=has_ended,
         )
-        reply = await self._call("control.syncer_hello", request)
-        return SyncerHelloReply.FromString(reply.header)
+        answer = await self._call("control.syncer_hello", request)
+        reply = SyncerHelloReply.FromString(answer.header)
+        if reply.lease < self._lease:
+            raise ConnectError(
+                f"the coordinator of lease {reply.lease} answered, and that of lease "
+                f"{self._lease} has taken its place"
+            )
+        self._lease = reply.lease
+        if reply.timeline > self._grant.timeline:
+            raise RunReturned(
+                f"the run was resumed, or went back by itself, to timeline {reply.timeline}; this "
+                f"start serves {self._grant.timeline}: the next one takes the store there"
+            )
+        if reply.ends:
+            self.ends.set()
+        return reply
 
     async def _send_report(self, rounds: ReportedRounds, address: str) -> None:
         hello = await self._hello(address)

@@ -96,7 +96,7 @@ def _remedy(config: Config, syncers: Sequence[SyncerPrediction]) -> str:
     for number in range(config.coordinator.num_syncers + 1, len(plan.fragments) + 1):
         if number > MOST_SYNCERS:
             break
-        assigned = assign_fragments(plan, number)
+        assigned = assign_fragments(plan, (1.0,) * number)
         loads = [per_value * sum(plan.fragments[p].padded_numel for p in own) for own in assigned]
         if max(loads) <= 1:
             return (

@@ -323,7 +323,7 @@ def _syncers(
     trained_s = config.outer.inner_steps_per_round * step_s
     round_s = trained_s if config.outer.is_on_arrival else run.seconds_per_round
     found = []
-    for syncer_id, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers)):
+    for syncer_id, own in enumerate(assign_fragments(plan, config.shares)):
         parameters = sum(plan.fragments[p].numel for p in own)
         disk = forecast_disk(config, parameters)
         share_up = sum(sizes[p].bytes_up for p in own) / total_up

@@ -277,7 +277,7 @@ def _run_syncers(parts: _RunParts, line: SharedLine, tcp: Tcp | None) -> Simulat
             num_fragments=len(plan.fragments),
             record=record,
         )
-        for i, own in enumerate(assign_fragments(plan, config.coordinator.num_syncers))
+        for i, own in enumerate(assign_fragments(plan, config.shares))
     ]
     common = parts.exchanging(fragment_sizes(config, plan))
     sites = []

@@ -90,7 +90,7 @@ def test_a_run_whose_syncer_does_not_fit_is_refused_with_what_to_change(
     plan = make_plan([TensorSpec("w", (1 << 28,))], num_fragments=2)
     monkeypatch.setattr("diloco.checkpoint.host_memory.available_bytes", lambda: 8 * GIB)
 
-    check_syncer_memory(config, plan)
+    check_syncer_memory(config, plan, 0)
     monkeypatch.setattr("diloco.checkpoint.host_memory.available_bytes", lambda: 4 * GIB)
     with pytest.raises(ConfigError, match=r"spool_memory = .* 4 GiB are available; .*host"):
-        check_syncer_memory(config, plan)
+        check_syncer_memory(config, plan, 0)

@@ -37,6 +37,21 @@ def begun(config: Config, *, joined: bool) -> tuple[StateDir, Membership]:
     return state, membership
 
 
+def test_a_run_with_syncers_elsewhere_keeps_the_policy_that_it_began_with(
+    run_file: Path, tmp_path: Path
+) -> None:
+    elsewhere = [f"run.state=file://{tmp_path}/bucket", "syncers={eu={}}"]
+    state, membership = begun(load_config(run_file, elsewhere), joined=True)
+    other = load_config(run_file, [*elsewhere, "outer.optimizer.lr=0.1"])
+
+    with pytest.raises(ConfigError, match=r"(?s)outer\.optimizer\.lr.*--resume"):
+        _claim(other, state, membership)
+
+    membership.apply(membership.resumed(0))
+    _claim(other, state, membership)
+    assert load_config(state.resolved) == other
+
+
 def test_another_batch_changes_the_tokens_that_end_a_run_on_arrival(run_file: Path) -> None:
     config = load_config(run_file, ["outer.preset=decoupled"])
     larger = load_config(

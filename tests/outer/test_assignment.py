@@ -31,11 +31,11 @@ def test_every_fragment_has_one_syncer_and_none_has_4_3_of_the_best(
     plan = plan_of([128 * count for count in blocks])
     sizes = [fragment.padded_numel for fragment in plan.fragments]
 
-    assigned = assign_fragments(plan, num_syncers)
+    assigned = assign_fragments(plan, (1.0,) * num_syncers)
 
     assert len(assigned) == num_syncers and all(assigned)
     assert sorted(itertools.chain(*assigned)) == list(range(len(sizes)))
-    assert assign_fragments(plan, num_syncers) == assigned
+    assert assign_fragments(plan, (1.0,) * num_syncers) == assigned
     best = min(
         max(sum(s for s, at in zip(sizes, way, strict=True) if at == n) for n in range(num_syncers))
         for way in itertools.product(range(num_syncers), repeat=len(sizes))
@@ -46,4 +46,4 @@ def test_every_fragment_has_one_syncer_and_none_has_4_3_of_the_best(
 @pytest.mark.parametrize("num_syncers", [0, 3])
 def test_a_syncer_without_a_fragment_is_refused(num_syncers: int) -> None:
     with pytest.raises(ConfigError, match=r"num_syncers = \d is outside \[1, 2\]"):
-        assign_fragments(plan_of([128, 256]), num_syncers)
+        assign_fragments(plan_of([128, 256]), (1.0,) * num_syncers)

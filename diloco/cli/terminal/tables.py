@@ -93,7 +93,7 @@ def _fragments(reply: StatusReply) -> list[tuple[int, FragmentStatus | None]]:
 def syncers_table(reply: StatusReply) -> FittedTable:
     """Show one row a syncer: one that does not report stalls its own fragments."""
     columns: dict[str, Callable[[SyncerStatus], object]] = {
-        "syncer": lambda syncer: syncer.syncer_id,
+        "syncer": lambda syncer: syncer.name,
         "address": lambda syncer: syncer.address or _UNKNOWN,
         "epoch": lambda syncer: syncer.syncer_epoch or _UNKNOWN,
         "fragments": lambda syncer: ", ".join(map(str, syncer.fragment_ids)) or _UNKNOWN,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
@@ -23,13 +23,18 @@ class FragmentAssignment:
     """Fragments of each syncer of a run.
 
     Args:
-        num_syncers: Of the run, from its first start to its end.
+        shares: Name and share of each syncer of the run, in order, from its first start to its end.
         fragments: Of each syncer, as it was decided; empty before the first join, and for the only
             syncer of a run, which has all of them.
     """
 
-    num_syncers: int = 1
+    shares: Mapping[str, float] = field(default_factory=lambda: {"syncer": 1.0})
     fragments: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_syncers(self) -> int:
+        """How many syncers the run has."""
+        return len(tuple(self.shares.values()))
 
     def decided(self, plan_json: str) -> Entries:
         """Spread the fragments of a new run's plan; no entry where there is nothing to decide.
@@ -40,7 +45,7 @@ class FragmentAssignment:
         """
         if self.num_syncers == 1:
             return ()
-        assigned = assign_fragments(Plan.from_json(plan_json), self.num_syncers)
+        assigned = assign_fragments(Plan.from_json(plan_json), tuple(self.shares.values()))
         return ((ASSIGNED, json.dumps(assigned)),)
 
     def apply(self, entries: Mapping[str, str]) -> None:

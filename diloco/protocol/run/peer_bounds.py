@@ -79,7 +79,7 @@ def limits_of(config: Config) -> RunLimits:
         num_lanes=config.outer.num_lanes,
         num_islands=config.max_islands,
         num_ranks=max(island.ranks for island in config.islands.values()),
-        num_syncers=config.coordinator.num_syncers,
+        num_syncers=len(config.shares),
         inner_steps=MOST_STEPS if config.outer.is_on_arrival else config.run.inner_steps,
     )
 

@@ -1,0 +1,201 @@
+"""Runs a syncer of a run on a machine of its own: `diloco syncer RUN.toml --name NAME`.
+
+What it needs of the run it reads from the run's object store: the secret, the timeline, the policy,
+where the coordinator listens. It keeps one process alive, as the coordinator does with syncers next
+to itself (`syncer_supervisor`); that process reports to the coordinator, and ends with the run.
+Another machine takes its place with the same command, and fences it.
+
+Source: PROTOCOL.md, "Syncers on machines of their own".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco.config.classes import fingerprint, policy_json
+from diloco.config.load import load_config, resolved_toml, with_settings
+from diloco.config.schema import Config
+from diloco.durable import write_durably, write_json
+from diloco.errors import ConfigError, Fenced
+from diloco.launch.process.ending import first_of, note_signals_async
+from diloco.launch.syncer_supervisor import SyncerSupervisor
+from diloco.objects.lease import BEAT_S, RunFiles, RunState, lease_path, own_name, until_nobody
+from diloco.objects.placed_syncer import PlacedSyncer
+from diloco.objects.store import StoreAway
+from diloco.security.address import find_coordinator
+from diloco.state_dir import (
+    Endpoint,
+    Held,
+    StateDir,
+    hold,
+    make_directory,
+)
+
+logger = logging.getLogger(__name__)
+
+
+async def run_placed_syncer(
+    config: Config,
+    name: str,
+    coordinator: str,
+    announce: Callable[[str], None],
+    *,
+    is_standby: bool = False,
+) -> int:
+    """Serve as one of the run's syncers until the run ends, or a signal comes.
+
+    Args:
+        config: The run, as this machine's file has it.
+        name: Of a table of [syncers].
+        coordinator: HOST:PORT of the coordinator; empty: as the file says, else as the object store
+            says, which may be an address of the coordinator's machine alone.
+        announce: Called with what is found, for people.
+        is_standby: Whether to wait for the end of a machine that serves as this syncer.
+
+    Returns:
+        Exit code: 0 when the run has ended or was stopped, 128 + the signal's number when one ended
+        this, else that of what cannot be helped by another start.
+
+    Raises:
+        ConfigError: If the file has no such table or is of another run, or if another machine
+            serves as this syncer.
+        Fenced: If another machine has taken its place.
+    """
+    if name not in config.syncers:
+        there = ", ".join(sorted(config.syncers)) or "none: the coordinator starts its syncers"
+        raise ConfigError(f"--name {name}: the run file has no [syncers.{name}]; it has {there}")
+    state = StateDir(Path(config.coordinator.state_dir).absolute())
+    state = state.placed(name, sorted(config.syncers).index(name))
+    make_directory(state.root, "coordinator.state_dir")
+    state.create([state.syncer_name])
+    try:
+        with hold(state.coordinator_lock):
+            return await _Here(config, name, coordinator, state, announce).serve(is_standby)
+    except Held as error:
+        raise ConfigError(f"this machine serves as syncer {name} already: {error}") from error
+
+
+class _Here:
+    """One syncer's place on this machine, whose lock the caller holds."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        coordinator: str,
+        state: StateDir,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._config, self._name, self._coordinator = config, name, coordinator
+        self._state, self._announce = state, announce
+        url, run = config.run.state, config.run.name
+        self._run = RunState(url, run, fingerprint(config), state, lambda error: None)
+        self._place = PlacedSyncer(self._run.store, state)
+        self._own = own_name(state)
+        self._num_starts = 0
+        self._last_words = ""
+
+    async def serve(self, is_standby: bool) -> int:
+        """Wait until nobody else serves, then do so until the end; returns the exit code."""
+        signals = note_signals_async()
+        await first_of(self._wait(is_standby), signals.asked.wait())
+        if signals.asked.is_set():
+            return signals.exit_code
+        supervisor = SyncerSupervisor(
+            self._state,
+            on_hopeless=lambda reason, code: self._announce(reason),
+            before_start=self._before_start,
+            last_codes=(0, Fenced.exit_code),
+        )
+        ended = asyncio.ensure_future(supervisor.run())
+        try:
+            await first_of(asyncio.shield(ended), signals.asked.wait())
+        finally:
+            if not ended.done():
+                ended.cancel()
+                await supervisor.stop()
+        if signals.asked.is_set() and not ended.done():
+            self._announce(
+                f"syncer {self._name} stops; rounds of its fragments wait until it is started "
+                f"again: diloco syncer RUN.toml --name {self._name}, here or on any machine"
+            )
+            return signals.exit_code
+        code = ended.result()
+        if code == Fenced.exit_code:
+            raise Fenced(f"another machine serves as syncer {self._name} now: this one ends")
+        if code == 0:
+            self._announce(
+                f"syncer {self._name} is done: the run has ended, or was stopped. Once it is "
+                f"resumed: diloco syncer RUN.toml --name {self._name}"
+            )
+        return code
+
+    async def _wait(self, is_standby: bool) -> None:
+        """Wait until there is a run, and nobody else serves as this syncer."""
+        url = self._run.store.url
+        in_use = (
+            f"run.state = {url}: syncer {self._name} is {{}}, which is at work. Stop that, or wait "
+            f"for its end: diloco syncer RUN.toml --name {self._name} --standby"
+        )
+        is_said = False
+        while True:
+            try:
+                found = self._run.files()
+                if found is not None and {"resolved.toml", "secret"} <= found.contents.keys():
+                    what = f"syncer {self._name}"
+                    await until_nobody(
+                        self._place.holder,
+                        self._own,
+                        what,
+                        in_use="" if is_standby else in_use,
+                        announce=self._announce,
+                    )
+                    return
+                problem = f"no coordinator has begun the run {self._config.run.name!r} in {url}"
+            except StoreAway as error:
+                problem = f"{error.lack}; {error.remedy}: {error}"
+            if not is_said:
+                self._announce(f"waiting: {problem}")
+                is_said = True
+            await asyncio.sleep(BEAT_S)
+
+    def _before_start(self) -> None:
+        """Write for the process what it reads: the run as it stands now.
+
+        Raises:
+            Fenced: If another machine has taken this one's place.
+        """
+        try:
+            found, holder = self._run.files(), self._place.holder()
+        except StoreAway as error:  # the process waits for it, with what was read before
+            if not self._state.resolved.exists():
+                raise
+            logger.error("%s, %s: %s", error.lack, error.remedy, error)
+            return
+        self._num_starts += 1
+        if self._num_starts > 1 and holder is not None and holder.holder != self._own:
+            raise Fenced(f"{holder.name} serves as syncer {self._name} now: this machine ends")
+        assert found is not None, "its first entry is never removed"
+        self._write(found)
+
+    def _write(self, found: RunFiles) -> None:
+        state = self._state
+        there = state.root / "coordinator.toml"
+        write_durably(there, [found.contents["resolved.toml"]])
+        config = with_settings(self._config, policy_json(load_config(there)))
+        own = {"coordinator": config.coordinator.model_copy(update={"state_dir": str(state.root)})}
+        write_durably(state.resolved, [resolved_toml(config.model_copy(update=own)).encode()])
+        write_durably(state.secret, [found.contents["secret"]], mode=0o600)
+        if "timeline.json" in found.contents:
+            write_durably(state.timeline, [found.contents["timeline.json"]])
+        write_json(lease_path(state), found.lease)
+        given = self._coordinator or self._config.coordinator.address or found.address
+        address = find_coordinator(self._config, given)
+        Endpoint(address, 0).write(state.coordinator)
+        words = f"syncer {self._name} goes to the coordinator at {address}; its log: "
+        if (words := f"{words}{state.syncer_log}") != self._last_words:
+            self._last_words = words
+            self._announce(words)
