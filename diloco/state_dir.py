@@ -85,6 +85,16 @@ class StateDir:
         """Give what a syncer with a table of its own sees, by its name and number."""
         return StateDir(self.root / "sites" / name, f"{ONLY_SYNCER}-{name}", number)
 
+    def of_run(self, own: Iterable[str], placed: Iterable[str]) -> tuple[StateDir, ...]:
+        """Give what each syncer of a run sees here: those that the coordinator starts, or others.
+
+        Args:
+            own: Names of those that it starts, in order.
+            placed: Sorted names of those with tables of their own.
+        """
+        others = (self.placed(name, number) for number, name in enumerate(placed))
+        return (*self.of_syncers(own), *others)
+
     @property
     def own_syncers(self) -> tuple[StateDir, ...]:
         """Give what each syncer sees that the coordinator starts; see `syncers`."""
@@ -104,7 +114,7 @@ class StateDir:
             number = int(resolved.get("coordinator", {}).get("num_syncers", 1))
             numbered = map(_numbered, range(number)) if number > 1 else [ONLY_SYNCER]
             placed = sorted(resolved.get("syncers", {}))
-            return tuple(map(self.placed, placed, range(len(placed)))) or self.of_syncers(numbered)
+            return self.of_run(() if placed else numbered, placed)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"cannot read {self.resolved}: {error}. Bring it back from a copy, or start the "

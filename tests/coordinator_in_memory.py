@@ -33,6 +33,10 @@ UNREACHABLE_S = 60.0
 TERMS = Terms(json.dumps({"run.inner_steps": 100}), UNREACHABLE_S)
 
 
+#: Names of one syncer, and of two.
+SYNCERS = (("syncer",), ("syncer-0", "syncer-1"))
+
+
 class CoordinatorInMemory:
     """A coordinator that can be killed, and anyone who calls it.
 
@@ -62,7 +66,7 @@ class CoordinatorInMemory:
         self.membership = Membership(
             "demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2,
             claims=Claims(len(names), names) if is_shared else None,
-            assignment=FragmentAssignment(self.num_syncers),
+            assignment=FragmentAssignment(dict.fromkeys(SYNCERS[self.num_syncers - 1], 1.0)),
         )  # fmt: skip
         self.membership.apply(self.journal.entries().items())
         terms = self.terms

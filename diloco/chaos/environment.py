@@ -49,9 +49,9 @@ class ChaosEnvironment:
     @property
     def syncers(self) -> dict[str, StateDir]:
         """What each syncer sees, by its name."""
-        return {
-            each.syncer_name: each for each in self.state.of_syncers(self.run.config.own_syncers)
-        }
+        config = self.run.config
+        found = self.state.of_run(config.own_syncers, sorted(config.syncers))
+        return {each.syncer_name: each for each in found}
 
     def pid(self, target: str) -> int | None:
         """Process of a coordinator, a syncer, an island's supervisor or a rank that lives."""

@@ -25,7 +25,6 @@ from diloco.faults.process import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.local import LocalRun
 from diloco.launch.process.ending import StopRequest
 from diloco.security.run_ca import RunCa
-from diloco.state_dir import StateDir
 
 _LOOK_S = 0.05
 #: Seconds for which what is still under way is awaited once the run is over.
@@ -67,12 +66,10 @@ def configured(plan: ChaosPlan, directory: Path) -> Config:
 
 def faults_of(plan: ChaosPlan, config: Config) -> tuple[TimedFault, ...]:
     """Give the faults of a plan for its run."""
-    chosen = config.coordinator
-    syncers = StateDir(Path(chosen.state_dir)).of_syncers(config.own_syncers)
     return expand(
         plan.config,
         {name: island.ranks for name, island in config.islands.items()},
-        [each.syncer_name for each in syncers],
+        list(config.syncer_shares),
     )
 
 

@@ -35,8 +35,7 @@ def fetch_run(config: Config, announce: Callable[[str], None]) -> None:
     run = RunState(
         config.run.state, config.run.name, fingerprint(config), state, lambda error: None
     )
-    placed = [state.placed(name, n) for n, name in enumerate(sorted(config.syncers))]
-    syncers = [*state.of_syncers(config.own_syncers), *placed]
+    syncers = state.of_run(config.own_syncers, sorted(config.syncers))
     make_directory(state.root, "coordinator.state_dir")
     announce(f"fetching the run {config.run.name!r} from {config.run.state} into {state.root}")
     try:

@@ -152,9 +152,9 @@ def check_same_run(config: Config, state: StateDir, ways_out: str) -> None:
         _resolve_again(config, state, error)
         return
     differing = identity_difference(identity_json(config), identity_json(there))
-    num_here, num_there = config.coordinator.num_syncers, there.coordinator.num_syncers
-    if num_here != num_there:  # each fragment stays where it is
-        differing.append(f"coordinator.num_syncers: {num_here} here, {num_there} there")
+    here, others = (", ".join(each.syncer_shares) for each in (config, there))
+    if here != others:  # each fragment stays where it is
+        differing.append(f"coordinator.num_syncers, [syncers]: {here} here, {others} there")
     if differing:
         raise ConfigError(
             f"coordinator.state_dir = {config.coordinator.state_dir} holds the run "
@@ -394,8 +394,8 @@ def _lacks_pin(config: Config, part: StorePart, step: int) -> str:
         replica.look()
     except StoreAway as error:
         raise ConfigError(
-            f"run.state = {config.run.state}: whether {state.syncer_name} has the checkpoint cannot "
-            f"be looked at: {error}. {error.remedy.capitalize()}, then start again"
+            f"run.state = {config.run.state}: whether {state.syncer_name} has the checkpoint "
+            f"cannot be looked at: {error}. {error.remedy.capitalize()}, then start again"
         ) from error
     pin = pin_directory(Path(), step)
     directories = [fragment_directory(pin, f.fragment_id) for f in part.fragments]

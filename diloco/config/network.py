@@ -232,12 +232,12 @@ class SyncerConfig(Section):
         description="HOST:PORT at which islands reach it, or several, separated by commas, that "
         "they try in order; port 0: the one it listens on; empty: what it listens on",
     )
-    share: Policy[float] = Field(
+    share: Local[float] = Field(
         default=1.0,
         gt=0,
         le=1e6,
-        description="Part of the model that it has, in proportion to the shares of the others; "
-        "decided with the first join, and for good",
+        description="Part of the model that it has, in proportion to the shares of the others, by "
+        "the coordinator's file; decided with the first join, and for good",
     )
 
     @field_validator("listen", "address")
@@ -261,21 +261,28 @@ def placed_problems(
     if not value:
         return
     names = ", ".join(sorted(value))
+    first = names.partition(",")[0]
     if not state:
-        text = "run.state: each keeps what is durable in the run's object store, so that another "
-        yield "", names, text + "machine can take its place; set it (file:///PATH for a trial)"
+        yield (
+            first,
+            names,
+            (
+                "needs run.state: each keeps what is durable in the run's object store, so that "
+                "another machine can take its place; set it (file:///PATH for a trial)"
+            ),
+        )
     if len(value) > min(num_fragments, MOST_SYNCERS):
         text = f"{len(value)} of them, each serves whole fragments, and outer.num_fragments = "
-        yield "", names, f"{text}{num_fragments}; at most {MOST_SYNCERS}"
+        yield first, names, f"{text}{num_fragments}; at most {MOST_SYNCERS}"
     if coordinator is not None:
         for key in ("num_syncers", "syncer_listen", "syncer_address"):
             if getattr(coordinator, key) != CoordinatorConfig.model_fields[key].default:
                 text = f"the coordinator starts no syncer then: leave coordinator.{key} out"
-                yield "", names, text
+                yield first, names, text
     if transport is None:
         return
     if transport.kind == "hivemind":
-        yield "", names, 'comes later with transport.kind = "hivemind": leave it out'
+        yield first, names, 'comes later with transport.kind = "hivemind": leave it out'
     if not (transport.certs or transport.insecure):
         for name, each in sorted(value.items()):
             for key in beyond_loopback(each, ["listen"]):

@@ -103,10 +103,10 @@ class Config(Section):
     outer: OuterConfig = Field(description="Synchronisation between islands")
     transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
     coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
-    syncers: Identity[dict[IslandName, SyncerConfig]] = Field(
+    syncers: Local[dict[IslandName, SyncerConfig]] = Field(
         default={},
-        description="Syncers on machines of their own, by name; none: the coordinator starts "
-        "coordinator.num_syncers next to itself",
+        description="Syncers on machines of their own, by name, the same at coordinator and "
+        "syncers; none: the coordinator starts coordinator.num_syncers next to itself",
     )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="What a run is resumed from"

@@ -103,6 +103,7 @@ class SyncerForecast:
     """
 
     syncer_id: int
+    name: str
     fragment_ids: tuple[int, ...]
     parameters: int
     store_bytes: int
@@ -242,7 +243,13 @@ def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
         memory = syncer_memory(config, [plan.fragments[p] for p in own])
         syncers.append(
             SyncerForecast(
-                syncer_id, own, parameters, store_bytes, memory.least_bytes, memory.merge_bytes
+                syncer_id,
+                list(config.syncer_shares)[syncer_id],
+                own,
+                parameters,
+                store_bytes,
+                memory.least_bytes,
+                memory.merge_bytes,
             )
         )
     return tuple(syncers)

@@ -324,6 +324,7 @@ class LocalRun:
     def _start_syncer(self, name: str) -> None:
         arguments = ["syncer", str(self.state.local), "--name", name]
         arguments += ["--coordinator", self.address]
+        arguments += ["--set", f"telemetry.dir={self.config.telemetry_dir}"]
         self.syncers[name] = self._spawn(arguments, f"site-{name}")
 
     def _start_island(self, island: str) -> None:

@@ -185,7 +185,13 @@ class _Here:
         state = self._state
         there = state.root / "coordinator.toml"
         write_durably(there, [found.contents["resolved.toml"]])
-        config = with_settings(self._config, policy_json(load_config(there)))
+        of_run = load_config(there)
+        if of_run.syncer_shares.keys() != self._config.syncer_shares.keys():
+            raise ConfigError(
+                f"[syncers]: {', '.join(self._config.syncer_shares)} here, and "
+                f"{', '.join(of_run.syncer_shares)} at the coordinator: give both the same tables"
+            )
+        config = with_settings(self._config, policy_json(of_run))
         own = {"coordinator": config.coordinator.model_copy(update={"state_dir": str(state.root)})}
         write_durably(state.resolved, [resolved_toml(config.model_copy(update=own)).encode()])
         write_durably(state.secret, [found.contents["secret"]], mode=0o600)

@@ -1,8 +1,9 @@
 """Whether syncers can do what a run asks of them; what cannot be is refused with the remedy.
 
-Syncers run on the coordinator's machine. One merges its fragments one after the other, so that
-several, each with fragments of its own (`coordinator.num_syncers`), use several cores; memory,
-disk and network card are the machine's, and all syncers together take as much as one would.
+Syncers run on the coordinator's machine, or each on one of its own ([syncers.NAME]). One merges its
+fragments one after the other, so that several, each with fragments of its own
+(`coordinator.num_syncers`), use several cores; memory, disk and network card are the machine's, and
+all syncers of one machine together take as much as one would.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from diloco.transport.units import format_bandwidth, format_bytes, parse_bandwid
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the machine of the syncers has; 0: not told, so nothing is refused for want of it."""
+    """What a machine of syncers has; 0: not told, so nothing is refused for want of it."""
 
     cores: int = 0
     memory_bytes: int = 0
@@ -51,13 +52,25 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
         ConfigError: Naming what is short, `coordinator.num_syncers` and what to change.
     """
     fullest = max(syncers, key=lambda each: each.cores)
-    number = config.coordinator.num_syncers
     if fullest.cores > 1:
         raise ConfigError(
-            f"coordinator.num_syncers = {number}: syncer {fullest.syncer_id} would merge for "
+            f"{_key(config)}: {fullest.name} would merge for "
             f"{fullest.cores:.2f} s of every second, so that rounds pile up; "
             f"{_remedy(config, syncers)}"
         )
+    # Each has a machine of its own, or all have one.
+    for machine in [[each] for each in syncers] if config.syncers else [syncers]:
+        _check_machine(config, machine, capacity)
+
+
+def _key(config: Config) -> str:
+    """Name the setting that says how many syncers there are."""
+    placed = ", ".join(f"[syncers.{name}]" for name in sorted(config.syncers))
+    return placed or f"coordinator.num_syncers = {config.coordinator.num_syncers}"
+
+
+def _check_machine(config: Config, syncers: Sequence[SyncerPrediction], capacity: Capacity) -> None:
+    """Refuse what the machine of these syncers cannot hold."""
     cores = sum(each.cores for each in syncers)
     memory = sum(each.memory_bytes for each in syncers)
     disk = sum(each.store_bytes for each in syncers)
@@ -65,7 +78,15 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
         sum(each.mean_in_bps for each in syncers),
         sum(each.mean_out_bps for each in syncers),
     )
-    shared = "all of them share that machine, so another number of them takes as much"
+    whose, shared = (
+        ("together they", "all of them share that machine, so another number of them takes as much")
+        if not config.syncers
+        else (
+            syncers[0].name,
+            "lower its share (syncers.NAME.share), or add another syncer",
+        )
+    )
+    does = "" if not config.syncers else "s"
     for option, needed, there, text, remedy in (
         ("--syncer-cores", cores, capacity.cores, "{:.2g} cores", "raise "
          "outer.inner_steps_per_round, or take a machine with more"),
@@ -77,13 +98,13 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
         if there and needed > there:
             shown = [text.format(n) if text else format_bytes(round(n)) for n in (needed, there)]
             raise ConfigError(
-                f"coordinator.num_syncers = {number}: together they take {shown[0]}, and {option} "
-                f"says {shown[1]}; {shared}: {remedy}"
+                f"{_key(config)}: {whose} take{does} {shown[0]}, and {option} says {shown[1]}; "
+                f"{shared}: {remedy}"
             )
     if capacity.network_bps and (most := max(in_bps, out_bps)) > capacity.network_bps:
         raise ConfigError(
-            f"coordinator.num_syncers = {number}: together they move {format_bandwidth(most)} on "
-            f"average, and --syncer-network says {format_bandwidth(capacity.network_bps)}; "
+            f"{_key(config)}: {whose} move{does} {format_bandwidth(most)} on average, and "
+            f"--syncer-network says {format_bandwidth(capacity.network_bps)}; "
             f'{shared}: set outer.uplink_codec and outer.downlink_codec = "int4", raise '
             f"outer.inner_steps_per_round, or take a faster card"
         )
@@ -91,6 +112,8 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
 
 def _remedy(config: Config, syncers: Sequence[SyncerPrediction]) -> str:
     """Find the smallest number of syncers that is enough."""
+    if config.syncers:
+        return "add a table [syncers.NAME], lower its share, or raise outer.inner_steps_per_round"
     plan = run_plan(config)
     per_value = sum(each.cores for each in syncers) / sum(f.padded_numel for f in plan.fragments)
     for number in range(config.coordinator.num_syncers + 1, len(plan.fragments) + 1):

@@ -87,6 +87,7 @@ class SyncerPrediction:
 
     Attributes:
         syncer_id: Which.
+        name: Of its store.
         fragment_ids: Its own.
         cores: Seconds of merging a second, if training never waits for it.
         memory_bytes: At most, without code.
@@ -99,6 +100,7 @@ class SyncerPrediction:
     """
 
     syncer_id: int
+    name: str
     fragment_ids: tuple[int, ...]
     cores: float
     memory_bytes: int
@@ -333,6 +335,7 @@ def _syncers(
         found.append(
             SyncerPrediction(
                 syncer_id=syncer_id,
+                name=list(config.syncer_shares)[syncer_id],
                 fragment_ids=own,
                 cores=_merging_s(run, own, assumed.costs.commit_round_s) / trained_s,
                 memory_bytes=syncer_memory(config, plan, own),

@@ -76,10 +76,10 @@ class Scene:
         options = [f"coordinator.num_syncers={num_syncers}"]
         config = load_config(write_run(root, {"east": ""}, num_fragments=num_syncers), options)
         run = LocalRun(config, look_s=0.01)
-        run.state.create(num_syncers)
+        run.state.create(config.own_syncers)
         self.environment = ChaosEnvironment(run, root / "chaos")
         self.environment.chaos_dir.mkdir()
-        self.fragment = fragment_directory(run.state.of_syncers(num_syncers)[0].store, 0)
+        self.fragment = fragment_directory(run.state.of_syncers(run.config.own_syncers)[0].store, 0)
         self.fragment.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
 

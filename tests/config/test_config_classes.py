@@ -27,7 +27,7 @@ from diloco.errors import ConfigError
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "runs" / "demo.toml"
 CONFIG = load_config(DEMO, island="eu-west")
 #: Fields that hold the names of tables.
-NAMES = ("islands", "data.sources")
+NAMES = ("islands", "data.sources", "syncers")
 LEAVES = [(path, mark) for path, mark, _ in leaves(CONFIG) if path not in NAMES]
 IDENTITY = {
     "run.name run.seed islands data.source data.sequence_length model.family model.vocab_size",
@@ -216,9 +216,10 @@ def test_explain_lists_every_field_with_class_range_and_description() -> None:
         for path, _, _ in leaves(CONFIG)
         if "us-east" not in path
     }
-    named = {path for path in rows if path.startswith("data.sources.NAME.")}
+    tables = ("data.sources.NAME.", "syncers.NAME.")
+    named = {path for path in rows if path.startswith(tables)}
     assert rows.keys() - named == expected | {"model.hf_config"}  # has no keys here
-    assert "data.sources.NAME.files" in named
+    assert {"data.sources.NAME.files", "syncers.NAME.listen"} <= named
     assert all(row.description for row in rows.values())
     alpha, gamma = rows["outer.local_mix"], rows["outer.grace_share"]
     assert (alpha.config_class, alpha.default) == ("identity", "0.0")

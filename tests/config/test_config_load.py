@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.config.classes import fingerprint
 from diloco.config.load import load_config, resolved_toml
 from diloco.config.outer import FEWEST_OF_A_MEDIAN
 from diloco.config.schema import Config
@@ -475,6 +476,10 @@ REFUSALS = [
     ("run.state=s3//bucket", ["run.state:", "s3://BUCKET/PREFIX"]),
     ("run.state=file://relative/x", ["run.state:", "file:///PATH"]),
     ("run.state=http://host/x", ["run.state:", "s3://BUCKET/PREFIX"]),
+    ("syncers.eu={}", ["syncers.eu: ", "needs run.state"]),
+    ("syncers.eu.share=0", ["syncers.eu.share: 0: is out of range"]),
+    ("syncers.eu.listen=0.0.0.0:7", ["syncers.eu.listen:", "transport.insecure = true"]),
+    ("syncers.eu.address=far", ["syncers.eu.address:", "must be HOST:PORT"]),
     ("evaluation.every_inner_steps=-1", ["evaluation.every_inner_steps: -1:", ">= 0"]),
     ("islands={}", ["islands: {  }: must not be empty"]),
     ("islands={A={}}", ['islands.A: "A": must match ^[a-z0-9-]{1,100}$']),
@@ -769,3 +774,22 @@ def test_config_is_exported_with_the_sections_that_components_read() -> None:
     assert {"run", "model", "data", "inner", "outer", "coordinator", "transport"} < set(
         Config.model_fields
     )
+
+
+def test_syncers_of_their_own_have_the_place_of_those_that_the_coordinator_starts() -> None:
+    placed = ["run.state=file:///tmp/objects", "syncers.us={share=3.0}", "syncers.eu={}"]
+
+    config = load_config(DEMO, placed)
+
+    assert config.syncer_shares == {"syncer-eu": 1.0, "syncer-us": 3.0}
+    assert config.own_syncers == ()
+    assert fingerprint(config) == fingerprint(load_config(DEMO)), "islands need not name them"
+    for key, value in (
+        ("num_syncers", "2"),
+        ("syncer_listen", "127.0.0.1:7"),
+        ("syncer_address", "h:7"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"starts no syncer then: leave coordinator.{key} out"
+        ):
+            load_config(DEMO, [*placed, f"coordinator.{key}={value}"])

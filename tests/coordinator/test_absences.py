@@ -85,7 +85,7 @@ def test_a_syncer_that_hangs_is_in_the_status_until_it_speaks_again(tmp_path: Pa
 
         await away(coord, grants[0], 2)
         (text,) = [t for t in coord.coordinator.status().away if t.startswith("syncer ")]
-        assert text.startswith("syncer 0 (address not known) is not heard of: its process hangs")
+        assert text.startswith("syncer (address not known) is not heard of: its process hangs")
 
         await coord.told_to_syncer()
         assert list(coord.coordinator.status().away) == []

@@ -171,7 +171,7 @@ def test_a_lost_machine_takes_nothing_with_it(run: Run) -> None:
     run.wait()
 
     assert standby.wait(60) == 0, run.said
-    assert "taking the run over" in run.two.said
+    assert "has been silent for" in run.two.said
     run.check(run.two.state)
 
 

@@ -63,7 +63,7 @@ class KillerOfSecond(Killer):
         self.absences: list[Absence] = []
 
     def run(self) -> None:
-        kept, victim = self.run_.state.of_syncers(2)
+        kept, victim = self.run_.state.of_syncers(("syncer-0", "syncer-1"))
         while len(self.absences) < self.num_kills:
             pid = self.until(victim, other_than=0, after=num_versions(victim))
             if pid is None:
@@ -197,7 +197,7 @@ def test_a_run_in_which_nobody_waits_is_cut_resumed_and_made_again(tmp_path: Pat
 
     killed: list[int] = []
     with LocalRun(config) as run:
-        kept, victim = run.state.of_syncers(2)
+        kept, victim = run.state.of_syncers(("syncer-0", "syncer-1"))
 
         def look() -> None:
             pins = set(pinned_steps(kept.store)).intersection(pinned_steps(victim.store))

@@ -87,8 +87,11 @@ class Run:
         if not journal.exists():
             return False
         with contextlib.closing(sqlite3.connect(journal)) as there:
-            rows = there.execute("SELECT value FROM entries WHERE key = 'checkpoint'")
-            return bool(rows.fetchall())
+            try:
+                rows = there.execute("SELECT value FROM entries WHERE key = 'checkpoint'")
+                return bool(rows.fetchall())
+            except sqlite3.OperationalError:  # it is being made
+                return False
 
     def pids(self, where: str, name: str) -> list[int]:
         state = self.syncer(where, name)

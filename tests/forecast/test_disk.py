@@ -150,7 +150,7 @@ def test_what_a_resumed_run_has_written_needs_no_more_room(
 ) -> None:
     coordinator = config.coordinator.model_copy(update={"num_syncers": num_syncers})
     config = config.model_copy(update={"coordinator": coordinator})
-    for state in StateDir(Path(coordinator.state_dir)).of_syncers(num_syncers):
+    for state in StateDir(Path(coordinator.state_dir)).of_syncers(config.own_syncers):
         state.store.mkdir(parents=True)
         (state.store / "record").write_bytes(bytes(1000 // num_syncers))
         (state.store / "pinned").hardlink_to(state.store / "record")
@@ -167,7 +167,9 @@ def test_one_of_several_syncers_needs_room_for_its_own_part_on_its_own_disk(
 ) -> None:
     coordinator = config.coordinator.model_copy(update={"num_syncers": 2})
     config = config.model_copy(update={"coordinator": coordinator})
-    own, other = (s.store for s in StateDir(Path(coordinator.state_dir)).of_syncers(2)[::-1])
+    own, other = (
+        s.store for s in StateDir(Path(coordinator.state_dir)).of_syncers(config.own_syncers)[::-1]
+    )
     needed = forecast_disk(config, MILLION // 4).store_bytes
     asked: list[Path] = []
 

@@ -161,12 +161,12 @@ def test_directory_is_its_owners_alone_and_may_be_there_already(tmp_path: Path) 
 def test_one_syncer_has_the_plain_names_and_several_have_numbers(tmp_path: Path) -> None:
     one, two = StateDir(tmp_path / "one"), StateDir(tmp_path / "two")
     one.create()
-    two.create(num_syncers=2)
+    two.create(("syncer-0", "syncer-1"))
     two.resolved.write_text("[coordinator]\nnum_syncers = 2\n")
-    two.of_syncers(2)[0].store.rmdir()  # gone, and still one of them
+    two.of_syncers(("syncer-0", "syncer-1"))[0].store.rmdir()  # gone, and still one of them
 
     assert [each.store.name for each in one.syncers] == ["syncer"]
-    assert one.syncers == one.of_syncers(1) == (one,)
+    assert one.syncers == one.of_syncers(["syncer"]) == (one,)
     assert [(each.store.name, each.syncer_id) for each in two.syncers] == [
         ("syncer-0", 0),
         ("syncer-1", 1),

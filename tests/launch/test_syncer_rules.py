@@ -102,7 +102,7 @@ def test_one_of_several_syncers_learns_its_fragments_with_the_plan_and_again_wit
             return SyncerHelloReply(plan=packed(plan_json), fragment_ids=[1, 3])
 
     state = StateDir(tmp_path, "syncer-1")
-    state.create(num_syncers=2)
+    state.create(["syncer-0", "syncer-1"])
     for rotten in ("", "[0,", "[7]", '["x"]', "[]", "{}", "[1, 3]"):
         state.fragments.write_text(rotten)
         asyncio.run(_keep_plan(state, cast(Reporter, Told()), asyncio.Event()))

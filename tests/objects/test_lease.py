@@ -15,7 +15,6 @@ import pytest
 
 from diloco.checkpoint.run_checkpoints import open_journal
 from diloco.errors import ConfigError, Fenced
-from diloco.launch import held_state
 from diloco.launch.held_state import holding_state
 from diloco.objects import lease
 from diloco.objects.lease import RunState, lease_path, store_replica
@@ -27,7 +26,6 @@ from diloco.state_dir import StateDir
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "LEASE_S", 0.3)
     monkeypatch.setattr(lease, "BEAT_S", 0.02)
-    monkeypatch.setattr(held_state, "BEAT_S", 0.02)
 
 
 class Machine:
@@ -43,7 +41,7 @@ class Machine:
         self.run = RunState(url, run, fingerprint, self.state, self.fenced.append)
 
     async def take(self, *, is_standby: bool = False) -> None:
-        await self.run.take(is_standby=is_standby, num_syncers=1, announce=self.said.append)
+        await self.run.take(is_standby=is_standby, syncers=["syncer"], announce=self.said.append)
 
     async def live(self) -> None:
         while True:
@@ -79,7 +77,7 @@ def test_a_holder_that_is_silent_is_followed_by_the_own_clock(
         assert one.fenced
 
     run(story())
-    assert "waiting for its end" in two.said[1] and "taking the run over" in two.said[-1]
+    assert "waiting for its end" in two.said[1] and "taking the run 'run' over" in two.said[-1]
 
 
 def test_who_is_no_standby_is_told_who_holds_it(machine: Callable[..., Machine]) -> None:
@@ -89,7 +87,7 @@ def test_who_is_no_standby_is_told_who_holds_it(machine: Callable[..., Machine])
         await one.take()
         living = asyncio.create_task(one.live())
         await asyncio.sleep(0.05)
-        with pytest.raises(ConfigError, match=r"held by .*coordinator at host:1.*--standby"):
+        with pytest.raises(ConfigError, match=r"held by .* at host:1.*--standby"):
             await two.take()
         living.cancel()
         await two.take()  # dead by now
@@ -310,6 +308,5 @@ def test_a_thread_that_gives_signs_of_life_bears_with_any_error() -> None:
             is_over.set()
         raise OSError("too many open files")
 
-    held_state._again(sign, is_over)
-
-    assert len(signs) == 2
+    with lease.repeating(sign):
+        assert is_over.wait(20.0)

@@ -45,5 +45,25 @@ def test_every_fragment_has_one_syncer_and_none_has_4_3_of_the_best(
 
 @pytest.mark.parametrize("num_syncers", [0, 3])
 def test_a_syncer_without_a_fragment_is_refused(num_syncers: int) -> None:
-    with pytest.raises(ConfigError, match=r"num_syncers = \d is outside \[1, 2\]"):
+    with pytest.raises(ConfigError, match=r"\d syncers .* outside \[1, 2\]"):
         assign_fragments(plan_of([128, 256]), (1.0,) * num_syncers)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=3, max_size=12),
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=3),
+)
+def test_every_syncer_has_a_fragment_whatever_its_share(
+    blocks: list[int], shares: list[float]
+) -> None:
+    assigned = assign_fragments(plan_of([128 * count for count in blocks]), shares)
+
+    assert all(assigned)
+    assert sorted(itertools.chain(*assigned)) == list(range(len(blocks)))
+
+
+def test_fragments_are_dealt_in_proportion_to_the_shares() -> None:
+    eight = plan_of([128] * 8)
+
+    assert [len(own) for own in assign_fragments(eight, (1.0, 3.0))] == [2, 6]
+    assert [len(own) for own in assign_fragments(eight, (1.0, 1.0, 2.0))] == [2, 2, 4]

@@ -39,7 +39,7 @@ def test_fragments_stay_where_they_were_first_put(
         first = [list((await hello(coord, n)).fragment_ids) for n in (0, 1)]
         assert sorted(first) == [[0], [1]]
 
-        def otherwise(plan: Plan, num_syncers: int) -> tuple[tuple[int, ...], ...]:
+        def otherwise(plan: Plan, shares: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(own) for own in reversed(first))
 
         monkeypatch.setattr(assignment, "assign_fragments", otherwise)  # of a newer program

@@ -206,7 +206,7 @@ def test_a_plan_of_another_number_of_fragments_cannot_found_a_run() -> None:
     identity = json.dumps({"outer.num_fragments": 2})
     membership = Membership(
         "demo", ("east", "west"), identity, identity_difference, 100, num_checkpoints=2,
-        assignment=FragmentAssignment(2),
+        assignment=FragmentAssignment({"a": 1.0, "b": 1.0}),
     )  # fmt: skip
     of_one = make_plan([TensorSpec("a", (3, 5)), TensorSpec("b", (7,))], num_fragments=1).to_json()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.bounded_text import MOST_NAMES
+from diloco.errors import RunReturned
 from diloco.protocol.rounds import terms
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.run.plan_bytes import packed, unpacked
@@ -102,6 +103,7 @@ class FakeCoordinator:
         self.refused_reports = 0
         self.checkpoint_steps: list[int] = []
         self.roster: Roster | None = None
+        self.hello = SyncerHelloReply()
 
     async def up(self) -> Server:
         handlers = {"control.syncer_hello": self._hello, "control.round_report": self._report}
@@ -120,6 +122,7 @@ class FakeCoordinator:
         reply = SyncerHelloReply(
             plan=packed(plan), fragment_ids=[0, 1], num_indexed=[0, 3], indexed_digests=["", "ab"]
         )
+        reply.MergeFrom(self.hello)
         return Reply(reply.SerializeToString())
 
     async def _report(self, call: IncomingCall) -> Reply:
@@ -481,3 +484,46 @@ def test_expiries_are_told_once_though_the_coordinator_was_away() -> None:
     told = [report.expiry for _, report in reports if report.HasField("expiry")]
     assert [(e.fragment_id, e.version, e.attempt) for e in told] == [(1, 4, n) for n in range(3)]
     assert {(tuple(e.missing), e.reason) for e in told} == {(("b",), "deadline")}
+
+
+def test_a_new_timeline_ends_this_start_before_it_is_told_anything() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        scene.coordinator.hello.timeline = 1
+        with pytest.raises(RunReturned, match="to timeline 1; this start serves 0"):
+            await scene.run()
+
+    assert not play(story).coordinator.reports
+
+
+def test_all_end_when_the_coordinator_says_so_and_that_is_the_last_word() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        running = scene.run()
+        await asyncio.sleep(1)
+        assert not scene.reporter.ends.is_set()
+        scene.coordinator.hello.ends = True
+        await asyncio.wait_for(scene.reporter.ends.wait(), 2 * HELLO_INTERVAL_S)
+        running.cancel()
+        await scene.reporter.say_ended(1.0)
+
+    said = [hello.has_ended for _, hello in play(story).coordinator.hellos]
+    assert said[-1] and not any(said[:-1])
+
+
+def test_a_coordinator_whose_place_another_has_taken_orders_nothing() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        scene.coordinator.hello.lease = 7
+        running = scene.run()
+        await asyncio.sleep(1)
+        assert len(scene.rounds.orders) == 1
+        scene.coordinator.hello.lease = 3
+        await asyncio.sleep(10)
+        assert len(scene.rounds.orders) == 1
+        scene.coordinator.hello.lease = 12
+        await asyncio.sleep(10)
+        assert len(scene.rounds.orders) > 1
+        running.cancel()
+
+    play(story)

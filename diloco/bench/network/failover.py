@@ -175,7 +175,7 @@ class _Failover:
         self._kill(number)
         began = time.monotonic()
         shutil.rmtree(self._state(number).root)
-        self._wait("the standby to take over", lambda: "taking the run over" in _text(log))
+        self._wait("the standby to take over", lambda: "has been silent for" in _text(log))
         taken = time.monotonic()
         self._wait("the next version", lambda: self._newest(number + 1) > before)
         published = time.monotonic()

@@ -94,7 +94,7 @@ def _island_table(predicted: Prediction) -> FittedTable:
 
 #: Heading -> what gives the cell.
 _SYNCERS: Mapping[str, Callable[[SyncerPrediction], object]] = {
-    "syncer": lambda syncer: syncer.syncer_id,
+    "syncer": lambda syncer: syncer.name,
     "cores": lambda syncer: f"{syncer.cores:.2g}",
     "memory": lambda syncer: format_bytes(syncer.memory_bytes),
     "disk": lambda syncer: format_bytes(syncer.store_bytes),

@@ -123,7 +123,7 @@ def _host_table(planned: Forecast) -> FittedTable:
 
 #: Heading -> what gives the cell.
 _SYNCERS: Mapping[str, Callable[[SyncerForecast], object]] = {
-    "syncer": lambda syncer: syncer.syncer_id,
+    "syncer": lambda syncer: syncer.name,
     "parameters": lambda syncer: f"{syncer.parameters:,}",
     "on disk": lambda syncer: format_bytes(syncer.store_bytes),
     "fragments": lambda syncer: ", ".join(map(str, syncer.fragment_ids)),
