@@ -100,7 +100,7 @@ def test_a_checkpoint_that_completes_meanwhile_is_in_the_copies_of_all_stores_or
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = StateDir(tmp_path / "state")
-    state.create(num_syncers=2)
+    state.create(["syncer-0", "syncer-1"])
     state.resolved.write_text("[coordinator]\nnum_syncers = 2\n")
     state.fingerprint.write_text("5a")
     Timeline().write(state.timeline)

@@ -36,7 +36,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDir:
     """What a run has left of which one syncer was killed again and again; all is kept."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     state = StateDir(tmp_path / "state")
-    state.create(num_syncers=2)
+    state.create(["syncer-0", "syncer-1"])
     config = load_config(
         write_run(tmp_path, dict.fromkeys(ISLANDS, ""), num_fragments=4),
         ["coordinator.num_syncers=2"],

@@ -12,7 +12,7 @@ from diloco.cli.terminal.options import Overrides, RunFile, flag, option
 
 def syncer(
     run_file: RunFile,
-    name: Annotated[str, option("Which table of [syncers] this is.", "NAME", "--name")],
+    name: Annotated[str, option("Which table syncers.NAME this is.", "NAME", "--name")],
     coordinator: Annotated[
         str,
         option(
@@ -31,7 +31,7 @@ def syncer(
 ) -> None:
     """Serve some of a run's fragments from this machine: one at each site spreads the traffic.
 
-    For a run with [syncers.NAME] tables and run.state in an object store. Each has fragments of its
+    For a run with tables syncers.NAME and run.state in an object store. Each has fragments of its
     own, in proportion to syncers.NAME.share, and keeps them in coordinator.state_dir here and in
     the object store. It ends with the run, and with Ctrl-C.
 
