@@ -17,7 +17,6 @@
     sites/NAME/        of a syncer with a table of its own, [syncers.NAME]: all of the above that
                        it needs, with syncer-NAME/ for its store; on its machine, and where it was
                        fetched
-    peers/ISLAND/      the same of an island's peer, where there is no syncer
 
 A lock is a file that its holder keeps locked (`flock`) until it dies, however it dies; the pid in
 it says who. The coordinator locks the store on behalf of the syncer that it starts and hands the
@@ -178,19 +177,6 @@ class StateDir:
         """The syncer's store."""
         return self.root / self.syncer_name
 
-    def peer(self, island: str) -> StateDir:
-        """Where the peer of an island keeps its records, under the all-reduce exchange."""
-        return StateDir(self.root / "peers" / island)
-
-    @property
-    def holding_records(self) -> tuple[StateDir, ...]:
-        """Where records of the run are on this machine: at its syncers, else at an island's peer.
-
-        Together they have every fragment, each one of them.
-        """
-        peers = sorted(self.root.glob("peers/*/syncer/plan.json"))
-        return (StateDir(peers[0].parents[1]),) if peers else self.syncers
-
     @property
     def store_lock(self) -> Path:
         """Held by the syncer while it lives."""
@@ -281,7 +267,7 @@ def read_endpoint(path: Path) -> Endpoint | None:
 
 
 def read_bound(path: Path) -> str:
-    """Return the address that a syncer or peer bound before; empty: none that can be read.
+    """Return the address that a syncer bound before; empty: none that can be read.
 
     Where it is empty a free port will do, which islands hear from the coordinator.
     """

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from diloco.protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
+from diloco.protos import baseline_pb2, control_pb2, fragment_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = sorted(f"diloco/protos/{path.name}" for path in (ROOT / "protos").glob("*.proto"))
 FILES = (
-    allreduce_pb2.DESCRIPTOR,
     baseline_pb2.DESCRIPTOR,
     control_pb2.DESCRIPTOR,
     fragment_pb2.DESCRIPTOR,

@@ -20,7 +20,7 @@ from diloco.chaos.injectors import injector_of
 from diloco.chaos.plan import ENDING, ChaosPlan, Kind, TimedFault, expand
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import DilocoError
 from diloco.faults.process import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.local import LocalRun
 from diloco.launch.process.ending import StopRequest
@@ -56,18 +56,12 @@ def configured(plan: ChaosPlan, directory: Path) -> Config:
     """Load the run of a plan, to be made below `directory`.
 
     Raises:
-        ConfigError: If it cannot be used, or has no syncer.
+        ConfigError: If it cannot be used.
     """
     place = [f"coordinator.state_dir={directory}", "telemetry.dir=", "checkpoint.dir="]
     if plan.config.certificates:
         place.append(f"transport.certs={directory / 'certs'}")
-    config = load_config(plan.run_file, [*plan.config.set, *place])
-    if config.outer.exchange != "syncer":
-        raise ConfigError(
-            f"{plan.run_file}: outer.exchange = {config.outer.exchange!r}: faults are done to runs "
-            f"with a syncer; set it to \"syncer\" for this plan (set = ['outer.exchange=syncer'])"
-        )
-    return config
+    return load_config(plan.run_file, [*plan.config.set, *place])
 
 
 def faults_of(plan: ChaosPlan, config: Config) -> tuple[TimedFault, ...]:

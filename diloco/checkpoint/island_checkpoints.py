@@ -415,7 +415,7 @@ class IslandCheckpoints:
         unset = [f"checkpoint.{every}"]
         if self._memory is None:
             unset.append(f"islands.{config.island_id}.memory_checkpoint_steps")
-        if self._receiver is None and config.outer.exchange == "syncer":
+        if self._receiver is None:
             unset.append(f"islands.{config.island_id}.heal_optimizer")
         logger.warning(
             "no checkpoint of island %s in %s, no copy in memory%s: its inner optimizer begins "

@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from diloco.checkpoint.run_checkpoints import read_membership
 from diloco.checkpoint.stores import known_plan
 from diloco.config.schema import Config
 from diloco.coordinator.journal import AuditEntry, Journal
-from diloco.coordinator.round_journal import SavedRound, round_entry
 from diloco.durable import read_json, rename
 from diloco.errors import ConfigError, PlanMismatch
 from diloco.outer.fragments import Plan
@@ -48,7 +47,7 @@ def check_journal(state: StateDir, journal: Journal) -> None:
     entries = journal.entries()
     stores = [
         each.store
-        for each in (*state.own_syncers, *map(StateDir, sorted(state.root.glob("peers/*"))))
+        for each in state.own_syncers
         if any(next(each.store.glob(pattern), None) for pattern in _FOUNDED)
     ]
     if stores and journal.is_empty:
@@ -75,23 +74,7 @@ def check_journal(state: StateDir, journal: Journal) -> None:
         )
 
 
-def stores_of(state: StateDir, config: Config) -> tuple[StateDir, ...]:
-    """Give whose stores a run's versions are in: its syncers', or those of peers that are here.
-
-    Of peers those of the newest timeline: others have yet to go back to what that began from.
-    """
-    if config.outer.exchange == "syncer":
-        return state.syncers
-    peers = [
-        StateDir(path.parents[1]) for path in sorted(state.root.glob("peers/*/syncer/plan.json"))
-    ]
-    timelines = [read_timeline(peer.store_timeline).number for peer in peers]
-    return tuple(p for p, number in zip(peers, timelines, strict=True) if number == max(timelines))
-
-
-def rebuild_journal(
-    state: StateDir, config: Config, plan: Plan, decided: Sequence[SavedRound], *, unix_s: float
-) -> str:
+def rebuild_journal(state: StateDir, config: Config, plan: Plan, *, unix_s: float) -> str:
     """Make an empty journal again from what is left of the run; returns in words what it says.
 
     The caller holds the stores.
@@ -100,7 +83,6 @@ def rebuild_journal(
         state: The run's state directory.
         config: The run's configuration.
         plan: The run's plan.
-        decided: How each fragment stands where islands merge among themselves; else empty.
         unix_s: Now, by the wall clock.
 
     Raises:
@@ -116,8 +98,7 @@ def rebuild_journal(
     journal.open()
     try:
         told = AuditEntry("repair", f"journal at {unix_s:.0f}", json.dumps({"what": said}))
-        saved = [round_entry(remains.timeline, each) for each in decided]
-        journal.write((*entries_of(remains), *saved), rounds, [told])
+        journal.write(entries_of(remains), rounds, [told])
     finally:
         journal.close()
     return said
@@ -146,7 +127,7 @@ def has_journal(state: StateDir, config: Config) -> bool:
 
 
 def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Remains:
-    syncers = stores_of(state, config)
+    syncers = state.syncers
     headers = {
         (h["timeline"], h["fragment_id"], h["version"]): h for h in _headers(syncers)
     }  # of a version that is there twice, either
@@ -157,9 +138,7 @@ def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Rema
         (read_timeline(p) for p in (state.timeline, *(s.store_timeline for s in syncers))),
         key=lambda each: each.number,
     )
-    pinned = [set(pinned_steps(each.store)) for each in syncers]
-    # Of peers one is enough: the others take it from there.
-    pins = (set.intersection if config.outer.exchange == "syncer" else set.union)(*pinned)
+    pins = set.intersection(*(set(pinned_steps(each.store)) for each in syncers))
     return Remains(
         plan_json=plan.to_json(),
         islands=tuple(sorted(config.islands)),
@@ -167,7 +146,7 @@ def _remains(state: StateDir, config: Config, plan: Plan, unix_s: float) -> Rema
         headers=tuple(headers[key] for key in sorted(headers)),
         unix_s=unix_s,
         assigned=()
-        if syncers[0].syncer_name == ONLY_SYNCER or config.outer.exchange == "allreduce"
+        if syncers[0].syncer_name == ONLY_SYNCER
         else tuple(tuple(_read(each.fragments) or ()) for each in syncers),
         incarnations=_most(_read(each.incarnations) or {} for each in syncers),
         fenced=_most(roster.fenced for roster in rosters),

@@ -174,7 +174,7 @@ def _pins(state: StateDir, stored: Mapping[int, StateDir], step: int) -> dict[in
 
 
 def _other_steps_text(state: StateDir, step: int | None) -> str:
-    pinned = [set(pinned_steps(each.store)) for each in state.holding_records]
+    pinned = [set(pinned_steps(each.store)) for each in state.syncers]
     others = " or ".join(map(str, sorted(set.intersection(*pinned) - {step})))
     return f"choose --at {others}" if others else "leave out --at for the newest published versions"
 

@@ -1,8 +1,7 @@
 """Chooses the run checkpoint that a run is resumed from. Imports no torch.
 
 A run checkpoint is complete when every island has told the coordinator that it keeps its part, and
-can be resumed when the syncer's part, its pin, is whole too; under the all-reduce exchange that of
-one island's peer, as far as they are on this machine. Of islands that keep their checkpoints
+can be resumed when the syncer's part, its pin, is whole too. Of islands that keep their checkpoints
 on this machine the parts are looked at as well; the others' own commands do that.
 
 Source: PROTOCOL.md, "Resume".
@@ -356,27 +355,19 @@ def _problems(
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
-    is_allreduce = config.outer.exchange == "allreduce"
-    if is_allreduce:
-        peers = {f"the peer of island {name}": state.peer(name) for name in sorted(config.islands)}
-        parts = {w: StorePart(p, plan.fragments) for w, p in peers.items() if p.store.is_dir()}
-    else:
-        of_each = assigned_parts(state, plan, membership.assignment)
-        parts = {
-            f"the {part.state.syncer_name}'s part": part for part in of_each if not config.syncers
-        }
+    parts = assigned_parts(state, plan, membership.assignment)
     torn = [
         text
-        for part in (of_each if config.syncers else ())
+        for part in (parts if config.syncers else ())
         if (text := _lacks_pin(config, part, step))
     ]
-    for whose, part in parts.items():
+    for part in () if config.syncers else parts:
+        whose = f"the {part.state.syncer_name}'s part"
         try:
             verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", announce))
         except RecordInvalid as error:
             torn.append(str(error))
-    # One peer is enough: an island without a whole pin takes the state from others.
-    if torn and not (is_allreduce and len(torn) < len(parts)):
+    if torn:
         yield "; ".join(torn)
     for island in sorted(islands):
         if (config.checkpoint_dir / island).is_dir():
@@ -439,7 +430,7 @@ def _found_text(state: StateDir, membership: Membership) -> str:
 
 
 def _partial_text(state: StateDir, membership: Membership) -> str:
-    pinned = {step for each in state.holding_records for step in pinned_steps(each.store)}
+    pinned = {step for each in state.syncers for step in pinned_steps(each.store)}
     steps = sorted(pinned.difference(membership.checkpoints))
     listed = ", ".join(map(str, steps))
     return f"; begun, but not complete on every island: {listed}" if steps else ""

@@ -286,13 +286,8 @@ def unpacked(payload: Buffer, numel: int) -> dict[str, Tensor]:
 
 
 def open_state_transfer(connection: Connection, grant: Grant, plan: Plan) -> StateReceiver | None:
-    """Give inner optimizers to other islands from now on; open what takes one, if this one is to.
-
-    Nothing of either without a syncer.
-    """
+    """Give inner optimizers to other islands from now on; open what takes one, if this is to."""
     config = connection.config
-    if config.outer.exchange != "syncer":
-        return None
     reports = TransferReports(
         StateSource(config.checkpoint_dir, grant, plan, connection.routes).give
     )

@@ -16,7 +16,7 @@ from diloco.state_dir import ONLY_SYNCER, StateDir
 
 @dataclass(frozen=True, slots=True)
 class StorePart:
-    """The fragments that one syncer serves, or one island's peer.
+    """The fragments that one syncer serves.
 
     Args:
         state: The run's state directory, as that syncer sees it.
@@ -51,7 +51,7 @@ def part_of(state: StateDir, plan: Plan) -> StorePart:
 def assigned_parts(
     state: StateDir, plan: Plan, assignment: FragmentAssignment
 ) -> tuple[StorePart, ...]:
-    """Give each syncer's part, or that of the island's peer that holds records here.
+    """Give each syncer's part.
 
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.
@@ -60,7 +60,7 @@ def assigned_parts(
         StorePart(
             each, tuple(plan.fragments[p] for p in assignment.of(each.syncer_id, plan.to_json()))
         )
-        for each in state.holding_records
+        for each in state.syncers
     )
     if not all(part.fragments for part in parts):
         raise ConfigError(
@@ -76,7 +76,7 @@ def parts_of(state: StateDir, plan: Plan) -> tuple[StorePart, ...]:
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.
     """
-    assignment = FragmentAssignment({each.syncer_name: 1.0 for each in state.holding_records})
+    assignment = FragmentAssignment({each.syncer_name: 1.0 for each in state.syncers})
     if assignment.num_syncers > 1 and state.journal.is_file():
         journal = Journal(state.journal)
         journal.open()
@@ -108,7 +108,7 @@ def known_plan(state: StateDir) -> Plan | None:
     Raises:
         PlanMismatch: If the file is damaged.
     """
-    for each in state.holding_records:
+    for each in state.syncers:
         if each.plan.is_file():
             return stored_plan(each)
     return None
@@ -131,7 +131,7 @@ def check_stores(state: StateDir) -> None:
     Raises:
         ConfigError: If some of them are here and others not.
     """
-    holding = state.holding_records
+    holding = state.syncers
     gone = [str(each.store) for each in holding if not each.store.is_dir()]
     if gone and len(gone) < len(holding):
         raise ConfigError(

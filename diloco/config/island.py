@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from diloco.bounded_text import MOST_ENDING, MOST_REASON, MOST_TEXT
 from diloco.config.classes import Local, Needs, Section
 from diloco.config.compute import (
     ActivationCheckpointing,
@@ -22,21 +21,7 @@ from diloco.config.compute import (
 from diloco.config.fields import MOST_STEPS, Deadline, Duration, Problem, Wait
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
-from diloco.config.network import (
-    NOT_LOOPBACK,
-    OWN_TRANSPORTS,
-    UNKNOWN_CALLERS,
-    UNKNOWN_PROTECTION,
-    TransportConfig,
-    beyond_loopback,
-    host_of,
-)
-from diloco.config.outer import OuterConfig
 from diloco.config.pipeline import pipeline_problems
-from diloco.transport.libp2p.address import is_peer_address, parse_peer_address
-
-#: Islands of one all-reduce: every one talks with every other.
-MAX_PEERS = 16
 
 
 class IslandConfig(Section):
@@ -117,7 +102,7 @@ class IslandConfig(Section):
         "an island of fewer hosts keeps one on each. Takes 16 bytes a parameter and host that "
         "keeps it",
     )
-    heal_optimizer: Annotated[Local[bool], Needs("outer.exchange", "syncer")] = Field(
+    heal_optimizer: Local[bool] = Field(
         default=False,
         description="Whether a start without a checkpoint or copy in memory of its own takes the "
         "inner optimizer of another island, as a run checkpoint has it: of the newest, and on "
@@ -127,16 +112,6 @@ class IslandConfig(Section):
         default=Duration("45s"),
         description="Time for which such a start waits for that before it begins with a new one; "
         "shorter than outer.round_deadline with merge scheduled, where the others wait for it",
-    )
-    peer_listen: Annotated[Local[str], Needs("outer.exchange", "allreduce")] = Field(
-        default="127.0.0.1:0",
-        description="HOST:PORT at which the island's leader serves the other islands; port 0: "
-        "any free one, then kept",
-    )
-    peer_address: Annotated[Local[str], Needs("outer.exchange", "allreduce")] = Field(
-        default="",
-        description="HOST:PORT at which the other islands reach it, or several; empty: what it "
-        "listens on",
     )
 
     @property
@@ -148,52 +123,9 @@ class IslandConfig(Section):
             self.precision,
         )
 
-    @field_validator("peer_listen", "peer_address")
-    @classmethod
-    def _check_peer(cls, value: str, info: ValidationInfo) -> str:
-        if is_peer_address(value):
-            parse_peer_address(value)
-        elif value or info.field_name == "peer_listen":
-            for address in value.split(","):
-                host_of(address.strip())
-        return value
-
-
-def announced_bytes(num_fragments: int, num_lanes: int, islands: Collection[str]) -> int:
-    """Bound what the decider of an all-reduce says at once, in bytes.
-
-    Either every fragment closes (a poll's reply), or one commit record is asked for (JSON). In both
-    each island is a contributor, with a digest of 34 or 68 bytes a lane, or refused, with a reason;
-    a reply has an outcome for each fragment and an address for each island.
-    """
-    names, num_islands = sum(map(len, islands)), len(islands)
-    contributor, refused = 80 + 34 * num_lanes, 10 + MOST_REASON
-    closing = 160 + 3 * names + num_islands * max(contributor, refused) + MOST_REASON
-    known = 500 + 2 * names + num_islands * (100 + MOST_TEXT) + MOST_ENDING
-    written = num_islands * max(200 + 68 * num_lanes, 10 + 2 * MOST_REASON)
-    record = 500 + names + written + 68 * num_lanes
-    return max(num_fragments * closing + known, record)
-
-
-def _peer_problems(
-    island: IslandConfig, outer: OuterConfig, transport: TransportConfig
-) -> Iterator[Problem]:
-    """Check where other islands reach this one."""
-    if outer.exchange == "syncer":
-        return
-    if beyond_loopback(island, ("peer_listen",)) and not transport.insecure:
-        if transport.kind == "hivemind" and not transport.tokens:
-            yield "peer_listen", island.peer_listen, UNKNOWN_CALLERS
-        elif transport.kind != "hivemind" and not transport.certs:
-            is_own = transport.kind in OWN_TRANSPORTS
-            problem = NOT_LOOPBACK if is_own else UNKNOWN_PROTECTION
-            yield "peer_listen", island.peer_listen, problem
-
 
 def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check what an island's batch, mesh and addresses owe to the sections that were valid."""
-    if "outer" in data and "transport" in data:
-        yield from _peer_problems(island, data["outer"], data["transport"])
+    """Check what an island's batch and mesh owe to the sections that were valid."""
     if "outer" in data and island.heal_optimizer and not data["outer"].is_on_arrival:
         outer = data["outer"]
         if island.heal_wait.seconds >= outer.round_deadline.seconds:

@@ -171,10 +171,10 @@ class CoordinatorConfig(Section):
         default="127.0.0.1:0",
         description="HOST:PORT of the coordinator; port 0: any free one, then kept",
     )
-    syncer_listen: Annotated[Local[str], Needs("outer.exchange", "syncer")] = Field(
+    syncer_listen: Local[str] = Field(
         default="127.0.0.1:0", description="HOST:PORT of the syncer it starts; port 0: any free one"
     )
-    num_syncers: Annotated[Local[int], Needs("outer.exchange", "syncer")] = Field(
+    num_syncers: Local[int] = Field(
         default=1,
         ge=1,
         le=MOST_SYNCERS,
@@ -187,7 +187,7 @@ class CoordinatorConfig(Section):
         description="HOST:PORT at which islands reach the coordinator, or several, separated by "
         "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir",
     )
-    syncer_address: Annotated[Local[str], Needs("outer.exchange", "syncer")] = Field(
+    syncer_address: Local[str] = Field(
         default="",
         description="HOST:PORT at which islands reach the syncer, or several; empty: the hosts of "
         "address, if any, and the port it listens on; port 0: that port",
@@ -200,7 +200,7 @@ class CoordinatorConfig(Section):
         description="Time without a word after which an island counts as lost; auto: 10s with "
         "outer.merge on_arrival, where nobody waits for it, else 5min",
     )
-    spool_memory: Annotated[Local[Memory], Needs("outer.exchange", "syncer")] = Field(
+    spool_memory: Local[Memory] = Field(
         default=Size("1GiB"),
         description="Contributions that a syncer keeps in memory until their rounds close, beyond "
         "it on disk; as much again, at least 64 MiB, may be arriving. While more than that may "

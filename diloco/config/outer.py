@@ -224,11 +224,6 @@ class OuterConfig(Section):
     num_lanes: Identity[int] = Field(
         default=16, ge=1, le=65536, description="Lanes of a fragment, at most"
     )
-    exchange: Identity[Literal["syncer", "allreduce"]] = Field(
-        default="syncer",
-        description="Who merges: a syncer, or the islands among themselves (reduce-scatter and "
-        "all-gather; each holds all outer state, the coordinator's journal decides)",
-    )
     optimizer: OuterOptimizerConfig = Field(
         default=OuterOptimizerConfig(), description="The outer step"
     )
@@ -255,13 +250,11 @@ class OuterConfig(Section):
         description="Share of the quantisation error that joins the next pseudo-gradient; topk: "
         "0.95 unless given",
     )
-    weighting: Annotated[
-        Policy[Literal["tokens", "tokens_times_rate"]], Needs("exchange", "syncer")
-    ] = Field(
+    weighting: Policy[Literal["tokens", "tokens_times_rate"]] = Field(
         default="tokens",
         description="Weight of a contribution: its tokens, or its tokens times tokens a step",
     )
-    merge_rule: Annotated[Identity[str], _MERGE_RULES, Needs("exchange", "syncer")] = Field(
+    merge_rule: Annotated[Identity[str], _MERGE_RULES] = Field(
         default="mean",
         description="What contributions become: their weighted mean, or by tensor the mean of "
         "their directions with the mean of their norms, which does not shrink with many islands, "
@@ -276,7 +269,7 @@ class OuterConfig(Section):
         description="Tensors by name (* and ?), of three or more dims, of which "
         "merge_rule takes each index of dim 0 on its own",
     )
-    clip_norm_ratio: Annotated[Policy[float], Needs("exchange", "syncer")] = Field(
+    clip_norm_ratio: Policy[float] = Field(
         default=0.0,
         ge=0,
         description="A contribution whose norm is over this times the median of its round's is "
@@ -287,7 +280,7 @@ class OuterConfig(Section):
         description="Whether a syncer refuses contributions that are not of this training: a "
         "tensor's norm or largest value far beyond what is usual for it, or with three or more a "
         "direction that is not that of the others. Who is refused is counted and told the "
-        "numbers; an exchange without a syncer has no guard",
+        "numbers",
     )
     min_contributions: Annotated[Policy[Quorum], Needs("merge", "on_arrival")] = Field(
         default="all",
@@ -308,8 +301,7 @@ class OuterConfig(Section):
     round_deadline: Policy[Deadline] = Field(
         default=Duration("60s"),
         description="Time after the first complete contribution at which a round without quorum "
-        "ends, the longest with merge on_arrival, which measures; in an all-reduce also the time "
-        "from the close to the commit",
+        "ends, the longest with merge on_arrival, which measures",
     )
     on_member_lost: Annotated[
         Policy[Literal["stop", "wait", "shrink"]], Needs("merge", "scheduled")
@@ -325,7 +317,7 @@ class OuterConfig(Section):
     retained_versions: Policy[int] = Field(
         default=4, ge=1, description="Versions whose records and contributions a syncer keeps"
     )
-    snapshot_rounds: Annotated[Policy[int], Needs("exchange", "syncer")] = Field(
+    snapshot_rounds: Policy[int] = Field(
         default=1,
         ge=1,
         le=1024,
@@ -333,9 +325,7 @@ class OuterConfig(Section):
         "parameter and more); of those between it writes what was contributed and published (with "
         "int4 and M islands about 0.5 (M+1) bytes), and a start recomputes their state",
     )
-    keep_contributions: Annotated[
-        Policy[Literal["retained", "all"]], Needs("exchange", "syncer")
-    ] = Field(
+    keep_contributions: Policy[Literal["retained", "all"]] = Field(
         default="retained",
         description="Whether a syncer keeps what every version of the run was made of, so that all "
         "can be recomputed, or that of retained_versions",
@@ -356,40 +346,17 @@ class OuterConfig(Section):
                 data = _with_sparse(data)
         return data
 
-    @field_validator("optimizer")
-    @classmethod
-    def _check_optimizer(
-        cls, value: OuterOptimizerConfig, info: ValidationInfo
-    ) -> OuterOptimizerConfig:
-        """Refuse adam without a syncer."""
-        if value.name == "adam" and info.data.get("exchange") == "allreduce":
-            message = 'needs exchange = "syncer": set that, or name = "nesterov"'
-            raise several_problems([("name", "adam", message)])
-        return value
-
     @model_validator(mode="after")
-    def _check_exchange(self) -> OuterConfig:
-        """Refuse what an owner of single lanes cannot do, or what nothing is kept of."""
+    def _check_kept(self) -> OuterConfig:
+        """Refuse a local_mix by which nothing is kept, and a run on arrival without a flush."""
         problems: list[Problem] = []
         if self.local_mix == "since_send":
-            if self.exchange == "allreduce":
-                message = 'needs exchange = "syncer": set that, or a share from 0 to 1'
-                problems.append(("local_mix", self.local_mix, message))
-            elif not (self.overlap_steps or self.is_on_arrival):
+            if not (self.overlap_steps or self.is_on_arrival):
                 message = "needs an overlap_steps of 1 or more: nothing is trained before the merge"
                 problems.append(("local_mix", self.local_mix, message))
             if self.uplink_codec in _COARSE and not self.error_feedback:
                 message = "needs error_feedback = true, or what is not sent stays here alone"
                 problems.append(("local_mix", self.local_mix, message))
-        if self.exchange == "allreduce":
-            problems += [
-                (key, value, f'needs exchange = "syncer": set that, or {key} = "{plain}"')
-                for key, value, plain in (
-                    ("merge", self.merge, "scheduled"),
-                    ("on_member_lost", self.on_member_lost, "stop"),
-                )
-                if value in ("on_arrival", "shrink")
-            ]
         if self.is_on_arrival and not self.flush:
             message = 'ends a run of merge = "on_arrival": leave it out'
             problems.append(("flush", self.flush, message))

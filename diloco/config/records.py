@@ -185,7 +185,7 @@ class TelemetryConfig(Section):
         description="HOST:PORT at which the coordinator serves /metrics to Prometheus; empty: "
         "nowhere",
     )
-    syncer_metrics: Annotated[Local[str], Needs("outer.exchange", "syncer")] = Field(
+    syncer_metrics: Local[str] = Field(
         default="",
         description="HOST:PORT at which the syncer serves /metrics to Prometheus; empty: nowhere",
     )

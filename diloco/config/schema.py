@@ -25,7 +25,7 @@ from diloco.config.fields import (
     several_problems,
 )
 from diloco.config.inner import InnerConfig, wsd_problems
-from diloco.config.island import MAX_PEERS, IslandConfig, announced_bytes, island_problems
+from diloco.config.island import IslandConfig, island_problems
 from diloco.config.model import ModelConfig
 from diloco.config.network import (
     MOST_SYNCERS,
@@ -46,7 +46,6 @@ from diloco.config.network import (
 from diloco.config.outer import FEWEST_OF_A_MEDIAN, OuterConfig
 from diloco.config.records import CheckpointConfig, EvaluationConfig, TelemetryConfig
 from diloco.errors import ConfigError
-from diloco.transport.framing import MAX_HEADER_BYTES
 
 
 def _state_url(value: str) -> str:
@@ -78,9 +77,7 @@ class RunConfig(Section):
         description="Whether islands that the coordinator's file does not name may join, up to "
         "max_islands",
     )
-    state: Annotated[
-        Local[Annotated[str, AfterValidator(_state_url)]], Needs("outer.exchange", "syncer")
-    ] = Field(
+    state: Local[Annotated[str, AfterValidator(_state_url)]] = Field(
         default="",
         description="Object store that has the run's state besides coordinator.state_dir, so that "
         "the run outlives that machine: s3://BUCKET/PREFIX, gs://..., az://..., file:///PATH. "
@@ -106,12 +103,10 @@ class Config(Section):
     inner: InnerConfig = Field(description="Training inside an island")
     outer: OuterConfig = Field(description="Synchronisation between islands")
     transport: TransportConfig = Field(default=TransportConfig(), description="How bytes travel")
-    syncers: Annotated[Local[dict[IslandName, SyncerConfig]], Needs("outer.exchange", "syncer")] = (
-        Field(
-            default={},
-            description="Syncers on machines of their own, by name, the same at coordinator and "
-            "syncers; none: the coordinator starts coordinator.num_syncers next to itself",
-        )
+    syncers: Local[dict[IslandName, SyncerConfig]] = Field(
+        default={},
+        description="Syncers on machines of their own, by name, the same at coordinator and "
+        "syncers; none: the coordinator starts coordinator.num_syncers next to itself",
     )
     coordinator: CoordinatorConfig = Field(description="Where coordinator and syncer listen")
     checkpoint: CheckpointConfig = Field(
@@ -272,22 +267,16 @@ class Config(Section):
         else:
             problems = _unprotected(value, names, info)
         outer = info.data.get("outer")
-        has_syncer = outer is None or outer.exchange == "syncer"
         is_elsewhere = bool(info.data.get("syncers"))
         if is_elsewhere:
             problems += own_syncer_problems(value)
-        if (
-            not problems
-            and has_syncer
-            and not is_elsewhere
-            and beyond_loopback(value, names) == ["listen"]
-        ):
+        if not problems and not is_elsewhere and beyond_loopback(value, names) == ["listen"]:
             message = (
                 f"only this machine reaches it, but islands elsewhere reach the coordinator at "
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
             )
             problems = [("syncer_listen", value.syncer_listen, message)]
-        if has_syncer and outer is not None and transport is not None:
+        if outer is not None and transport is not None:
             problems += syncer_problems(value, outer.num_fragments, transport.kind)
         problems += port_problems(_listeners(value))
         if problems:
@@ -365,19 +354,6 @@ class Config(Section):
                     f"islands.{name} draws {samples} samples an inner step, and "
                     f"data.handover_samples = {data.handover_samples} must be at least two steps': "
                     f"set it to {2 * samples} or more"
-                )
-        if outer is not None and outer.exchange == "allreduce" and len(value) > MAX_PEERS:
-            raise ValueError(
-                f'{len(value)} islands, and outer.exchange = "allreduce" is for {MAX_PEERS} at '
-                f'most: take exchange = "syncer"'
-            )
-        if outer is not None and outer.exchange == "allreduce":
-            size = announced_bytes(outer.num_fragments, outer.num_lanes, value)
-            if size > MAX_HEADER_BYTES:
-                raise ValueError(
-                    f"{len(value)} islands with {outer.num_fragments} fragments of "
-                    f"{outer.num_lanes} lanes: in an all-reduce the coordinator announces "
-                    f"{size} bytes at once, {MAX_HEADER_BYTES} are allowed: lower outer.num_lanes"
                 )
         if problems:
             raise several_problems(problems)

@@ -125,14 +125,12 @@ class Coordinator:
             keep=self._keep,
             apply_config=self._apply_config,
             halt=self.halt,
-            end_if_over=self._after_command,
+            end_if_over=self._end_if_over,
         )
         self._away: list[str] = []
         membership.members.rules = terms.rules
         membership.merged_tokens = lambda: self.run_status.merged_tokens
         self.ended = asyncio.Event()
-        #: Called after each command of an operator.
-        self.on_operated: Callable[[], None] = lambda: None
 
     @property
     def handlers(self) -> Handlers:
@@ -145,11 +143,6 @@ class Coordinator:
             **self._syncer_service.handlers,
             **self._operator_service.handlers,
         }
-
-    def _after_command(self) -> None:
-        """Let others look at what an operator has changed; end the run where that has ended it."""
-        self.on_operated()
-        self._end_if_over()
 
     def fail(self, reason: str, exit_code: int) -> None:
         """End the run for now: every island is told at its next report, a restart tries again."""
@@ -187,11 +180,6 @@ class Coordinator:
     def status(self) -> StatusReply:
         """Everything an operator sees."""
         return self.run_status.status()
-
-    def is_island(self, grant: Grant) -> bool:
-        """Whether a grant is valid, and of the newest start of its island in this timeline."""
-        is_current = self._membership.is_current(grant.island, grant.incarnation, grant.timeline)
-        return is_current and self._is_granted(grant, ROLE_ISLAND)
 
     def request_stop(self) -> bool:
         """Ask all islands to stop with a checkpoint; false if none of them could be complete."""
@@ -264,8 +252,6 @@ class Coordinator:
         """
         membership = self._membership
         live, accused = set(membership.members.live), set[str]()
-        if self.run_status.instead_of_syncer:
-            return accused
         since = self._complete_since.get(to, -math.inf)
         now_accused = self.alarms.accused(loop_now(), since)
         for each in (*now_accused, set(membership.candidates.accused)):

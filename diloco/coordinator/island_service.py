@@ -359,8 +359,6 @@ class IslandService:
             reached = request.grant.incarnation, inner_step
             self._reached[island] = max(self._reached.get(island, reached), reached)
         self._keep(membership.reported(island))
-        if self._run_status.instead_of_syncer:
-            self._keep(membership.outrun(island, inner_step))
         self._keep(membership.keeps(island, request.checkpoint_steps, inner_step=inner_step))
         for each in request.held_out:
             rules = self._run_status.terms.judging
@@ -479,8 +477,8 @@ class IslandService:
             )
         if grant.incarnation == membership.members[island].incarnation:
             return (
-                f"the certificates of island {island!r} were revoked while it was at work: start "
-                f"it again with new ones (diloco certs issue island/{island})"
+                f"island {island!r} was taken out of the run while it was at work, and may join "
+                f"again: start it again"
             )
         return (
             f"a newer start of island {island!r} has joined, and has taken the place of this "
@@ -503,19 +501,11 @@ class IslandService:
             )  # fmt: skip
             self._run_status.last_words[grant.island] = bounded_text(request.reason)
             if request.is_early and not request.exit_code:
-                left = membership.left_early(
-                    grant.island,
-                    self._last_inner_step(grant.island),
-                    can_shrink=not self._run_status.instead_of_syncer,
-                )
+                left = membership.left_early(grant.island, self._last_inner_step(grant.island))
             else:
                 left = membership.left(
                     grant.island, request.exit_code, is_stopped=request.is_stopped
                 )
-                is_at_end = not (request.exit_code or request.is_stopped)
-                if is_at_end and self._run_status.instead_of_syncer:
-                    # An earlier start of this coordinator may have heard its last report.
-                    self._reached[grant.island] = grant.incarnation, membership.inner_steps
             self._keep(left + membership.positions(self.inner_steps))
             self._end_if_over()
         else:

@@ -1,10 +1,9 @@
 """The coordinator's durable memory: one SQLite file.
 
-`entries` hold what membership must never forget, and under the all-reduce exchange how every
-fragment stands. The audit log is `rounds`, an idempotent index of the records (their headers in the
-order they were reported or committed), and `audit_log`, what happened between them. Both are
-written before anything is answered: a call that would `write` while the disk is full changes
-nothing, one that has `append`ed counts, and both are answered that they are to be repeated.
+`entries` hold what membership must never forget. The audit log is `rounds`, an idempotent index of
+the records (their headers in the order they were reported), and `audit_log`, what happened between
+them. Both are written before anything is answered: a call that would `write` while the disk is full
+changes nothing, one that has `append`ed counts, and both are answered that they are to be repeated.
 
 One thread writes, a transaction after the other, so that their order is that of the calls. `write`
 waits for its own. `append` does not: all that is appended while a transaction is written goes into
@@ -340,10 +339,6 @@ class Journal:
             "SELECT 1 FROM rounds WHERE timeline = ? AND version > 0 LIMIT 1", (timeline,)
         )
         return rows.fetchone() is not None
-
-    def round_header(self, timeline: int, fragment_id: int, version: int) -> str | None:
-        """Return the header of an indexed record, None if there is none."""
-        return _header(self._require().reader, timeline, fragment_id, version)
 
     def newest_rounds(self, timeline: int, fragment_id: int, limit: int) -> list[str]:
         """Return the headers of the newest indexed versions of a fragment, newest first."""

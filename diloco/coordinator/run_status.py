@@ -77,7 +77,6 @@ class RunStatus:
         is_stop_waiting: Whether a stop was asked for, and waits for a repair.
         watched_at: Loop time at which somebody last looked who goes on looking.
         syncers: Those that have said something, by their numbers.
-        instead_of_syncer: For people, where there is none.
         alarms: That were reported.
         last_words: Of islands whose newest start has left with some.
     """
@@ -100,7 +99,6 @@ class RunStatus:
         self.watched_at = -math.inf
         self.syncers: dict[int, SyncerWord] = {}
         self._began = loop_now()
-        self.instead_of_syncer = ""
         self.last_words: dict[str, str] = {}
         self._islands: dict[str, _Seen] = {}
         self._fragments: dict[int, _Seen] = {}
@@ -311,8 +309,7 @@ class RunStatus:
         reply = StatusReply(
             run=membership.run,
             timeline=membership.timeline,
-            syncer_address=", ".join(w.address for _, w in words if w.address)
-            or self.instead_of_syncer,
+            syncer_address=", ".join(w.address for _, w in words if w.address),
             syncer_epoch=max((word.epoch for _, word in words), default=0),
             state=self.state,
             message=membership.fatal_reason or self.damage or self.cut_text,
@@ -354,7 +351,7 @@ class RunStatus:
     @property
     def _words(self) -> list[tuple[int, SyncerWord]]:
         """Of all syncers there are: one that is lost was perhaps never heard of."""
-        number = 0 if self.instead_of_syncer else self._membership.assignment.num_syncers
+        number = self._membership.assignment.num_syncers
         return [(n, self.syncers.get(n, SyncerWord())) for n in range(number)]
 
     def _name(self, syncer_id: int) -> str:

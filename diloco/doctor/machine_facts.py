@@ -138,13 +138,9 @@ def gather(config: Config | None, *, coordinator: str = "") -> Facts:
         coordinator=address,
         paths=tuple(map(try_path, _hosts_of(address))),
         call=call,
-        asks_syncer=bool(config.island_id) and _has_syncer(config),
+        asks_syncer=bool(config.island_id),
         syncer_paths=tuple(tuple(map(try_path, _hosts_of(syncer))) for syncer in syncers),
     )
-
-
-def _has_syncer(config: Config) -> bool:
-    return config.outer.exchange == "syncer"
 
 
 def _is_running(config: Config) -> bool:
@@ -274,16 +270,12 @@ def _echo_request(kind: int, number: int, num_bytes: int) -> bytes:
     return body[:2] + struct.pack("!H", ~total & 0xFFFF) + body[4:]
 
 
-def _try_call(config: Config, address: str) -> CallFacts | None:
-    """Ask the coordinator what time it is, as this site's process would call it; None: none would.
+def _try_call(config: Config, address: str) -> CallFacts:
+    """Ask the coordinator what time it is, as this site's process would call it.
 
     An island also asks where the syncers are.
     """
     role = Role.ISLAND if config.island_id else Role.SYNCER
-    if role is Role.SYNCER and not _has_syncer(config):
-        if config.transport.tokens:
-            return None  # the coordinator has none: it calls nobody
-        role = Role.COORDINATOR
     try:
         security = Security.of(config, role, config.island_id).knowing(address)
         return asyncio.run(_ask(security, address, config.island_id))
@@ -329,8 +321,7 @@ def _identities(config: Config) -> list[Identity]:
     run = config.run.name
     if config.island_id:
         return [Identity(run, Role.ISLAND, config.island_id)]
-    servers = (Role.COORDINATOR, Role.SYNCER) if _has_syncer(config) else (Role.COORDINATOR,)
-    return [Identity(run, role) for role in servers]
+    return [Identity(run, role) for role in (Role.COORDINATOR, Role.SYNCER)]
 
 
 def _certificates(config: Config) -> Iterator[CertificateFacts]:
@@ -351,8 +342,7 @@ def _tokens(config: Config) -> Iterator[TokenFacts]:
     for identity in _identities(config) if directory else ():
         error = ""
         try:
-            is_peer = identity.role is Role.ISLAND and not _has_syncer(config)
-            Security.open(identity, certs="", tokens=directory, is_peer=is_peer)
+            Security.open(identity, certs="", tokens=directory)
         except ConfigError as refusal:
             error = str(refusal)
         yield TokenFacts(identity.short, directory, error)
@@ -374,16 +364,13 @@ def _ports(config: Config) -> Iterator[PortFacts]:
 
 def _listeners(config: Config, state: StateDir) -> Iterator[tuple[str, str, str, Path]]:
     """Give key and value of every address, the one bound before, and what its owner locks."""
-    chosen, telemetry, island = config.coordinator, config.telemetry, config.island_id
-    if island:
-        if not _has_syncer(config):
-            peer, listen = state.peer(island), config.island.peer_listen
-            yield f"islands.{island}.peer_listen", listen, _bound(peer), peer.store_lock
+    chosen, telemetry = config.coordinator, config.telemetry
+    if config.island_id:
         return
     earlier, lock = read_endpoint(state.coordinator), state.coordinator_lock
     yield "coordinator.listen", chosen.listen, earlier.address if earlier else "", lock
     yield "telemetry.coordinator_metrics", telemetry.coordinator_metrics, "", lock
-    for each in state.of_syncers(config.own_syncers) if _has_syncer(config) else ():
+    for each in state.of_syncers(config.own_syncers):
         listens = of_syncer(chosen.syncer_listen, each.syncer_id)
         yield "coordinator.syncer_listen", listens, _bound(each), each.store_lock
         metrics = of_syncer(telemetry.syncer_metrics, each.syncer_id)

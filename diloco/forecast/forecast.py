@@ -2,8 +2,7 @@
 
 bytes a round    every fragment once, up and down, in the run's codecs, without headers
 bytes a run      by the schedule, flush included
-disk             checkpoints of the islands, records of the syncer, or of every island in an
-                 all-reduce (`diloco.forecast.disk`)
+disk             checkpoints of the islands, records of the syncer (`diloco.forecast.disk`)
 host memory      copies of an island's inner states, for each of the hosts that keep one
                  (`diloco.checkpoint.host_memory`)
 ranks            device and host memory, operations (`diloco.forecast.rank_memory`)
@@ -13,7 +12,6 @@ alternatives     the same schedule in float32; data parallel at every inner step
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,8 +25,6 @@ from diloco.forecast.rank_memory import RankForecast, forecast_rank
 from diloco.forecast.syncer_memory import syncer_memory
 from diloco.forecast.traffic import (
     Traffic,
-    allreduce_bytes,
-    allreduce_traffic,
     data_parallel_traffic,
     diloco_traffic,
     fragment_bytes,
@@ -146,7 +142,6 @@ class Forecast:
     kept_bytes: dict[str, int]
     copied_bytes: dict[str, int]
     ranks: dict[str, RankForecast]
-    exchange: str
     syncers: tuple[SyncerForecast, ...]
     arrival: ArrivalForecast | None
 
@@ -209,7 +204,6 @@ def forecast(config: Config) -> Forecast:
             for name, rank in ranks.items()
         },
         ranks=ranks,
-        exchange=config.outer.exchange,
         syncers=_syncers(config, plan),
         arrival=_arrival(config, fragments, link) if config.outer.is_on_arrival else None,
     )
@@ -241,9 +235,7 @@ def _arrival(
 
 
 def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
-    """Foresee who has which fragments; nobody, where the islands merge among themselves."""
-    if config.outer.exchange == "allreduce":
-        return ()
+    """Foresee who has which fragments."""
     syncers = []
     for syncer_id, own in enumerate(assign_fragments(plan, config.shares)):
         parameters = sum(plan.fragments[p].numel for p in own)
@@ -265,17 +257,13 @@ def _syncers(config: Config, plan: Plan) -> tuple[SyncerForecast, ...]:
 
 def _fragment(config: Config, plan: Plan, fragment: Fragment) -> FragmentForecast:
     p, up, down = fragment.fragment_id, config.outer.uplink, config.outer.downlink
-    if config.outer.exchange == "allreduce":
-        bytes_up = bytes_down = allreduce_bytes(plan, p, up, down, len(config.islands))
-    else:
-        bytes_up, bytes_down = fragment_bytes(plan, p, up), fragment_bytes(plan, p, down)
     return FragmentForecast(
         fragment_id=p,
         tensors=tuple(entry.name for entry in fragment.entries),
         parameters=fragment.numel,
         lanes=len(fragment.lanes),
-        bytes_up=bytes_up,
-        bytes_down=bytes_down,
+        bytes_up=fragment_bytes(plan, p, up),
+        bytes_down=fragment_bytes(plan, p, down),
         float32_bytes=fragment_bytes(plan, p, "float32"),
     )
 
@@ -296,18 +284,13 @@ def _directions(
     config: Config, plan: Plan, schedule: Schedule, link: LinkProfile | None
 ) -> tuple[DirectionForecast, ...]:
     up, down = config.outer.uplink, config.outer.downlink
-    count = diloco_traffic
-    if config.outer.exchange == "allreduce":
-        count = functools.partial(allreduce_traffic, num_islands=len(config.islands))
     traffics = {
-        "this run": count(plan, schedule, uplink_codec=up, downlink_codec=down),
-        "float32 DiLoCo": count(plan, schedule, uplink_codec="float32", downlink_codec="float32"),
+        "this run": diloco_traffic(plan, schedule, uplink_codec=up, downlink_codec=down),
+        "float32 DiLoCo": diloco_traffic(
+            plan, schedule, uplink_codec="float32", downlink_codec="float32"
+        ),
+        "data parallel": data_parallel_traffic(plan, schedule.inner_steps),
     }
-    if config.outer.exchange == "allreduce":
-        traffics["with a syncer"] = diloco_traffic(
-            plan, schedule, uplink_codec=up, downlink_codec=down
-        )
-    traffics |= {"data parallel": data_parallel_traffic(plan, schedule.inner_steps)}
     own = _bytes(traffics["this run"])
     return tuple(
         DirectionForecast(

@@ -1,14 +1,9 @@
 """Bytes an island moves over its link, counted from the plan: for planning and for comparison.
 
     DiLoCo           every contribution up and every published version down, one a send
-    all-reduce       u + d + e bytes for a lane each way, times (N - 1)/N for N islands, one a send:
-                     a contribution to its owner (u), then what was published (d; nothing where it
-                     is theta itself) and what theta and momentum follow from (e: the mean in
-                     float32, or N - 1 contributions where they are smaller) to the others
     data parallel    a float32 gradient up and the average down at every inner step
 
-DiLoCo and data parallel are counted through a star; an all-reduce is the mean over its islands,
-which take turns as owners. In payload bytes; a transfer's time is the slower direction at the
+Both are counted through a star, in payload bytes; a transfer's time is the slower direction at the
 link's bandwidth plus a round trip, nothing overlapped with training.
 """
 
@@ -19,7 +14,6 @@ from dataclasses import dataclass
 from diloco.compression.lanes import lane_codec
 from diloco.outer.fragments import Plan
 from diloco.outer.schedule import Schedule
-from diloco.protocol.rounds.allreduce import gathers_mean
 from diloco.transport.shaping.link import LinkProfile
 
 
@@ -54,38 +48,6 @@ def diloco_traffic(
         down += fragment_bytes(plan, p, "float32") * schedule.flush
         transfers += num_sends + schedule.flush
     return Traffic(up, down, transfers)
-
-
-def allreduce_traffic(
-    plan: Plan, schedule: Schedule, *, uplink_codec: str, downlink_codec: str, num_islands: int
-) -> Traffic:
-    """Count a run's reductions and gatherings, two transfers a send; a flush is in float32."""
-    each_way = transfers = 0
-    for fragment in plan.fragments:
-        p = fragment.fragment_id
-        num_sends = schedule.num_sends(p)
-        ordinary, flush = (
-            allreduce_bytes(plan, p, uplink_codec, codec, num_islands)
-            for codec in (downlink_codec, "float32")
-        )
-        each_way += ordinary * num_sends + flush * schedule.flush
-        transfers += 2 * (num_sends + schedule.flush)
-    return Traffic(each_way, each_way, transfers)
-
-
-def allreduce_bytes(
-    plan: Plan, fragment_id: int, uplink_codec: str, downlink_codec: str, num_islands: int
-) -> int:
-    """Payload bytes that one of `num_islands` sends, and receives, for a round of a fragment."""
-    fragment = plan.fragments[fragment_id]
-    num_bytes = 0
-    for lane in fragment.lanes:
-        up = lane_codec(uplink_codec, fragment, lane.lane_id).wire_bytes(lane.numel)
-        down = lane_codec(downlink_codec, fragment, lane.lane_id)
-        num_bytes += up + (0 if down.publishes_values else down.wire_bytes(lane.numel))
-        is_mean = gathers_mean(lane.numel, up, num_islands)
-        num_bytes += 4 * lane.numel if is_mean else (num_islands - 1) * up
-    return round(num_bytes * (num_islands - 1) / num_islands)
 
 
 def data_parallel_traffic(plan: Plan, inner_steps: int) -> Traffic:

@@ -80,19 +80,15 @@ def early_text(config: Config, inner_step: int, inner_steps: int) -> str:
     """Say what it does to leave before the end of the run."""
     island = config.island_id
     end, shorter = f"of {inner_steps}", f"run.inner_steps = {inner_step}"
-    others = "the other islands go on without it"
     again = f"to take it back: diloco kick HOST:PORT {island} --undo, then start it again"
     if config.outer.is_on_arrival:
         end = "before the run's tokens are merged"
         shorter = "run.inner_steps, by which the tokens are counted, to less"
         again = "to take it back start it again"
-    elif config.outer.exchange == "allreduce":
-        others = "another that goes on ends the run, for no round can be without it"
-        again = "to go on from the last checkpoint: diloco coordinator RUN.toml --resume"
     return (
         f"outer.finish() after inner step {inner_step} {end}: island {island} leaves the run. What "
-        f"it has sent is merged, its steps since then are in no version, and {others}. For a "
-        f"shorter run set {shorter} in every run file; {again}"
+        f"it has sent is merged, its steps since then are in no version, and the other islands go "
+        f"on without it. For a shorter run set {shorter} in every run file; {again}"
     )
 
 

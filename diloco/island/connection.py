@@ -30,7 +30,7 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError, DilocoError, Fenced, RunReturned
 from diloco.io_thread import IoThread
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import Exchange, Moved, SyncerConnection
+from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.island.exchange.retried_calls import retry_policy
 from diloco.island.exchange.state_transfer import SyncerRoutes
 from diloco.island.graceful_stop import GracefulStop
@@ -45,7 +45,6 @@ from diloco.protos.control_pb2 import (
     JoinReply,
     JoinRequest,
     ReportRequest,
-    SyncerAssignment,
 )
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event
 from diloco.transport.contracts import PROTOCOL_VERSION, Transport
@@ -64,17 +63,6 @@ _UNFINISHED = (
 )
 
 
-class PeerOfIsland(Moved, Protocol):
-    """What other islands and the ranks of this one reach in its leader."""
-
-    @property
-    def address(self) -> str:
-        """For the ranks of the island."""
-
-    async def stop(self) -> None:
-        """End it."""
-
-
 class Wires(Protocol):
     """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link."""
 
@@ -85,18 +73,6 @@ class Wires(Protocol):
         self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
     ) -> list[tuple[Transport, Transport]]:
         """Open the channels to the run's syncers: to each for control, and for data."""
-
-    def own_peer(self, address: str) -> tuple[Transport, Transport]:
-        """Open the channels to the peer of this island: for control, and for data."""
-
-    async def start_peer(
-        self,
-        config: Config,
-        plan: Plan,
-        reply: JoinReply,
-        complete_checkpoints: Callable[[], Sequence[int] | None],
-    ) -> PeerOfIsland:
-        """Start the peer of this island, which its leader has, where there is no syncer."""
 
 
 class Connection:
@@ -132,7 +108,6 @@ class Connection:
         self._is_open = False
         self._registration: Registration | None = None
         self._exchange: Exchange | None = None
-        self._peer: PeerOfIsland | None = None
         self._farewell = ""
         self._is_stopped = self._is_early = False
 
@@ -244,23 +219,12 @@ class Connection:
                 tokenizer_digest=tokenizer_digest,
                 tokens_per_inner_step=config.island.tokens_per_inner_step,
             ),
-            needs_syncer=config.outer.exchange == "syncer",
             rpc_deadline_s=config.transport.rpc_timeout.seconds,
             policy=retry_policy(config.transport),
             rng=self._rng,
             reports=self.reports,
         )
-        reply = self.io.run(self._registration.join())
-        if config.outer.exchange == "allreduce":
-            in_force = with_policy(config, reply.policy_json)
-            self._peer = self.io.run(
-                self._wires.start_peer(
-                    in_force, plan, reply, lambda: self.reports.complete_checkpoints
-                )
-            )
-            of_all = [fragment.fragment_id for fragment in plan.fragments]
-            reply.syncers.append(SyncerAssignment(address=self._peer.address, fragment_ids=of_all))
-        return reply
+        return self.io.run(self._registration.join())
 
     def joined(self, reply: JoinReply) -> Config:
         """Take the coordinator's answer, on every rank; returns the configuration in force."""
@@ -279,7 +243,7 @@ class Connection:
         island_rank: int,
         on_event: Callable[[Event], None],
     ) -> Exchange:
-        """Open the connections to the syncers, or to the island's own peer instead."""
+        """Open the connections to the syncers."""
         config = self.config
         lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
         carriers = {
@@ -288,12 +252,7 @@ class Connection:
             for lane in fragment.lanes
         }
         addresses = [each.address for each in reply.syncers]
-        moved: list[Moved] | None = None
-        if config.outer.exchange == "syncer":
-            wires = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
-        else:
-            wires = [self._wires.own_peer(address) for address in addresses]
-            moved = [] if self._peer is None else [self._peer]  # the leader's has all the traffic
+        wires = self._wires.syncers(addresses, island_rank=island_rank, carriers=carriers)
         self._exchange = Exchange(
             plan,
             lanes,
@@ -313,7 +272,6 @@ class Connection:
             ),
             rng=self._rng,
             on_event=on_event,
-            moved=moved,
             is_leader=island_rank == 0,
         )
         return self._exchange
@@ -422,7 +380,4 @@ class Connection:
         if self._exchange is not None and not self._farewell:
             with contextlib.suppress(TimeoutError):
                 self.io.run(asyncio.wait_for(self._exchange.stop(), _LAST_WORD_S))
-        if self._peer is not None:
-            with contextlib.suppress(TimeoutError):
-                self.io.run(asyncio.wait_for(self._peer.stop(), _LAST_WORD_S))
         return told

@@ -124,7 +124,6 @@ class Registration:
         transport: Transport,
         request: JoinRequest,
         *,
-        needs_syncer: bool = True,
         rpc_deadline_s: float,
         policy: RetryPolicy,
         rng: random.Random,
@@ -133,11 +132,10 @@ class Registration:
         """Assign only; `policy.budget_s` is how long the coordinator may stay away at a join.
 
         The `start_id` of the request is random, one a start: a repeated join of one start gets one
-        incarnation. `needs_syncer` is false where the islands merge among themselves.
+        incarnation.
         """
         self._transport = transport
         self._request = request
-        self._needs_syncer = needs_syncer
         self._rpc_deadline_s = rpc_deadline_s
         self._policy = policy
         self._rng = rng
@@ -153,7 +151,7 @@ class Registration:
         self._reporting: asyncio.Task[None] | None = None
 
     async def join(self) -> JoinReply:
-        """Join, and ask again until a syncer has registered, where one is needed.
+        """Join, and ask again until all syncers have registered.
 
         Raises:
             FingerprintMismatch: If the identity configuration is not the run's.
@@ -175,7 +173,7 @@ class Registration:
                     island_id=island,
                 )
             self._grant.CopyFrom(reply.grant)
-            if reply.syncers or not self._needs_syncer:
+            if reply.syncers:
                 return reply
             if waited_s > self._policy.budget_s:
                 raise CoordinatorUnavailable(

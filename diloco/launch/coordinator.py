@@ -19,7 +19,6 @@ import functools
 import json
 import logging
 import os
-import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +59,7 @@ from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.membership import Membership
-from diloco.protocol.run.peer_bounds import limits_of, weights_of
+from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.terms import terms_of
 from diloco.security.address import coordinator_address, listen, local_address, syncer_address
 from diloco.security.security import INSECURE_WARNING, Security, metrics_protection
@@ -80,7 +79,6 @@ from diloco.versions.frames import headers_in
 from diloco.versions.pins import pin_directory
 
 if TYPE_CHECKING:
-    from diloco.coordinator.decider import Decider
     from diloco.telemetry.protection import Protection
     from diloco.transport.security.tls import Tls
 
@@ -263,8 +261,7 @@ def _check_same_policy(
             f"tokens of the run, run.inner_steps times islands.*.tokens_per_inner_step: "
             f"{config.total_tokens} here, {before.total_tokens} there"
         )
-    is_elsewhere = config.outer.exchange == "allreduce" or bool(config.syncers)
-    if differing and is_elsewhere and membership.has_been_joined:
+    if differing and config.syncers and membership.has_been_joined:
         # Who is at work there has the policy that it was given, which nobody here knows.
         raise ConfigError(
             f"the islands of the run {before.run.name!r} have begun under another policy than "
@@ -344,7 +341,6 @@ class _Run:
             self.announce(f"warning: {INSECURE_WARNING}")
         if problem := config.outer.sparse_problem:
             self.announce(f"warning: {problem}")
-        decider = self._build_decider(coordinator)
         supervisors = [
             SyncerSupervisor(
                 each,
@@ -364,7 +360,7 @@ class _Run:
         await self._retry("the timeline", lambda: _timeline(membership).write(state.timeline))
         for path in (state.resolved, state.secret, state.timeline):
             read_by_syncers[path] = path.read_bytes()
-        async with self._serving(security, coordinator, decider) as address:
+        async with self._serving(security, coordinator) as address:
             self.announce(f"coordinator of run {config.run.name!r} listens on {address}")
             if security.added is not None:
                 self.announce(f"for its commands: {config.transport.kind}://{address}")
@@ -378,7 +374,7 @@ class _Run:
                 coordinator.watch(),
                 bound_output(),
                 _asked_to_stop(coordinator, membership, self.signals, self.announce),
-                *([decider.watch()] if decider else [s.run() for s in supervisors]),
+                *(s.run() for s in supervisors),
             )
             if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
                 await _linger(membership, self.linger_s)
@@ -430,16 +426,14 @@ class _Run:
         )
 
     @contextlib.asynccontextmanager
-    async def _serving(
-        self, security: Security, coordinator: Coordinator, decider: Decider | None
-    ) -> AsyncIterator[str]:
+    async def _serving(self, security: Security, coordinator: Coordinator) -> AsyncIterator[str]:
         """Serve islands, operators and metrics where an earlier start did; gives the address."""
         config = self.config
         earlier = read_endpoint(self.state.coordinator)
         server = await listen(
             config.coordinator.listen,
             earlier.address if earlier else "",
-            repeated_when_full({**coordinator.handlers, **(decider.handlers if decider else {})}),
+            repeated_when_full(coordinator.handlers),
             security=security,
             chunk_bytes=config.transport.chunk.num_bytes,
             limits=limits_of(config),
@@ -456,36 +450,6 @@ class _Run:
                 yield coordinator_address(server.address, config.coordinator)
         finally:
             await server.stop(_DRAIN_S)
-            if decider is not None:
-                decider.stop()
-
-    def _build_decider(self, coordinator: Coordinator) -> Decider | None:
-        """Build what decides the rounds, where the islands merge among themselves."""
-        outer = self.config.outer
-        if outer.exchange == "syncer":
-            return None
-        from diloco.coordinator.decided_rounds import DeciderRules
-        from diloco.coordinator.decider import Decider
-
-        coordinator.run_status.instead_of_syncer = "none: the islands merge among themselves"
-        decider = Decider(
-            membership=self.membership,
-            journal=self.journal,
-            secret=load_or_create_secret(self.state.secret),
-            rules=DeciderRules(
-                outer.round_deadline.seconds,
-                outer.downlink,
-                outer.retained_versions,
-                weights_of(self.config),
-            ),
-            decider_id=secrets.token_hex(16),
-            is_granted=coordinator.is_island,
-            on_status=coordinator.fragment_stands,
-            on_lost=coordinator.lose,
-            on_refused=coordinator.refused,
-        )
-        coordinator.on_operated = decider.name_again
-        return decider
 
     def _show_end(self, run_status: RunStatus) -> int:
         """Say how it ended and what to type next; returns the exit code."""
@@ -681,14 +645,11 @@ def _timeline(membership: Membership) -> Timeline:
 
 def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
     step = membership.stop_step or 0
-    holding = state.holding_records if config.outer.exchange == "allreduce" else state.own_syncers
-    pins = ", ".join(str(pin_directory(each.store, step)) for each in holding)
+    pins = ", ".join(str(pin_directory(each.store, step)) for each in state.own_syncers)
     return (
         f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
         f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{pins or config.run.state} of "
-        f"{'the syncer' if config.outer.exchange == 'syncer' else 'each island'}\n"
-        + _next_text(config, state, membership)
+        f"{pins or config.run.state} of the syncer\n" + _next_text(config, state, membership)
     )
 
 

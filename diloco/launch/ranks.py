@@ -160,7 +160,7 @@ class Ranks:
 
     def look(self) -> RanksEnd | None:
         """Say how the ranks ended as soon as one has failed or all are done; None before that."""
-        for rank in self._ranks:  # those of an all-reduce answer strangers
+        for rank in self._ranks:
             bound_log(rank.log)
         if failed := [rank for rank in self._ranks if rank.code]:
             return min(map(self._end_of, failed), key=lambda end: end.telling)

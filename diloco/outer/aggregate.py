@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from diloco.errors import AggregationError
-from diloco.outer.combination import shares
 from diloco.outer.guard import Floats
 
 #: Values of each contribution that are float64 at once: in the caches of a CPU core.
@@ -26,30 +25,6 @@ _TILE_NUMEL = 1 << 14
 _ASKED_NUMEL, _ASKED_NUMEL_OF_ALL = 1 << 20, 1 << 22
 #: Values that are measured at once: in the second-level cache of a CPU core.
 _MEASURED_NUMEL = 1 << 17
-
-
-@torch.no_grad()
-def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Average the pseudo-gradients of one round, weighted by tokens.
-
-    mean = sum_m c_m * delta_m with c_m = w_m / sum(w), rounded to float32 from float64; products
-    and sums are float32, in the order given. Where all weights are zero the mean is zero.
-
-    Args:
-        deltas: At least one, each float32 of one shape. Each is released before the next is taken,
-            so that a generator can decode them one by one with only one in memory.
-        weights: One for each delta, finite and >= 0, in tokens.
-
-    Returns:
-        Tensor of the deltas' shape, float32, freshly allocated.
-
-    Raises:
-        AggregationError: If a weight is negative or not finite, if numbers, shapes or dtypes do
-            not match, or if the mean is not finite.
-
-    Source: Decoupled DiLoCo (arXiv 2604.21428), token-weighted merging.
-    """
-    return weighted_sum(deltas, [(slice(None), shares(weights))])
 
 
 @torch.no_grad()
@@ -62,7 +37,8 @@ def weighted_sum(
     are float32, in the order given.
 
     Args:
-        deltas: As for `weighted_mean`.
+        deltas: At least one, each float32 of one shape. Each is released before the next is taken,
+            so that a generator can decode them one by one with only one in memory.
         parts: Slices that cover a delta exactly once, and for each the coefficients c_m, one for
             each delta.
 

@@ -1,7 +1,6 @@
 """Takes outer steps: SGD, momentum, Nesterov or Adam on merged pseudo-gradients.
 
-DiLoCo uses Nesterov momentum. The step runs in the syncer (or in each peer), in float32 and in
-place.
+DiLoCo uses Nesterov momentum. The step runs in the syncer, in float32 and in place.
 
 A version must be recomputable bit by bit on other hardware. So every product is rounded before it
 is added: fused forms (`add(alpha=)`, `lerp`) round differently on other devices and under

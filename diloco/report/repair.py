@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from diloco.checkpoint.checkpoints import found_directory, verify_sizes, written_steps
-from diloco.checkpoint.lost_journal import has_journal, rebuild_journal, stores_of
+from diloco.checkpoint.lost_journal import has_journal, rebuild_journal
 from diloco.checkpoint.run_checkpoints import open_journal, read_membership
 from diloco.checkpoint.stores import StorePart, known_plan, parts_of
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.journal import AuditEntry, Journal
-from diloco.coordinator.round_journal import SavedRound
 from diloco.durable import read_json, write_json
-from diloco.errors import ConfigError, QuorumLost
-from diloco.island.peer.replica import state_digest
+from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import read_member
 from diloco.protocol.run.membership import Membership
@@ -41,10 +39,8 @@ def repair_run(
 ) -> tuple[RepairFinding, ...]:
     """Verify and repair the store of a run that is not served; returns one finding a part.
 
-    Where islands merge among themselves only a lost journal is made again: a peer takes what is
-    damaged of its store from the others by itself. Pins of complete checkpoints are read. Of
-    islands' checkpoints that are on this machine manifests and sizes are looked at; a
-    damaged one is nowhere else, but in its mirror.
+    Pins of complete checkpoints are read. Of islands' checkpoints that are on this machine
+    manifests and sizes are looked at; a damaged one is nowhere else, but in its mirror.
 
     Args:
         state: The run's state directory.
@@ -56,10 +52,8 @@ def repair_run(
     """
     if not state.resolved.exists() or (plan := known_plan(state)) is None:
         raise ConfigError(
-            f"{state.root} holds no store of a syncer or peer (there is no "
-            f"{state.syncers[0].plan}): give the run file, or the coordinator.state_dir of a run "
-            f"that was started. Where islands merge among themselves bring the directory of an "
-            f"island's peer here first (peers/ISLAND)"
+            f"{state.root} holds no store of a syncer (there is no {state.syncers[0].plan}): give "
+            f"the run file, or the coordinator.state_dir of a run that was started"
         )
     config = load_config(state.resolved)
     if config.run.state:
@@ -72,14 +66,12 @@ def repair_run(
     if not has_journal(state, config):
         rebuilt = (_rebuilt(state, config, plan),)
         on_finding(rebuilt[0])
-    repaired: tuple[RepairFinding, ...] = ()
-    if config.outer.exchange != "allreduce":
-        repaired = _repaired(state, config, plan, on_finding)
+    repaired = _repaired(state, config, plan, on_finding)
     with open_journal(state.journal) as journal:
         membership = read_membership(config, journal)
-    parts = parts_of(state, plan) if config.outer.exchange != "allreduce" else ()
     checkpoints = []
-    for finding in itertools.chain(_pins(parts, membership), _checkpoints(config, membership)):
+    pins = _pins(parts_of(state, plan), membership)
+    for finding in itertools.chain(pins, _checkpoints(config, membership)):
         checkpoints.append(finding)
         on_finding(finding)
     return (*rebuilt, *repaired, *checkpoints)
@@ -131,40 +123,9 @@ def _checkpoints(config: Config, membership: Membership) -> Iterator[RepairFindi
 
 def _rebuilt(state: StateDir, config: Config, plan: Plan) -> RepairFinding:
     """Make the journal again; of several syncers it says whose the fragments are."""
-    with hold(state.coordinator_lock), _held(stores_of(state, config)):
-        decided = _decided(state, config, plan) if config.outer.exchange == "allreduce" else []
-        said = rebuild_journal(state, config, plan, decided, unix_s=time.time())
-    if decided:
-        said += (
-            f". Decided is what the peers here hold: an island elsewhere with a newer version "
-            f"ends with exit code {QuorumLost.exit_code}. To keep that, before any start, bring "
-            f"the directory of its peer here (peers/ISLAND), remove {state.journal}, and repair "
-            f"again"
-        )
+    with hold(state.coordinator_lock), _held(state.syncers):
+        said = rebuild_journal(state, config, plan, unix_s=time.time())
     return RepairFinding(ALL_FRAGMENTS, state.journal.name, Condition.REPAIRED, said)
-
-
-def _decided(state: StateDir, config: Config, plan: Plan) -> list[SavedRound]:
-    """Find the newest version of each fragment that an island's peer here knows to be committed.
-
-    What was committed and is at no peer here is decided again: an island that has merged it is
-    refused.
-    """
-    decided = []
-    for fragment in plan.fragments:
-        stores = [
-            FragmentStore(each.store, fragment, config.outer.retained_versions)
-            for each in stores_of(state, config)
-        ]
-        found = [recovered.record for store in stores if (recovered := store.recover()) is not None]
-        if not found:
-            raise ConfigError(
-                f"no island's peer in {state.root} holds fragment {fragment.fragment_id}: bring "
-                f"the directory of one here that does (peers/ISLAND)"
-            )
-        newest = max(found, key=lambda record: record.version)
-        decided.append(SavedRound(newest.header(), state_digest(newest)))
-    return decided
 
 
 def _repaired(

@@ -14,7 +14,6 @@ from diloco.checkpoint.stores import read_plan, state_by_fragment
 from diloco.config.load import load_config
 from diloco.coordinator.journal import AuditRow, Journal
 from diloco.errors import ConfigError
-from diloco.forecast.build import build_publication_rules
 from diloco.outer.fragments import Plan
 from diloco.state_dir import Held, StateDir, hold, read_timeline
 from diloco.system import usable_cpus
@@ -51,7 +50,7 @@ def replay_run(
     Raises:
         ConfigError: If there is no store, no such fragment, or a syncer serves the store.
     """
-    holding = state.holding_records
+    holding = state.syncers
     if (plan := read_plan(state)) is None:
         raise ConfigError(
             f"{state.root} holds no records (there is no {holding[0].plan}): give the run file, or "
@@ -92,7 +91,6 @@ def _replayed(
             p,
             indexed=headers,
             timeline=read_timeline(stored[p].store_timeline).number,
-            unnamed=build_publication_rules(config),
         )
         for p in (range(len(plan.fragments)) if fragment is None else [fragment])
     ]

@@ -35,7 +35,6 @@ from diloco.report.summary_text import (
     text_summary,
 )
 from diloco.transport.shaping.link import LinkProfile
-from diloco.versions.publication import PublicationRules
 from diloco.versions.replay import FragmentReplay, ReplayVerdict
 from diloco.versions.store import FragmentStore
 
@@ -152,7 +151,6 @@ def summarise(
     config: Config,
     plan: Plan,
     schedule: Schedule,
-    rules: PublicationRules,
     *,
     stores: Sequence[FragmentStore],
     events: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -165,7 +163,6 @@ def summarise(
         config: The run's configuration.
         plan: Its plan.
         schedule: Its schedule.
-        rules: How an all-reduce published versions; a syncer's records name theirs.
         stores: Store of each fragment, in plan order.
         events: Island id -> effective events of all its ranks (`read_events`).
         link: Profile of the shaped link, None for the real one.
@@ -193,8 +190,7 @@ def summarise(
         link=link_text(link),
         islands=islands,
         fragments=tuple(
-            _fragment_summary(store, plan, rules, config.outer.retained_versions)
-            for store in stores
+            _fragment_summary(store, plan, config.outer.retained_versions) for store in stores
         ),
         alternatives=()
         if config.outer.is_on_arrival  # of a schedule, and nobody had one
@@ -272,9 +268,7 @@ def event_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _fragment_summary(
-    store: FragmentStore, plan: Plan, rules: PublicationRules, retained_versions: int
-) -> FragmentSummary:
+def _fragment_summary(store: FragmentStore, plan: Plan, retained_versions: int) -> FragmentSummary:
     """Make the last versions again (`diloco.versions.replay`)."""
     if (recovered := store.recover()) is None:
         raise ConfigError(
@@ -282,7 +276,7 @@ def _fragment_summary(
             f"there is nothing to sum up. The logs in coordinator.state_dir say how the run ended"
         )
     last = recovered.record
-    replay = FragmentReplay(store.store_dir, plan, last.fragment_id, unnamed=rules)
+    replay = FragmentReplay(store.store_dir, plan, last.fragment_id)
     replayed = list(replay.run(max(1, last.version - retained_versions + 1)))
     made = [
         each

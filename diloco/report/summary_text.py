@@ -70,8 +70,8 @@ class IslandSummary:
 class FragmentSummary:
     """A fragment's last version and whether it could be recomputed from its contributions.
 
-    `is_bit_equal` is None where there was nothing to recompute: nothing was published, or an
-    all-reduce handed on the mean of many islands. `problem` says what is not as it was published.
+    `is_bit_equal` is None where there was nothing to recompute. `problem` says what is not as it
+    was published.
     """
 
     fragment_id: int

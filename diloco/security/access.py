@@ -1,6 +1,6 @@
 """Decides who may call a method: one role each, and an island only in its own name.
 
-Stands before every handler of coordinator, syncer and peers. Where callers are known (certificates
+Stands before every handler of coordinator and syncer. Where callers are known (certificates
 or tokens) it compares them with the method's role and with the island that the header names; where
 they are not, what is for the operator alone is told on this machine only. Known or not, a header
 that is no message, of another protocol version, or that says what cannot be in this run
@@ -19,7 +19,6 @@ from typing import Any, NoReturn, TypeAlias
 from google.protobuf.message import DecodeError, Message
 
 from diloco.protocol.run.peer_bounds import RunLimits, problem_of, surplus_of
-from diloco.protos import allreduce_pb2
 from diloco.protos.baseline_pb2 import VectorHeader
 from diloco.protos.control_pb2 import (
     ClockRequest,
@@ -95,15 +94,6 @@ RULES: Mapping[str, Rule] = {
     "fragment.pin": Rule(Role.ISLAND, PinRequest, _granted),
     "heal.put": Rule(Role.ISLAND, StatePutHeader, _granted),
     "heal.get": Rule(Role.ISLAND, StateGetHeader, _granted),
-    "allreduce.poll": Rule(Role.ISLAND, allreduce_pb2.PollRequest, _granted),
-    "allreduce.declare": Rule(Role.ISLAND, allreduce_pb2.DeclareRequest, _granted),
-    "allreduce.decline": Rule(Role.ISLAND, DeclineRequest, _granted),
-    "allreduce.prepared": Rule(Role.ISLAND, allreduce_pb2.PreparedRequest, _granted),
-    "allreduce.found": Rule(Role.ISLAND, allreduce_pb2.FoundRequest, _granted),
-    "allreduce.record": Rule(Role.ISLAND, allreduce_pb2.RecordRequest, _granted),
-    "allreduce.contribution": Rule(Role.ISLAND, allreduce_pb2.ContributionHeader, _granted),
-    "allreduce.result": Rule(Role.ISLAND, allreduce_pb2.ResultHeader, _granted),
-    "allreduce.state": Rule(Role.ISLAND, allreduce_pb2.StateHeader, _granted),
     "baseline.vector": Rule(Role.ISLAND, VectorHeader, _named),
 }
 #: Its handler answers other versions itself, in a reply that says what to install.

@@ -14,7 +14,6 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.config.island import IslandConfig
 from diloco.config.network import CoordinatorConfig, SyncerConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
@@ -158,15 +157,6 @@ def placed_address(bound: str, config: SyncerConfig) -> str:
         ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
     """
     return _advertised(bound, config.address, "syncers.NAME.address")
-
-
-def peer_address(bound: str, config: IslandConfig) -> str:
-    """Address under which other islands reach the peer that listens on `bound`.
-
-    Raises:
-        ConfigError: If `bound` has a wildcard for a host, such as 0.0.0.0, and nothing is set.
-    """
-    return _advertised(bound, config.peer_address, "islands.NAME.peer_address")
 
 
 def local_address(bound: str) -> str:

@@ -79,7 +79,6 @@ class Security:
             certs=transport.certs,
             tokens=transport.tokens,
             insecure=transport.insecure,
-            is_peer=role is Role.ISLAND and config.outer.exchange == "allreduce",
             lifetime_s=transport.certificate_lifetime.seconds,
         )
         pacer = Pacer(transport.rate.bps, transport.snapshot_rate.bps)
@@ -133,13 +132,11 @@ class Security:
         certs: str,
         tokens: str = "",
         insecure: bool = False,
-        is_peer: bool = False,
         lifetime_s: float = LIFETIME_S,
     ) -> Security:
         """Read the files of one identity; an empty run means that of the certificates.
 
-        An island that `is_peer` serves other islands, and so knows callers by their tokens. What is
-        issued here lasts for `lifetime_s` seconds.
+        What is issued here lasts for `lifetime_s` seconds.
 
         Raises:
             ConfigError: If a file is missing or cannot be used; says what to type.
@@ -158,7 +155,7 @@ class Security:
             ) from error
         if tls is not None and identity.role is Role.COORDINATOR:
             tls.is_revoked = read_revoked(Path(certs)).__contains__
-        serves = is_peer or identity.role in SERVERS
+        serves = identity.role in SERVERS
         calls = identity.role is not Role.COORDINATOR
         try:
             table = TokenTable(Path(tokens) / TABLE_FILE) if tokens and serves else None

@@ -1,6 +1,6 @@
 """Gives the payloads of published lanes, and checks the codec of those that arrive.
 
-Used by anyone who serves lanes, a syncer or the peer of an island. Decides nothing about rounds.
+Decides nothing about rounds.
 
 Source: PROTOCOL.md, "Staging".
 """

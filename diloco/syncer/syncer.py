@@ -458,7 +458,7 @@ class Syncer:
     # -- plumbing --------------------------------------------------------------------------------
 
     def _lose(self, lost: Lost) -> None:
-        reason = f"fragment {lost.key.fragment_id}: {lost.reason}. {lost.advice()}"
+        reason = f"fragment {lost.key.fragment_id}: {lost.reason}. {lost.advice}"
         logger.error("run lost, %s", reason)
         # The first reason stays, so that all islands hear the same.
         self.fatal = self.fatal or wire.Fatal(

@@ -170,24 +170,6 @@ def restore(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timelin
     _move(later, pins / aside)
 
 
-def set_aside(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timeline: int) -> None:
-    """Move aside all versions, and the pins of `step` and later: the state comes from elsewhere.
-
-    For the peer of an island that cannot restore what the others go on from. Like `restore`, it is
-    done again by anyone who finds it half done.
-    """
-    pinned = [other for other in pinned_steps(store_dir) if other >= step]
-    aside = f"abandoned-timeline-{abandoned_timeline:04d}-after-{max(step, *pinned, 0):012d}"
-    moved = {_pins(store_dir): [pin_directory(store_dir, other) for other in pinned]}
-    for fragment in plan.fragments:
-        directory = fragment_directory(store_dir, fragment.fragment_id)
-        moved[directory] = [*directory.glob("v*.*"), *directory.glob("attempt.json")]
-    for directory, paths in moved.items():
-        if paths:
-            _clear(directory, aside)
-            _move(paths, directory / aside)
-
-
 def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:
     version = version_of(pinned)
     later = [path for path in directory.glob("v*.*") if version_of(path) > version]

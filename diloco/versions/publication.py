@@ -22,7 +22,7 @@ from diloco.compression.base import Codec, from_bytes, is_finite, to_bytes
 from diloco.compression.lanes import lane_codec, lane_part, padding_of
 from diloco.compression.random_bits import rounding_key
 from diloco.errors import AggregationError, CodecError, ConfigError
-from diloco.outer.aggregate import weighted_mean, weighted_sum
+from diloco.outer.aggregate import weighted_sum
 from diloco.outer.combination import Combination, MergeRule
 from diloco.outer.fragments import Fragment, buffer_runs
 from diloco.outer.optimizer import OuterOptimizer, flush_step_
@@ -224,40 +224,6 @@ def publish_lane_(
         return delta
 
     delta = weighted_sum(map(decoded, payloads), combination.within(lane.start, lane.end))
-    return publish_mean_(
-        state, delta, rules, fragment=fragment, lane_id=lane_id, key=key, is_flush=is_flush
-    )
-
-
-def mean_contribution(
-    decode: Callable[[Buffer], Tensor], payloads: Iterable[Buffer], weights_tokens: Sequence[int]
-) -> Tensor:
-    """Return the mean Delta of one lane, weighted by tokens, float32 and fresh.
-
-    `decode` is of `decoder_of`.
-
-    Raises:
-        AggregationError: If it is not finite.
-        CodecError: If a payload is malformed.
-    """
-    return weighted_mean(map(decode, payloads), weights_tokens)
-
-
-def publish_mean_(
-    state: LaneState,
-    delta: Tensor,
-    rules: PublicationRules,
-    *,
-    fragment: Fragment,
-    lane_id: int,
-    key: RoundKey,
-    is_flush: bool,
-) -> LanePublication:
-    """Take the outer step of `publish_lane_` on its Delta, in place, and encode what is published.
-
-    Raises:
-        AggregationError: As `publish_lane_` does.
-    """
     _outer_step_(state, delta, rules, fragment, lane_id, key, is_flush=is_flush)
     theta = state.theta
     codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
@@ -276,28 +242,6 @@ def publish_mean_(
     return LanePublication(
         replace(state, published=published), to_bytes(encoded), lane_digest(published)
     )
-
-
-def follow_mean_(
-    state: LaneState,
-    delta: Tensor,
-    payload: Buffer,
-    rules: PublicationRules,
-    *,
-    fragment: Fragment,
-    lane_id: int,
-    key: RoundKey,
-    is_flush: bool,
-) -> LanePublication:
-    """Come, in place, to what `publish_mean_` made of `delta` elsewhere, by its payload.
-
-    Raises:
-        CodecError: If the payload is malformed; theta and moments are what they were.
-    """
-    codec = lane_codec(rules.payload_codec(is_flush), fragment, lane_id)
-    published = apply_payload(codec, from_bytes(payload), state.published)
-    _outer_step_(state, delta, rules, fragment, lane_id, key, is_flush=is_flush)
-    return LanePublication(replace(state, published=published), payload, lane_digest(published))
 
 
 def _outer_step_(

@@ -50,8 +50,6 @@ class RepairFinding:
 def repair_fragment(store: FragmentStore) -> Iterator[RepairFinding]:
     """Verify every byte of a fragment's store, and make again what can be made.
 
-    Only versions of a syncer: those of a peer of an all-reduce are its neighbours' too.
-
     Raises:
         DiskFull: If there is no room for what is made again; what was there is.
     """

@@ -52,7 +52,6 @@ FORGOTTEN = (
     "version from a run's start on"
 )
 _NOT_BEFORE = "nothing here leads to the version before it"
-_MEAN_ONLY = "of an all-reduce of many islands the mean is kept, not what it was made of"
 _NOT_MERGED = "it was taken back from an island"
 _NO_RULES = "its record names no rules, and those of the run may have been others then"
 
@@ -100,7 +99,6 @@ class FragmentReplay:
         *,
         indexed: Sequence[Mapping[str, Any]] = (),
         timeline: int = 0,
-        unnamed: PublicationRules | None = None,
     ) -> None:
         """Look at what there is; nothing but headers is read.
 
@@ -111,12 +109,9 @@ class FragmentReplay:
             indexed: Headers that the coordinator has indexed, of all fragments; none: those in the
                 store are all that is known.
             timeline: That the store is of.
-            unnamed: Rules of versions whose records name none: those of an all-reduce, which are
-                the same for a timeline; None: such versions are not made again.
         """
         self._plan = plan
         self._fragment = plan.fragments[fragment_id]
-        self._unnamed = unnamed
         self._directory = fragment_directory(store_dir, fragment_id)
         #: Timelines alone: of a run that keeps all, the headers are more than a machine's memory.
         self._kept = {v: f.header["timeline"] for v, f in each_frame_in(self._directory / KEPT)}
@@ -273,28 +268,18 @@ class FragmentReplay:
 
     # -- one version -----------------------------------------------------------------------------
 
-    def _rules(self, stored: StoredRecord) -> PublicationRules | None:
-        if rules := stored.header.get("rules"):
-            return PublicationRules.from_json(rules)
-        is_of_now = stored.header["timeline"] == self._timelines[self.newest]
-        return self._unnamed if is_of_now else None
-
     def _why_not(self, stored: StoredRecord, before: Sequence[LaneState] | None) -> str:
         """Say why a version cannot be made again; empty: it can."""
         if stored.header.get("repaired"):
             return _NOT_MERGED
-        first = stored.header["contributors"][0]["island"]
-        if f"contribution/{first}/0" not in stored.sections:
-            return _MEAN_ONLY
-        if self._rules(stored) is None:
+        if not stored.header.get("rules"):
             return _NO_RULES
         return _NOT_BEFORE if before is None else ""
 
     def _made(
         self, stored: StoredRecord, before: Sequence[LaneState], pool: Executor
     ) -> list[LanePublication]:
-        rules = self._rules(stored)
-        assert rules is not None
+        rules = PublicationRules.from_json(stored.header["rules"])
 
         def make(lane_id: int) -> LanePublication:
             return made_again_(stored, before[lane_id], rules, self._fragment, lane_id)

@@ -377,21 +377,6 @@ class FragmentStore(StoredVersions):
         durable.unlink(frame_path(self._directory, version))
         durable.sync_directory(self._directory)
 
-    def adopt(self, staged: FragmentStore, version: int) -> None:
-        """Take a version over that another store, on the same disk, has written durably."""
-        own = record_path(self._directory, version)
-        durable.rename(record_path(staged._directory, version), own)
-        durable.unlink(frame_path(self._directory, version))
-        durable.sync_directory(self._directory)
-        durable.sync_directory(staged._directory)
-        self._forget_before(version - self.retained_versions)
-
-    def forget_all_but(self, version: int) -> None:
-        """Forget every record but the one of this version."""
-        for other in versions_in(self._directory):
-            if other != version:
-                self._retention.forget(other)
-
     def record_expiry(self, expiry: RecordExpiry, expired_unix_s: float | None = None) -> None:
         """Write durably that an attempt expired, so that a restart opens the one after it.
 

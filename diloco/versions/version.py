@@ -39,7 +39,7 @@ class VersionRecord:
         merged_tokens: Of all contributions to all versions up to this one; 0 where no syncer
             has counted them.
         rules: What the version was made by, JSON values (`PublicationRules.to_json`, the quorum,
-            and the revision of the policy); empty for version 0, and for an all-reduce.
+            and the revision of the policy); empty for version 0.
         closed_unix_s: When its round closed, by the syncer's wall clock: a restart counts the
             opening floor from there. None where rounds have no measured times.
         guard: What the merge's guard knows of the rounds up to it (`outer.guard.History`), as
@@ -201,7 +201,7 @@ def record_of(
         contributions={
             c.island: [sections[f"contribution/{c.island}/{i}"] for i in lane_ids]
             for c in contributors
-            if f"contribution/{c.island}/0" in sections  # a peer of an all-reduce has its own
+            if f"contribution/{c.island}/0" in sections  # they may have been left unread
         },
         refused=header["refused"],
         last_included={name: Inclusion(*last) for name, last in header["last_included"].items()},

@@ -261,8 +261,6 @@ def _check(lab: LabConfig, config: Config) -> None:
         if name not in config.islands:
             raise ConfigError(f"islands.{name}: not an island of {lab.run}; there are {known}")
     outer = config.outer
-    if config.outer.exchange != "syncer":
-        raise ConfigError('outer.exchange = "allreduce": the laboratory has a syncer; leave it out')
     if lab.warm_steps >= config.run.inner_steps:
         raise ConfigError(
             f"warm_steps = {lab.warm_steps}: must be from 0 to below run.inner_steps = "

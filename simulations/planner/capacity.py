@@ -51,13 +51,6 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
     Raises:
         ConfigError: Naming what is short, `coordinator.num_syncers` and what to change.
     """
-    if not syncers:
-        if capacity != Capacity():
-            raise ConfigError(
-                'outer.exchange = "allreduce" has no syncers: leave --syncer-cores, '
-                "--syncer-memory, --syncer-disk and --syncer-network out"
-            )
-        return
     fullest = max(syncers, key=lambda each: each.cores)
     if fullest.cores > 1:
         raise ConfigError(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from diloco.outer.schedule import Schedule
 from diloco.report.figures import SMALL, TITLE, dress, new_figure
 from diloco.simulations.planner.prediction import Prediction
-from diloco.simulations.runs.fragment_peer import peer_name
 
 if TYPE_CHECKING:  # a second of imports, only for those who draw
     from matplotlib.axes import Axes
@@ -65,7 +64,6 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
     island = min(predicted.islands)
     until_s = _PERIODS * predicted.round_s
     others = predicted.islands.keys() - {island}
-    others |= {peer_name(other) for other in others}
     shown = [s for s in predicted.run.spans if s.island not in others and s.begin_s < until_s]
     for kind, colour in _COLOURS.items():
         for span in shown:
@@ -78,7 +76,7 @@ def _draw_spans(axes: Axes, schedule: Schedule, predicted: Prediction) -> None:
                     color=colour,
                 )
     axes.set_xlim(0, until_s)
-    what = f"seconds, predicted, of island {island} and of syncer or peer"
+    what = f"seconds, predicted, of island {island} and of the syncer"
     _dress(axes, what, schedule.num_fragments)
     axes.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()],

@@ -123,7 +123,7 @@ class Prediction:
         enough_bps: Bandwidth of all islands, each way, with which the slowest one trains 99 % of
             the time; None: see `enough_bandwidth`.
         islands: By name.
-        syncers: By number; none where islands merge among themselves.
+        syncers: By number.
         run: What was simulated of it.
     """
 
@@ -318,8 +318,6 @@ def _syncers(
     run: SimulatedRun,
     islands: Mapping[str, IslandPrediction],
 ) -> tuple[SyncerPrediction, ...]:
-    if config.outer.exchange == "allreduce":
-        return ()
     sizes = fragment_sizes(config, plan)
     total_up, total_down = (sum(s.bytes_up for s in sizes), sum(s.bytes_down for s in sizes))
     # On arrival the fastest island opens rounds, else all wait for the slowest.

@@ -54,7 +54,6 @@ class HostCosts:
         commit_round_s: Of one commit whatever its size, in seconds: flushes of the disk.
         call_s: Of one call whatever its size, in seconds, both ends.
         lane_s: Of each lane of a contribution, in seconds, both ends: a call of its own.
-        peer_call_s: The same of a call from a peer of an all-reduce, to another or the coordinator.
         carry_s: Carrying a version through both ends of a fetch.
         byte_s: Carrying one byte, either way, in seconds, both ends: copies and checksums. Together
             with what is carried by parameter; a transfer that takes longer hides all but its end.
@@ -74,7 +73,6 @@ class HostCosts:
     commit_round_s: float
     call_s: float
     lane_s: float
-    peer_call_s: float
     carry_s: float
     byte_s: float
     eager: HostCosts | None = None
@@ -106,7 +104,6 @@ EAGER = HostCosts(
     commit_round_s=11e-3,
     call_s=0.5e-3,
     lane_s=0.55e-3,
-    peer_call_s=0.5e-3,
     carry_s=1.6e-9,
     byte_s=1.8e-9,
 )

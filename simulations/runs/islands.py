@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
 
 import simpy
 
@@ -29,12 +28,12 @@ from diloco.protocol.island.pace import ArrivalPace, Pace, ScheduledPace, aim, a
 from diloco.protocol.island.resume_point import Entered, resume_point_of
 from diloco.protocol.island.votes import IslandVote
 from diloco.protocol.rounds.messages import outcome_of
-from diloco.protocol.rounds.terms import Admission, RoundKey
+from diloco.protocol.rounds.terms import Admission
 from diloco.protos import fragment_pb2 as wire
 from diloco.simulations.engine.clock import Crew, Engine, Signal, Steps
 from diloco.simulations.engine.network import Network, Path
 from diloco.simulations.engine.timeline import Span, SpanKind
-from diloco.simulations.runs.actors import left_over
+from diloco.simulations.runs.actors import SimulatedSyncer, left_over
 from diloco.simulations.runs.costs import HostCosts
 from diloco.syncer.polls import UNTIMED_POLL_S
 from diloco.transport.shaping.shaped import TURN_BYTES
@@ -48,7 +47,7 @@ _LAST_UNTIMED_S = 60.0
 class FragmentSize:
     """What a fragment weighs: values, lanes, and bytes of a contribution and of a version.
 
-    Bytes are what crosses the island's line to its syncer; to its own peer there are none.
+    Bytes are what crosses the island's line to its syncer.
     """
 
     numel: int
@@ -140,53 +139,11 @@ class Sums:
         return replace(self, wall_s=wall_s)
 
 
-class RoundServer(Protocol):
-    """Who serves an island the rounds of some fragments: a syncer, or its own peer."""
-
-    changed: Signal
-
-    @property
-    def fragment_ids(self) -> tuple[int, ...]:
-        """Fragments that it serves."""
-
-    def states(self, island: str) -> list[wire.FragmentState]:
-        """What an island sees of every fragment."""
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether what is published stays the newest until somebody contributes, or for good."""
-
-    def granted(self, island: str, incarnation: int) -> None:
-        """Record a start of an island."""
-
-    def stepped(self, island: str, step_s: float) -> None:
-        """Record how long an island's inner steps take."""
-
-    def answer(
-        self, request: wire.PollRequest, island: str, incarnation: int, keys: Iterable[RoundKey]
-    ) -> wire.PollReply | None:
-        """Answer a poll; None: there is nothing new, and it waits for `changed`."""
-
-    def receive(
-        self, island: str, incarnation: int, sent: Outstanding, spread_s: float = 0.0
-    ) -> Generator[simpy.Event, Any, Admission]:  # what it is sent is of the events' own types
-        """Take a contribution that has arrived whole; returns the answer to its last lane."""
-
-    def refuse(self, island: str, incarnation: int, key: RoundKey, reason: str) -> None:
-        """Take a decline."""
-
-    def fetched(self, island: str, fragment_id: int, version: int) -> None:
-        """Record that an island was sent a version whole."""
-
-
-ServerT = TypeVar("ServerT", bound=RoundServer)
-
-
 @dataclass(slots=True)
 class _Connection:
-    """To one syncer, or the own peer: paths, what is polled, and who serves."""
+    """To one syncer: paths, what is polled, and who serves."""
 
-    syncer: RoundServer
+    syncer: SimulatedSyncer
     up: Path
     down: Path
     carried: dict[int, IslandFragment]
@@ -215,7 +172,7 @@ class SimulatedIsland:
         training: IslandTraining,
         common: Exchanging,
         costs: HostCosts,
-        paths: Mapping[ServerT, tuple[Path, Path]],
+        paths: Mapping[SimulatedSyncer, tuple[Path, Path]],
         *,
         record: Callable[[Span], None],
         before: SimulatedIsland | None = None,

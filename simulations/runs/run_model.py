@@ -16,36 +16,27 @@ from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_syncer_rules, link_profile
 from diloco.forecast.traffic import fragment_bytes
-from diloco.island.exchange.retried_calls import retry_policy
 from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
 from diloco.outer.assignment import assign_fragments
 from diloco.outer.fragments import Plan
 from diloco.simulations.engine.clock import Engine
 from diloco.simulations.engine.lives import Absence, Failures, check_absences
-from diloco.simulations.engine.mesh import Mesh
-from diloco.simulations.engine.network import Network, Path, Pipe, Tcp
+from diloco.simulations.engine.network import Network, Path, Tcp
 from diloco.simulations.engine.timeline import Span
 from diloco.simulations.runs.actors import Publication, SimulatedSyncer
 from diloco.simulations.runs.costs import MEASURED, HostCosts
-from diloco.simulations.runs.decider import SimulatedDecider
-from diloco.simulations.runs.fragment_peer import PeerSetting
 from diloco.simulations.runs.islands import (
     Exchanging,
     FragmentSize,
     IslandTraining,
-    ServerT,
     SimulatedIsland,
     Sums,
 )
-from diloco.simulations.runs.peer import SimulatedPeer
 from diloco.simulations.runs.sites import SharedLine, Site
 from diloco.syncer.rules import SyncerRules
 from diloco.trainer.models.families import build_model, shape_of
-from diloco.transport.shaping.link import Link, LinkProfile
-
-#: Between an island's ranks and its own peer: no bottleneck.
-_WITHIN_BPS = 1e15
+from diloco.transport.shaping.link import LinkProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +149,6 @@ def simulate_run(
     absences: Mapping[str, Sequence[Absence]] | None = None,
     failures: Failures | None = None,
     plan: Plan | None = None,
-    is_shaped: bool = False,
 ) -> SimulatedRun:
     """Simulate the run of a run file.
 
@@ -176,17 +166,11 @@ def simulate_run(
         absences: When islands are away, by island, ascending; on arrival also from the start.
         failures: Draws when all others are away; None: they never are.
         plan: Fragments; None: those of the run's model.
-        is_shaped: Whether the links of an all-reduce are those that a process shapes: see `Mesh`.
 
     Raises:
         ConfigError: If something is missing or impossible, by its dotted path.
     """
     _check(config, step_s, rounds)
-    if config.outer.exchange == "allreduce" and syncer_link is not None:
-        raise ConfigError(
-            'syncer_link: outer.exchange = "allreduce" has no syncers, whose line it could be: '
-            "leave it out"
-        )
     if rounds:
         config = _shortened(config, rounds)
     given = dict(absences or {})
@@ -214,15 +198,12 @@ def simulate_run(
         not rounds and config.outer.flush and not config.outer.is_on_arrival,
         [],
     )
-    if config.outer.exchange == "allreduce":
-        mesh = Mesh(parts.network, parts.profiles, tcp, is_shaped=is_shaped)
-        return _run_allreduce(parts, mesh)
     return _run_syncers(parts, SharedLine(syncer_link), tcp)
 
 
 @dataclass(frozen=True, slots=True)
 class _RunParts:
-    """The parts of a simulation, with syncers or without."""
+    """The parts of a simulation."""
 
     config: Config
     plan: Plan
@@ -253,7 +234,7 @@ class _RunParts:
         self,
         name: str,
         common: Exchanging,
-        paths: Mapping[ServerT, tuple[Path, Path]],
+        paths: Mapping[SimulatedSyncer, tuple[Path, Path]],
         record: Callable[[Span], None],
     ) -> Callable[..., SimulatedIsland]:
         """Give what makes the starts of an island."""
@@ -270,14 +251,12 @@ class _RunParts:
             record=record,
         )
 
-    def run(
-        self, sites: Sequence[Site], authorities: Sequence[SimulatedSyncer | SimulatedDecider]
-    ) -> SimulatedRun:
+    def run(self, sites: Sequence[Site], syncers: Sequence[SimulatedSyncer]) -> SimulatedRun:
         """Run to the end of all islands."""
         return run_to_the_end(
             self.engine,
             sites,
-            authorities,
+            syncers,
             self.spans,
             self.config.outer.inner_steps_per_round,
             warm_up_rounds=self.warm_up_rounds,
@@ -313,41 +292,6 @@ def _run_syncers(parts: _RunParts, line: SharedLine, tcp: Tcp | None) -> Simulat
     return parts.run(sites, syncers)
 
 
-def _run_allreduce(parts: _RunParts, mesh: Mesh) -> SimulatedRun:
-    config, engine, plan = parts.config, parts.engine, parts.plan
-    record, retry = Recorder(parts.spans), retry_policy(config.transport)
-    decider = SimulatedDecider(engine, plan.fragments, parts.rules, parts.costs)
-    setting = PeerSetting(
-        sorted(config.islands),
-        engine,
-        parts.network,
-        mesh,
-        decider,
-        parts.rules.publication,
-        parts.costs,
-        retry.first_wait_s,
-        retry.max_wait_s,
-        record,
-    )
-    within = Link(_WITHIN_BPS, 0.0)
-    common = parts.exchanging(
-        [FragmentSize(f.padded_numel, len(f.lanes), 0, 0, 0) for f in plan.fragments]
-    )
-    sites = []
-    for name in sorted(config.islands):
-        peer = SimulatedPeer(setting, name, plan.fragments)
-        up, down = (
-            Path(f"{name}-{way}", (Pipe(name, _WITHIN_BPS),), within, 0.0) for way in ("up", "down")
-        )
-        build = parts.building(name, common, {peer: (up, down)}, record)
-        away = parts.absences.get(name, ())
-        site = Site(engine, name, build, (), away, config.lease_s, peer)
-        site.island.sums = peer.sums  # which count what crosses its line
-        sites.append(site)
-        peer.granted(name, 1)
-    return parts.run(sites, [decider])
-
-
 def run_plan(config: Config) -> Plan:
     """Cut the run's model into fragments; allocates no parameter."""
     model = build_model(shape_of(config.model))
@@ -369,7 +313,7 @@ def fragment_sizes(config: Config, plan: Plan) -> list[FragmentSize]:
 def run_to_the_end(
     engine: Engine,
     sites: Sequence[Site],
-    authorities: Sequence[SimulatedSyncer | SimulatedDecider],
+    syncers: Sequence[SimulatedSyncer],
     spans: Sequence[Span],
     period: int,
     *,
@@ -381,7 +325,7 @@ def run_to_the_end(
     Args:
         engine: The clock.
         sites: Islands, which have not begun.
-        authorities: Who decides their rounds.
+        syncers: That decide their rounds.
         spans: Where what happens is recorded.
         period: H.
         warm_up_rounds: See `simulate_run`.
@@ -390,10 +334,10 @@ def run_to_the_end(
     everybody = engine.all_of([engine.process(site.live()) for site in sites])
     while not (everybody.processed or engine.has_stopped):
         engine.step()
-    lost = next((each.lost for each in authorities if each.lost), "")
+    lost = next((each.lost for each in syncers if each.lost), "")
     # Of islands that are away when the run ends nobody waits for the return.
     ended_s = engine.now if lost else max(site.ended_s for site in sites)
-    publications = [each for authority in authorities for each in authority.publications]
+    publications = [each for syncer in syncers for each in syncer.publications]
     whole, steady = {}, {}
     for island in (site.island for site in sites):
         now = island.sums.copy(ended_s)
@@ -409,7 +353,7 @@ def run_to_the_end(
         whole,
         steady,
         tuple(sorted(publications, key=lambda each: each.published_s)),
-        sum(each.num_expired for each in authorities),
+        sum(each.num_expired for each in syncers),
         lost,
         tuple(spans),
         {site.name: tuple(site.was_away) for site in sites},

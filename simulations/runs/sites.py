@@ -13,7 +13,6 @@ from diloco.simulations.engine.lives import Absence
 from diloco.simulations.engine.network import Path, Pipe, Tcp
 from diloco.simulations.runs.actors import SimulatedSyncer
 from diloco.simulations.runs.islands import SimulatedIsland
-from diloco.simulations.runs.peer import SimulatedPeer
 from diloco.transport.shaping.link import Link, LinkProfile
 
 
@@ -28,7 +27,6 @@ class Site:
         syncers: Sequence[SimulatedSyncer],
         absences: Iterable[Absence],
         lease_s: float,
-        peer: SimulatedPeer | None = None,
         is_over: Callable[[SimulatedIsland], bool] | None = None,
     ) -> None:
         """Assign only; `was_away` are the absences that have begun, of all given or drawn.
@@ -40,12 +38,11 @@ class Site:
             syncers: That it exchanges with.
             absences: When it is away, ascending.
             lease_s: Seconds without a call after which it is not opened for.
-            peer: Of the island, where there are no syncers; it ends with each start.
             is_over: Whether it has trained enough; None: as soon as all syncers are over.
         """
         self._engine, self.name, self._build = engine, name, build
         self._syncers, self._absences, self._lease_s = syncers, iter(absences), lease_s
-        self._peer, self._is_enough = peer, is_over
+        self._is_enough = is_over
         self._next = next(self._absences, None)
         self.is_here = self._next is None or self._next.begin_s > 0
         self.was_away: list[Absence] = []
@@ -67,8 +64,6 @@ class Site:
                     return
                 training.interrupt()
                 self.island.stop()
-                if self._peer is not None:
-                    self._peer.stop()
                 engine.process(self._lapse())
             self.was_away.append(absence)
             is_first, self.is_here = False, False
@@ -83,7 +78,7 @@ class Site:
         """Whether this island has trained enough, or the run has ended without waiting for it."""
         if self._is_enough is not None:
             return self._is_enough(self.island)
-        return bool(self._syncers) and all(syncer.is_over for syncer in self._syncers)
+        return all(syncer.is_over for syncer in self._syncers)
 
     def _train(self, *, is_returning: bool) -> Steps:
         with contextlib.suppress(simpy.Interrupt):

@@ -70,11 +70,6 @@ POINTS = (
     ValidationPoint("1Gbit/s", 100, "float32", 10, 4),
     ValidationPoint("1Gbit/s", 100, "int4", 5, 1),
 )
-#: Without a syncer; besides the others, as their bars are not of them.
-ALLREDUCE_POINTS = (
-    ValidationPoint("100Mbit/s", 20, "int4", 5, 1, exchange="allreduce"),
-    ValidationPoint("100Mbit/s", 100, "int4", 10, 4, exchange="allreduce"),
-)
 #: Where links take most of the time, and the time is short; one codec to calibrate.
 QUICK_POINTS = (POINTS[5], POINTS[9], POINTS[11], POINTS[13])
 SETTING = ValidationSetting()
@@ -99,11 +94,10 @@ class Sweep:
 
     @property
     def calibrations(self) -> tuple[ValidationPoint, ...]:
-        """Runs without a link, of every codec and exchange in two sizes of fragments."""
-        kinds = dict.fromkeys((point.codec, point.exchange) for point in self.points)
+        """Runs without a link, of every codec in two sizes of fragments."""
         return tuple(
-            ValidationPoint("", 0, codec, *schedule, exchange=exchange)
-            for codec, exchange in kinds
+            ValidationPoint("", 0, codec, *schedule)
+            for codec in dict.fromkeys(point.codec for point in self.points)
             for schedule in ((5, 1), (8, 4))
         )
 
@@ -143,11 +137,9 @@ def run_validation(
     """
     began = time.monotonic()
     checks = _measure_missing(sweep, on_progress, on_look)
-    kinds = dict.fromkeys((point.codec, point.exchange) for point in sweep.points)
-    costs = {kind: _calibrated(sweep, *kind) for kind in kinds}
-    rows = [
-        _row(sweep, point, costs[point.codec, point.exchange], checks) for point in sweep.points
-    ]
+    codecs = dict.fromkeys(point.codec for point in sweep.points)
+    costs = {codec: _calibrated(sweep, codec) for codec in codecs}
+    rows = [_row(sweep, point, costs[point.codec], checks) for point in sweep.points]
     errors = [row["error"] for row in rows if row["error"] is not None]
     return Report(
         bench="validate",
@@ -155,7 +147,7 @@ def run_validation(
             **asdict(sweep.setting),
             "shaped": "emulated" if sweep.setting.is_emulated else "in the process",
             "directory": str(sweep.directory),
-            "host_costs": {" ".join(kind): asdict(each) for kind, each in costs.items()},
+            "host_costs": {codec: asdict(each) for codec, each in costs.items()},
             "residual": residual(rows),
         },
         columns=_COLUMNS,
@@ -249,17 +241,17 @@ def _measure_emulated(
 # -- predicting ------------------------------------------------------------------------------------
 
 
-def _calibrated(sweep: Sweep, codec: str, exchange: str) -> HostCosts:
+def _calibrated(sweep: Sweep, codec: str) -> HostCosts:
     calibrations = []
     for point in sweep.calibrations:
-        if (point.codec, point.exchange) == (codec, exchange):
+        if point.codec == codec:
             setting = sweep.setting_of(point)
             measured = read_measured(sweep.directory, setting, point)
             assert measured is not None, "all that was missing has been measured"
             plan = run_plan(run_config(setting, point, sweep.directory))
             numel = statistics.mean(fragment.padded_numel for fragment in plan.fragments)
             calibrations.append(Calibration(numel, measured["phases"]))
-    return host_costs(calibrations, num_islands=len(ISLANDS), is_allreduce=exchange == "allreduce")
+    return host_costs(calibrations, num_islands=len(ISLANDS))
 
 
 def _row(

@@ -10,10 +10,9 @@ so that nothing is fitted to a point that a prediction is judged by.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from diloco.simulations.runs.costs import MEASURED, HostCosts
-from diloco.simulations.runs.fragment_peer import FLUSHES_A_ROUND
+from diloco.simulations.runs.costs import HostCosts
 
 #: What an island waits for, one after the other, where nothing is hidden.
 _WAITED_FOR = ("up", "commit", "down")
@@ -46,32 +45,25 @@ class _Line:
     rate_s: float
 
 
-def host_costs(
-    calibrations: Sequence[Calibration], *, num_islands: int, is_allreduce: bool = False
-) -> HostCosts:
+def host_costs(calibrations: Sequence[Calibration], *, num_islands: int) -> HostCosts:
     """Turn calibrations of a codec into the inputs of a simulation.
 
     Of the islands' calls the syncer's part cannot be told from theirs: up, it is what a syncer
     takes for a contribution, of all islands one after the other, as they share this machine; down,
     what a fetch carries and decodes. The merge is a part of the commit.
 
-    Of an all-reduce "up" and "down" are within an island, and the rest is what its peers do: a
-    constant of flushes of the disk, and work on values in the parts that benches measured.
-
     Args:
         calibrations: Runs of one codec whose fragments differ in size; of one alone nothing is
             constant.
         num_islands: That sent at the same time.
-        is_allreduce: Whether the islands merged among themselves.
     """
     lines = {
         phase: _line(calibrations, phase)
         for phase in (*_WAITED_FOR, "encode", "gather", "merge", _REST)
     }
     encode_s = lines["encode"].rate_s
-    rest = lines[_REST]
-    down_s = lines["down"].rate_s + (0.0 if is_allreduce else rest.rate_s)
-    costs = HostCosts(
+    down_s = lines["down"].rate_s + lines[_REST].rate_s
+    return HostCosts(
         collect_s=lines["gather"].rate_s,
         distribute_s=lines["merge"].rate_s,
         encode_s=encode_s,
@@ -86,25 +78,7 @@ def host_costs(
         commit_round_s=lines["commit"].each_s + lines[_REST].each_s,
         call_s=(lines["up"].each_s + lines["down"].each_s) / 2,
         lane_s=0.0,  # in those of the call
-        peer_call_s=0.0,
         byte_s=0.0,  # in what is carried by value, as a calibration is of one codec
-    )
-    return _of_peers(costs, rest, num_islands) if is_allreduce else costs
-
-
-def _of_peers(costs: HostCosts, rest: _Line, num_islands: int) -> HostCosts:
-    """Give the rest to the peers: each sums its share of the lanes, and follows the others'."""
-    own, each = 1 / num_islands, MEASURED
-    summed_s = num_islands * each.decode_s + each.outer_s + each.publish_s
-    followed_s = (1 + num_islands) * each.decode_s + each.outer_s
-    ratio = rest.rate_s / (own * summed_s + (1 - own) * followed_s + each.commit_s)
-    return replace(
-        costs,
-        decode_s=ratio * each.decode_s,
-        outer_s=ratio * each.outer_s,
-        publish_s=ratio * each.publish_s,
-        commit_s=ratio * each.commit_s,
-        commit_round_s=rest.each_s / FLUSHES_A_ROUND,
     )
 
 

@@ -45,7 +45,6 @@ def predict(
             step_s=step_s,
             links=LinkProfile(name, each, each, ""),
             costs=costs,
-            is_shaped=not setting.is_emulated,
         )
         for name, each in (("validated", link), ("free", Link(_UNLIMITED_BPS, 0.0)))
     )

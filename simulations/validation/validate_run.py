@@ -53,7 +53,6 @@ class ValidationPoint:
         inner_steps_per_round: H.
         num_fragments: P.
         overlap_steps: tau.
-        exchange: Who merges, as outer.exchange.
     """
 
     bandwidth: str
@@ -62,7 +61,6 @@ class ValidationPoint:
     inner_steps_per_round: int
     num_fragments: int
     overlap_steps: int = 0
-    exchange: str = "syncer"
 
     @property
     def name(self) -> str:
@@ -70,7 +68,6 @@ class ValidationPoint:
         link = f"{self.bandwidth.removesuffix('bit/s')}-{self.rtt_ms:g}ms"
         schedule = f"H{self.inner_steps_per_round}P{self.num_fragments}"
         schedule += f"tau{self.overlap_steps}" if self.overlap_steps else ""
-        schedule += "" if self.exchange == "syncer" else f"-{self.exchange}"
         return f"{link if self.bandwidth else 'unshaped'}-{self.codec}-{schedule}"
 
     @property
@@ -102,7 +99,6 @@ def run_config(setting: ValidationSetting, point: ValidationPoint, state_dir: Pa
         "inner_steps_per_round": point.inner_steps_per_round,
         "num_fragments": point.num_fragments,
         "overlap_steps": point.overlap_steps,
-        "exchange": point.exchange,
         "uplink_codec": point.codec,
         "downlink_codec": point.codec,
         "round_deadline": "600s",
@@ -179,7 +175,7 @@ def measure_point(
         "setting": asdict(setting),
         **figures(config.telemetry_dir, point),
     }
-    for heavy in ("syncer", "peers", "checkpoints"):
+    for heavy in ("syncer", "checkpoints"):
         shutil.rmtree(state_dir / heavy, ignore_errors=True)
     write_json(measured_path(directory, setting, point), found)
     return found
@@ -201,8 +197,7 @@ def figures(telemetry_dir: Path, point: ValidationPoint) -> Message:
     """
     events = {name: list(event_lines(telemetry_dir / f"events-{name}-0.jsonl")) for name in ISLANDS}
     rounds = {name: _rounds(its, point.inner_steps_per_round) for name, its in events.items()}
-    syncer = telemetry_dir / "events-syncer.jsonl"
-    merging = event_lines(syncer) if point.exchange == "syncer" else ()
+    merging = event_lines(telemetry_dir / "events-syncer.jsonl")
     return {
         "blocked_s": _blocked_s(events.values(), point.inner_steps_per_round),
         "round_s": statistics.median(wall_s for its in rounds.values() for _, wall_s in its),

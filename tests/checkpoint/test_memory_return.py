@@ -69,7 +69,6 @@ def take_up(
     *,
     on_arrival: bool,
     other: Any = None,
-    exchange: str = "syncer",
 ) -> None:
     """Return at `START_STEP`."""
     site: Any = SimpleNamespace(
@@ -77,7 +76,7 @@ def take_up(
             checkpoint_dir=directory,
             island_id=ISLAND,
             run=SimpleNamespace(name="tiny"),
-            outer=SimpleNamespace(is_on_arrival=on_arrival, exchange=exchange),
+            outer=SimpleNamespace(is_on_arrival=on_arrival),
         ),
         report_checkpoints=lambda steps: None,
     )
@@ -132,11 +131,10 @@ def test_the_newer_of_memory_and_storage_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("memory", "other", "exchange", "unset"),
+    ("memory", "other", "unset"),
     [
-        (None, None, "syncer", ["memory_checkpoint_steps", "heal_optimizer"]),
-        (None, None, "allreduce", ["memory_checkpoint_steps"]),
-        (Memory(None), Other("it is away"), "syncer", []),
+        (None, None, ["memory_checkpoint_steps", "heal_optimizer"]),
+        (Memory(None), Other("it is away"), []),
     ],
 )
 def test_who_begins_again_hears_what_it_has_not_set(
@@ -144,12 +142,10 @@ def test_who_begins_again_hears_what_it_has_not_set(
     caplog: pytest.LogCaptureFixture,
     memory: Memory | None,
     other: Other | None,
-    exchange: str,
     unset: list[str],
 ) -> None:
     take_up(
-        tmp_path, Trained(num_steps=0), Batches(), memory, [],
-        on_arrival=False, other=other, exchange=exchange,
+        tmp_path, Trained(num_steps=0), Batches(), memory, [], on_arrival=False, other=other
     )  # fmt: skip
 
     settings = ["checkpoint.every_inner_steps", *(f"islands.{ISLAND}.{name}" for name in unset)]

@@ -163,7 +163,7 @@ def test_an_island_takes_from_its_mirror_what_is_not_on_disk(tmp_path: Path, url
         checkpoint_dir=tmp_path / "new",
         island_id=ISLAND,
         run=SimpleNamespace(name="tiny"),
-        outer=SimpleNamespace(is_on_arrival=False, exchange="syncer"),
+        outer=SimpleNamespace(is_on_arrival=False),
     )
     site: Any = SimpleNamespace(config=config, report_checkpoints=lambda steps: None)
     joined: Any = SimpleNamespace(plan=trained.plan(), versions=[1], resume_step=None, start_step=4)

@@ -400,22 +400,3 @@ def test_a_store_ahead_of_its_run_is_not_served(stored: Stored) -> None:
 
     with pytest.raises(ConfigError, match=r"says timeline 2, .* says 1"):
         take_to_timeline(stored.state, stored.plan, Timeline(1, 20))
-
-
-def test_one_whole_pin_of_an_all_reduce_is_enough(tmp_path: Path) -> None:
-    """An island that was healed after the checkpoint has none."""
-    run_file = tiny_run(tmp_path)
-    config = load_config(run_file, ("outer.exchange=allreduce",))
-    parameters = random_parameters(LlamaShape.from_config(config.model), 0)
-    state = StateDir(Path(config.coordinator.state_dir))
-    for island in ISLANDS:
-        store_run(run_file, parameters, store=state.peer(island).store)
-    plan = Plan.from_json(state.plan.read_text())
-    stored = Stored(config, state, plan)
-    with pytest.raises(ConfigError, match=r"peers/east.*peers/west"):
-        stored.choose([10])
-
-    for fragment, version in zip(plan.fragments, (3, 2), strict=True):
-        FragmentStore(state.peer("west").store, fragment, 4).pin(10, version)
-
-    assert stored.choose([10]) == 10

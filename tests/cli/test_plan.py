@@ -332,13 +332,9 @@ def test_what_is_suggested_can_be_typed_and_takes_what_was_said(
         (("--device", "H100", "--mfu", "2"), r"--mfu 2 is outside \(0, 1\]"),
         (("--codecs", "int4", "--num-lanes", "4"), "--codecs, --num-lanes: of --suggest, without"),
         (("--syncer-memory", "lots"), "--syncer-memory: 'lots' is not a size"),
-        (("--set", "outer.exchange=allreduce", "--syncer-cores", "2"), "has no syncers: leave"),
     ],
-    ids=[
-        "probe", "plot", "loss", "codec", "tau", "lab", "address", "share", "suggest", "memory",
-        "allreduce",
-    ],
-)  # fmt: skip
+    ids=["probe", "plot", "loss", "codec", "tau", "lab", "address", "share", "suggest", "memory"],
+)
 def test_options_that_cannot_be_are_refused(
     run_file: Path, arguments: tuple[str, ...], words: str
 ) -> None:
@@ -367,18 +363,6 @@ def test_options_that_would_change_nothing_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan(run_file, *arguments)
-
-
-def test_a_run_without_a_syncer_is_predicted_too(run_file: Path) -> None:
-    on = ("--step-time", "1s", "--bandwidth", "10Mbit/s", "--rtt", "20ms")
-
-    planned = json.loads(plan(run_file, *on, "--set", "outer.exchange=allreduce", "--json", "-"))
-
-    assert planned["not_predicted"] == ""
-    prediction = planned["prediction"]
-    assert prediction["syncers"] == []
-    assert 0.5 < prediction["utilisation"] <= 1.0
-    assert prediction["islands"]["east"]["mean_up_bps"] > 0
 
 
 @pytest.mark.slow

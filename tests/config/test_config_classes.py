@@ -36,7 +36,7 @@ IDENTITY = {
     "model.max_sequence_length model.norm_eps model.tie_embeddings outer.inner_steps_per_round",
     "outer.num_fragments outer.fragment_pattern outer.embedding_alone outer.explicit_fragments",
     "outer.first_inner_steps_per_round",
-    "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes outer.exchange",
+    "outer.phases outer.overlap_steps outer.local_mix outer.merge outer.num_lanes",
     "outer.merge_rule outer.plain_mean outer.experts model.head_dim model.qk_norm",
     "model.transformers",
     *(f"model.rope_scaling.{name}" for name in RopeScalingConfig.model_fields),

@@ -391,11 +391,6 @@ REFUSALS = [
     ("outer.grace=soon", ['outer.grace: "soon"', '"auto" or 0s to 1h']),
     ("outer.on_member_lost=go", ['outer.on_member_lost: "go"', '"stop" or "wait" or "shrink"']),
     ("run.open=true", ["run.open: true: needs max_islands"]),
-    (
-        "outer={preset='classic', inner_steps_per_round=4, exchange='allreduce', "
-        "on_member_lost='shrink'}",
-        ['outer.on_member_lost: "shrink": needs exchange = "syncer"'],
-    ),
     ("run.max_islands=1", ['run.max_islands: 1: needs outer.merge = "on_arrival"']),
     ("outer.weighting=equal", ['outer.weighting: "equal":', '"tokens" or "tokens_times_rate"']),
     ("outer.merge_rule=median", ['outer.merge_rule: "median":', '"mean" or "radial_directional"']),
@@ -403,17 +398,6 @@ REFUSALS = [
     ("outer.clip_norm_ratio=0.5", ["outer.clip_norm_ratio: 0.5: must be at least 1"]),
     ("outer.clip_norm_ratio=nan", ["outer.clip_norm_ratio: nan: must be a finite number"]),
     ("outer.guard=1", ["outer.guard: 1: must be true or false"]),
-    (
-        "outer={preset='classic', inner_steps_per_round=5, exchange='allreduce', "
-        "merge_rule='radial_directional', weighting='tokens_times_rate', clip_norm_ratio=3, "
-        "optimizer={name='adam'}}",
-        [
-            'outer.merge_rule: "radial_directional": needs exchange = "syncer", and it is',
-            'outer.weighting: "tokens_times_rate": needs exchange',
-            "outer.clip_norm_ratio: 3: needs exchange",
-            'outer.optimizer.name: "adam": needs exchange',
-        ],
-    ),
     ("outer.uplink_codec=int3", ['outer.uplink_codec: "int3":', '"float32" or "float16" or']),
     ('outer.codec_by_name=["*norm"]', ["outer.codec_by_name:", "'*norm' must be PATTERN=CODEC"]),
     ('outer.codec_by_name=["a b=int8"]', ["'a b=int8' must be", "without blanks"]),

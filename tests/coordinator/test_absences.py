@@ -208,39 +208,3 @@ def test_rounds_go_on_without_an_island_that_left_while_the_other_was_to_start_a
         assert (await coord.roster()).live == ["east"]
 
     tell(tmp_path, story, config=config_of(tmp_path))
-
-
-@pytest.mark.parametrize("inner_step", [25, 26], ids=["both-leave", "one-goes-on"])
-def test_an_all_reduce_cannot_shrink_and_ends_where_an_island_goes_on_alone(
-    tmp_path: Path, inner_step: int
-) -> None:
-    async def story(coord: CoordinatorInMemory) -> None:
-        coord.coordinator.run_status.instead_of_syncer = "none"
-        east, west = await joined(coord)
-        await coord.report(west, inner_step=25)
-        await coord.leave(west, is_early=True)
-        told = await coord.report(east, inner_step=inner_step)
-        if inner_step == 25:
-            assert not told.stop
-            await coord.leave(east, is_early=True)
-            assert coord.membership.is_finished
-        else:
-            assert (told.stop, told.exit_code) == (True, 50)
-            assert "no round can be without" in told.reason
-
-    tell(tmp_path, story, config=config_of(tmp_path))
-
-
-def test_a_coordinator_killed_before_an_island_says_its_end_takes_it_for_no_early_leave(
-    tmp_path: Path,
-) -> None:
-    async def story(coord: CoordinatorInMemory) -> None:
-        coord.coordinator.run_status.instead_of_syncer = "none"
-        east, west = await joined(coord)
-        await coord.report(west, inner_step=100)
-        await coord.restart()
-        coord.coordinator.run_status.instead_of_syncer = "none"
-        await coord.leave(west)
-        assert not (await coord.report(east, inner_step=100)).stop
-
-    tell(tmp_path, story, config=config_of(tmp_path))

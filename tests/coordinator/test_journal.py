@@ -332,3 +332,16 @@ def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path) -> 
         durable = journal.entries()
     for name, drawn in acknowledged.items():
         assert 0 <= int(durable[f"slot/{name}"]) - int(drawn) <= 1, "one may be on its way"
+
+
+def test_a_start_reads_the_newest_rounds_of_a_fragment_and_timeline(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.open()
+    for timeline, p, version in [(0, 0, 9), *((1, p, v) for v in range(8) for p in (0, 1))]:
+        journal.write([], [(timeline, p, version, json.dumps({"version": version, "p": p}))])
+
+    newest = [json.loads(text) for text in journal.newest_rounds(1, 1, 3)]
+
+    assert newest == [{"version": version, "p": 1} for version in (7, 6, 5)]
+    assert len(journal.newest_rounds(1, 0, 100)) == 8
+    journal.close()

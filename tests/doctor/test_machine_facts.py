@@ -235,25 +235,6 @@ def test_ports_drawn_by_an_earlier_start_are_the_ones_that_are_tried(
     }
 
 
-def test_the_port_of_an_island_that_others_reach_is_tried(run_file: Path, tmp_path: Path) -> None:
-    island = [run_file, "--island", "east", "--set", "outer.exchange=allreduce"]
-    peer = StateDir(tmp_path / "state").peer("east")
-    peer.store.mkdir(parents=True)
-    with coordinator() as address, socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"islands.east.peer_listen=127.0.0.1:{taken.getsockname()[1]}"
-        island += ["--coordinator", address]
-        code, found = doctor(*island, "--set", listen)
-        taken.close()
-        free, elsewhere = doctor(*island, "--set", listen)
-        write_json(peer.bound, "127.0.0.1:4713")
-        _, before = doctor(*island, "--set", "islands.east.peer_listen=127.0.0.1:0")
-
-    assert (code, [f["state"] for f in found["port"]]) == (1, ["broken"])
-    assert "islands.east.peer_listen" in found["port"][0]["found"]
-    assert (free, [f["state"] for f in elsewhere["port"]]) == (0, ["ok"])
-    assert "127.0.0.1:4713" in before["port"][0]["found"]
-
-
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "away"])
 def test_the_way_to_the_syncer_is_tried_as_the_coordinator_tells_it(
     run_file: Path, is_there: bool
@@ -313,32 +294,6 @@ def test_over_libp2p_tokens_stand_for_certificates(
     assert bool(broken) == bool(missing)
     assert all(missing in f["found"] and "diloco certs token" in f["fix"] for f in broken)
     assert [f["state"] for f in found["certificate"]] == ["ok"]
-
-
-@pytest.mark.parametrize("has_tokens", [False, True], ids=["certificates", "tokens-too"])
-def test_an_all_reduce_asks_nobody_for_a_syncer(
-    run_file: Path, tmp_path: Path, has_tokens: bool
-) -> None:
-    pki = Pki(tmp_path / "certs")
-    tls = pki.tls(COORDINATOR)
-    state = StateDir(tmp_path / "state")
-    state.create()
-    lock = acquire(state.coordinator_lock)  # as the coordinator that runs here does
-    write_pid(lock, 1)
-    settings = ["outer.exchange=allreduce", f"transport.certs={pki.directory}"]
-    if has_tokens:
-        (pki.directory / "tokens.json").write_text("{}")
-        settings.append(f"transport.tokens={pki.directory}")
-    with coordinator(tls) as address:
-        Endpoint(address, 1).write(state.coordinator)
-        code, found = doctor(run_file, *(word for value in settings for word in ("--set", value)))
-    os.close(lock)
-
-    assert code == 0, found
-    assert [f["found"].split()[0] for f in found["certificate"]] == ["coordinator"]
-    assert "syncer" not in found and "syncer" not in str(found["port"])
-    # The coordinator has a token by which others are known, none to call itself with.
-    assert ("call to the coordinator" in found) != has_tokens
 
 
 def test_the_coordinators_site_judges_its_issuer(run_file: Path, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """SIGKILL of the syncer and of the coordinator at random moments of a real run, again and again.
 
 Islands must go on, every version must be published once, every contribution counted once. In the
-default suite a syncer is killed in test_one_of_several_syncers.py, a coordinator in
-test_kill_allreduce.py, and a syncer within the process again and again in
-tests/syncer/test_syncer_kills.py.
+default suite both are killed with their machine in test_machine_lost.py, and a syncer within the
+process again and again in tests/syncer/test_syncer_kills.py.
 """
 
 import os

@@ -142,7 +142,7 @@ def test_a_loop_of_ones_own_is_warned_of_a_slow_tcp_once_by_its_leader(
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
         with diloco.connect(config, address) as connection:
             wires = connection._wires
-            for _ in range(2 if is_leader else 0):  # as an all-reduce island does
+            if is_leader:
                 wires.coordinator()
             wires.syncers(["192.0.2.7:4712"], island_rank=0, carriers=[0])
 
@@ -186,8 +186,6 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
 
     server = site._security.server("127.0.0.1:0", {}, limits=Limits(), chunk_bytes=1 << 20)
     assert isinstance(server, GrpcServer) and server._pacer.rate_bps == 100e6
-    within = site.own_peer("127.0.0.1:1")
-    assert [way._pacer.rate_bps for way in within if isinstance(way, GrpcTransport)] == [0.0, 0.0]
     ways = wires(tmp_path).syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
     ((_, chosen),) = opened(ways)
     assert isinstance(chosen, GrpcTransport) and chosen._meter is not None, "auto: by the loss"

@@ -21,10 +21,6 @@ def run_file(tmp_path: Path) -> Path:
     return write_run(tmp_path, {"east": "", "west": ""})
 
 
-def allreduce(run_file: Path, *changes: str) -> Config:
-    return load_config(run_file, ("outer.exchange=allreduce", *changes))
-
-
 def begun(config: Config, *, joined: bool) -> tuple[StateDir, Membership]:
     state = StateDir(Path(config.coordinator.state_dir))
     state.create()
@@ -41,9 +37,12 @@ def begun(config: Config, *, joined: bool) -> tuple[StateDir, Membership]:
     return state, membership
 
 
-def test_the_islands_of_an_all_reduce_keep_the_policy_that_they_began_with(run_file: Path) -> None:
-    state, membership = begun(allreduce(run_file), joined=True)
-    other = allreduce(run_file, "outer.optimizer.lr=0.1")
+def test_a_run_with_syncers_elsewhere_keeps_the_policy_that_it_began_with(
+    run_file: Path, tmp_path: Path
+) -> None:
+    elsewhere = [f"run.state=file://{tmp_path}/bucket", "syncers={eu={}}"]
+    state, membership = begun(load_config(run_file, elsewhere), joined=True)
+    other = load_config(run_file, [*elsewhere, "outer.optimizer.lr=0.1"])
 
     with pytest.raises(ConfigError, match=r"(?s)outer\.optimizer\.lr.*--resume"):
         _claim(other, state, membership)
@@ -68,6 +67,9 @@ def test_another_batch_changes_the_tokens_that_end_a_run_on_arrival(run_file: Pa
 
 
 def test_before_an_island_has_joined_the_policy_may_change(run_file: Path) -> None:
-    state, membership = begun(allreduce(run_file), joined=False)
+    state, membership = begun(load_config(run_file), joined=False)
+    other = load_config(run_file, ["outer.optimizer.lr=0.1"])
 
-    _claim(allreduce(run_file, "outer.optimizer.lr=0.1"), state, membership)
+    _claim(other, state, membership)
+
+    assert load_config(state.resolved) == other

@@ -2,8 +2,8 @@
 
 Messages and fields are found by the descriptors of `access.RULES`, so a new one is covered by
 itself. A member says an otherwise valid message with one field set to an extreme; two islands are
-at work meanwhile, against a real coordinator and syncer, or a decider and peers. Afterwards the run
-still publishes, also after all services have started again from what is durable.
+at work meanwhile, against a real coordinator and syncer. Afterwards the run still publishes, also
+after all services have started again from what is durable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import blake3
 import pytest
@@ -33,7 +33,6 @@ from diloco.coordinator.journal import Journal
 from diloco.coordinator.operator_service import Operations
 from diloco.errors import DilocoError
 from diloco.protocol.rounds.messages import key_message
-from diloco.protocol.rounds.state import FragmentRounds
 from diloco.protocol.rounds.terms import MOST_NUMBER, MOST_ROUNDS, Weights
 from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest
 from diloco.protocol.run.claims import Claims
@@ -41,13 +40,12 @@ from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.peer_bounds import BOUNDS, RunLimits, bound_of, is_bounded_by_type
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import terms_of
-from diloco.protos import allreduce_pb2, baseline_pb2, control_pb2, fragment_pb2
+from diloco.protos import baseline_pb2, control_pb2, fragment_pb2
 from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from diloco.security.access import RULES, guarded
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.contracts import PROTOCOL_VERSION, Handlers
 from diloco.transport.errors import TransportError
-from tests.virtual_allreduce import AllReduceIsland, AllReduceRun
 from tests.virtual_run import RUN, Setting, VirtualIsland, VirtualRun
 
 TOKENS = 8
@@ -206,22 +204,6 @@ class Said:
     payload: bytes = b""
 
 
-class Site(Protocol):
-    """Services and two islands at work, and a third party that speaks."""
-
-    @property
-    def handlers(self) -> Handlers: ...
-    @property
-    def valid(self) -> dict[str, Callable[[], Said]]: ...
-    @property
-    def version(self) -> int: ...
-    async def start(self) -> None: ...
-    async def begin(self) -> None: ...
-    async def ready(self) -> None: ...
-    async def end(self) -> None: ...
-    def check_sane(self) -> None: ...
-
-
 class Speaker:
     """Says valid messages with fields changed, and counts what became of them."""
 
@@ -262,7 +244,7 @@ class Speaker:
             self.outcomes[type(error).__name__] += 1
 
 
-class ArrivalSite:
+class Site:
     """A run in which islands a and b work and c speaks: real coordinator, journal and syncer."""
 
     limits = RunLimits(num_fragments=1, num_lanes=1, num_islands=4, num_syncers=1)
@@ -281,6 +263,11 @@ class ArrivalSite:
         self.refusals: Counter[tuple[str, str]] = Counter()
         self.tasks: list[asyncio.Task[None]] = []
         self.islands: dict[str, VirtualIsland] = {}
+        member = BaselineMember("a", 0)
+        bounds = Bounds(max_bytes=1 << 16, max_vectors=4, patience_s=1.0, streams=1)
+        self.baseline = ValueExchange(
+            member, "", frozenset({member, BaselineMember("c", 0)}), bounds
+        )
         self.grant = Grant()
         self.num_starts = 0
 
@@ -312,8 +299,8 @@ class ArrivalSite:
         self.run.syncer._admission._is_granted = lambda held: is_valid(
             held, SECRET, run=RUN, role=ROLE_ISLAND, now_unix_s=0.0
         )
-        both = {**self.coordinator.handlers, **handlers}
-        self.handlers = guarded(both, self.limits, self._refused)
+        served = {**self.coordinator.handlers, **handlers, **self.baseline.handlers}
+        self.handlers = guarded(served, self.limits, self._refused)
         return self.handlers
 
     async def begin(self) -> None:
@@ -427,6 +414,7 @@ class ArrivalSite:
                     versions=[fragment_pb2.Pinned(version=self.version)],
                 )
             ),
+            "baseline.vector": lambda: Said(baseline_pb2.VectorHeader(island="c"), LANE),
             "heal.put": lambda: Said(
                 fragment_pb2.StatePutHeader(
                     grant=self.grant, checkpoint=1, is_manifest=True,
@@ -512,105 +500,6 @@ def numbers_in(text: str) -> list[float]:
     return found
 
 
-class AllReduceSite:
-    """A run without a syncer: decider, journal, and peers of islands a, b and c; c speaks, too.
-
-    To the decider and to other peers: what its own ranks say to its own peer is its own affair.
-    """
-
-    limits = RunLimits(
-        num_fragments=1, num_lanes=1, num_islands=3, num_syncers=1, inner_steps=10**6
-    )
-
-    def __init__(self, directory: Path) -> None:
-        self.setting = Setting(
-            {"w": [100.0] * NUMEL}, ArrivalSite._descend, directory, 10**6,
-            islands=("a", "b", "c"), tokens=dict.fromkeys("abc", TOKENS),
-            weights=Weights(4, 10**6),
-        )  # fmt: skip
-        self.run = AllReduceRun(self.setting)
-        self.run.intercept = lambda name, handlers: guarded(handlers, self.limits)
-        self.islands: dict[str, AllReduceIsland] = {}
-        self.tasks: list[asyncio.Task[None]] = []
-        member = BaselineMember("a", 0)
-        bounds = Bounds(max_bytes=1 << 16, max_vectors=4, patience_s=1.0, streams=1)
-        self.baseline = ValueExchange(
-            member, "", frozenset({member, BaselineMember("c", 0)}), bounds
-        )
-
-    async def start(self) -> None:
-        await self.run.start_decider()
-
-    async def begin(self) -> None:
-        for name in self.setting.islands:
-            self.islands[name] = await self.run.start(name)
-            self.tasks.append(asyncio.create_task(self.islands[name].island.run()))
-        others = self.islands["a"].peer.handlers
-        between = {m: h for m, h in others.items() if m.startswith("allreduce")}
-        handlers = {**self.run.decider.handlers, **between, **self.baseline.handlers}
-        self.handlers = guarded(handlers, self.limits)
-        self.grant = self.islands["c"].peer._grant
-
-    async def ready(self) -> None:
-        await asyncio.sleep(0.2)
-        for task in self.tasks:
-            assert not task.done(), task.result()
-
-    @property
-    def version(self) -> int:
-        return self._rounds.version if self.run.decider._rounds.fragments else 0
-
-    @property
-    def _rounds(self) -> FragmentRounds:
-        return self.run.decider._rounds.fragments[0].rounds.rounds
-
-    async def end(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.tasks.clear()
-        await self.run.end(list(self.islands.values()))
-
-    def check_sane(self) -> None:
-        assert not self.run.lost and self.run.decider._rounds.failure is None
-        for key, value in self.run.journal.entries().items():
-            assert all(abs(number) <= MOST_NUMBER for number in numbers_in(value)), (key, value)
-
-    @property
-    def valid(self) -> dict[str, Callable[[], Said]]:
-        grant, key = self.grant, key_message(self._rounds.key)
-        shown = self.run.decider._peer_grant(grant)
-        fragment, wire = fragment_pb2, allreduce_pb2
-        weight = {"sent_at_inner_step": 4, "weight_steps": 4, "weight_tokens": 4 * TOKENS}
-        messages: dict[str, tuple[Any, bytes]] = {
-            "allreduce.poll": (
-                wire.PollRequest(
-                    grant=grant, address=f"peer c {grant.incarnation}", outstanding=[key]
-                ),
-                b"",
-            ),
-            "allreduce.declare": (
-                wire.DeclareRequest(grant=grant, key=key, lane_digests=[DIGEST], **weight), b""
-            ),
-            "allreduce.decline": (fragment.DeclineRequest(grant=grant, key=key), b""),
-            "allreduce.prepared": (
-                wire.PreparedRequest(
-                    grant=grant, lane_digests=[DIGEST], assignment_id=b"x", state_digest=DIGEST
-                ),
-                b"",
-            ),
-            "allreduce.found": (wire.FoundRequest(grant=grant, state_digest=DIGEST), b""),
-            "allreduce.record": (wire.RecordRequest(grant=grant), b""),
-            "allreduce.contribution": (wire.ContributionHeader(grant=shown, key=key), b""),
-            "allreduce.result": (wire.ResultHeader(grant=shown, assignment_id=b"x"), b""),
-            "allreduce.state": (
-                wire.StateHeader(grant=shown, state_digest=DIGEST, section="theta"), b""
-            ),
-            "baseline.vector": (baseline_pb2.VectorHeader(island="c"), LANE),
-        }  # fmt: skip
-        return {method: lambda each=each: Said(*each) for method, each in messages.items()}
-
-
 @pytest.fixture(autouse=True)
 def no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about power loss
@@ -620,33 +509,21 @@ def test_every_method_is_spoken_to(tmp_path: Path) -> None:
     methods: set[str] = set()
 
     async def scenario() -> None:
-        for number, kind in enumerate((ArrivalSite, AllReduceSite)):
-            (directory := tmp_path / str(number)).mkdir()
-            site: Site = kind(directory)
-            await site.start()
-            await site.begin()
-            await publishes(site)
-            methods.update(site.valid)
-            await site.end()
+        site = Site(tmp_path)
+        await site.start()
+        await site.begin()
+        await publishes(site)
+        methods.update(site.valid)
+        await site.end()
 
     run_virtual(scenario())
     assert methods == RULES.keys()
 
 
-@pytest.mark.parametrize(
-    ("kind", "of_a_field"),
-    [
-        pytest.param(ArrivalSite, 20, id="syncer"),
-        pytest.param(AllReduceSite, 1, id="allreduce"),
-        pytest.param(AllReduceSite, 20, id="allreduce, all", marks=pytest.mark.slow),
-    ],
-)
-def test_no_extreme_value_of_any_field_ends_a_run(
-    kind: Callable[[Path], Site], of_a_field: int, tmp_path: Path
-) -> None:
-    site = kind(tmp_path)
+def test_no_extreme_value_of_any_field_ends_a_run(tmp_path: Path) -> None:
+    site = Site(tmp_path)
 
-    outcomes = told(site, lambda speaker: speaker.say_all(site, of_a_field))
+    outcomes = told(site, lambda speaker: speaker.say_all(site, 20))
 
     assert outcomes["answered"] and outcomes["OutOfRange"]
 
@@ -654,11 +531,8 @@ def test_no_extreme_value_of_any_field_ends_a_run(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", [ArrivalSite, AllReduceSite])
-def test_no_extreme_values_of_several_fields_end_a_run(
-    kind: Callable[[Path], Site], seed: int, tmp_path: Path
-) -> None:
-    site = kind(tmp_path)
+def test_no_extreme_values_of_several_fields_end_a_run(seed: int, tmp_path: Path) -> None:
+    site = Site(tmp_path)
 
     outcomes = told(site, lambda speaker: speaker.say_several(site, 10_000, seed))
 

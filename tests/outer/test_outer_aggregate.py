@@ -1,5 +1,5 @@
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from diloco.errors import AggregationError
-from diloco.outer.aggregate import weighted_mean
+from diloco.outer.aggregate import weighted_sum
+from diloco.outer.combination import mean_of
+
+
+def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Merge as a syncer does by the rule `mean`."""
+    return weighted_sum(deltas, mean_of(weights, 1 << 20).within(0, 1 << 20))
 
 
 def test_contributions_are_weighted_by_tokens() -> None:

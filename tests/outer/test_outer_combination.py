@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.errors import AggregationError
-from diloco.outer.aggregate import inner_products, weighted_mean, weighted_sum
+from diloco.outer.aggregate import inner_products, weighted_sum
 from diloco.outer.combination import (
     Combination,
     MergeRule,
@@ -24,6 +24,7 @@ from diloco.outer.combination import (
 )
 from diloco.outer.units import Unit
 from diloco.versions.replay import COEFFICIENT_TOLERANCE
+from tests.outer.test_outer_aggregate import weighted_mean
 
 RADIAL = MergeRule("radial_directional")
 # Coefficients are float64 rounded to float32, and M products and sums in float32 follow.

@@ -467,17 +467,6 @@ def test_a_stop_before_all_have_joined_has_no_checkpoint_and_is_made_at_once(
     tell(tmp_path, story, config=config_of())
 
 
-def test_all_reduce_runs_can_only_be_stopped(tmp_path: Path, config_of) -> None:
-    async def story(coord: CoordinatorInMemory) -> None:
-        await joined(coord)
-        for command in ("pause", "unpause", "drain", "kick", "set"):
-            refused = await coord.operate(command)
-            assert not refused.is_done and "a syncer" in refused.message
-        assert (await coord.operate("stop")).is_done
-
-    tell(tmp_path, story, config=config_of("outer.exchange=allreduce"))
-
-
 def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, config_of) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         await joined(coord)
@@ -604,25 +593,21 @@ def test_who_is_revoked_is_out_at_once_and_stays_refused_after_a_restart(
     tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
-def test_in_an_all_reduce_a_start_that_is_revoked_is_fenced_and_the_next_is_welcome(
+def test_a_start_that_was_kicked_and_readmitted_hears_that_it_is_to_be_made_again(
     tmp_path: Path, config_of
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
-        called: list[bool] = []
-        coord.coordinator.on_operated = lambda: called.append(True)
         _, west = await joined(coord)
-        reply = await coord.operate("revoke", identity="island/west", serials="a")
-        assert reply.is_done and called
-        assert "Incarnation 1 of west, and those before, are fenced" in reply.message
-        assert not coord.coordinator.is_island(west)
+        await coord.operate("kick", island="west")
+        await coord.operate("kick", island="west", undo="true")
         told = await coord.report(west)
         assert told.stop and told.exit_code == Fenced.exit_code
-        assert "certificates of island 'west' were revoked" in told.reason
+        assert "'west' was taken out of the run while it was at work" in told.reason
         again = (await coord.join("west", start_id="another")).grant
-        assert again.incarnation == 2 and coord.coordinator.is_island(again)
+        assert again.incarnation == 2
         assert not (await coord.report(again)).stop
 
-    tell(tmp_path, story, config=config_of("outer.exchange=allreduce"))
+    tell(tmp_path, story, config=config_of(*ELASTIC))
 
 
 def test_certificates_that_end_soon_are_an_alarm(tmp_path: Path, config_of) -> None:

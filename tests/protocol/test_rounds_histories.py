@@ -290,7 +290,7 @@ class AnyHistory(RuleBasedStateMachine):
             return
         if is_verified_first:
             self.verify(len(self.overtaken) - 1, is_cut=False)
-        self.write(is_killed=False, is_broken=True, outlier="c", is_malformed=True)
+        self.write(is_killed=False, is_broken=True, outlier="c", is_rejected=True)
         self.deliver(sent[1])
 
     @rule(islands=st.sets(st.sampled_from(ISLANDS), min_size=1))
@@ -333,19 +333,19 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(
         is_killed=st.booleans(),
         is_broken=st.booleans(),
-        is_malformed=st.booleans(),
+        is_rejected=st.booleans(),
         outlier=st.sampled_from(ISLANDS),
     )
     def write(
-        self, is_killed: bool, is_broken: bool, outlier: str, is_malformed: bool = False
+        self, is_killed: bool, is_broken: bool, outlier: str, is_rejected: bool = False
     ) -> None:
         """The durable write ends; the syncer may die before it tells anybody."""
         instruction = self.pending.pop()
         version = self.rounds.version
         match instruction:
-            case Close(key, contributors) if is_broken and is_malformed:
-                island = contributors[0].island
-                self.perform(self.rounds.malformed(key, {island: "no payload"}, self.now))
+            case Close(key, contributors) if is_broken and is_rejected:
+                refused = {c.island: "guard" for c in contributors}
+                self.perform(self.rounds.rejected(key, refused, self.now))
                 return
             case Close(key) if is_broken:
                 self.perform(self.rounds.result_broken(key, "not finite", self.now))

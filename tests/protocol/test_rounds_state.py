@@ -877,7 +877,7 @@ def test_a_kicked_start_counts_nothing_and_its_next_one_does(is_known: bool) -> 
 
 
 def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
-    """Twice, and its payload may turn out to be malformed, too."""
+    """Twice, and the guard may refuse what it sent, too."""
     rounds = machine(members=("a", "b", "c"), granted="abc")
     for island in "abc":
         contribute(rounds, island, 1.0)
@@ -886,12 +886,24 @@ def test_a_member_may_be_taken_out_while_an_attempt_closes() -> None:
         assert rounds.set_roster(Roster(("a", "b"), {"c": 2}, is_paused), 2.0) == []
     assert rounds.set_roster(Roster(("a", "b"), {"c": 2}), 2.0) == []
 
-    drop, close = rounds.malformed(rounds.key, {"c": "torn"}, 3.0)
+    drop, close = rounds.rejected(rounds.key, {"c": "norm"}, 3.0)
 
     assert drop == DropLanes(rounds.key, "c", 1)
     assert isinstance(close, Close) and [c.island for c in close.contributors] == ["a", "b"]
     _, opened = rounds.committed(rounds.key, 4.0)
     assert isinstance(opened, Opened) and opened.members == ("a", "b")
+
+
+def test_an_attempt_whose_members_are_all_fenced_in_its_grace_window_expires() -> None:
+    rounds = dynamic(min_members=3, grace_s=5.0)
+    contribute(rounds, "a", 1.0)
+    assert rounds.phase is Phase.GRACE
+
+    *dropped, expiry = rounds.set_roster(Roster(("a", "b", "c"), dict.fromkeys("abc", 2)), 2.0)
+
+    assert dropped == [DropLanes(rounds.key, "a", 1)]
+    assert isinstance(expiry, RecordExpiry)
+    assert expiry.reason == "too few members have anything valid to send"
 
 
 def closing_of_three(now: float = 1.0) -> FragmentRounds:
@@ -906,19 +918,19 @@ def test_who_is_fenced_while_an_attempt_closes_leaves_it_if_it_opens_again() -> 
     rounds = closing_of_three()
     assert rounds.set_roster(Roster(("a", "b", "c"), {"b": 2}), 2.0) == []
 
-    *dropped, close = rounds.malformed(rounds.key, {"a": "torn"}, 3.0)
+    *dropped, close = rounds.rejected(rounds.key, {"a": "norm"}, 3.0)
 
     assert sorted(dropped, key=str) == [DropLanes(rounds.key, i, 1) for i in "ab"]
     assert isinstance(close, Close)
     assert [c.island for c in close.contributors] == ["c"]
-    assert close.refused == {"a": "torn", "b": "fenced by the coordinator"}
+    assert close.refused == {"a": "norm", "b": "fenced by the coordinator"}
 
 
 def test_who_starts_again_while_an_attempt_closes_is_awaited_if_it_opens_again() -> None:
     rounds = closing_of_three()
     rounds.granted("b", 2, 2.0)
 
-    assert rounds.malformed(rounds.key, {"a": "torn"}, 3.0) == [
+    assert rounds.rejected(rounds.key, {"a": "norm"}, 3.0) == [
         DropLanes(rounds.key, "b", 1),
         DropLanes(rounds.key, "a", 1),
     ]
@@ -948,7 +960,7 @@ def test_an_attempt_of_which_nobody_lives_when_it_opens_again_expires() -> None:
     assert rounds.phase is Phase.CLOSING
     rounds.set_roster(Roster(("a",)), 2.0)
 
-    *_, expiry = rounds.malformed(rounds.key, {"a": "torn"}, 3.0)
+    *_, expiry = rounds.rejected(rounds.key, {"a": "norm"}, 3.0)
 
     assert isinstance(expiry, RecordExpiry)
     assert expiry.reason == "none of its members lives"
@@ -1166,7 +1178,7 @@ def test_what_was_verified_while_the_guard_refused_all_others_holds_nothing_up()
     contribute(rounds, "a", 1.0)
     assert rounds.phase is Phase.CLOSING
     assert rounds.lane_received(first, 2.0) == (Admission.NOT_OPEN, [])
-    (dropped,) = rounds.malformed(rounds.key, {"a": "guard"}, 3.0)
+    (dropped,) = rounds.rejected(rounds.key, {"a": "guard"}, 3.0)
     assert isinstance(dropped, DropLanes)
 
     rounds.lane_received(lane(rounds, "c", 1), 4.0)

@@ -113,7 +113,6 @@ class Run:
             self.config,
             self.plan,
             self.setting.schedule(),
-            self.setting.publication(),
             stores=self.stores,
             events=self.events,
             link=link,

@@ -111,25 +111,6 @@ def test_the_plan_besides_a_real_run_is_what_the_command_says_of_its_file(tmp_pa
     assert planned_s(SETTING, point, steps) == pytest.approx(predicted["wall_s"])
 
 
-def test_costs_of_an_allreduce_give_back_what_they_were_calibrated_by() -> None:
-    # Within the islands 10 ms and 20 ns a value and phase; at the peers 30 ms and 100 ns.
-    measured = {}
-    for num_fragments in (1, 4):
-        numel = 9_933_696 / num_fragments
-        phase_s, peers_s = 0.01 + 20e-9 * numel, 0.03 + 100e-9 * numel
-        phases = {"encode": phase_s, "up": phase_s, "down": phase_s, "gather": 0.0, "merge": 0.0}
-        measured[num_fragments] = {**phases, "wait": 2 * phase_s + peers_s}
-    calibrations = [Calibration(9_933_696 / p, phases) for p, phases in measured.items()]
-
-    costs = host_costs(calibrations, num_islands=2, is_allreduce=True)
-
-    for num_fragments, phases in measured.items():
-        point = ValidationPoint("", 0, "int4", 8, num_fragments, exchange="allreduce")
-        predicted = predict(SETTING, point, costs, STEPS)
-        # Lanes that are waited for leave a peer's worker without work for a moment.
-        assert predicted["blocked_s"] == pytest.approx(num_fragments * phases["wait"], rel=0.1)
-
-
 def judged(point: ValidationPoint, missing_s: float) -> dict[str, Any]:
     return {
         "error": 0.1,

@@ -9,8 +9,6 @@ signed grants, open rounds, payloads of the right size and digest); some are dam
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 import os
 import random
@@ -35,13 +33,11 @@ from diloco.baseline.group import BaselineMember
 from diloco.config.classes import identity_difference
 from diloco.config.load import load_config
 from diloco.config.schema import Config
-from diloco.coordinator import decider as decider_module
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import sign
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.operator_service import Operations
 from diloco.errors import ConfigError, DilocoError
-from diloco.island.peer import peer as peer_module
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.transfer_manifest import LaneDigest, TransferManifest
@@ -49,7 +45,7 @@ from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import Terms, terms_of
-from diloco.protos import allreduce_pb2, fragment_pb2
+from diloco.protos import fragment_pb2
 from diloco.protos.control_pb2 import (
     ROLE_ISLAND,
     ROLE_SYNCER,
@@ -72,7 +68,6 @@ from diloco.transport.shaping.pacing import Pacer
 from diloco.transport.shaping.turns import LineTurns
 from diloco.transport.transfer import Partial, Transfer
 from tests.raw_island import NUMEL, RawIsland, founded
-from tests.virtual_allreduce import AllReduceRun
 from tests.virtual_run import RUN, Setting, VirtualRun, grant
 
 SECRET = bytes(32)
@@ -320,17 +315,11 @@ _BYTES = st.one_of(
 
 
 def grants() -> list[Grant]:
-    """Grants that are good somewhere: at coordinator and syncer, own peer, decider, other peers."""
+    """Grants that are good somewhere: at coordinator and syncer."""
     roles = [
         Grant(run=RUN, island="a", incarnation=1, roles=[r]) for r in (ROLE_ISLAND, ROLE_SYNCER)
     ]
-    peers = hmac.new(b"secret", b"peers", hashlib.sha256).digest()
-    return [
-        *(sign(each, SECRET) for each in roles),
-        grant("a"),
-        grant("b"),
-        sign(grant("b"), peers),
-    ]
+    return [*(sign(each, SECRET) for each in roles), grant("a"), grant("b")]
 
 
 _GRANTS = grants()
@@ -505,12 +494,12 @@ def _is_good(held: Grant) -> bool:
 
 
 class Service:
-    """Coordinator and syncer, decider and peer, each with version 0, and a loop for them.
+    """Coordinator and syncer, with version 0, and a loop for them.
 
-    Coordinator and syncer are there twice: of a run whose islands are fixed, and of one that any
-    island may join and in which none is waited for. What a hostile caller with a good grant can end
-    by the rules (rounds that expire three times in a row end a run) is begun again; `outcomes`
-    counts the answers by method.
+    They are there twice: of a run whose islands are fixed, and of one that any island may join and
+    in which none is waited for. What a hostile caller with a good grant can end by the rules
+    (rounds that expire three times in a row end a run) is begun again; `outcomes` counts the
+    answers by method.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -545,22 +534,13 @@ class Service:
         for run in (self.run, self.open_run):
             # Else a grant that nobody signed would fence all others for good.
             run.syncer._admission._is_granted = _is_good
-        self.allreduce = AllReduceRun(self._setting(directory / "allreduce"))
-        await self.allreduce.start_decider()
-        self.islands = [await self.allreduce.start(name) for name in ("a", "b")]
-        await asyncio.gather(*(each.island.start() for each in self.islands))
-        self.peer = self.islands[0].peer
         together: Handlers = {
             **self.coordinator.handlers,
             **self.run.syncer.handlers,
-            **self.allreduce.decider.handlers,
-            **{m: h for m, h in self.peer.handlers.items() if m.startswith("allreduce.")},
             **ValueExchange(BaselineMember("a", 0), "", MEMBERS, BOUNDS).handlers,
         }
         self.handlers = guarded(together)
         self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})
-        # To the ranks of its island a peer is their syncer.
-        self.peer_handlers = guarded(self.peer.handlers)
 
     def _coordinator(
         self, journal: Journal, terms: Terms, config: Config, claims: Claims | None
@@ -583,7 +563,6 @@ class Service:
         return Setting({"w": [0.0] * NUMEL}, lambda *_: None, directory, inner_steps=8, **changes)
 
     async def _end(self) -> None:
-        await self.allreduce.end(self.islands)
         for run in (self.run, self.open_run):
             await run.kill_syncer()
         for journal in (self.journal, self.open_journal):
@@ -603,7 +582,7 @@ class Service:
         assert time.monotonic() - began < CASE_S * len(headers)
 
     async def _answer(self, method: str, header: bytes, payload: bytes) -> None:
-        for handlers in (self.handlers, self.open_handlers, self.peer_handlers):
+        for handlers in (self.handlers, self.open_handlers):
             if method not in handlers:
                 continue
             try:
@@ -626,27 +605,18 @@ class Service:
             assert StatusReply.FromString(reply.header).run == RUN
         for run in (self.run, self.open_run):
             assert run.syncer.failure is None
-        assert self.allreduce.decider._rounds.failure is None
-        for each in self.islands:
-            failure = each.peer._tasks.failure
-            assert failure is None or isinstance(failure, DilocoError), failure
         poll = {"protocol_version": PROTOCOL_VERSION, "grant": grant("b")}
-        for method, request in (
-            ("fragment.poll", fragment_pb2.PollRequest(**poll)),
-            ("allreduce.poll", allreduce_pb2.PollRequest(**poll, address="peer b 1")),
-            ("allreduce.record", allreduce_pb2.RecordRequest(**poll)),
-        ):
-            await self._ask(method, request)
+        await self._ask("fragment.poll", fragment_pb2.PollRequest(**poll))
         report = RoundReport(protocol_version=PROTOCOL_VERSION, grant=_GRANTS[1])
         reply = await self._ask("control.round_report", report, None, self.open_handlers)
         self.open_run.syncer.set_orders(Orders.of(RoundReportReply.FromString(reply.header)))
         poll["grant"] = grant("a")
         await self._ask("fragment.poll", fragment_pb2.PollRequest(**poll), None, self.open_handlers)
         runs = (self.run, self.open_run)
-        is_lost = any(run.syncer.fatal is not None for run in runs) or self.allreduce.lost
+        is_lost = any(run.syncer.fatal is not None for run in runs)
         memberships = (each._membership for each in (self.coordinator, self.open))
         is_operated = any(each.settings._num_operations > 0 for each in memberships)
-        if is_lost or is_operated or any(each.peer._tasks.failure for each in self.islands):
+        if is_lost or is_operated:
             await self._end()
             await self._begin()
 
@@ -670,8 +640,7 @@ class Service:
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is about power loss
-    for module in (decider_module, polls_module, peer_module):
-        monkeypatch.setattr(module, "_MAX_POLL_S", POLL_S)
+    monkeypatch.setattr(polls_module, "_MAX_POLL_S", POLL_S)
     service = Service(tmp_path)
     try:
         yield service
@@ -681,9 +650,8 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
 
 def test_every_method_is_served_here(service: Service) -> None:
     assert service.handlers.keys() == RULES.keys()
-    arriving = {m for m in RULES if not m.startswith(("allreduce.", "baseline."))}
+    arriving = {m for m in RULES if not m.startswith("baseline.")}
     assert service.open_handlers.keys() == arriving
-    assert {m for m in RULES if m.startswith("fragment.")} < service.peer_handlers.keys()
 
 
 def tell(service: Service, methods: list[str], num_drawn: int, num_mutated: int) -> None:

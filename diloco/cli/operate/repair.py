@@ -42,10 +42,9 @@ def repair(
 
     A version is made again from the one before it and its own contributions; what a killed writer
     left half written is removed. A journal that is lost or damaged is made again from the store,
-    its pins and the islands' checkpoints (where islands merge among themselves, from those of their
-    peers' directories that are here); what cannot be known then is said, and every island has to be
-    started again. Pins of complete checkpoints are read; of the islands' checkpoints that are on
-    this machine manifests and sizes are looked at, and damage is said: their bytes are verified
+    its pins and the islands' checkpoints; what cannot be known then is said, and every island has
+    to be started again. Pins of complete checkpoints are read; of the islands' checkpoints that are
+    on this machine manifests and sizes are looked at, and damage is said: their bytes are verified
     when one is resumed. Exits with 1 if something stays damaged.
 
     A run under way repairs a damaged fragment itself, from any island that holds the version that

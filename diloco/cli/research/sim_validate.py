@@ -71,8 +71,7 @@ def trace(
 
     compute, gather, wait and merge are the training thread's; encode (and decode), send and fetch
     are a fragment's, behind training; merge of a syncer is from the close of a round until the
-    version is durable; of ISLAND-peer of an all-reduce what it sums, steps and stages. Times of a
-    real run are of its machines' wall clocks.
+    version is durable. Times of a real run are of its machines' wall clocks.
 
     Islands may fail and come back (--mean-time-between), join late and leave (--away): then a
     second table says what it cost. "rounds without": closed without the island's work; "blocked":
@@ -136,11 +135,11 @@ def validate(
     Two islands of a model of 10M parameters, `diloco local` with everything that belongs to it, on
     links of 100 Mbit/s to 1 Gbit/s and 0 to 100 ms round trip, by codec, H, P and tau. An inner
     step trains on 16 bytes and sleeps until it has taken --step-time, so that two cores measure
-    links, not each other. What hosts take is calibrated from runs without a link, two a codec and
-    exchange, never from a point. About a quarter of an hour on two cores without other work, which
-    it needs: commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was
-    measured stays in --dir, so a sweep that died goes on where it was, and the timeline of a point
-    can be drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
+    links, not each other. What hosts take is calibrated from runs without a link, two a codec,
+    never from a point. About a quarter of an hour on two cores without other work, which it needs:
+    commits of rounds are CPU and disk (a --dir in /dev/shm leaves the disk out). What was measured
+    stays in --dir, so a sweep that died goes on where it was, and the timeline of a point can be
+    drawn: diloco sim trace DIR/POINT/run --plot timeline.png.
 
     Read "blocked": seconds a round (H inner steps) for which training stood still, medians over
     rounds and islands, the first round left out; "busy": utilisation; "round": its seconds; "sim":
@@ -148,15 +147,13 @@ def validate(
     plan says of these, told the link and the inner step, and nothing that was calibrated. The bars:
     errors of blocked time of 10 % in the median and 25 % at worst, over at least 12 points. The
     last line says with what the difference goes: bandwidth, round trips, bytes, CPU and disk, or a
-    constant. Runs without a syncer (outer.exchange = "allreduce") are asked for by name: --rows
-    "*allreduce".
+    constant.
 
     Example: diloco sim validate --quick
     """
     from dataclasses import replace
 
     from diloco.simulations.validation.validate import (
-        ALLREDUCE_POINTS,
         POINTS,
         QUICK,
         QUICK_POINTS,
@@ -173,8 +170,7 @@ def validate(
         rounds=rounds or setting.rounds,
         is_emulated=emulate,
     )
-    known = QUICK_POINTS if quick else (*POINTS, *ALLREDUCE_POINTS) if rows else POINTS
-    points = chosen_points(known, rows or [])
+    points = chosen_points(QUICK_POINTS if quick else POINTS, rows or [])
     sweep = Sweep(setting, points, directory.resolve(), not (quick or rows))
     if fresh:
         forget(sweep)

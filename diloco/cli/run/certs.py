@@ -137,9 +137,8 @@ def revoke(
     """Take all certificates of an identity back, and its token.
 
     The coordinator refuses its next call, issues no more certificates to it, and takes an island
-    out of the run at once, as `diloco kick` does; in an all-reduce, where none can be kicked, it
-    counts as one that is away. What it was issued before is of no use without the coordinator,
-    and ends within transport.certificate_lifetime. To let it in again: `rotate
+    out of the run at once, as `diloco kick` does. What it was issued before is of no use without
+    the coordinator, and ends within transport.certificate_lifetime. To let it in again: `rotate
     NAME`, and for an island `diloco kick --undo`. With --earlier a run goes on with the newest.
     The list, revoked.json, is read when a coordinator starts: where the CA is elsewhere, bring the
     file to its transport.certs, or a run that begins again (--fresh) does not know of it.

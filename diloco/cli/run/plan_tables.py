@@ -52,18 +52,15 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     console.print(
         f"\nOn disk, at most: {format_bytes(disk.island_bytes)} an island ({disk.num_checkpoints} "
         f"checkpoints of {format_bytes(disk.checkpoint_bytes)}), "
-        f"{format_bytes(disk.store_bytes)} "
-        f"{'more at each' if planned.exchange == 'allreduce' else 'at the syncer'} "
-        f"({disk.num_records} records of "
+        f"{format_bytes(disk.store_bytes)} at the syncer ({disk.num_records} records of "
         f"{format_bytes(disk.record_bytes)})."
     )
-    if planned.syncers:
-        most = max(planned.syncers, key=lambda syncer: syncer.memory_bytes)
-        console.print(
-            f"In the memory of a syncer's host, at "
-            f"most: {format_bytes(most.memory_bytes)}, and {format_bytes(most.merge_bytes)} for "
-            f"each fragment that it merges next to another one, if there are cores and room."
-        )
+    most = max(planned.syncers, key=lambda syncer: syncer.memory_bytes)
+    console.print(
+        f"In the memory of a syncer's host, at "
+        f"most: {format_bytes(most.memory_bytes)}, and {format_bytes(most.merge_bytes)} for "
+        f"each fragment that it merges next to another one, if there are cores and room."
+    )
     _print_memory_needs(console, planned)
     if len(planned.syncers) > 1:
         console.print(f"\nThere are {len(planned.syncers)} of it, with fragments of their own:\n")

@@ -102,7 +102,7 @@ def show_report(
 def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) -> Summary:
     from diloco.checkpoint.run_checkpoints import open_journal
     from diloco.checkpoint.stores import state_by_fragment
-    from diloco.forecast.build import build_publication_rules, link_profile
+    from diloco.forecast.build import link_profile
     from diloco.island.layout import build_schedule
     from diloco.outer.fragments import Plan
     from diloco.report.summary import summarise
@@ -111,14 +111,13 @@ def _summary(config: Config, events: Mapping[str, Sequence[Mapping[str, Any]]]) 
     state = StateDir(Path(config.coordinator.state_dir))
     with open_journal(state.journal) as journal:
         alarms = [entry.content for entry in journal.audit_rows() if entry.kind == "alarm"]
-    plan = Plan.from_json(state.holding_records[0].plan.read_text())
+    plan = Plan.from_json(state.syncers[0].plan.read_text())
     stored = state_by_fragment(state, plan)
     retained = config.outer.retained_versions
     return summarise(
         config,
         plan,
         build_schedule(config.outer, config.run.inner_steps),
-        build_publication_rules(config),
         stores=[
             FragmentStore(stored[fragment.fragment_id].store, fragment, retained)
             for fragment in plan.fragments

@@ -14,7 +14,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -35,18 +34,6 @@ from diloco.transport.contracts import Transport
 
 #: Limits of what is sent where nothing is known of the steps that made it.
 ANYWHERE = (math.inf, 0.0)
-
-
-class Moved(Protocol):
-    """Bytes that were moved."""
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes sent."""
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +65,11 @@ class Exchange:
         rules: ExchangeRules,
         rng: random.Random,
         on_event: Callable[[Event], None],
-        moved: Sequence[Moved] | None = None,
         is_leader: bool = True,
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
-        Each fragment is that of one of the `connections`. `moved` counts what crosses to other
-        sites, where that is not what the calls here move. `is_leader`: of the island's ranks.
+        Each fragment is that of one of the `connections`. `is_leader`: of the island's ranks.
         """
         self.rules = rules
         self.layout = StateLayout(plan, lanes, rules.uplink_codec, rules.error_feedback)
@@ -104,8 +89,6 @@ class Exchange:
             for each, link in zip(connections, self._links, strict=True)
             for p in each.fragment_ids
         }
-        calls = [link.calls for link in self._links]
-        self._moved: Sequence[Moved] = calls if moved is None else moved
         self.step_s = 0.0
         self.num_heard = 0
 
@@ -181,12 +164,12 @@ class Exchange:
     @property
     def bytes_up(self) -> int:
         """Bytes sent so far."""
-        return sum(each.bytes_up for each in self._moved)
+        return sum(link.calls.bytes_up for link in self._links)
 
     @property
     def bytes_down(self) -> int:
         """Bytes received so far."""
-        return sum(each.bytes_down for each in self._moved)
+        return sum(link.calls.bytes_down for link in self._links)
 
     # -- called in the loop ----------------------------------------------------------------------
 

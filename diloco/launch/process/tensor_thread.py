@@ -1,4 +1,4 @@
-"""The threads of a syncer or a peer that touch the tensors and files of its rounds."""
+"""The threads of a syncer that touch the tensors and files of its rounds."""
 
 from __future__ import annotations
 

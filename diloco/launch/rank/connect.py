@@ -23,10 +23,7 @@ from diloco.faults.process import link_faults
 from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
 from diloco.island.record import Record
-from diloco.launch.rank.peer import RunningPeer, start_peer
-from diloco.outer.fragments import Plan
 from diloco.protocol.run.alarms import AlarmKind
-from diloco.protos.control_pb2 import JoinReply
 from diloco.security.address import find_coordinator
 from diloco.security.security import Security
 from diloco.state_dir import StateDir, holder
@@ -136,13 +133,10 @@ class _Wires:
         self._security = security
         self._profile = profile
         self._faults = link_faults(os.environ, config.island_id, address)
-        self._is_tcp_told = False
 
     def coordinator(self) -> Transport:
-        if not self._is_tcp_told:  # here, because the leader alone speaks to the coordinator
-            self._is_tcp_told = True
-            for text in slow_tcp(self._address):
-                logger.warning("%s", text)
+        for text in slow_tcp(self._address):  # here, because the leader alone speaks to it
+            logger.warning("%s", text)
         # Not shaped: it carries a few hundred bytes a second.
         address = self._faults.route(self._address)
         transport = self._security.transport(address, Role.COORDINATOR)
@@ -205,44 +199,6 @@ class _Wires:
         finally:
             await transport.close()
         return known.syncer_addresses
-
-    def own_peer(self, address: str) -> tuple[Transport, Transport]:
-        # Within the island: neither shaped nor paced.
-        security, chunk_bytes = self._security.within_site(), self._config.transport.chunk.num_bytes
-        control = security.transport(address, Role.ISLAND)
-        return control, security.transport(address, Role.ISLAND, chunk_bytes=chunk_bytes)
-
-    async def start_peer(
-        self,
-        config: Config,
-        plan: Plan,
-        reply: JoinReply,
-        complete_checkpoints: Callable[[], Sequence[int] | None],
-    ) -> RunningPeer:
-        profile = self._profile
-        link = None if profile is None else profile.states(self._seed(0))
-
-        def connect(address: str) -> Transport:
-            chosen = config.transport
-            transport = self._security.transport(
-                address,
-                Role.ISLAND,
-                chunk_bytes=chosen.chunk.num_bytes,
-                channels=chosen.num_channels,
-            )
-            # What others pull from here takes their links' time, not this one's as well.
-            return transport if link is None else ShapedTransport(transport, *link)
-
-        return await start_peer(
-            config,
-            plan,
-            reply,
-            security=self._security,
-            decider=self.coordinator(),
-            connect=connect,
-            rng=random.Random(self._seed(0)),
-            complete_checkpoints=complete_checkpoints,
-        )
 
     def _seed(self, island_rank: int) -> int:
         name = f"{self._config.run.seed}/{self._config.island_id}/{island_rank}"

@@ -5,14 +5,13 @@ Used at both ends: by the syncer and by an island's exchange. Nothing is decided
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from diloco.protocol.rounds.terms import Admission, LaneArrival, Outcome, OutcomeKind, RoundKey
 from diloco.protos import fragment_pb2 as wire
 from diloco.transport.errors import FrameError
 
-DIGEST_BYTES = 32
 #: Round keys that one question may name for each fragment; an island has one outstanding of each.
 MOST_KEYS = 16
 #: Whole models move in so many lanes at once, of one rank: each of hundreds would get too little of
@@ -60,14 +59,6 @@ def keys_of(messages: Sequence[wire.RoundKey], num_fragments: int) -> list[Round
             f"each of the {num_fragments} fragments"
         )
     return list(dict.fromkeys(map(key_of, messages)))
-
-
-def digest_problem(digests: Iterable[bytes]) -> str:
-    """Say which digest is none, by its size; empty when all have `DIGEST_BYTES`."""
-    for index, digest in enumerate(digests):
-        if len(digest) != DIGEST_BYTES:
-            return f"digest {index} has {len(digest)} bytes, a digest has {DIGEST_BYTES}"
-    return ""
 
 
 def outcome_message(outcome: Outcome) -> wire.Outcome:

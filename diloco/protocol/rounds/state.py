@@ -509,38 +509,20 @@ class FragmentRounds:
         return [Published(key), *self._open_if_due(now)]
 
     def rejected(self, key: RoundKey, rejected: Mapping[str, str], now: float) -> list[Instruction]:
-        """Refuse all contributors of a closing attempt, as the guard of the merge does.
+        """Refuse contributors of a closing attempt, as the guard of the merge does; nothing moved.
 
-        It waits for the others. Where all its members are refused, it is no expiry in a row: nobody
-        was away.
+        It waits for the others, without those who were fenced while it closed. One that has started
+        again since is not refused for what its earlier start sent: it is waited for. Where all its
+        members are refused, it is no expiry in a row: nobody was away.
         """
         self._require(Phase.CLOSING, "rejected", key)
-        self._rejected |= self._of_present_starts(rejected).keys()
-        return self.malformed(key, rejected, now)
-
-    def malformed(self, key: RoundKey, refused: Mapping[str, str], now: float) -> list[Instruction]:
-        """Refuse contributors of a closing attempt, which goes on without them; nothing moved.
-
-        It goes on without those, too, who were fenced while it closed. One that has started again
-        since is not refused for what its earlier start sent: it is waited for.
-
-        Args:
-            key: Of the attempt.
-            refused: Island -> why: its payload does not decode, where that is first read after
-                the close.
-            now: Time.
-        """
-        self._require(Phase.CLOSING, "malformed", key)
-        self._move(RoundEvent.MALFORMED)
+        self._move(RoundEvent.REJECTED)
         self._deadline += now - self.closed_at  # nobody was late while it was merged
-        refused = self._of_present_starts(refused)
+        held, newest = self.current.contributions, self.participants.incarnations
+        refused = {i: why for i, why in rejected.items() if held[i].incarnation >= newest[i]}
+        self._rejected |= refused.keys()
         instructions = [*self._drop_fenced(), *self._go_by_roster(refused, now)]
         return instructions + (self._advance(now) if self.is_open else [])
-
-    def _of_present_starts(self, refused: Mapping[str, str]) -> dict[str, str]:
-        """Leave out whom the refusal of a contribution does not concern: it has started again."""
-        held, newest = self.current.contributions, self.participants.incarnations
-        return {i: why for i, why in refused.items() if held[i].incarnation >= newest[i]}
 
     def result_broken(self, key: RoundKey, reason: str, now: float) -> list[Instruction]:
         """Expire a closing attempt whose result cannot be used; nothing moved."""
@@ -548,13 +530,6 @@ class FragmentRounds:
         self._broken_in_a_row += 1
         self._expiry_is_numeric = True
         return self._expire(f"result not usable: {reason}", now)
-
-    def abandoned(
-        self, key: RoundKey, missing: tuple[str, ...], reason: str, now: float
-    ) -> list[Instruction]:
-        """Expire a closing attempt whose commit did not come about, for want of `missing`."""
-        self._require(Phase.CLOSING, "abandoned", key)
-        return self._expire(reason, now, missing)
 
     def expiry_recorded(self, key: RoundKey, now: float) -> list[Instruction]:
         """Record that the expiry of `key` is durable; the next attempt may open."""
@@ -634,6 +609,8 @@ class FragmentRounds:
         """Close, begin or end the grace window, or expire, after a contribution came or went."""
         quorum = self.rules.min_contributions
         if len(set(self.current.members) - set(self.current.left)) < (quorum or 1):
+            if self.phase is Phase.GRACE:
+                self._move(RoundEvent.QUORUM_GONE)
             return self._expire("too few members have anything valid to send", now)
         complete = self.current.complete
         kinds = {c.is_flush for c in complete}
@@ -678,10 +655,8 @@ class FragmentRounds:
         rejected = self._rejected_in_a_row if is_of_all else 0
         return [Close(self.key, contributors, is_flush, dict(self.current.left), rejected)]
 
-    def _expire(
-        self, reason: str, now: float, missing: tuple[str, ...] | None = None
-    ) -> list[Instruction]:
-        self._missing = self.current.absent() if missing is None else missing
+    def _expire(self, reason: str, now: float) -> list[Instruction]:
+        self._missing = self.current.absent()
         self._move(RoundEvent.EXPIRED)
         reason = bounded_text(reason)
         self._expiry_reason = reason

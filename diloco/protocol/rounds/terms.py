@@ -1,6 +1,6 @@
 """The terms of a round: its key, its rules, contributions, outcomes and instructions.
 
-Plain values, shared by the machine (`state`), the stores, the wire's messages and the all-reduce.
+Plain values, shared by the machine (`state`), the stores and the wire's messages.
 
 Source: PROTOCOL.md, "Rounds", "Contributions" and "Members".
 """
@@ -324,12 +324,13 @@ class Lost:
     reason: str
     is_numeric: bool
 
-    def advice(self, directories: str = "coordinator.state_dir") -> str:
-        """Say why islands may have been missing, and what to do; `directories` are a run's own."""
+    @property
+    def advice(self) -> str:
+        """Why islands may have been missing, and what to do."""
         if not self.missing:
             return (
-                f"The run stops. Resume it from its newest checkpoint (diloco coordinator RUN.toml "
-                f"--resume), or start it again in an empty {directories}, with every island"
+                "The run stops. Resume it from its newest checkpoint (diloco coordinator RUN.toml "
+                "--resume), or start it again in an empty coordinator.state_dir, with every island"
             )
         commands = "; ".join(f"diloco island RUN.toml --island {m}" for m in self.missing)
         return (
@@ -338,8 +339,8 @@ class Lost:
             f"syncer was down for longer than transport.unreachable, and nothing else is wrong; "
             f"restore it first. Then go on from the newest checkpoint (diloco coordinator RUN.toml "
             f"--resume) with every island, among them: {commands}. Only without any checkpoint "
-            f"does the run begin again, in an empty {directories}. outer.on_member_lost = wait "
-            f"waits for islands instead"
+            f"does the run begin again, in an empty coordinator.state_dir. outer.on_member_lost = "
+            f"wait waits for islands instead"
         )
 
 

@@ -21,7 +21,7 @@ class RoundEvent(StrEnum):
     QUORUM_GONE = "quorum gone"
     CLOSED = "closed"
     COMMITTED = "committed"
-    MALFORMED = "malformed"
+    REJECTED = "rejected"
     EXPIRED = "expired"
     RECORDED = "recorded"
     LOST = "lost"
@@ -51,12 +51,11 @@ run: its deadline
 grace     | closed      | closing  | the last one came, or the grace window is over and what came \
 whole in it is verified
 closing   | committed   | waiting  | version v+1 is durable: publish it
-closing   | malformed   | open     | nothing that came can be merged: the guard refuses it, or, in \
-an all-reduce, it does not decode; the attempt goes on without it
+closing   | rejected    | open     | the guard of the merge refuses all that came; the attempt \
+goes on without it
 open      | expired     | expiring | the deadline, what came whole by then being verified, or no \
 member is left
-closing   | expired     | expiring | the result is not finite, or a codec fails in the merge; \
-all-reduce: no result is that of most, or a contributor has started again
+closing   | expired     | expiring | the result is not finite, or a codec fails in the merge
 expiring  | recorded    | waiting  | the expiry is durable: announce it; attempt + 1 is next
 """
 

@@ -263,11 +263,6 @@ class Members(Mapping[str, Member]):
         }
         return self.all_changed(changed)
 
-    def fenced(self, island: str) -> Entries:
-        """Let the starts so far of an island count no more; its next one is welcome."""
-        member = self[island]
-        return self.changed(island, replace(member, fenced_below=member.incarnation + 1))
-
     def readmitted(self, island: str) -> Entries:
         """Let the next start of an island that was taken out join; none if it was not."""
         return self._after({island: LeaseEvent.READMITTED})

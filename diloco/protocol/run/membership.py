@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco.config.fields import ISLAND_NAME
-from diloco.errors import AggregationError, QuorumLost
+from diloco.errors import AggregationError
 from diloco.protocol.run.admission import (
     Entries,
     Joined,
@@ -322,39 +322,23 @@ class Membership:
         is_old = incarnation < max(member.incarnation, member.fenced_below)
         return Cause.INCARNATION if is_old else Cause.GRANT
 
-    def left_early(self, island: str, inner_step: int, *, can_shrink: bool) -> Entries:
+    def left_early(self, island: str, inner_step: int) -> Entries:
         """Note that the current start of an island has left before the end of the run.
 
         Where islands come and go it has left for good. Else rounds go on without it, unless all
-        others have come to their end, too. Where their number may not change (not `can_shrink`) the
-        run ends once another goes on (`outrun`).
+        others have come to their end, too.
         """
         member = replace(self.members[island], exit_code=0)
         if self.rules.is_elastic:
             drained = member.after(LeaseEvent.DRAINED, self.timeline)
             return self.members.changed(island, drained.after(LeaseEvent.LEFT, self.timeline))
         others = [m for name, m in self.members.counted.items() if name != island]
-        if not can_shrink or all(m.exit_code == 0 for m in others):
+        if all(m.exit_code == 0 for m in others):
             return self.left(island, 0, is_stopped=False)
-        reason = self._early_text(inner_step)
+        reason = (
+            f"its loop called outer.finish() after inner step {inner_step} of {self.inner_steps}"
+        )
         return self.members.changed(island, member.kicked(reason, self.timeline))
-
-    def outrun(self, island: str, inner_step: int) -> Entries:
-        """End a run of which no round can be without an island that one has left behind."""
-        for name, member in self.members.counted.items():
-            last = self.last_inner_step(name)
-            is_early = self._has_joined(member) and member.exit_code == 0 and not member.is_stopped
-            if is_early and last < inner_step:
-                return self.failed(
-                    f"island {name} has left, {self._early_text(last)}, {island} has gone on, and "
-                    f"no round can be without either: the islands merge among themselves "
-                    f"(outer.exchange = allreduce)",
-                    QuorumLost.exit_code,
-                )
-        return ()
-
-    def _early_text(self, inner_step: int) -> str:
-        return f"its loop called outer.finish() after inner step {inner_step} of {self.inner_steps}"
 
     def left(self, island: str, exit_code: int, *, is_stopped: bool) -> Entries:
         """Note how the current start of an island ended.

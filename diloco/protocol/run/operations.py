@@ -98,11 +98,6 @@ def decide(
     decide_it, names = known
     if odd := arguments.keys() - names:
         return _refused(f"{command} takes no {bounded_text(min(odd))!r}: install one version")
-    if config.outer.exchange == "allreduce" and command not in ("stop", "revoke"):
-        return _refused(
-            f"{command} is for runs with a syncer; here the islands merge among themselves "
-            f'(outer.exchange = "allreduce"), as they agreed when they joined. {_RESTART}'
-        )
     return decide_it(arguments, membership, config)
 
 
@@ -199,16 +194,7 @@ def _revoke(arguments: Mapping[str, str], membership: Membership, config: Config
     message = f"{len(serials)} certificates of {name} are refused from now on"
     if arguments.get("earlier"):
         return Decision(f"{message}; its newest one is not", entries=entries)
-    if config.outer.exchange == "allreduce":
-        if (member := membership.members.get(identity.name)) is not None:
-            message += (
-                f". Incarnation {member.incarnation} of {identity.name}, "
-                f"and those before, are fenced: the other islands answer them no more, and wait "
-                f"for its next start, with a good certificate, until outer.round_deadline has "
-                f"passed three times"
-            )
-            entries += membership.members.fenced(identity.name)
-    elif identity.name in membership.members:
+    if identity.name in membership.members:
         arguments = {"island": identity.name, "reason": "its certificates were revoked"}
         kick = _kick(arguments, membership, config)
         message, entries = f"{message}. {kick.message}", entries + kick.entries

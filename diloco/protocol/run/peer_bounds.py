@@ -1,6 +1,6 @@
 """Bounds of every number, text and list that a peer says: one table, by message and field.
 
-`RULES` of `launch/access` stands before every handler of coordinator, syncer, peers and baselines,
+`RULES` of `launch/access` stands before every handler of coordinator, syncer and baselines,
 and has each header checked against this table before anything else looks at it: what cannot be true
 of this run is refused (`diloco.transport.errors.OutOfRange`), counted (`Cause.BOUNDS`) and changes
 nothing. A field that is not in the table is held to the least of its type, so that a new one is
@@ -194,11 +194,6 @@ _SPEAKS = {"protocol_version": Whole(2**32 - 1)}  # compared before
 _EXIT = Whole(255)
 _WAIT = Real(0.0, 3600.0)
 _JUDGED = Whole(2**64 - 1)  # with the contribution: `Weights`
-_WEIGHT = {
-    "sent_at_inner_step": _JUDGED,
-    "weight_tokens": _JUDGED,
-    "weight_steps": _JUDGED,
-}
 _OF_A_LANE = {**_SPEAKS, "fragment_id": _FRAGMENT, "lane_id": _LANE}
 
 #: Message -> field -> bound. Flags, enums and messages within messages need none: they are checked
@@ -335,7 +330,9 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "diloco.fragment.v1.SubmitHeader": {
         **_SPEAKS,
-        **_WEIGHT,
+        "sent_at_inner_step": _JUDGED,
+        "weight_tokens": _JUDGED,
+        "weight_steps": _JUDGED,
         "lane_id": _LANE,
         "codec": Words(_MOST_HEADER),
         "digest": Words(_MOST_HEADER),
@@ -382,39 +379,6 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "diloco.fragment.v1.StatePutHeader": {**_OF_A_LANE, "checkpoint": _COUNT, "digest": _SAID},
     "diloco.fragment.v1.StateGetHeader": {**_OF_A_LANE, "source": _SAID, "checkpoint": _COUNT},
-    "diloco.allreduce.v1.PollRequest": {
-        **_SPEAKS,
-        "address": _SAID,
-        "decider_id": _SAID,
-        "sequence": _COUNT,
-        "outstanding": Many("num_keys"),
-        "wait_s": _WAIT,
-        "unreached": Many("num_islands", _SAID),
-    },
-    "diloco.allreduce.v1.DeclareRequest": {
-        **_SPEAKS,
-        **_WEIGHT,
-        "lane_digests": Many("num_lanes", _SAID),
-    },
-    "diloco.allreduce.v1.PreparedRequest": {
-        **_SPEAKS,
-        "fragment_id": _FRAGMENT,
-        "assignment_id": _DIGEST,
-        "lane_digests": Many("num_lanes", _SAID),
-        "state_digest": _SAID,
-        "broken": Words(_MOST_HEADER),
-        "malformed": _SAID,
-    },
-    "diloco.allreduce.v1.FoundRequest": {
-        **_SPEAKS,
-        "record_json": Json(),
-        "state_digest": _SAID,
-        "fragment_id": _FRAGMENT,
-    },
-    "diloco.allreduce.v1.RecordRequest": {**_SPEAKS, "fragment_id": _FRAGMENT},
-    "diloco.allreduce.v1.ContributionHeader": {**_SPEAKS, "lane_id": _LANE},
-    "diloco.allreduce.v1.ResultHeader": {**_OF_A_LANE, "assignment_id": _DIGEST},
-    "diloco.allreduce.v1.StateHeader": {**_OF_A_LANE, "state_digest": _DIGEST, "section": _SAID},
     "diloco.baseline.v1.VectorHeader": {
         **_SPEAKS,
         "start": _SAID,

@@ -1,1 +1,0 @@
-"""The peer of an island under the all-reduce exchange."""
