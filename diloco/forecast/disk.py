@@ -72,6 +72,8 @@ class DiskForecast:
         num_records: Versions of each fragment that the store has at once.
         frame_bytes: What one version of all fragments was made from.
         num_frames: Versions of each fragment of which the store has only that.
+        written_bytes: A version of all fragments, on average: a record, or one of every
+            `snapshot_rounds` and frames between.
     """
 
     checkpoint_bytes: int
@@ -80,6 +82,7 @@ class DiskForecast:
     num_records: int
     frame_bytes: int
     num_frames: int
+    written_bytes: int
 
     @property
     def island_bytes(self) -> int:
@@ -117,6 +120,8 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
             )
             + 1
         )
+    every = outer.snapshot_rounds
+    written = (_STATE_BYTES + second) / every + frame
     return DiskForecast(
         checkpoint_bytes=round(num_parameters * (_INNER_AND_ANCHOR_BYTES + residuals + up)),
         num_checkpoints=num_checkpoints,
@@ -124,6 +129,7 @@ def forecast_disk(config: Config, num_parameters: int) -> DiskForecast:
         num_records=num_whole + _num_pinned_versions(config, num_checkpoints),
         frame_bytes=round(num_parameters * frame),
         num_frames=num_frames,
+        written_bytes=round(num_parameters * written),
     )
 
 

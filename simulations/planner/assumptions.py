@@ -51,6 +51,7 @@ class Assumptions:
         costs: What hosts take besides inner steps.
         tcp: Ceilings of a connection; None: a transfer fills its share of a link.
         syncer_link: Line of the site where syncers are, which islands share; None: no bottleneck.
+        syncer_threads: With which each syncer merges the lanes of a fragment side by side.
         inside_bps: Of a rank inside its island, for the all-reduces; infinite: no bottleneck.
         origins: What each figure is and where it comes from, for people.
     """
@@ -60,6 +61,7 @@ class Assumptions:
     costs: HostCosts = MEASURED
     tcp: Tcp | None = None
     syncer_link: LinkProfile | None = None
+    syncer_threads: int = 1
     inside_bps: float = math.inf
     origins: tuple[str, ...] = ()
 

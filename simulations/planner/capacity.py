@@ -1,21 +1,22 @@
 """Whether syncers can do what a run asks of them; what cannot be is refused with the remedy.
 
 Syncers run on the coordinator's machine, or each on one of its own ([syncers.NAME]). One merges its
-fragments one after the other, so that several, each with fragments of its own
-(`coordinator.num_syncers`), use several cores; memory, disk and network card are the machine's, and
-all syncers of one machine together take as much as one would.
+fragments one after the other, the lanes of each side by side on the cores that it has; memory, disk
+and network card are the machine's, and all syncers of one machine together take as much as one
+would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco.config.network import MOST_SYNCERS
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.forecast.disk import forecast_disk
 from diloco.outer.assignment import assign_fragments
-from diloco.simulations.planner.assumptions import parsed, positive_bytes
+from diloco.simulations.planner.assumptions import Assumptions, parsed, positive_bytes
 from diloco.simulations.planner.prediction import SyncerPrediction
 from diloco.simulations.runs.run_model import run_plan
 from diloco.transport.units import format_bandwidth, format_bytes, parse_bandwidth
@@ -29,9 +30,25 @@ class Capacity:
     memory_bytes: int = 0
     disk_bytes: int = 0
     network_bps: float = 0.0
+    disk_bps: float = 0.0
+
+    def threads(self, config: Config) -> int:
+        """Give the threads with which each syncer merges: those of its machine, dealt evenly."""
+        return max(1, self.cores // max(1, len(config.own_syncers)))
+
+    def known_to(self, assumed: Assumptions, config: Config) -> Assumptions:
+        """Return the inputs of a prediction with what is told of the syncers' machine."""
+        costs = assumed.costs
+        if self.disk_bps:
+            commit_s = 8e-6 * forecast_disk(config, 10**6).record_bytes / self.disk_bps
+            eager = costs.eager and replace(costs.eager, commit_s=commit_s)
+            costs = replace(costs, commit_s=commit_s, eager=eager)
+        return replace(assumed, costs=costs, syncer_threads=self.threads(config))
 
     @classmethod
-    def read(cls, cores: int, memory: str, disk: str, network: str) -> Capacity:
+    def read(
+        cls, cores: int, memory: str, disk: str, network: str, disk_rate: str = ""
+    ) -> Capacity:
         """Read it from what options say; empty: not told.
 
         Raises:
@@ -42,6 +59,7 @@ class Capacity:
             parsed("--syncer-memory", memory, positive_bytes) if memory else 0,
             parsed("--syncer-disk", disk, positive_bytes) if disk else 0,
             parsed("--syncer-network", network, parse_bandwidth) if network else 0.0,
+            parsed("--syncer-disk-rate", disk_rate, parse_bandwidth) if disk_rate else 0.0,
         )
 
 
@@ -51,12 +69,12 @@ def check_capacity(config: Config, syncers: Sequence[SyncerPrediction], capacity
     Raises:
         ConfigError: Naming what is short, `coordinator.num_syncers` and what to change.
     """
-    fullest = max(syncers, key=lambda each: each.cores)
-    if fullest.cores > 1:
+    fullest = max(syncers, key=lambda each: each.busy)
+    if fullest.busy > 1:
         raise ConfigError(
             f"{_key(config)}: {fullest.name} would merge for "
-            f"{fullest.cores:.2f} s of every second, so that rounds pile up; "
-            f"{_remedy(config, syncers)}"
+            f"{fullest.busy:.2f} s of every second with {capacity.threads(config)} threads, so "
+            f"that rounds pile up; {_remedy(config, syncers)}"
         )
     # Each has a machine of its own, or all have one.
     for machine in [[each] for each in syncers] if config.syncers else [syncers]:
@@ -71,7 +89,7 @@ def _key(config: Config) -> str:
 
 def _check_machine(config: Config, syncers: Sequence[SyncerPrediction], capacity: Capacity) -> None:
     """Refuse what the machine of these syncers cannot hold."""
-    cores = sum(each.cores for each in syncers)
+    cores = capacity.threads(config) * sum(each.busy for each in syncers)
     memory = sum(each.memory_bytes for each in syncers)
     disk = sum(each.store_bytes for each in syncers)
     in_bps, out_bps = (
@@ -113,9 +131,12 @@ def _check_machine(config: Config, syncers: Sequence[SyncerPrediction], capacity
 def _remedy(config: Config, syncers: Sequence[SyncerPrediction]) -> str:
     """Find the smallest number of syncers that is enough."""
     if config.syncers:
-        return "add a table [syncers.NAME], lower its share, or raise outer.inner_steps_per_round"
+        return (
+            "take a machine with more cores (--syncer-cores), raise outer.snapshot_rounds, add a "
+            "table [syncers.NAME], lower its share, or raise outer.inner_steps_per_round"
+        )
     plan = run_plan(config)
-    per_value = sum(each.cores for each in syncers) / sum(f.padded_numel for f in plan.fragments)
+    per_value = sum(each.busy for each in syncers) / sum(f.padded_numel for f in plan.fragments)
     for number in range(config.coordinator.num_syncers + 1, len(plan.fragments) + 1):
         if number > MOST_SYNCERS:
             break
@@ -126,7 +147,7 @@ def _remedy(config: Config, syncers: Sequence[SyncerPrediction]) -> str:
                 f"set coordinator.num_syncers = {number} (--set coordinator.num_syncers={number})"
             )
     period = config.outer.inner_steps_per_round
-    total = sum(each.cores for each in syncers)
+    total = sum(each.busy for each in syncers)
     return (
         f"coordinator.num_syncers is at most outer.num_fragments = {len(plan.fragments)} and "
         f"{MOST_SYNCERS}, which is not enough: raise outer.num_fragments, or "

@@ -14,7 +14,7 @@ On arrival tokens end a run: a steady round is then the time in which the tokens
 every island are counted, by its publications; a faster one makes more of them, and not all
 are counted.
 
-Of a syncer: cores are its seconds of merging a round over those of H inner steps (of the fastest
+Of a syncer: busy are its seconds of merging a round over those of H inner steps (of the fastest
 island on arrival, else of the slowest); memory
 
     (12 B, of adam 16) a parameter + 1.25 * 12 B a parameter of its largest fragment
@@ -89,7 +89,7 @@ class SyncerPrediction:
         syncer_id: Which.
         name: Of its store.
         fragment_ids: Its own.
-        cores: Seconds of merging a second, if training never waits for it.
+        busy: Seconds for which it merges a second, if training never waits for it.
         memory_bytes: At most, without code.
         store_bytes: Its store on disk, at most.
         written_bytes_per_s: To that.
@@ -102,7 +102,7 @@ class SyncerPrediction:
     syncer_id: int
     name: str
     fragment_ids: tuple[int, ...]
-    cores: float
+    busy: float
     memory_bytes: int
     store_bytes: int
     written_bytes_per_s: float
@@ -242,6 +242,7 @@ def _simulate(
         syncer_link=assumed.syncer_link,
         tcp=assumed.tcp,
         plan=plan,
+        syncer_threads=assumed.syncer_threads,
         warm_up_rounds=warm_up_rounds,
     )
     if run.lost:
@@ -330,17 +331,15 @@ def _syncers(
         disk = forecast_disk(config, parameters)
         share_up = sum(sizes[p].bytes_up for p in own) / total_up
         share_down = sum(sizes[p].bytes_down for p in own) / total_down
-        is_whole = config.outer.snapshot_rounds == 1
-        written = disk.record_bytes if is_whole else disk.frame_bytes
         found.append(
             SyncerPrediction(
                 syncer_id=syncer_id,
                 name=list(config.syncer_shares)[syncer_id],
                 fragment_ids=own,
-                cores=_merging_s(run, own, assumed.costs.commit_round_s) / trained_s,
+                busy=_merging_s(run, own, assumed.costs.commit_round_s) / trained_s,
                 memory_bytes=syncer_memory(config, plan, own),
                 store_bytes=disk.store_bytes,
-                written_bytes_per_s=written / round_s,
+                written_bytes_per_s=disk.written_bytes / round_s,
                 mean_in_bps=share_up * sum(each.mean_up_bps for each in islands.values()),
                 mean_out_bps=share_down * sum(each.mean_down_bps for each in islands.values()),
                 peak_in_bps=_shared(assumed, [i.peak_up_bps for i in islands.values()], is_in=True),

@@ -91,10 +91,16 @@ class SimulatedSyncer:
         *,
         num_fragments: int,
         record: Callable[[Span], None],
+        threads: int = 1,
+        written: float = 1.0,
     ) -> None:
-        """Found version 0 of every fragment, with all islands of the rules at work."""
+        """Found version 0 of every fragment, with all islands of the rules at work.
+
+        `threads` verify and merge the lanes of a fragment side by side; `written` is the share of a
+        whole record that a version writes, on average.
+        """
         self._engine, self.name, self._costs, self._record = engine, name, costs, record
-        self._rules = rules
+        self._rules, self._threads, self._written = rules, threads, written
         self.changed = Signal(engine)
         self.publications: list[Publication] = []
         self.num_expired = 0
@@ -192,7 +198,7 @@ class SimulatedSyncer:
         served = self._served[sent.key.fragment_id]
         fragment = served.fragment
         n, num_lanes = fragment.padded_numel, len(fragment.lanes)
-        verify_s = self._costs.of(n, num_lanes).verify_s * n
+        verify_s = self._costs.of(n, num_lanes).verify_s * n / min(self._threads, num_lanes)
         yield from self._work(left_over(verify_s, spread_s, num_lanes))
         admission = Admission.ACCEPTED
         for lane in served.fragment.lanes:
@@ -281,8 +287,10 @@ class SimulatedSyncer:
         opened_s, closed_s = rounds.opened_at, self._engine.now
         num_contributions = len(close.contributors)
         seconds = costs.decode_s * num_contributions + costs.outer_s + costs.publish_s
+        seconds /= min(self._threads, len(served.fragment.lanes))
         yield from self._work(
-            n * (seconds + costs.commit_s) + costs.commit_round_s, served.fragment.fragment_id
+            n * (seconds + self._written * costs.commit_s) + costs.commit_round_s,
+            served.fragment.fragment_id,
         )
         served.contributors = tuple(each.island for each in close.contributors)
         served.unfetched = set(served.contributors)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_syncer_rules, link_profile
+from diloco.forecast.disk import forecast_disk
 from diloco.forecast.traffic import fragment_bytes
 from diloco.island.lanes.parameters import canonical_parameters, tensor_specs
 from diloco.island.layout import build_plan, build_schedule
@@ -149,6 +150,7 @@ def simulate_run(
     absences: Mapping[str, Sequence[Absence]] | None = None,
     failures: Failures | None = None,
     plan: Plan | None = None,
+    syncer_threads: int = 1,
 ) -> SimulatedRun:
     """Simulate the run of a run file.
 
@@ -166,6 +168,7 @@ def simulate_run(
         absences: When islands are away, by island, ascending; on arrival also from the start.
         failures: Draws when all others are away; None: they never are.
         plan: Fragments; None: those of the run's model.
+        syncer_threads: Of each syncer, on cores of its own.
 
     Raises:
         ConfigError: If something is missing or impossible, by its dotted path.
@@ -198,7 +201,7 @@ def simulate_run(
         not rounds and config.outer.flush and not config.outer.is_on_arrival,
         [],
     )
-    return _run_syncers(parts, SharedLine(syncer_link), tcp)
+    return _run_syncers(parts, SharedLine(syncer_link), tcp, syncer_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,20 +267,25 @@ class _RunParts:
         )
 
 
-def _run_syncers(parts: _RunParts, line: SharedLine, tcp: Tcp | None) -> SimulatedRun:
+def _run_syncers(parts: _RunParts, line: SharedLine, tcp: Tcp | None, threads: int) -> SimulatedRun:
     config, engine, plan = parts.config, parts.engine, parts.plan
     record = Recorder(parts.spans)
+    disk = forecast_disk(config, sum(fragment.numel for fragment in plan.fragments))
     syncers = [
         SimulatedSyncer(
             engine,
-            f"syncer-{i}" if config.coordinator.num_syncers > 1 else "syncer",
+            name,
             [plan.fragments[p] for p in own],
             parts.rules,
             parts.costs,
             num_fragments=len(plan.fragments),
             record=record,
+            threads=threads,
+            written=disk.written_bytes / disk.record_bytes,
         )
-        for i, own in enumerate(assign_fragments(plan, config.shares))
+        for name, own in zip(
+            config.syncer_shares, assign_fragments(plan, config.shares), strict=True
+        )
     ]
     common = parts.exchanging(fragment_sizes(config, plan))
     sites = []

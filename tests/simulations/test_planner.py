@@ -184,7 +184,7 @@ def test_on_arrival_a_long_run_is_as_long_as_its_tokens_take(grace: str) -> None
     # A round of all fragments is opened by the fastest.
     slow = replace(FREE, publish_s=10 * STEP_S / sum(f.padded_numel for f in plan.fragments))
     [syncer] = predict(config, plan, replace(inputs, costs=slow)).syncers
-    assert syncer.cores == pytest.approx(1.0)
+    assert syncer.busy == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("lane_numel", "costs"), [(COMPILE_NUMEL, MEASURED), (1280, EAGER)])
@@ -198,7 +198,7 @@ def test_a_plan_takes_what_codecs_take_for_lanes_of_its_size(
 
     n, spans = 4 * lane_numel, predicted.run.spans
     rate_s = 2 * costs.decode_s + costs.outer_s + costs.publish_s + costs.commit_s
-    assert predicted.syncers[0].cores == pytest.approx(n * rate_s / (10 * STEP_S))
+    assert predicted.syncers[0].busy == pytest.approx(n * rate_s / (10 * STEP_S))
     encoded = [s.end_s - s.begin_s for s in spans if s.kind == "encode"]
     assert encoded == pytest.approx([n * costs.encode_s] * len(encoded))
     copied = [s.end_s - s.begin_s for s in spans if s.kind == "gather"]
@@ -241,13 +241,29 @@ def test_an_overloaded_syncer_is_refused_by_naming_how_many_it_takes() -> None:
     slow = replace(FREE, publish_s=2.2 * 10 * STEP_S / values)
     predicted = predict(config, plan, assumed(1e9, costs=slow))
 
-    assert predicted.syncers[0].cores == pytest.approx(2.2)
+    assert predicted.syncers[0].busy == pytest.approx(2.2)
     with pytest.raises(ConfigError, match=r"merge for 2\.20 s .* set coordinator\.num_syncers = 4"):
         # Three syncers would have 2, 1 and 1 fragments, and 2 are 1.1 cores.
         check_capacity(config, predicted.syncers, Capacity())
     four = run(num_fragments=4, num_syncers=4)
     enough = predict(four, plan, assumed(1e9, costs=slow)).syncers
     check_capacity(four, enough, Capacity())
+
+
+def test_cores_and_a_log_shorten_merges_and_a_slow_disk_lengthens_them() -> None:
+    config, logged = run(num_fragments=1), run(num_fragments=1, snapshot_rounds=16)
+    slow = replace(FREE, publish_s=2e-6, commit_s=1e-6)  # per parameter: merged, then written
+
+    def busy(config: Config, capacity: Capacity) -> float:
+        told = capacity.known_to(assumed(1e9, costs=slow), config)
+        return predict(config, run_plan(config), told).syncers[0].busy
+
+    one = busy(config, Capacity())
+    lanes = len(run_plan(config).fragments[0].lanes)
+    assert lanes > 1
+    assert busy(config, Capacity(cores=lanes)) == pytest.approx(one * (2 / lanes + 1) / 3)
+    assert busy(logged, Capacity()) < one
+    assert busy(config, Capacity(disk_bps=1e6)) > one
 
 
 @pytest.mark.parametrize(

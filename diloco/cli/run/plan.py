@@ -79,6 +79,7 @@ def plan(
     syncer_memory: options.SyncerMemory = "",
     syncer_disk: options.SyncerDisk = "",
     syncer_network: options.SyncerNetwork = "",
+    syncer_disk_rate: options.SyncerDiskRate = "",
     suggest: options.Suggest = False,
     max_loss: options.MaxLoss = "1%",
     lab: options.LabResults = None,
@@ -96,7 +97,8 @@ def plan(
     all-reduces of gradients on the same links, as diloco baseline makes them.
 
     Read "utilised": share of the time in inner steps; "mean" and "peak": bandwidth of payloads over
-    the run, and while something moves; "cores": what a syncer merges for, of every second.
+    the run, and while something moves; "merges": share of the time for which a syncer does, with
+    the cores and the disk that --syncer-cores and --syncer-disk-rate tell.
 
     --suggest tries other settings and prints the --set to type: the earliest end among those that
     cost at most --max-loss, by what papers and your laboratory measured, then what decides: the
@@ -137,7 +139,9 @@ def plan(
         device=device,
         reached=mfu,
     )
-    capacity = Capacity.read(syncer_cores, syncer_memory, syncer_disk, syncer_network)
+    capacity = Capacity.read(
+        syncer_cores, syncer_memory, syncer_disk, syncer_network, syncer_disk_rate
+    )
     needing = [*_typed(context, options.OF_SYNCERS), *(["--suggest"] if suggest else [])]
 
     measuring = _Measuring(measure, coordinator, probe)
@@ -166,7 +170,7 @@ def _show_plan(
         needing: Options that have no effect where no time is predicted.
         shown: Where it goes.
     """
-    from diloco.cli.run.plan_predicted import show_planned, show_suggestion
+    from diloco.cli.run.plan_predicted import show_losses, show_planned, show_suggestion
     from diloco.simulations.planner.capacity import check_capacity
     from diloco.simulations.planner.penalties import load_penalties
     from diloco.simulations.planner.planned import assume, plan_run
@@ -190,9 +194,12 @@ def _show_plan(
     steps = _measured_steps(config, foreseen, told, aside) if measuring.steps else {}
     path = _measured_path(measuring, aside)
     assumed = assume(config, foreseen, told, steps=steps, path=path)
+    assumed = capacity.known_to(assumed, config)
     with waiting(aside, "simulating the run"):
         planned = plan_run(config, foreseen, assumed)
     show_planned(console, planned, foreseen)
+    if config.run.state:
+        show_losses(console, config, planned, capacity.network_bps)
     if planned.prediction is None and needing:
         raise ConfigError(f"{needing[0]}: no time is predicted: {planned.why_not}")
     if wanted is not None:

@@ -87,10 +87,16 @@ Probe = Annotated[
         "HOST:PORT",
     ),
 ]
-SyncerCores = Annotated[int, _syncers("CPU cores; left out: any.", "N", min=0)]
+SyncerCores = Annotated[
+    int,
+    _syncers(
+        "CPU cores, on which lanes merge side by side; left out: one thread, any.", "N", min=0
+    ),
+]
 SyncerMemory = Annotated[str, _syncers("Such as 64GiB.", "SIZE")]
 SyncerDisk = Annotated[str, _syncers("Such as 2TB.", "SIZE")]
 SyncerNetwork = Annotated[str, _syncers("Such as 10Gbit/s.", "RATE")]
+SyncerDiskRate = Annotated[str, _syncers("It writes, such as 8Gbit/s; left out: 9.7.", "RATE")]
 Suggest = Annotated[
     bool,
     flag(
@@ -125,4 +131,10 @@ OF_SUGGEST = (
     "num_lanes",
 )
 OF_MEASURE = ("coordinator", "probe")
-OF_SYNCERS = ("syncer_cores", "syncer_memory", "syncer_disk", "syncer_network")
+OF_SYNCERS = (
+    "syncer_cores",
+    "syncer_memory",
+    "syncer_disk",
+    "syncer_network",
+    "syncer_disk_rate",
+)

@@ -11,12 +11,15 @@ from diloco.cli.terminal.fitted_table import FittedTable
 from diloco.transport.units import format_bandwidth, format_bytes, format_duration
 
 if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.config.schema import Config
     from diloco.forecast.forecast import Forecast
     from diloco.simulations.planner.planned import Planned
     from diloco.simulations.planner.prediction import Prediction, SyncerPrediction
     from diloco.simulations.planner.suggestion import Candidate, Influence, Suggestion
 
 _SHOWN_INFLUENCES = 3
+#: From the object store, where it is not told.
+_BUCKET_BPS = 10e9
 
 
 def show_planned(console: Console, planned: Planned, forecast: Forecast) -> None:
@@ -76,6 +79,28 @@ def _show_prediction(console: Console, predicted: Prediction, *, is_scheduled: b
         console.print(FittedTable.of(predicted.syncers, _SYNCERS))
 
 
+def show_losses(console: Console, config: Config, planned: Planned, network_bps: float) -> None:
+    """Say what the loss of a machine costs, where the run's state is in an object store."""
+    from diloco.objects.lease import LEASE_S
+
+    if planned.prediction is None:
+        return
+    rate_bps = network_bps or _BUCKET_BPS
+    syncers = planned.prediction.syncers
+    stores = [each.store_bytes for each in syncers]
+    # Of a machine that is alone with its syncer; all of them are on the coordinator's else.
+    fetched = max(stores) if config.syncers else sum(stores)
+    written = max(each.written_bytes_per_s for each in syncers)
+    console.print(
+        f"\nIf a machine with a syncer is lost, another one serves in its place {LEASE_S:g} s "
+        f"after the last sign of life and when it has fetched the store, at most "
+        f"{format_bytes(fetched)}: {format_duration(8 * fetched / rate_bps)} at "
+        f"{format_bandwidth(rate_bps)}"
+        f"{'' if network_bps else ' (--syncer-network says another)'}. To run.state each writes "
+        f"{format_bytes(round(written))}/s at most. Nothing that was published is lost."
+    )
+
+
 def _island_table(predicted: Prediction) -> FittedTable:
     headings = ["island", "step", "utilised", "waits a round", "up, mean/peak", "down, mean/peak"]
     rows = [
@@ -95,7 +120,7 @@ def _island_table(predicted: Prediction) -> FittedTable:
 #: Heading -> what gives the cell.
 _SYNCERS: Mapping[str, Callable[[SyncerPrediction], object]] = {
     "syncer": lambda syncer: syncer.name,
-    "cores": lambda syncer: f"{syncer.cores:.2g}",
+    "merges": lambda syncer: f"{syncer.busy:.1%}",
     "memory": lambda syncer: format_bytes(syncer.memory_bytes),
     "disk": lambda syncer: format_bytes(syncer.store_bytes),
     "written/s": lambda syncer: format_bytes(round(syncer.written_bytes_per_s)),
