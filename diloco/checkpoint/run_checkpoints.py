@@ -355,13 +355,11 @@ def _problems(
     """Say what is wrong with the parts of a checkpoint that are on this machine."""
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
-    parts = assigned_parts(state, plan, membership.assignment)
-    torn = [
-        text
-        for part in (parts if config.syncers else ())
-        if (text := _lacks_pin(config, part, step))
-    ]
-    for part in () if config.syncers else parts:
+    torn: list[str] = []
+    for part in assigned_parts(state, plan, membership.assignment):
+        if config.syncers:
+            torn += filter(None, [_lacks_pin(config, part, step)])
+            continue
         whose = f"the {part.state.syncer_name}'s part"
         try:
             verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", announce))

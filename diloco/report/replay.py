@@ -83,7 +83,7 @@ def _replayed(
 ) -> Replay:
     headers, entries = _read_journal(state)
     stored = state_by_fragment(state, plan)
-    config = load_config((state if state.resolved.exists() else stored[0]).resolved)
+    config = load_config(state.resolved)
     replays = [
         FragmentReplay(
             stored[p].store,
