@@ -117,6 +117,14 @@ def name_durably(descriptor: int, temporary: Path, path: Path) -> None:
     sync_directory(path.parent)
 
 
+def digest_of(path: Path) -> str:
+    """Return the blake3 of what a small file holds, in hex; empty: there is no such file."""
+    try:
+        return blake3.blake3(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace `path` by `value` as JSON, durably."""
     write_durably(path, [json.dumps(value, sort_keys=True).encode()])

@@ -3,6 +3,7 @@
     coordinator.lock   held by the coordinator while it lives
     coordinator.json   address and pid of the newest coordinator; its port is bound again
     resolved.toml      the run's configuration, and `fingerprint`, that of its identity class
+    policy.json        its policy class, as the coordinator's file has it
     local.toml         the same as `diloco local` gives it to every process
     secret             signs grants, mode 0600
     journal.sqlite     what the coordinator must never forget
@@ -146,6 +147,11 @@ class StateDir:
     def fingerprint(self) -> Path:
         """Fingerprint of the identity class, hex."""
         return self.root / "fingerprint"
+
+    @property
+    def policy(self) -> Path:
+        """Policy that the coordinator's file has, JSON; operators may have set other values."""
+        return self.root / "policy.json"
 
     @property
     def secret(self) -> Path:

@@ -487,7 +487,7 @@ class RunStateReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id", "has_ended")
+    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id", "has_ended", "reason")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +495,7 @@ class SyncerHelloRequest(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     address: str
@@ -502,10 +503,11 @@ class SyncerHelloRequest(_message.Message):
     pid: int
     syncer_id: int
     has_ended: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ...) -> None: ...
+    reason: str
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends")
+    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +517,7 @@ class SyncerHelloReply(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -524,7 +527,8 @@ class SyncerHelloReply(_message.Message):
     timeline: int
     lease: int
     ends: bool
-    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ...) -> None: ...
+    policy_digest: str
+    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")

@@ -30,7 +30,7 @@ from diloco.launch.process.disk_full_retry import retry_disk_full
 from diloco.launch.process.progress import progress_bar
 from diloco.objects.lease import is_of_store
 from diloco.objects.replica import Replica
-from diloco.objects.store import ObjectStore, StoreAway
+from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.candidates import newest_first
@@ -384,23 +384,14 @@ def _problems(
 def _lacks_pin(config: Config, part: StorePart, step: int) -> str:
     """Say what a syncer on a machine of its own lacks of a checkpoint; empty: nothing.
 
-    Its names are looked at, in the object store; it verifies what they hold when it goes back.
+    Names and sizes are looked at, in the object store; the syncer verifies what it goes back to.
     """
     state = part.state
     replica = Replica(ObjectStore(config.run.state), state.syncer_name, state.store, is_of_store)
-    try:
-        replica.look()
-    except StoreAway as error:
-        raise ConfigError(
-            f"run.state = {config.run.state}: whether {state.syncer_name} has the checkpoint "
-            f"cannot be looked at: {error}. {error.remedy.capitalize()}, then start again"
-        ) from error
+    replica.look()
     pin = pin_directory(Path(), step)
-    directories = [fragment_directory(pin, f.fragment_id) for f in part.fragments]
-    there = {Path(name).parent for name in replica.names}
-    lacking = [str(each) for each in directories if each not in there]
-    url = f"{config.run.state}/{state.syncer_name}"
-    return f"{url} has no {', no '.join(lacking)}" if lacking else ""
+    pinned = (fragment_directory(pin, f.fragment_id).as_posix() for f in part.fragments)
+    return next(filter(None, map(replica.lacks, pinned)), "")
 
 
 def _is_mirrored(config: Config, island: str, step: int) -> bool:

@@ -73,12 +73,14 @@ class Coordinator:
         operations: Operations | None = None,
         problems: Callable[[], Mapping[AlarmKind, str]] = dict,
         lease: int = 0,
+        policy_digest: str = "",
     ) -> None:
         """Assign only; the journal must be open and its entries applied to `membership`.
 
         Without `operations` no command of an operator is taken. `problems` says what the process
         around this has found out: certificates that end soon, an object store that is away.
-        `lease` is that of the run's state in an object store; 0: it is in none.
+        `lease` is that of the run's state in an object store, 0: it is in none, and `policy_digest`
+        of the policy that the file has.
         """
         self._membership = membership
         self._journal = journal
@@ -111,6 +113,7 @@ class Coordinator:
                 grant.timeline < membership.timeline and self._is_granted(grant, ROLE_SYNCER)
             ),
             lease=lease,
+            policy_digest=policy_digest,
             index=self._index,
             record=lambda told: self._journal.write((), told=[told]),
             keep=self._keep,

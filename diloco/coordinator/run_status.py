@@ -47,7 +47,7 @@ _NEVER_LOOKED: tuple[float, tuple[int, bool], list[str]] = (-math.inf, (-1, Fals
 class SyncerWord:
     """Last word of a syncer: where islands reach it, which start it is, what that has refused.
 
-    `has_ended`: it has told all that it had to.
+    `has_ended`: it has told all that it had to; `reason`: of an end that no other start helps.
     """
 
     address: str = ""
@@ -55,6 +55,7 @@ class SyncerWord:
     at: float = -math.inf
     refusals: list[RefusalCount] = field(default_factory=list)
     has_ended: bool = False
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -132,12 +133,19 @@ class RunStatus:
         )
 
     def syncer_is_at(
-        self, syncer_id: int, address: str, epoch: int, *, has_ended: bool = False
+        self, syncer_id: int, address: str, epoch: int, *, has_ended: bool = False, reason: str = ""
     ) -> None:
-        """Record where islands reach a syncer, or that it has ended."""
+        """Record where islands reach a syncer, or that it has ended; not of an earlier start."""
         word = self.syncers.setdefault(syncer_id, SyncerWord())
+        if epoch < word.epoch:
+            return
         word.address, word.epoch, word.at = address or word.address, epoch, loop_now()
-        word.has_ended = has_ended
+        word.has_ended, word.reason = has_ended, reason
+
+    @property
+    def have_syncers_ended(self) -> bool:
+        """Whether the last word of each was that it has."""
+        return all(word.has_ended for _, word in self._words)
 
     @property
     def are_syncers_heard(self) -> bool:
@@ -269,7 +277,7 @@ class RunStatus:
         return [
             f"{self._name(number)} ({word.address or 'address not known'}) "
             + (
-                "has ended"
+                f"has ended{word.reason and f' ({word.reason})'}"
                 if word.has_ended
                 else "is not heard of: its process hangs or still "
                 "reads its store, or the way to it is gone"

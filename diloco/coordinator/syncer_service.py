@@ -57,6 +57,7 @@ class SyncerService:
         check_grant: Callable[[Grant], None],
         is_behind: Callable[[Grant], bool],
         lease: int,
+        policy_digest: str,
         index: Callable[[RoundRow], None],
         record: Callable[[AuditEntry], object],
         keep: Callable[[Entries], None],
@@ -72,6 +73,7 @@ class SyncerService:
             check_grant: Refuses a caller that is not a syncer of this run and timeline.
             is_behind: Whether a caller is a syncer of this run, and of an earlier timeline.
             lease: Of the run's state in an object store; 0: it is in none.
+            policy_digest: Of the policy of the coordinator's file.
             index: Makes it durable that there is a record.
             record: Puts in the audit log what happened between records.
             keep: Makes what was decided durable, then true.
@@ -83,7 +85,7 @@ class SyncerService:
         self._run_status = run_status
         self._check_grant = check_grant
         self._is_behind = is_behind
-        self._lease = lease
+        self._lease, self._policy_digest = lease, policy_digest
         self._index = index
         self._record = record
         self._keep = keep
@@ -108,13 +110,13 @@ class SyncerService:
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
             )
         fragment_ids = self._fragments_of(request.syncer_id)
-        if request.address or request.has_ended:
-            self._run_status.syncer_is_at(
-                request.syncer_id,
-                request.address,
-                request.syncer_epoch,
-                has_ended=request.has_ended,
-            )
+        self._run_status.syncer_is_at(
+            request.syncer_id,
+            request.address,
+            request.syncer_epoch,
+            has_ended=request.has_ended,
+            reason=bounded_text(request.reason, MOST_ENDING),
+        )
         indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(
@@ -127,6 +129,7 @@ class SyncerService:
                 timeline=self._membership.timeline,
                 lease=self._lease,
                 ends=self._run_status.ends_syncers,
+                policy_digest=self._policy_digest,
             )
         )
 

@@ -22,7 +22,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.bounded_text import bounded_text
 from diloco.checkpoint.backup import Backups
@@ -47,7 +47,7 @@ from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.operator_service import Operations
 from diloco.coordinator.run_status import RunStatus
-from diloco.durable import DiskFull, write_durably
+from diloco.durable import DiskFull, digest_of, write_durably
 from diloco.errors import AggregationError, ConfigError
 from diloco.extras import require
 from diloco.faults.process import wall_clock
@@ -84,10 +84,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
 #: For which syncers on machines of their own have time to end.
 _PLACED_END_S = 15.0
+#: The same, to be heard of at all.
+_PLACED_WORD_S = 5.0
 #: What the audit log has of a resume before there is a checkpoint.
 _GOES_ON: Mapping[str, Any] = {
     "by": "the coordinator's command line",
@@ -196,7 +200,10 @@ class _Start:
         membership = read_membership(config, journal)
         goes_on = False
         if resume or (resume_stopped and membership.is_stopped):
-            step = choose_checkpoint(config, state, membership, at_step, announce)
+            step = await retry_disk_full_async(
+                "the choice of a checkpoint",
+                lambda: choose_checkpoint(config, state, membership, at_step, announce),
+            )
             goes_on = step is None
             if step is not None:
                 entries = membership.resumed(step)
@@ -205,9 +212,10 @@ class _Start:
                 announce(f"start every island: {commands_of_islands(config)}")
         elif membership.is_stopped:
             raise ConfigError(_stopped_text(config, state, membership))
+        policy = policy_json(config)
         config = _with_settings(config, membership, announce)
         await retry_disk_full_async(
-            "the configuration", functools.partial(_claim, config, state, membership)
+            "the configuration", functools.partial(_claim, config, policy, state, membership)
         )
         if goes_on:  # under the policy that has just been checked
             unix_clock = wall_clock(os.environ, "coordinator")
@@ -243,13 +251,17 @@ def _with_settings(
     return with_settings(config, json.dumps(changed))
 
 
-def _claim(config: Config, state: StateDir, membership: Membership) -> None:
-    """Record the configuration; processes that go on keep the policy that they have."""
+def _claim(config: Config, policy: str, state: StateDir, membership: Membership) -> None:
+    """Record the configuration; processes that go on keep the policy that they have.
+
+    `policy` is that of the file, without what an operator has set.
+    """
     if state.resolved.exists() and _is_served(state, membership):
         before = _with_settings(load_config(state.resolved), membership, lambda line: None)
         _check_same_policy(config, before, state, membership)
     write_durably(state.resolved, [resolved_toml(config).encode()])
     write_durably(state.fingerprint, [fingerprint(config).encode()])
+    write_durably(state.policy, [policy.encode()])
 
 
 def _check_same_policy(
@@ -318,7 +330,7 @@ class _Run:
         assert decided is not None
         if entries := membership.lost_by_returns(terms_of(self.config).judging):
             pass  # a coordinator that was killed had not looked at it yet
-        elif (step := choose_good(self.config, self.state, membership, self.announce)) is not None:
+        elif (step := await self._retry("the choice of a checkpoint", self._good)) is not None:
             entries = membership.resumed(step, is_return=True)
         else:
             entries = membership.candidates.given_up() + membership.failed(
@@ -348,11 +360,11 @@ class _Run:
                 on_ended=lambda reason: coordinator.alarms.raise_(
                     Alarm(AlarmKind.SYNCER_ENDS, bounded_text(reason)), loop_now()
                 ),
-                before_start=functools.partial(_write_again, read_by_syncers),
+                before_start=functools.partial(asyncio.to_thread, _write_again, read_by_syncers),
             )
             for each in state.of_syncers(config.own_syncers)
         ]
-        if _is_over(membership):
+        if _is_over(membership) and not config.syncers:  # those have to be told
             await _stop_syncers(state, supervisors, self.journal, self.signals.forced)
             return self._show_end(coordinator.run_status)
         if not _is_served(state, membership):
@@ -380,7 +392,7 @@ class _Run:
                 await _linger(membership, self.linger_s)
             # They are served meanwhile: they have last reports.
             given_up = coordinator.ended if coordinator.is_halting else self.signals.forced
-            if not membership.is_returning:
+            if config.syncers and not membership.is_returning:
                 await _end_placed(coordinator.run_status, self.signals.forced)
             await _stop_syncers(state, supervisors, self.journal, given_up)
             await _let_watchers_see(coordinator.run_status, self.signals)
@@ -390,9 +402,12 @@ class _Run:
             return 0  # it goes on
         return self._show_end(coordinator.run_status)
 
-    async def _retry(self, what: str, work: Callable[[], object]) -> None:
-        """Write something, and again while the disk is full, until a stop is forced."""
-        await retry_disk_full_async(what, work, given_up=self.signals.forced)
+    def _good(self) -> int | None:
+        return choose_good(self.config, self.state, self.membership, self.announce)
+
+    async def _retry(self, what: str, work: Callable[[], _T]) -> _T:
+        """Do something, and again while the disk is full, until a stop is forced."""
+        return await retry_disk_full_async(what, work, given_up=self.signals.forced)
 
     def _build_coordinator(
         self, read_by_syncers: dict[Path, bytes], tls: Tls | None
@@ -423,6 +438,7 @@ class _Run:
             operations=Operations(self.config, on_config=keep, backup=Backups(state).make),
             problems=problems,
             lease=self.held.lease,
+            policy_digest=digest_of(self.state.policy) if self.config.syncers else "",
         )
 
     @contextlib.asynccontextmanager
@@ -602,9 +618,12 @@ async def _end_placed(run_status: RunStatus, given_up: asyncio.Event) -> None:
     """
     run_status.ends_syncers = True
     loop = asyncio.get_running_loop()
-    until = loop.time() + _PLACED_END_S
-    while run_status.are_syncers_heard and loop.time() < until and not given_up.is_set():
+    began = loop.time()
+    while not run_status.have_syncers_ended and not given_up.is_set():
         await asyncio.sleep(_LOOK_S)
+        waited_s = loop.time() - began
+        if waited_s > (_PLACED_END_S if run_status.are_syncers_heard else _PLACED_WORD_S):
+            return
 
 
 async def _linger(membership: Membership, linger_s: float) -> None:

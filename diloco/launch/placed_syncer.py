@@ -11,20 +11,28 @@ Source: PROTOCOL.md, "Syncers on machines of their own".
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from diloco.config.classes import fingerprint, policy_json
 from diloco.config.load import load_config, resolved_toml, with_settings
 from diloco.config.schema import Config
-from diloco.durable import write_durably, write_json
+from diloco.durable import DiskFull, write_durably, write_json
 from diloco.errors import ConfigError, Fenced
 from diloco.launch.process.ending import first_of, note_signals_async
 from diloco.launch.syncer_supervisor import SyncerSupervisor
-from diloco.objects.lease import BEAT_S, RunFiles, RunState, lease_path, own_name, until_nobody
+from diloco.objects.lease import (
+    BEAT_S,
+    RunFiles,
+    RunState,
+    follows_path,
+    lease_path,
+    own_name,
+    until_nobody,
+)
 from diloco.objects.placed_syncer import PlacedSyncer
-from diloco.objects.store import StoreAway
+from diloco.objects.store import ObjectLost, StoreAway
 from diloco.security.address import find_coordinator
 from diloco.state_dir import (
     Endpoint,
@@ -32,9 +40,11 @@ from diloco.state_dir import (
     StateDir,
     hold,
     make_directory,
+    stop_syncer,
 )
 
-logger = logging.getLogger(__name__)
+#: Between two looks who coordinates the run.
+_FOLLOW_S = 10.0
 
 
 async def run_placed_syncer(
@@ -78,6 +88,10 @@ async def run_placed_syncer(
         raise ConfigError(f"this machine serves as syncer {name} already: {error}") from error
 
 
+class _Over(Exception):
+    """The coordinator has ended in good order: nobody is to be served."""
+
+
 class _Here:
     """One syncer's place on this machine, whose lock the caller holds."""
 
@@ -96,40 +110,54 @@ class _Here:
         self._place = PlacedSyncer(self._run.store, state)
         self._own = own_name(state)
         self._num_starts = 0
+        self._lease = -1
+        self._reading = asyncio.Lock()  # of the chain of the run, by one thread at a time
         self._last_words = ""
 
     async def serve(self, is_standby: bool) -> int:
         """Wait until nobody else serves, then do so until the end; returns the exit code."""
         signals = note_signals_async()
-        await first_of(self._wait(is_standby), signals.asked.wait())
-        if signals.asked.is_set():
-            return signals.exit_code
+        serving = asyncio.ensure_future(self._serve(is_standby))
+        try:
+            await first_of(asyncio.shield(serving), signals.asked.wait())
+        finally:
+            if not serving.done():
+                serving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await serving
+                await asyncio.to_thread(stop_syncer, self._state)
+        if serving.cancelled():
+            self._announce(
+                f"syncer {self._name} stops; rounds of its fragments wait until it is started "
+                f"again: diloco syncer RUN.toml --name {self._name}, here or on any machine"
+            )
+        code = signals.exit_code if serving.cancelled() else serving.result()
+        if self._num_starts:
+            with contextlib.suppress(DiskFull):  # the next one waits a little
+                await asyncio.to_thread(self._place.beat, self._own, "", is_over=True)
+        return code
+
+    async def _serve(self, is_standby: bool) -> int:
+        await self._wait(is_standby)
         supervisor = SyncerSupervisor(
             self._state,
             on_hopeless=lambda reason, code: self._announce(reason),
             before_start=self._before_start,
             last_codes=(0, Fenced.exit_code),
         )
-        ended = asyncio.ensure_future(supervisor.run())
+        following = asyncio.create_task(self._follow())
         try:
-            await first_of(asyncio.shield(ended), signals.asked.wait())
+            code = await supervisor.run()
+        except _Over:
+            code = 0
         finally:
-            if not ended.done():
-                ended.cancel()
-                await supervisor.stop()
-        if signals.asked.is_set() and not ended.done():
-            self._announce(
-                f"syncer {self._name} stops; rounds of its fragments wait until it is started "
-                f"again: diloco syncer RUN.toml --name {self._name}, here or on any machine"
-            )
-            return signals.exit_code
-        code = ended.result()
+            following.cancel()
         if code == Fenced.exit_code:
             raise Fenced(f"another machine serves as syncer {self._name} now: this one ends")
         if code == 0:
             self._announce(
-                f"syncer {self._name} is done: the run has ended, or was stopped. Once it is "
-                f"resumed: diloco syncer RUN.toml --name {self._name}"
+                f"syncer {self._name} is done: the coordinator has ended the run, or stopped. Once "
+                f"it goes on: diloco syncer RUN.toml --name {self._name}"
             )
         return code
 
@@ -140,46 +168,76 @@ class _Here:
             f"run.state = {url}: syncer {self._name} is {{}}, which is at work. Stop that, or wait "
             f"for its end: diloco syncer RUN.toml --name {self._name} --standby"
         )
-        is_said = False
         while True:
             try:
-                found = self._run.files()
+                found = await asyncio.to_thread(self._run.files)
                 if found is not None and {"resolved.toml", "secret"} <= found.contents.keys():
-                    what = f"syncer {self._name}"
-                    await until_nobody(
+                    before = await until_nobody(
                         self._place.holder,
                         self._own,
-                        what,
+                        f"syncer {self._name}",
                         in_use="" if is_standby else in_use,
                         announce=self._announce,
                     )
+                    write_json(follows_path(self._state), [before and before.holder])
                     return
-                problem = f"no coordinator has begun the run {self._config.run.name!r} in {url}"
+                self._say_waiting(f"no coordinator has begun the run in {url}")
             except StoreAway as error:
-                problem = f"{error.lack}; {error.remedy}: {error}"
-            if not is_said:
-                self._announce(f"waiting: {problem}")
-                is_said = True
+                self._say_waiting(f"{error.lack}; {error.remedy}: {error}")
             await asyncio.sleep(BEAT_S)
 
-    def _before_start(self) -> None:
+    def _say_waiting(self, why: str) -> None:
+        if (words := f"waiting: {why}") != self._last_words:
+            self._last_words = words
+            self._announce(words)
+
+    async def _before_start(self) -> None:
         """Write for the process what it reads: the run as it stands now.
 
         Raises:
             Fenced: If another machine has taken this one's place.
+            _Over: If the coordinator has ended since the first start.
         """
-        try:
-            found, holder = self._run.files(), self._place.holder()
-        except StoreAway as error:  # the process waits for it, with what was read before
-            if not self._state.resolved.exists():
-                raise
-            logger.error("%s, %s: %s", error.lack, error.remedy, error)
-            return
-        self._num_starts += 1
-        if self._num_starts > 1 and holder is not None and holder.holder != self._own:
-            raise Fenced(f"{holder.name} serves as syncer {self._name} now: this machine ends")
+        while True:
+            try:
+                async with self._reading:
+                    found = await asyncio.to_thread(self._run.files)
+                holder = await asyncio.to_thread(self._place.holder)
+                break
+            except StoreAway as error:  # the process could read nothing either
+                self._say_waiting(f"{error.lack}; {error.remedy}: {error}")
+                await asyncio.sleep(BEAT_S)
         assert found is not None, "its first entry is never removed"
+        if self._num_starts and holder is not None and holder.holder != self._own:
+            raise Fenced(f"{holder.name} serves as syncer {self._name} now: this machine ends")
+        if self._num_starts and found.is_over:
+            raise _Over
+        self._num_starts += 1
         self._write(found)
+
+    async def _follow(self) -> None:
+        """Have the process find the coordinator that takes the run over, for ever."""
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            try:
+                async with self._reading:
+                    holder = await asyncio.to_thread(self._run.holder)
+            except (StoreAway, ObjectLost):  # the process says so
+                continue
+            if holder is not None and holder.lease > self._lease and holder.address:
+                self._point_to(holder.lease, holder.address)
+
+    def _point_to(self, lease: int, address: str) -> None:
+        """Write for the process where the coordinator is."""
+        self._lease = lease
+        write_json(lease_path(self._state), lease)
+        given = self._coordinator or self._config.coordinator.address or address
+        address = find_coordinator(self._config, given)
+        Endpoint(address, 0).write(self._state.coordinator)
+        words = f"syncer {self._name} goes to the coordinator at {address}; its log: "
+        if (words := f"{words}{self._state.syncer_log}") != self._last_words:
+            self._last_words = words
+            self._announce(words)
 
     def _write(self, found: RunFiles) -> None:
         state = self._state
@@ -197,11 +255,6 @@ class _Here:
         write_durably(state.secret, [found.contents["secret"]], mode=0o600)
         if "timeline.json" in found.contents:
             write_durably(state.timeline, [found.contents["timeline.json"]])
-        write_json(lease_path(state), found.lease)
-        given = self._coordinator or self._config.coordinator.address or found.address
-        address = find_coordinator(self._config, given)
-        Endpoint(address, 0).write(state.coordinator)
-        words = f"syncer {self._name} goes to the coordinator at {address}; its log: "
-        if (words := f"{words}{state.syncer_log}") != self._last_words:
-            self._last_words = words
-            self._announce(words)
+        if "policy.json" in found.contents:
+            write_durably(state.policy, [found.contents["policy.json"]])
+        self._point_to(found.lease, found.address)

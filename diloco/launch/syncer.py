@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.allocator import keep_freed_memory
+from diloco.bounded_text import MOST_ENDING, bounded_text
 from diloco.checkpoint.host_memory import available_bytes
 from diloco.checkpoint.stores import part_of, stored_plan
 from diloco.config.load import load_config, with_settings
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.durable import (
     DiskFull,
+    digest_of,
     read_json,
     rename,
     replicate,
@@ -41,7 +43,13 @@ from diloco.durable import (
     write_durably,
     write_json,
 )
-from diloco.errors import ConfigError, CoordinatorUnavailable, DilocoError, Fenced
+from diloco.errors import (
+    ConfigError,
+    CoordinatorUnavailable,
+    DilocoError,
+    Fenced,
+    PlanMismatch,
+)
 from diloco.faults.process import wall_clock
 from diloco.forecast.disk import check_room
 from diloco.forecast.syncer_memory import check_syncer_memory, syncer_memory
@@ -51,9 +59,9 @@ from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
-from diloco.objects.lease import lease_path, own_name, repeating, store_replica
+from diloco.objects.lease import follows_path, lease_path, own_name, repeating, store_replica
 from diloco.objects.placed_syncer import PlacedSyncer
-from diloco.objects.store import ObjectStore
+from diloco.objects.store import ObjectLost, ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
@@ -168,12 +176,16 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
     timeline = read_timeline(state.timeline)
     security = Security.of(config, Role.SYNCER)
     grant = Grant(run=config.run.name, timeline=timeline.number, roles=[ROLE_SYNCER])
+    way = _Way(state, security)
     reporter = Reporter(
-        connect=lambda: _connect(state, security),
+        connect=way.connect,
         grant=sign(grant, secret),
         syncer_epoch=epoch,
         pid=os.getpid(),
         syncer_id=state.syncer_id,
+        lease=int(read_json(lease_path(state)) or 0) if config.syncers else 0,
+        policy_digest=digest_of(state.policy) if config.syncers else "",
+        on_stale=way.turn,
     )
     import_for_good("diloco.syncer.syncer")  # seconds of torch, while islands start too
     try:
@@ -190,6 +202,9 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
             return 0
         process = _Process(config, state, security, secret, epoch, timeline, reporter, stopping)
         return await process.serve()
+    except (ConfigError, PlanMismatch) as error:  # no other start would help
+        await reporter.say_ended(_LAST_REPORT_S, bounded_text(str(error), MOST_ENDING))
+        raise
     finally:
         await reporter.close()
 
@@ -208,9 +223,10 @@ async def _take_store(
     """
     store = ObjectStore(config.run.state)
     lease = int(read_json(lease_path(state)) or 0)
+    follows = read_json(follows_path(state)) if config.syncers else None
     replica = await retry_disk_full_async(
         "the store",
-        lambda: store_replica(store, state, lease, config.run.name, _end_fenced),
+        lambda: store_replica(store, state, lease, config.run.name, _end_fenced, follows=follows),
         given_up=stopping,
     )
     if config.syncers:
@@ -221,9 +237,17 @@ async def _take_store(
             with contextlib.suppress(DiskFull):  # who writes a version says it
                 place.beat(own, there.address if there else "")
 
+        lost: list[str] = []
+
         def look() -> None:
-            with contextlib.suppress(DiskFull, Fenced):  # `_end_fenced` has ended this process
+            try:
                 replica.check()
+            except ObjectLost as error:
+                if not lost:
+                    lost.append(str(error))
+                    logger.error("no other machine could take this syncer's place: %s", error)
+            except (DiskFull, Fenced):  # said by who writes; `_end_fenced` has ended this process
+                pass
 
         held.enter_context(repeating(beat, look))
     await retry_disk_full_async("the store", replica.restore, given_up=stopping)
@@ -415,8 +439,9 @@ class _Process:
             logger.info("syncer stops")
             return 0
         self.reporter.fail(syncer.fatal.reason, syncer.fatal.exit_code)
+        ends = first_of(self.stopping.wait(), self.reporter.ends.wait())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.stopping.wait(), _FATAL_LINGER_S)
+            await asyncio.wait_for(ends, _FATAL_LINGER_S)
         return syncer.fatal.exit_code
 
     def _build_syncer(
@@ -632,11 +657,27 @@ def _next_epoch(path: Path, now_unix_s: float) -> int:
     return epoch
 
 
-def _connect(state: StateDir, security: Security) -> Transport:
-    coordinator = read_endpoint(state.coordinator)
-    if coordinator is None:
-        raise ConnectError(f"{state.coordinator} names no coordinator")
-    return security.transport(coordinator.address, Role.COORDINATOR)
+class _Way:
+    """The way to the coordinator of now, by the addresses that the state directory names."""
+
+    def __init__(self, state: StateDir, security: Security) -> None:
+        self._state, self._security = state, security
+        self._num_turns = 0
+
+    def turn(self) -> None:
+        """Try the next address first."""
+        self._num_turns += 1
+
+    def connect(self) -> Transport:
+        """Open it; raises ConnectError if none is known."""
+        coordinator = read_endpoint(self._state.coordinator)
+        if coordinator is None:
+            raise ConnectError(f"{self._state.coordinator} names no coordinator")
+        first, *others = coordinator.address.split(",")
+        addresses = [first, *others]
+        turned = self._num_turns % len(addresses)
+        address = ",".join(addresses[turned:] + addresses[:turned])
+        return self._security.transport(address, Role.COORDINATOR)
 
 
 async def end_when_unreachable(num_words: Callable[[], int], unreachable_s: float) -> None:
@@ -663,8 +704,8 @@ async def end_when_unreachable(num_words: Callable[[], int], unreachable_s: floa
             known, silent_s = words, 0.0
     raise CoordinatorUnavailable(
         f"for {unreachable_s:g} s (transport.unreachable) neither the coordinator has answered nor "
-        "any island called: this syncer ends. All that it has published is durable, and the "
-        "coordinator starts it again: diloco coordinator RUN.toml"
+        "any island called: this syncer ends. All that it has published is durable, and it is "
+        "started again by its coordinator (diloco coordinator RUN.toml) or by diloco syncer"
     )
 
 

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from diloco.errors import ConfigError
 from diloco.launch.process.children import spawn
@@ -42,7 +42,7 @@ class SyncerSupervisor:
         *,
         on_hopeless: Callable[[str, int], None],
         on_ended: Callable[[str], None] = lambda reason: None,
-        before_start: Callable[[], None] = lambda: None,
+        before_start: Callable[[], Awaitable[object]] | None = None,
         last_codes: Collection[int] = (),
     ) -> None:
         """Assign only.
@@ -51,7 +51,7 @@ class SyncerSupervisor:
             state: As that syncer sees it.
             on_hopeless: Gets the reason and the exit code where no restart can help.
             on_ended: Gets the reason where it ended by itself and is started again.
-            before_start: Called before each start.
+            before_start: Awaited before each start.
             last_codes: Exit codes after which it is not started again, besides those.
         """
         self._state = state
@@ -71,6 +71,8 @@ class SyncerSupervisor:
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
+            if self._before_start is not None:
+                await self._before_start()
             try:
                 child = self._start()
             except Held:
@@ -122,7 +124,6 @@ class SyncerSupervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start a syncer that holds its store already; raises Held if another one does."""
-        self._before_start()
         lock = acquire(self._state.store_lock)
         arguments = [str(self._state.root), "--lock-descriptor", str(lock)]
         arguments += ["--name", self._state.syncer_name]

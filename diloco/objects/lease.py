@@ -43,7 +43,7 @@ LEASE_S = 10.0
 BEAT_S = 2.0
 _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
-_OF_RUN = ("resolved.toml", "fingerprint", "secret", "timeline.json")
+_OF_RUN = ("resolved.toml", "fingerprint", "policy.json", "secret", "timeline.json")
 #: Of a syncer's store: a lock, where one process listened, and what only that process reads.
 NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers"})
 
@@ -88,11 +88,13 @@ class RunFiles:
     Args:
         lease: Of its lease.
         address: Where it listens, as it said last; empty: it did not.
+        is_over: Whether it has ended in good order.
         contents: Of each file, by name.
     """
 
     lease: int
     address: str
+    is_over: bool
     contents: Mapping[str, bytes]
 
 
@@ -159,7 +161,8 @@ class RunState:
         if (found := self.holder()) is None:
             return None
         self.replica.look()
-        return RunFiles(found.lease, found.address, self.replica.contents(_OF_RUN))
+        contents = self.replica.contents(_OF_RUN)
+        return RunFiles(found.lease, found.address, found.is_over, contents)
 
     def fetch(self, syncers: Sequence[StateDir]) -> int:
         """Make the state directory hold what the object store does, of a run that others may write.
@@ -178,14 +181,18 @@ class RunState:
         found = self.holder()
         if found is None:
             raise ConfigError(f"{self.store.url} holds no run: nothing can be fetched from there")
+        at_work = [pid for each in syncers if (pid := holder(each.store_lock)) is not None]
+        if self._is_alone or at_work:
+            what = f"is at work (process {at_work[0]})" if at_work else "holds a run of its own"
+            raise ConfigError(
+                f"coordinator.state_dir = {self._state.root} {what}, and nothing was fetched: give "
+                f"another directory, --set coordinator.state_dir=DIRECTORY"
+            )
         durable.write_json(lease_path(self._state), found.lease)
-        self.replica.look()
-        num_bytes = self.replica.restore(without=self._state.journal.name)
+        num_bytes = self.replica.fetch_all(without=self._state.journal.name)
         for each in syncers:
-            replica = Replica(self.store, each.syncer_name, each.store, is_of_store)
-            replica.look()
             durable.make_directory_durably(each.store)
-            num_bytes += replica.restore()
+            num_bytes += Replica(self.store, each.syncer_name, each.store, is_of_store).fetch_all()
         return num_bytes
 
     def _check_run(self, run: str, fingerprint: str) -> None:
@@ -334,11 +341,22 @@ def store_replica(
     lease: int,
     run: str,
     on_fenced: Callable[[Fenced], None] = lambda error: None,
+    *,
+    follows: Sequence[str | None] | None = None,
 ) -> Replica:
     """Open the chain of a syncer's store, for a lease; the writer before is fenced.
 
+    Args:
+        store: Where it is.
+        state: As the syncer sees it.
+        lease: For which it writes.
+        run: Name of the run.
+        on_fenced: As of `Replica`.
+        follows: Holders whose place may be taken, besides the own; None: anybody's.
+
     Raises:
-        Fenced: If it was opened for a later lease: another machine has taken over.
+        Fenced: If it was opened for a later lease, or by a holder whose place may not be taken:
+            another machine has taken over.
         StoreAway: If the store does not answer.
     """
     replica = Replica(
@@ -355,6 +373,9 @@ def store_replica(
                 f"{store.url}: {found.opened.get('host')} has taken the run over (lease {later}, "
                 f"this machine has {lease})"
             )
+        there = found.opened.get("holder")
+        if follows is not None and there not in (None, own_name(state), *follows):
+            raise Fenced(f"{store.url}: {found.opened.get('host')} serves as {state.syncer_name}")
 
     who = {"lease": lease, "run": run, "holder": own_name(state), "host": socket.gethostname()}
     replica.open(lambda number: who, check)
@@ -450,6 +471,11 @@ async def _until_there_is_room(work: Callable[[], int]) -> int:
 def lease_path(state: StateDir) -> Path:
     """File of the lease for which this machine's syncers write."""
     return state.root / "lease.json"
+
+
+def follows_path(state: StateDir) -> Path:
+    """File of the holders whose place this machine's syncer may take, where it has its own."""
+    return state.root / "follows.json"
 
 
 def own_name(state: StateDir) -> str:

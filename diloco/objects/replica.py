@@ -26,7 +26,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ _SNAPSHOT_BYTES = 4 << 20
 #: Files that are fetched at once; times that one is whose object holds other bytes.
 _FETCHES = 4
 _ATTEMPTS = 3
+#: Times that a run under way is looked at to be fetched whole.
+_LOOKS = 20
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
@@ -91,6 +93,7 @@ class Replica:
         self._journal_bytes = self._copy_bytes = 0
         self._is_committing = False
         self._dropped: set[str] = set()
+        self._lost: list[str] = []  # by the last `restore`
         self._uploading: Counter[str] = Counter()
         self._entries_since = self._bytes_since = 0
         #: Of the last transaction that the whole journal of a snapshot has, and of the last.
@@ -183,14 +186,31 @@ class Replica:
                 f"run.state = {self._store.url} has nothing of {self.root}, where there is "
                 f"{min(kept)}: objects were removed, or that directory is of another run. Bring "
                 f"the objects back, or give an empty coordinator.state_dir; or, where this is the "
-                f"newest that is left, remove lease.json in coordinator.state_dir and start again: "
-                f"what is here is put there"
+                f"newest that is left, remove lease.json in coordinator.state_dir and start the "
+                f"coordinator again: what is here is put there"
             )
+        self._lost.clear()
         for name in kept.keys() - self._files.keys():
             logger.info("removed, the state in %s has no %s", self._store.url, name)
             durable.unlink(kept[name])
         with ThreadPoolExecutor(_FETCHES, "fetch") as pool:
             return sum(pool.map(self._restore_file, sorted(self._files.keys() - {without})))
+
+    def fetch_all(self, *, without: str = "") -> int:
+        """Look and restore until nothing was replaced meanwhile; returns the bytes fetched.
+
+        Raises:
+            ObjectLost: If an object is gone, or does not hold what was written.
+            StoreAway: If the store does not answer.
+            DiskFull: If there is no room here.
+        """
+        num_bytes = 0
+        for _ in range(_LOOKS):
+            self.look()
+            num_bytes += self.restore(without=without)
+            if not self._lost:
+                return num_bytes
+        raise ObjectLost(self._lost[0])
 
     def _restore_file(self, name: str) -> int:
         """Have a file here as the chain has it; returns the bytes that were fetched."""
@@ -201,6 +221,7 @@ class Replica:
             self.fetch(name)
         except ObjectLost as error:
             logger.error("%s", error)
+            self._lost.append(str(error))
             return 0
         return file.num_bytes
 
@@ -225,10 +246,19 @@ class Replica:
         files = {name: self._files[name] for name in names if name in self._files}
         return {name: b"".join(self._pieces(file)) for name, file in files.items()}
 
-    @property
-    def names(self) -> Set[str]:
-        """Which files are kept."""
-        return self._files.keys()
+    def lacks(self, directory: str) -> str:
+        """Say what is not there of the files of a directory; empty: all that there should be is.
+
+        Raises:
+            StoreAway: If the store does not say.
+        """
+        names = [name for name in self._files if _is_below(name, directory)]
+        for name in names:
+            file = self._files[name]
+            where = f"{self.name}/data/{file.object_name}"
+            if file.content is None and self._store.size(where) != file.num_bytes:
+                return f"{self._store.url}/{where}, which is {name}, is gone or cut off"
+        return "" if names else f"{self._store.url}/{self.name} has no {directory}"
 
     def has(self, name: str) -> bool:
         """Whether a file is kept."""

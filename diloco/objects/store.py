@@ -167,6 +167,20 @@ class ObjectStore:
             for first in range(0, len(starts), _PIECES):
                 yield from pool.map(piece, starts[first : first + _PIECES])
 
+    def size(self, name: str) -> int | None:
+        """Read how many bytes an object has; None: there is none.
+
+        Raises:
+            StoreAway: If the store does not say.
+        """
+        import obstore
+
+        with self._reaching(f"look at {name}"):
+            try:
+                return int(obstore.head(self._quick, name)["size"])
+            except FileNotFoundError:
+                return None
+
     def names(self, prefix: str) -> list[str]:
         """List objects whose name begins with `prefix`/, ascending.
 

@@ -135,6 +135,9 @@ class Reporter:
         syncer_epoch: int,
         pid: int,
         syncer_id: int = 0,
+        lease: int = 0,
+        policy_digest: str = "",
+        on_stale: Callable[[], None] = lambda: None,
     ) -> None:
         """Assign only.
 
@@ -145,6 +148,10 @@ class Reporter:
             syncer_epoch: Of this start.
             pid: Of this process.
             syncer_id: Which of the run's syncers.
+            lease: Of the coordinator that is known; one of an earlier lease orders nothing.
+            policy_digest: Of the coordinator's policy that this start serves by; empty: any.
+            on_stale: Called when a coordinator has answered whose place another has taken, so that
+                `connect` tries another address.
         """
         self._connect = connect
         self._grant = grant
@@ -161,7 +168,7 @@ class Reporter:
         self._published_at: dict[int, float] = {}
         self._complete: Sequence[int] | None = None
         self._fatal: tuple[str, int] = ("", 0)
-        self._lease = 0
+        self._lease, self._policy_digest, self._on_stale = lease, policy_digest, on_stale
         #: Set when the coordinator says that all end.
         self.ends = asyncio.Event()
         self.alarms = Alarms()
@@ -247,10 +254,13 @@ class Reporter:
             return False
         return True
 
-    async def say_ended(self, within_s: float) -> None:
-        """Say as the last word that this syncer has ended; call it when `run` was cancelled."""
+    async def say_ended(self, within_s: float, reason: str = "") -> None:
+        """Say as the last word that this syncer has ended; call it when `run` was cancelled.
+
+        `reason` is that of an end that no other start helps.
+        """
         with contextlib.suppress(TransportError, RunReturned, TimeoutError):
-            await asyncio.wait_for(self._hello("", has_ended=True), within_s)
+            await asyncio.wait_for(self._hello("", has_ended=True, reason=reason), within_s)
 
     async def close(self) -> None:
         """Release the connection; call it when `run` was cancelled."""
@@ -258,11 +268,13 @@ class Reporter:
         if transport is not None:
             await transport.close()
 
-    async def _hello(self, address: str, *, has_ended: bool = False) -> SyncerHelloReply:
+    async def _hello(
+        self, address: str, *, has_ended: bool = False, reason: str = ""
+    ) -> SyncerHelloReply:
         """Say where islands find this syncer, and hear how the run stands.
 
         Raises:
-            RunReturned: If the run has begun a new timeline.
+            RunReturned: If the run has begun a new timeline, or goes on under another policy.
             TransportError: If there is no answer, or one of a coordinator whose place another has
                 taken.
         """
@@ -274,10 +286,12 @@ class Reporter:
             syncer_epoch=self._epoch,
             pid=self._pid,
             has_ended=has_ended,
+            reason=reason,
         )
         answer = await self._call("control.syncer_hello", request)
         reply = SyncerHelloReply.FromString(answer.header)
         if reply.lease < self._lease:
+            self._on_stale()
             raise ConnectError(
                 f"the coordinator of lease {reply.lease} answered, and that of lease "
                 f"{self._lease} has taken its place"
@@ -287,6 +301,11 @@ class Reporter:
             raise RunReturned(
                 f"the run was resumed, or went back by itself, to timeline {reply.timeline}; this "
                 f"start serves {self._grant.timeline}: the next one takes the store there"
+            )
+        if self._policy_digest and reply.policy_digest != self._policy_digest:
+            raise RunReturned(
+                "the coordinator goes on under another policy than that of this start: the next "
+                "one reads it"
             )
         if reply.ends:
             self.ends.set()

@@ -280,6 +280,7 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "syncer_epoch": _COUNT,
         "pid": _COUNT,
         "syncer_id": Whole("num_syncers", below=True),
+        "reason": Words(MOST_ENDING),
     },
     "diloco.control.v1.FragmentStatus": {
         "fragment_id": _FRAGMENT,
