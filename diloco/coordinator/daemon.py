@@ -47,6 +47,7 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.refusals import Cause
 from diloco.transport.contracts import Handlers, IncomingCall, Reply
+from diloco.transport.errors import Unauthorised
 
 logger = logging.getLogger(__name__)
 
@@ -433,4 +434,4 @@ class Coordinator:
         is_current = grant.timeline == self._membership.timeline
         if not (is_current and self._is_granted(grant, ROLE_SYNCER)):
             self.refused("", Cause.GRANT if is_current else Cause.TIMELINE)
-            raise PermissionError("the syncer's grant is not valid for this run and its timeline")
+            raise Unauthorised("the syncer's grant is not valid for this run and its timeline")

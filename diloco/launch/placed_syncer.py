@@ -103,7 +103,10 @@ class _Here:
         state: StateDir,
         announce: Callable[[str], None],
     ) -> None:
-        self._config, self._name, self._coordinator = config, name, coordinator
+        self._config, self._name = config, name
+        self._given = coordinator or config.coordinator.address
+        if self._given:
+            find_coordinator(config, self._given)  # refuses what is no address
         self._state, self._announce = state, announce
         url, run = config.run.state, config.run.name
         self._run = RunState(url, run, fingerprint(config), state, lambda error: None)
@@ -171,7 +174,11 @@ class _Here:
         while True:
             try:
                 found = await asyncio.to_thread(self._run.files)
-                if found is not None and {"resolved.toml", "secret"} <= found.contents.keys():
+                if (
+                    found is not None
+                    and {"resolved.toml", "secret"} <= found.contents.keys()
+                    and (self._given or found.address)
+                ):
                     before = await until_nobody(
                         self._place.holder,
                         self._own,
@@ -181,7 +188,7 @@ class _Here:
                     )
                     write_json(follows_path(self._state), [before and before.holder])
                     return
-                self._say_waiting(f"no coordinator has begun the run in {url}")
+                self._say_waiting(f"no coordinator has begun the run in {url}, or listens yet")
             except StoreAway as error:
                 self._say_waiting(f"{error.lack}; {error.remedy}: {error}")
             await asyncio.sleep(BEAT_S)
@@ -213,6 +220,8 @@ class _Here:
         if self._num_starts and found.is_over:
             raise _Over
         self._num_starts += 1
+        make_directory(self._state.root, "coordinator.state_dir")  # somebody may have removed it
+        self._state.create([self._state.syncer_name])
         self._write(found)
 
     async def _follow(self) -> None:
@@ -231,8 +240,7 @@ class _Here:
         """Write for the process where the coordinator is."""
         self._lease = lease
         write_json(lease_path(self._state), lease)
-        given = self._coordinator or self._config.coordinator.address or address
-        address = find_coordinator(self._config, given)
+        address = find_coordinator(self._config, self._given or address)
         Endpoint(address, 0).write(self._state.coordinator)
         words = f"syncer {self._name} goes to the coordinator at {address}; its log: "
         if (words := f"{words}{self._state.syncer_log}") != self._last_words:
@@ -246,8 +254,9 @@ class _Here:
         of_run = load_config(there)
         if of_run.syncer_shares.keys() != self._config.syncer_shares.keys():
             raise ConfigError(
-                f"[syncers]: {', '.join(self._config.syncer_shares)} here, and "
-                f"{', '.join(of_run.syncer_shares)} at the coordinator: give both the same tables"
+                f"[syncers]: {', '.join(sorted(self._config.syncers))} here, and "
+                f"{', '.join(sorted(of_run.syncers)) or 'none'} at the coordinator: give both the "
+                f"same tables"
             )
         config = with_settings(self._config, policy_json(of_run))
         own = {"coordinator": config.coordinator.model_copy(update={"state_dir": str(state.root)})}

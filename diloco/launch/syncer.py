@@ -113,6 +113,9 @@ _T = TypeVar("_T")
 #: Exit code of a start that found the store held by another syncer.
 EXIT_STORE_HELD = 75
 
+#: Exit code of a syncer with a machine of its own that a signal has stopped.
+_STOPPED = 143
+
 _DRAIN_S = 0.5
 _LAST_REPORT_S = 2.0
 _FATAL_LINGER_S = 30.0
@@ -199,7 +202,7 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
         )
         if stopping.is_set() or reporter.ends.is_set():
             await reporter.say_ended(_LAST_REPORT_S)
-            return 0
+            return _good_end(config, reporter)
         process = _Process(config, state, security, secret, epoch, timeline, reporter, stopping)
         return await process.serve()
     except (ConfigError, PlanMismatch) as error:  # no other start would help
@@ -330,7 +333,7 @@ class _Process:
                 await self.reporter.say_ended(_LAST_REPORT_S)
                 await syncer.stop()
                 events.close()
-                return 0
+                return _good_end(config, self.reporter)
             return await self._serve(plan, workers, syncer, events)
 
     async def _serve(self, plan: Plan, workers: Workers, syncer: Syncer, events: Sink) -> int:
@@ -437,7 +440,7 @@ class _Process:
             return 1
         if syncer.fatal is None:
             logger.info("syncer stops")
-            return 0
+            return _good_end(self.config, self.reporter)
         self.reporter.fail(syncer.fatal.reason, syncer.fatal.exit_code)
         ends = first_of(self.stopping.wait(), self.reporter.ends.wait())
         with contextlib.suppress(TimeoutError):
@@ -488,6 +491,14 @@ class _Process:
             on_event=functools.partial(_on_event, events, reporter),
             unix_clock=clock,
         )
+
+
+def _good_end(config: Config, reporter: Reporter) -> int:
+    """Give the exit code of an end in good order.
+
+    One with a machine of its own is started again unless the coordinator has said that all end.
+    """
+    return 0 if reporter.ends.is_set() or not config.syncers else _STOPPED
 
 
 async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> None:

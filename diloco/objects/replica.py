@@ -50,6 +50,8 @@ _FETCHES = 4
 _ATTEMPTS = 3
 #: Times that a run under way is looked at to be fetched whole.
 _LOOKS = 20
+#: Of objects that nothing names any more, a few of which are no matter.
+_LEAST_DROPPED_BYTES = 64 << 20
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
@@ -93,6 +95,7 @@ class Replica:
         self._journal_bytes = self._copy_bytes = 0
         self._is_committing = False
         self._dropped: set[str] = set()
+        self._dropped_bytes = 0
         self._lost: list[str] = []  # by the last `restore`
         self._uploading: Counter[str] = Counter()
         self._entries_since = self._bytes_since = 0
@@ -429,6 +432,7 @@ class Replica:
             self._entries_since = self._bytes_since = 0
             self._delete(self._dropped - self._objects() - set(+self._uploading))
             self._dropped.clear()
+            self._dropped_bytes = 0
 
     def check(self) -> None:
         """Look whether another writer has taken over.
@@ -444,6 +448,9 @@ class Replica:
     def _append(self, content: Mapping[str, Any], files: Mapping[str, StoredFile | None]) -> int:
         most = max(_SNAPSHOT_ENTRIES, len(self._files) // 10)
         is_due = self._entries_since >= most or self._bytes_since > _SNAPSHOT_BYTES
+        # Objects that nothing names go with a snapshot: no more of them than of those that count.
+        if self._dropped_bytes > _LEAST_DROPPED_BYTES:
+            is_due |= self._dropped_bytes > self._held_bytes
         if is_due and not self._is_committing:
             try:
                 self.put_snapshot()
@@ -482,7 +489,15 @@ class Replica:
     def _drop(self, names: Iterable[str]) -> None:
         """Have the objects of files removed with the next snapshot, unless others are in them."""
         found = (self._files.get(name) for name in names)
-        self._dropped.update(file.object_name for file in found if file and file.object_name)
+        for file in found:
+            if file and file.object_name and file.object_name not in self._dropped:
+                self._dropped.add(file.object_name)
+                self._dropped_bytes += file.num_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        """Bytes of the files, each name counted."""
+        return sum(file.num_bytes for file in self._files.values())
 
     def _objects(self) -> set[str]:
         """Names of the objects that files and transactions are in."""

@@ -209,8 +209,9 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _reaching(self, what: str, *, probes: bool = False) -> Iterator[None]:
-        if self.fails_fast and self._away is not None and not probes:
-            unsent = StoreAway(*self._away.args)
+        away = self._away  # other threads set it
+        if self.fails_fast and away is not None and not probes:
+            unsent = StoreAway(*away.args)
             unsent.is_unsent = True
             raise unsent
         try:
@@ -219,8 +220,8 @@ class ObjectStore:
             raise
         except Exception as error:  # of as many types as there are stores
             said = f"cannot {what} in {self.url}: {_first(error)}"
-            self._away = StoreAway(errno.EIO, said)
-            raise self._away from error
+            self._away = away = StoreAway(errno.EIO, said)
+            raise away from error
         self._away = None
 
 

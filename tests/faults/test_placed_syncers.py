@@ -161,6 +161,39 @@ def test_a_lost_machine_is_replaced_by_any_other(
     assert run.published() == with_one_syncer
 
 
+def test_a_supervisor_is_killed_a_child_ended_and_both_go_on(run: Run) -> None:
+    started = run.start_all()
+    wait_until(lambda: run.num_versions("us", "us") >= 2, what=run.said)
+
+    started["us"].kill()  # its child lives
+    started["us"].wait()
+    again = run.start("us", "syncer", "--name", "us")
+    child = holder(run.syncer("eu", "eu").store_lock)
+    assert child is not None
+    os.kill(child, signal.SIGTERM)  # by mistake: its supervisor starts another one
+    for name in ISLANDS:
+        assert started[name].wait(200) == 0, run.said()
+    for process in (started["coordinator"], started["eu"], again):
+        assert process.wait(60) == 0, run.said()
+
+
+def test_ctrl_c_stops_a_syncer_with_a_word_and_lets_go_of_its_place(run: Run) -> None:
+    started = run.start_all()
+    wait_until(lambda: run.num_versions("us", "us") >= 2, what=run.said)
+
+    started["us"].send_signal(signal.SIGINT)
+
+    assert started["us"].wait(30) == 130, run.said()
+    said = (run.directory / "us.log").read_text()
+    assert "rounds of its fragments wait until it is started again" in said
+    assert "Traceback" not in said and not run.pids("us", "us")
+    other = run.start("other", "syncer", "--name", "us")
+    for name in ISLANDS:
+        assert started[name].wait(200) == 0, run.said()
+    assert other.wait(60) == 0, run.said()
+    assert "silent" not in (run.directory / "other.log").read_text()
+
+
 def test_a_stopped_run_is_resumed_where_other_machines_are(
     run: Run, with_one_syncer: list[tuple[int, str]]
 ) -> None:
