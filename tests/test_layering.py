@@ -104,6 +104,7 @@ FORBIDDEN = [
             "diloco.chaos.tokens",
             "diloco.checkpoint.placement",
             "diloco.doctor.diagnosis",
+            "diloco.launch.engines",
             "diloco.protocol",
         )
     ),

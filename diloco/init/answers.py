@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from diloco.errors import ConfigError
+from diloco.launch.engines.jobs import MEETING_PORT
+from diloco.launch.engines.templates import bare_host
 from diloco.transport.addresses import is_loopback, split_address
 
 Launcher: TypeAlias = Literal["ssh", "systemd", "slurm", "kubernetes"]
@@ -19,8 +21,6 @@ Preset: TypeAlias = Literal["streaming", "decoupled"]
 
 #: The coordinator's port where none is said; its syncer has the next one.
 PORT = 4711
-#: Where the hosts of an island of several meet; each island has a port of its own.
-MEETING_PORT = 29400
 _MOST_STEPS_APART = 480
 _SHORTEST, _SHARE = 24, 0.5
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -292,11 +292,6 @@ def fitting_schedule(
     fragment_s = 2 * round_bits / num_fragments / bandwidth_bps + 2 * rtt_s
     overlap = math.ceil(fragment_s / step_s)
     return period, max(2, min(overlap, period // num_fragments - 1))
-
-
-def bare_host(host: str) -> str:
-    """Leave out the user of USER@HOST."""
-    return host.rpartition("@")[2]
 
 
 def _is_hub(text: str) -> bool:

@@ -12,30 +12,21 @@ Certificates are made by the command, as `diloco certs init` makes them.
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+from diloco.config.schema import Config
 from diloco.durable import write_durably
-from diloco.errors import FINAL_EXIT_CODES
-from diloco.init.answers import MEETING_PORT, Answers, Site, bare_host
+from diloco.init.answers import Answers, Site
+from diloco.launch.engines import kubernetes, slurm
+from diloco.launch.engines.jobs import Jobs, read_settings
+from diloco.launch.engines.templates import Written, render
 
-RUN_FILE, NEXT_STEPS = "run.toml", "NEXT.md"
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A file of a run: where it goes below the run's directory, and what is in it."""
-
-    path: str
-    text: str
-    is_script: bool = False
+RUN_FILE, NEXT_STEPS, _LAUNCH = "run.toml", "NEXT.md", "launch"
+#: What starts a run by itself, as `diloco launch` writes it too.
+_ENGINES = {"slurm": slurm, "kubernetes": kubernetes}
 
 
 def run_file(answers: Answers) -> Written:
@@ -43,10 +34,25 @@ def run_file(answers: Answers) -> Written:
     return Written(RUN_FILE, _render("run.toml", answers))
 
 
-def all_files(answers: Answers) -> Iterator[Written]:
-    """Write every file but certificates."""
+def all_files(answers: Answers, config: Config) -> Iterator[Written]:
+    """Write every file but certificates.
+
+    Args:
+        answers: What the run is made from.
+        config: What the run file says.
+    """
     yield run_file(answers)
-    yield Written(NEXT_STEPS, _render(NEXT_STEPS, answers))
+    engines = {name: each for name, each in _ENGINES.items() if name in answers.launchers}
+    commands: dict[str, list[str]] = {}
+    if engines:
+        per_host = {site.name: site.ranks_per_host for site in answers.sites}
+        jobs = Jobs.of(config, RUN_FILE, _LAUNCH, ranks_per_host=per_host)
+        for name, engine in engines.items():
+            lines = [line for job in jobs.names for line in engine.commands(jobs, job)]
+            commands[name] = list(dict.fromkeys(lines))
+            for each in engine.files(jobs, read_settings("", (), jobs)):
+                yield replace(each, path=f"{_LAUNCH}/{each.path}")
+    yield Written(NEXT_STEPS, _render(NEXT_STEPS, answers, commands=commands))
     if "ssh" in answers.launchers:
         yield Written("launch/ssh.sh", _render("ssh.sh", answers), is_script=True)
     if "systemd" in answers.launchers:
@@ -60,17 +66,6 @@ def all_files(answers: Answers) -> Iterator[Written]:
                     f"launch/systemd/{unit_of(answers, site, index)}.service",
                     _render("island.service", answers, site=site, index=index, host=host),
                 )
-    if "slurm" in answers.launchers:
-        yield Written("launch/slurm/coordinator.sbatch", _render("coordinator.sbatch", answers))
-        for site in answers.sites:
-            text = _render("island.sbatch", answers, site=site)
-            yield Written(f"launch/slurm/island-{site.name}.sbatch", text)
-    if "kubernetes" in answers.launchers:
-        yield Written("launch/Containerfile", _render("Containerfile", answers))
-        yield Written("launch/kubernetes/coordinator.yaml", _render("coordinator.yaml", answers))
-        for site in answers.sites:
-            text = _render("island.yaml", answers, site=site)
-            yield Written(f"launch/kubernetes/island-{site.name}.yaml", text)
 
 
 def write(directory: Path, written: Written) -> Path:
@@ -90,32 +85,4 @@ def unit_of(answers: Answers, site: Site, index: int) -> str:
 
 def _render(template: str, answers: Answers, **more: Any) -> str:
     """Fill a template; what it is given are values of several types, hence `Any`."""
-    found = _templates().get_template(f"{template}.j2")
-    return found.render(
-        run=answers,
-        final_codes=sorted(FINAL_EXIT_CODES),
-        asked_to_end=[129, 130, 143],  # 128 + SIGHUP, SIGINT, SIGTERM
-        **more,
-    )
-
-
-@functools.cache
-def _templates() -> Environment:
-    """Give the templates, each compiled once: a run may have units for thousands of hosts."""
-    environment = Environment(
-        loader=FileSystemLoader(str(files("diloco").joinpath("configs", "launch"))),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        comment_start_string="{##",  # ${#list} is bash's
-        comment_end_string="##}",
-    )
-    environment.filters |= {"toml": _toml, "bare_host": bare_host}
-    environment.globals |= {"unit_of": unit_of, "meeting_port": MEETING_PORT}
-    return environment
-
-
-def _toml(value: str | tuple[str, ...]) -> str:
-    """Write a text, or an array of them, as TOML, whose escapes are JSON's."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    return render(template, run=answers, unit_of=unit_of, **more)

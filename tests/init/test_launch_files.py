@@ -339,6 +339,44 @@ def test_slurm_puts_a_job_back_only_where_another_start_may_help(
     assert recorder.is_requeued == (code in (1, 30, 40, 137))
 
 
+def test_an_island_that_is_stopped_stays_out_of_the_queue(run: Path, recorder: Recorder) -> None:
+    ready = recorder.root / "ready"
+    # Srun ends with 137 where tasks did not end in time: by itself that is worth another start.
+    recorder.command("srun", f"trap 'exit 137' TERM; touch {ready}; while :; do sleep 0.05; done")
+    running = recorder.start(*sbatch(run, "island-us-east"))
+    wait_until(ready.exists)
+
+    running.send_signal(signal.SIGTERM)
+
+    assert exit_code(running, 30) == 137
+    assert not recorder.is_requeued
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["coordinator-here", "elsewhere"])
+def test_near_the_end_of_its_time_an_island_has_all_write_a_checkpoint(
+    run: Path, recorder: Recorder, is_there: bool
+) -> None:
+    ready, asked = recorder.root / "ready", recorder.root / "asked"
+    recorder.command("squeue", "echo 77" if is_there else "")
+    recorder.command("scancel", f'[[ $1 == --batch ]] && echo "$@" > {asked}')
+    # Whom the coordinator stops gracefully ends with 0; the signal of this test ends with 143.
+    recorder.command(
+        "srun",
+        f"trap 'exit 143' TERM; touch {ready}; "
+        f"until [[ -e {asked} ]]; do sleep 0.05; done; touch .requeued-far",
+    )
+    running = recorder.start(*sbatch(run, "island-us-east"))
+    wait_until(ready.exists)
+
+    running.send_signal(signal.SIGUSR1)
+
+    assert exit_code(running, 30) == (0 if is_there else 143)
+    assert asked.exists() == is_there
+    if is_there:
+        assert asked.read_text().split() == ["--batch", "--signal=USR1", "77"]
+    assert recorder.is_requeued
+
+
 @pytest.mark.parametrize("name", [signal.SIGUSR1, signal.SIGTERM])
 def test_slurm_passes_a_signal_on_once_and_goes_back_only_at_the_end_of_its_time(
     run: Path, recorder: Recorder, name: signal.Signals
@@ -359,7 +397,7 @@ def test_slurm_passes_a_signal_on_once_and_goes_back_only_at_the_end_of_its_time
     assert exit_code(running, 30) == 143
     assert (recorder.root / "terms").read_text() == "x\n"
     assert recorder.is_requeued == (name is signal.SIGUSR1)
-    assert (recorder.root / "requeued").exists() == recorder.is_requeued
+    assert (recorder.root / ".requeued-far").exists() == recorder.is_requeued
 
 
 def test_slurm_loses_no_signal_that_comes_before_there_is_a_process(
@@ -378,7 +416,7 @@ def test_slurm_loses_no_signal_that_comes_before_there_is_a_process(
 def test_an_island_goes_back_into_the_queue_with_the_coordinator(
     run: Path, recorder: Recorder
 ) -> None:
-    recorder.command("srun", "sleep 1.1; touch requeued")  # the coordinator's job, meanwhile
+    recorder.command("srun", "sleep 1.1; touch .requeued-far")  # the coordinator's job, meanwhile
 
     assert recorder.run(*sbatch(run, "island-us-east")) == 0
 

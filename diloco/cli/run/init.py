@@ -155,8 +155,8 @@ def init(
     config = config_of(_values(answers), "these answers make no run")
     if bandwidth:
         answers = _fitted(answers, config, bandwidth, rtt)
-        config_of(_values(answers), "these answers make no run")
-    written = [write(directory, each) for each in all_files(answers)]
+        config = config_of(_values(answers), "these answers make no run")
+    written = [write(directory, each) for each in list(all_files(answers, config))]
     if not answers.is_local:
         from diloco.cli.run.certs import issue_all
 

@@ -1,0 +1,1 @@
+"""What Slurm, Kubernetes and SkyPilot run: a job for the coordinator, and one for each island."""

@@ -1,0 +1,242 @@
+"""`diloco launch`: what it writes from a run file, what it refuses, what it submits.
+
+The templates are those of `diloco init`, whose tests are in tests/init/test_launch_files.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from diloco.cli.main import app
+from diloco.config.load import load_config
+from diloco.errors import ConfigError
+from diloco.launch.engines.jobs import Jobs
+from tests.run_files import write_run
+from tests.waiting import run_command
+
+AT = (
+    "coordinator.listen=0.0.0.0:4711",
+    "coordinator.syncer_listen=0.0.0.0:4712",
+    "coordinator.address=head:4711",
+    "transport.certs=certs",
+)
+#: Fields of a SkyPilot task, and of its resources: docs.skypilot.co, "SkyPilot YAML".
+TASK = {"name", "num_nodes", "resources", "file_mounts", "setup", "run"}
+RESOURCES = {"cpus", "ports", "accelerators", "infra", "use_spot"}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a run of an island on GPUs and one on CPUs, and go to its directory."""
+    path = write_run(tmp_path, {"eu": "dp_shard = 16", "us": "dp_shard = 4"})
+    text = path.read_text().replace("[islands.eu]", '[islands.eu]\ndevice = "cuda"')
+    text = text.replace("[islands.us]", '[islands.us]\ndevice = "cpu"\nthreads = 2')
+    path.write_text(text.replace("= 128", "= 512"))
+    monkeypatch.chdir(tmp_path)
+    return "run.toml"
+
+
+def launch(engine: str, *words: str, sets: tuple[str, ...] = AT) -> Result:
+    typed = [word for each in sets for word in ("--set", each)]
+    image = ["--image", "registry.example/diloco:1"] if engine == "kubernetes" else []
+    kind = ["--resource", "accelerators=H100"] if engine == "skypilot" else []
+    return CliRunner().invoke(app, ["launch", engine, "run.toml", *typed, *image, *kind, *words])
+
+
+def written(engine: str, job: str, ending: str) -> str:
+    return Path("launch", engine, f"{job}.{ending}").read_text()
+
+
+def options(script: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.M)
+    assert len(found) == len(dict(found)), "an option is written twice"
+    return dict(found)
+
+
+def refusal(result: Result) -> str:
+    assert isinstance(result.exception, ConfigError), (result.output, result.exception)
+    return str(result.exception)
+
+
+def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) -> None:
+    made = launch(
+        "slurm",
+        *("--sbatch", "time=12:00:00", "--sbatch", "eu:partition=h100", "--sbatch", "exclusive"),
+        *("--sbatch", "partition=any", "--sbatch", "coordinator:nodelist="),
+    )
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    coordinator, eu, us = (
+        options(written("slurm", job, "sbatch"))
+        for job in ("coordinator", "island-eu", "island-us")
+    )
+    assert (eu["nodes"], eu["gpus-per-node"], eu["cpus-per-task"]) == ("2", "8", "64")
+    assert (us["nodes"], us["cpus-per-task"], "gpus-per-node" in us) == ("1", "8", False)
+    assert (eu["partition"], us["partition"]) == ("h100", "any")
+    for each in (coordinator, eu, us):
+        assert each["time"] == "12:00:00"
+        assert (each["requeue"], each["exclusive"]) == ("", "")
+        assert each["signal"] == "B:USR1@1200"
+    assert "nodelist" not in coordinator
+    lines = [f"sbatch launch/slurm/{job}.sbatch" for job in ("coordinator", "island-eu")]
+    assert all(f"  {line}\n" in made.output for line in lines)
+
+
+def test_scripts_of_any_run_are_without_a_finding(run_file: str) -> None:
+    """A value that a shell would read as more than one word, and a run whose islands never wait."""
+    odd = ("run.name=a.B_c", "transport.certs=my certs; it's &")
+    for number, sets in enumerate(((), odd, ("outer.preset=decoupled", "run.state=s3://b/p"))):
+        (run := Path("run.toml")).write_text(run.read_text().replace('"streaming"', '"decoupled"'))
+        made = launch("slurm", "--out", str(number), sets=(*AT, *sets))
+        assert made.exit_code == 0, (made.output, made.exception)
+
+    checker = Path(sys.executable).parent / "shellcheck"
+    checked = run_command([str(checker), *map(str, Path().rglob("*.sbatch"))], 60)
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("run.state=s3://b/p", "coordinator.num_syncers=2")], ids=["volume", "bucket"]
+)
+def test_kubernetes_takes_the_objects_of_a_run_file(run_file: str, more: tuple[str, ...]) -> None:
+    pod = ("--pod", 'nodeSelector={"gpu": "h100"}', "--pod", "coordinator:serviceAccountName=me")
+
+    made = launch("kubernetes", *pod, sets=(*AT, *more))
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    found: dict[str, list[Any]] = {}
+    for path in Path("launch/kubernetes").glob("*.yaml"):
+        for each in yaml.safe_load_all(path.read_text()):
+            kubernetes_validate.validate(each, "1.37", strict=True)
+            found.setdefault(each["kind"], []).append(each)
+    pods = [job["spec"]["template"]["spec"] for job in found["Job"]]
+    assert all(each["nodeSelector"] == {"gpu": "h100"} for each in pods)
+    by_name = {pod["containers"][0]["name"]: pod for pod in pods}
+    assert by_name["coordinator"]["serviceAccountName"] == "me"
+    assert all(pod["containers"][0]["image"] == "registry.example/diloco:1" for pod in pods)
+    (volume,) = (v for v in by_name["coordinator"]["volumes"] if v["name"] == "state")
+    assert ("ephemeral" in volume) == bool(more)
+    assert len(found["PersistentVolumeClaim"]) == (2 if more else 3)
+    balancer = next(s for s in found["Service"] if s["spec"].get("type") == "LoadBalancer")
+    ports = [port["port"] for port in balancer["spec"]["ports"]]
+    assert ports == [4711, 4712, 4713][: 3 if more else 2]
+
+
+def test_skypilot_gets_documented_fields_and_a_task_for_each_job(run_file: str) -> None:
+    made = launch("skypilot", "--resource", "eu:use_spot=true", "--resource", "eu:infra=aws")
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    coordinator, eu, us = (
+        yaml.safe_load(written("skypilot", job, "yaml"))
+        for job in ("coordinator", "island-eu", "island-us")
+    )
+    for task, nodes in ((coordinator, 1), (eu, 2), (us, 1)):
+        assert set(task) == TASK and set(task["resources"]) <= RESOURCES
+        assert task["num_nodes"] == nodes
+    assert coordinator["resources"] == {"cpus": "4+", "ports": [4711, 4712]}
+    assert eu["resources"] == {"accelerators": "H100:8", "use_spot": True, "infra": "aws"}
+    assert us["resources"] == {"cpus": "8+"}
+    assert eu["file_mounts"] == {
+        "~/diloco/run.toml": "run.toml",
+        "~/diloco/certs/ca.pem": "certs/ca.pem",
+        "~/diloco/certs/island-eu.pem": "certs/island-eu.pem",
+    }
+    assert '--rdzv "$(head -n1 <<<"$SKYPILOT_NODE_IPS"):29400"' in eu["run"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "sets", "words", "said"),
+    [
+        ("slurm", (*AT[:2], AT[3]), (), "coordinator.address is not set"),
+        ("slurm", AT[1:], (), 'coordinator.listen = "127.0.0.1:0"'),
+        ("slurm", (*AT, "coordinator.address=10.0.0.1:1"), (), "--sbatch coordinator:nodelist="),
+        ("slurm", AT, ("--sbatch", "ap:time=1"), "jobs: coordinator, eu, us"),
+        ("slurm", AT, ("--ranks-per-host", "eu=5"), "must be a multiple"),
+        ("slurm", AT, ("--ranks-per-host", "ap=5"), "--ranks-per-host ap=5: not in the run file"),
+        ("slurm", AT, ("--only", "ap"), "--only ap: no such job"),
+        ("kubernetes", (*AT[:3], "transport.insecure=true"), (), "diloco certs init run.toml"),
+        ("kubernetes", (*AT, "run.name=a_b"), (), "small letters, digits"),
+        ("kubernetes", (*AT, "run.state=file:///x"), (), "give a bucket"),
+        ("kubernetes", AT, ("--pod", "eu:volumes=[]"), "--pod eu:volumes: is written here"),
+        ("skypilot", (*AT[:3], "transport.insecure=true"), (), "diloco certs init run.toml"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_and_nothing_is_written(
+    run_file: str, engine: str, sets: tuple[str, ...], words: tuple[str, ...], said: str
+) -> None:
+    assert said in refusal(launch(engine, *words, sets=sets))
+    assert not Path("launch").exists()
+
+
+def test_accelerators_without_a_name_are_asked_for(run_file: str) -> None:
+    typed = [word for each in AT for word in ("--set", each)]
+
+    refused = CliRunner().invoke(app, ["launch", "skypilot", "run.toml", *typed])
+
+    assert "--resource accelerators=H100" in refusal(refused)
+
+
+def test_nothing_that_differs_is_overwritten_without_force(run_file: str) -> None:
+    launch("slurm")
+    edited = Path("launch/slurm/island-eu.sbatch")
+    edited.write_text(edited.read_text() + "# mine\n")
+
+    refused = launch("slurm", "--sbatch", "coordinator:comment=x")
+
+    assert "island-eu.sbatch is there, and differs" in refusal(launch("slurm"))
+    assert "nothing was written" in refusal(refused)
+    assert "comment" not in written("slurm", "coordinator", "sbatch")
+    assert launch("slurm", "--only", "us").exit_code == 0
+    assert launch("slurm", "--force").exit_code == 0
+    assert "# mine" not in edited.read_text()
+
+
+def test_what_an_engine_says_is_shown_and_a_failure_names_the_command(
+    run_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "sbatch").write_text(
+        '#!/bin/bash\n[[ $1 == *island-us* ]] && { echo "no partition" >&2; exit 3; }\n'
+        'echo "Submitted batch job for $1"\n'
+    )
+    (tmp_path / "sbatch").chmod(0o755)
+
+    made = launch("slurm", "--submit")
+
+    assert "Submitted batch job for launch/slurm/island-eu.sbatch" in made.output
+    said = refusal(made)
+    assert "sbatch launch/slurm/island-us.sbatch\nended with 3: no partition" in said
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no sky on this machine's PATH" in refusal(launch("skypilot", "--submit"))
+
+
+def test_commands_are_those_of_the_job_and_its_certificate_alone(run_file: str) -> None:
+    said = launch("kubernetes", "--only", "us").output
+
+    lines = [line.strip() for line in said.splitlines() if line.startswith("  kubectl")]
+    assert [shlex.split(line)[1:4] for line in lines] == [
+        ["create", "configmap", "test-run"],
+        ["create", "secret", "generic"],
+        ["apply", "-f", "launch/kubernetes/island-us.yaml"],
+    ]
+    assert "island-us.pem" in lines[1] and "ca.pem" in lines[1] and "ca.key" not in said
+
+
+def test_ranks_fill_hosts_of_equal_size(run_file: str) -> None:
+    def spread(ranks: int, **per_host: int) -> tuple[int, int]:
+        sets = (*AT, f"islands.eu.ranks={ranks}", f"islands.eu.mesh={{dp_shard={ranks}}}")
+        config = load_config("run.toml", (*sets, f"islands.eu.tokens_per_inner_step={32 * ranks}"))
+        eu = Jobs.of(config, "run.toml", "launch", ranks_per_host=per_host).islands[0]
+        return eu.num_hosts, eu.ranks_per_host
+
+    assert [spread(16), spread(12), spread(4), spread(1)] == [(2, 8), (2, 6), (1, 4), (1, 1)]
+    assert spread(16, eu=4) == (4, 4)
