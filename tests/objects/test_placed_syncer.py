@@ -121,3 +121,39 @@ def test_a_run_is_fetched_whole_and_again_what_is_new(config: Config, tmp_path: 
 
 def plan_of_two() -> Plan:
     return make_plan([TensorSpec(name, (3,)) for name in "uv"], num_fragments=2)
+
+
+def test_a_directory_that_has_a_run_of_its_own_is_not_fetched_into(
+    config: Config, tmp_path: Path
+) -> None:
+    StateDir(tmp_path / "c").create([])
+    run = RunState(
+        config.run.state, "test", fingerprint(config), StateDir(tmp_path / "c"), lambda e: None
+    )
+    asyncio.run(run.take(is_standby=False, syncers=[], announce=lambda line: None))
+    own = StateDir(tmp_path / "own")
+    own.create([])
+    with open_journal(own.journal) as journal:
+        journal.write([("a", "1")])
+    at = config.coordinator.model_copy(update={"state_dir": str(own.root)})
+
+    with pytest.raises(ConfigError, match=r"holds a run of its own.*state_dir=DIRECTORY"):
+        fetch_run(config.model_copy(update={"coordinator": at}), lambda line: None)
+
+    with open_journal(own.journal) as journal:
+        assert journal.entries() == {"a": "1"}
+
+
+def test_a_machine_that_nobody_waited_for_is_not_followed(config: Config, tmp_path: Path) -> None:
+    store, one, two = (
+        ObjectStore(config.run.state),
+        machine(config, tmp_path / "1"),
+        machine(config, tmp_path / "2"),
+    )
+    store_replica(store, one, 3, "test", follows=[None])
+    taken = store_replica(store, two, 3, "test", follows=[own_name(one)])
+
+    with pytest.raises(Fenced, match="serves as syncer-us"):  # an hour later, with what it knew
+        store_replica(store, one, 3, "test", follows=[None])
+
+    taken.check()

@@ -527,3 +527,23 @@ def test_a_coordinator_whose_place_another_has_taken_orders_nothing() -> None:
         running.cancel()
 
     play(story)
+
+
+def test_another_policy_of_the_coordinator_ends_this_start() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.coordinator.up()
+        network = scene.coordinator.network
+        reporter = Reporter(
+            connect=lambda: network.connect("coordinator"),
+            grant=Grant(run="demo"),
+            syncer_epoch=3,
+            pid=17,
+            policy_digest="ab",
+        )
+        scene.coordinator.hello.policy_digest = "ab"
+        await reporter.learn_plan()
+        scene.coordinator.hello.policy_digest = "cd"
+        with pytest.raises(RunReturned, match="another policy"):
+            await reporter.learn_plan()
+
+    play(story)
