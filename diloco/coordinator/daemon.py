@@ -345,7 +345,9 @@ class Coordinator:
     def _index(self, row: RoundRow) -> None:
         """Index a durable record, and with it how far the islands have come."""
         entries = self._membership.positions(self._island_service.inner_steps)
-        for _ in range(self._journal.write(entries, [row])):
+        num_conflicts = self._journal.write(entries, [row])
+        self.run_status.has_indexed(row[1])
+        for _ in range(num_conflicts):
             self.refused("", Cause.CONFLICT)
         self._membership.apply(entries)
 

@@ -109,6 +109,9 @@ class RunStatus:
             for p in membership.assignment.of_all(membership.plan_json)
             if (header := self.newest(p))
         }
+        #: By timeline and fragment, what `indexed` has found: of a thousand islands headers take
+        #: long to read, and a syncer asks of all its fragments with every report.
+        self._indexed: dict[tuple[int, int], tuple[int, str]] = {}
         self._refusals: Counter[tuple[str, Cause]] = Counter()
         self._away = _NEVER_LOOKED
         self.alarms = alarms
@@ -213,8 +216,16 @@ class RunStatus:
         Returns:
             So many, and the digest of the newest; empty: there is none.
         """
-        header = json.loads(self.newest(fragment_id) or "{}")
-        return 1 + int(header.get("version", -1)), str(header.get("digest", ""))
+        key = self._membership.timeline, fragment_id
+        if key not in self._indexed:
+            header = json.loads(self.newest(fragment_id) or "{}")
+            found = 1 + int(header.get("version", -1)), str(header.get("digest", ""))
+            self._indexed[key] = found
+        return self._indexed[key]
+
+    def has_indexed(self, fragment_id: int) -> None:
+        """Record that a version of a fragment was indexed."""
+        self._indexed.pop((self._membership.timeline, fragment_id), None)
 
     def newest(self, fragment_id: int) -> str:
         """Return the header of the newest version that is indexed in this timeline; empty: none."""

@@ -75,10 +75,7 @@ async def listen(
         ConfigError: If the address cannot be bound.
     """
     _raise_descriptor_limit()
-    borne = _LIMITS
-    if limits is not None:
-        num_lanes = min(limits.num_fragments * limits.num_lanes, MOST_LANES)
-        borne = borne.for_processes(limits.num_ranks, limits.num_islands, num_lanes)
+    borne = borne_limits(limits)
     host, port = split_address(bind)
     if port == 0 and recorded:
         bind = f"{host}:{_port(recorded)}"
@@ -102,6 +99,14 @@ async def listen(
             await asyncio.sleep(_RETRY_WAIT_S)
         else:
             return server
+
+
+def borne_limits(limits: RunLimits | None) -> Limits:
+    """Give what a server bears from its callers; None: those of any run."""
+    if limits is None:
+        return _LIMITS
+    num_lanes = min(limits.num_fragments * limits.num_lanes, MOST_LANES)
+    return _LIMITS.for_processes(limits.num_ranks, limits.num_islands, num_lanes)
 
 
 def _raise_descriptor_limit() -> None:

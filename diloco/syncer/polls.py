@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from diloco.loop_clock import loop_now
 from diloco.protocol.rounds.messages import MOST_UPLOADS, keys_of, outcome_message
@@ -34,6 +35,24 @@ _NAME_OVERHEAD = 2
 #: An island that cannot say yet how long its steps take is answered soon, so that it can: where
 #: times are measured nothing opens before.
 UNTIMED_POLL_S = 1.0
+#: Polls that look at once: of ten thousand that wait no other call is to wait for all.
+_LOOK_AT_ONCE = 64
+
+
+class _Waiting:
+    """A poll that waits: the fragments that it is about, and those that have changed since."""
+
+    def __init__(self, island: str, about: Collection[int]) -> None:
+        self.island = island
+        self.about = about
+        self.changed: set[int] = set()
+        self.is_due = asyncio.Event()
+
+    def take(self) -> Collection[int]:
+        """Return the fragments to look at, in their order, and wait for others."""
+        self.is_due.clear()
+        changed, self.changed = self.changed, set()
+        return [p for p in self.about if p in changed]
 
 
 class Polls:
@@ -68,14 +87,38 @@ class Polls:
         self._epoch = syncer_epoch
         self._founded_by = founded_by
         self._fatal = fatal
-        #: Of each poll that waits: what wakes it, and the fragments that it is about.
-        self._waiting: dict[asyncio.Event, Collection[int]] = {}
+        self._waiting: dict[_Waiting, None] = {}
+        self._due: dict[_Waiting, None] = {}  # that have not been told to look yet, in turn
 
     def wake(self, fragment_id: int | None = None) -> None:
-        """Have the polls look that are about a fragment; None: all."""
-        for changed, about in self._waiting.items():
-            if fragment_id is None or fragment_id in about:
-                changed.set()
+        """Have the polls look that are about a fragment; None: all, at all of theirs.
+
+        A few at once, and each once, however often there is news before its turn.
+        """
+        if fragment_id is None:
+            self._wake(self._waiting)
+        else:
+            self._wake((w for w in self._waiting if fragment_id in w.about), {fragment_id})
+
+    def wake_islands(self, islands: Collection[str]) -> None:
+        """Have the polls of some islands look, at all of theirs."""
+        self._wake(waiting for waiting in self._waiting if waiting.island in islands)
+
+    def _wake(self, concerned: Iterable[_Waiting], changed: Collection[int] = ()) -> None:
+        had_due = bool(self._due)
+        for waiting in concerned:
+            waiting.changed.update(changed or waiting.about)
+            if not waiting.is_due.is_set():
+                self._due[waiting] = None
+        if self._due and not had_due:
+            asyncio.get_running_loop().call_soon(self._wake_some)
+
+    def _wake_some(self) -> None:
+        for waiting in list(itertools.islice(self._due, _LOOK_AT_ONCE)):
+            del self._due[waiting]
+            waiting.is_due.set()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
     async def poll(self, call: IncomingCall) -> Reply:
         """Answer once there is something that the caller does not know, or its time is over."""
@@ -98,23 +141,30 @@ class Polls:
             most_s = min(most_s, rules.lease_s / 2)
             most_s = most_s if request.step_s > 0 else min(most_s, UNTIMED_POLL_S)
         about = fragments_of(request, self._services)
-        changed = asyncio.Event()
-        self._waiting[changed] = about
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
-                    while not is_news(
-                        request,
-                        self._answer(request, keys, about),
-                        self._contributed(request.grant, about),
-                    ):
-                        await changed.wait()
-                        changed.clear()
-        finally:
-            del self._waiting[changed]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
+                await self._wait_for_news(request, keys, about)
         reply = self._complete(self._answer(request, keys, about), request)
         reply.asks_first = self._spool.is_full or not self._spool.lets_in(self._due_bytes())
         return Reply.of(reply)
+
+    async def _wait_for_news(
+        self, request: wire.PollRequest, keys: Sequence[RoundKey], about: Collection[int]
+    ) -> None:
+        """Look at all that a poll is about, then at what changes of it."""
+        waiting, look_at = _Waiting(request.grant.island, about), about
+        self._waiting[waiting] = None
+        try:
+            while not is_news(
+                request,
+                self._answer(request, keys, look_at),
+                self._contributed(request.grant, look_at),
+            ):
+                await waiting.is_due.wait()
+                look_at = waiting.take()
+        finally:
+            del self._waiting[waiting]
+            self._due.pop(waiting, None)
 
     def _due_bytes(self) -> int:
         """What may be sent at once: contributions to open rounds, and lanes of a first model.

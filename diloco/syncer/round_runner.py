@@ -199,8 +199,13 @@ class RoundRunner:
         self._perform(self.rounds.held(is_held or self._is_in_doubt, loop_now()))
 
     def stepped(self) -> None:
-        """Record that step times are not what they were: an opening may be due."""
-        self._tick()
+        """Record that step times are not what they were: an opening may be due.
+
+        While an attempt is under way none is, and every poll of every island says how long steps
+        take.
+        """
+        if self.rounds.is_between:
+            self._tick()
 
     # -- what islands send -------------------------------------------------------------------------
 

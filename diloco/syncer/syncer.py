@@ -205,7 +205,7 @@ class Syncer:
         """What was refused since the start, by island and cause."""
         return [
             RefusalCount(service="syncer", island=island, cause=cause, count=count)
-            for (island, cause), count in sorted(self.meter.counts.refusals.items())
+            for (island, cause), count in sorted(self.meter.refusals.items())
         ]
 
     def phase(self, fragment_id: int) -> str:
@@ -284,7 +284,10 @@ class Syncer:
         self._steps.forget(island)
         for service in self._services.values():
             service.runner.granted(island, incarnation)
-        self._notify()
+        # To others it is news once a round opens with it: of a thousand islands that join, each is
+        # not a reason for all to look. It may be the last that the founder waits for.
+        self._polls.wake_islands({island, self._admission.founder()})
+        self._on_change()
 
     def _hold_openings(self, is_held: bool) -> None:
         for service in self._services.values():

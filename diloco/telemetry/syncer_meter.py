@@ -58,6 +58,12 @@ class SyncerMeter:
         with self._lock:
             return copy.deepcopy(self._counts)
 
+    @property
+    def refusals(self) -> Counter[tuple[str, Cause]]:
+        """A copy of what was refused: a report says no more, and of a thousand islands is often."""
+        with self._lock:
+            return self._counts.refusals.copy()
+
     def published(self, closed: RoundClosed) -> None:
         """Count a version that became durable, and who is in it, was refused or was rejected."""
         p, counts = closed.fragment_id, self._counts

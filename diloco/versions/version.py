@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from diloco.versions.publication import LaneState, lane_digest, version_digest
 from diloco.versions.record import GUARD, state_sections
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VersionRecord:
     """All that a version is: who made it, its state, its payload, and what it was made from.
 
@@ -69,14 +70,17 @@ class VersionRecord:
     guard: bytes = b""
     repaired: str = ""
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Digest of the published version."""
         return version_digest(self.lane_digests)
 
-    @property
+    @cached_property
     def sent_at_inner_step(self) -> int:
-        """Latest inner step at which a contribution to it was sent; 0 for version 0."""
+        """Latest inner step at which a contribution to it was sent; 0 for version 0.
+
+        Every poll asks, of every fragment: not by all contributors each time.
+        """
         return max((c.sent_at_inner_step for c in self.contributors), default=0)
 
     def header(self) -> dict[str, Any]:

@@ -64,6 +64,9 @@ def test_a_syncer_hears_how_many_versions_are_indexed(tmp_path: Path) -> None:
             header = {"timeline": 0, "fragment_id": 1, "version": version}
             await coord.round_report(record={**header, "digest": f"{version:064d}"})
         assert await indexed() == [(0, ""), (3, f"{2:064d}")]
+        with pytest.MonkeyPatch.context() as reading:
+            reading.setattr(type(coord.journal), "newest_rounds", None)
+            assert await indexed() == [(0, ""), (3, f"{2:064d}")], "no header is read again"
         await coord.restart()
         assert await indexed() == [(0, ""), (3, f"{2:064d}")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,66 @@ def test_a_poll_looks_only_where_its_fragments_have_changed(
         assert [state.fragment_id for state in waiting[1].result().fragments] == [1]
         run.syncer._lose(Lost(KEY, ("b",), "nobody came", is_numeric=False))
         assert (await waiting[0]).HasField("fatal"), "what ends the run is news for all"
+
+    run_virtual(scenario())
+
+
+def test_an_island_that_joins_has_only_its_own_polls_and_the_founders_look(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    look = polls.is_news
+
+    def counted(request: wire.PollRequest, *answer: Any) -> bool:
+        looks.append(request.grant.island)
+        return look(request, *answer)
+
+    async def scenario() -> None:
+        run = VirtualRun(replace(setting, islands=("a", "b", "c", "d")))
+        await run.start_syncer()
+        waiting, islands = [], [RawIsland(run, name) for name in "abc"]
+        for island in islands:
+            known = await island.poll()
+            asked = {"known": known.fragments, "known_epoch": known.syncer_epoch}
+            waiting.append(asyncio.create_task(island.poll(wait_s=60.0, **asked)))
+        await asyncio.sleep(1.0)
+        monkeypatch.setattr(polls, "is_news", counted)
+
+        await RawIsland(run, "d").poll()
+        await asyncio.sleep(1.0)
+
+        assert sorted(set(looks)) == ["a", "d"], "b and c have no news"
+        assert [task.done() for task in waiting] == [True, False, False]
+        for task in waiting[1:]:
+            task.cancel()
+
+    run_virtual(scenario())
+
+
+def test_many_polls_that_have_news_leave_room_for_other_calls_between_them(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polls, "_LOOK_AT_ONCE", 2)
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        a, b = RawIsland(run, "a"), RawIsland(run, "b")
+        await a.poll()
+        known = await b.poll()
+        asked = {"wait_s": 60.0, "known": known.fragments, "known_epoch": known.syncer_epoch}
+        waiting = [asyncio.create_task(b.poll(**asked)) for _ in range(9)]
+        await asyncio.sleep(1.0)
+        done: list[int] = []
+
+        run.syncer._lose(Lost(KEY, ("b",), "nobody came", is_numeric=False))
+        run.syncer._notify()  # and again before anyone has looked
+        while not waiting[-1].done():
+            done.append(sum(task.done() for task in waiting))
+            await asyncio.sleep(0)
+
+        assert all(reply.HasField("fatal") for reply in await asyncio.gather(*waiting))
+        assert all(after - before <= 2 for before, after in itertools.pairwise(done))
 
     run_virtual(scenario())
 

@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from diloco.protocol.rounds.orders import Orders
+from diloco.protocol.rounds.state import FragmentRounds
 from diloco.protocol.rounds.terms import OutcomeKind, Roster, RoundKey
 from diloco.protocol.rounds.timing import MeasuredTiming
 from diloco.protos import fragment_pb2 as wire
@@ -99,6 +100,31 @@ def test_nothing_opens_before_a_step_time_is_known_and_a_round_has_passed(
         assert reply.fragments[0].is_open
         assert asyncio.get_running_loop().time() == pytest.approx(closed + ROUND_S)
         assert closed - began < 3 * ROUND_S
+
+    run_virtual(scenario())
+
+
+def test_step_times_are_looked_at_between_attempts_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[bool] = []
+    tick = FragmentRounds.tick
+
+    def counted(rounds: FragmentRounds, now: float) -> Any:
+        ticks.append(rounds.is_open)
+        return tick(rounds, now)
+
+    async def scenario() -> None:
+        _, islands = await begun(setting)
+        monkeypatch.setattr(FragmentRounds, "tick", counted)
+
+        await heartbeat(*islands)
+        assert not ticks, "an attempt is open"
+
+        await islands[0].contribute(KEY)
+        ticks.clear()
+        await heartbeat(*islands)
+        assert ticks == [False] * 3
 
     run_virtual(scenario())
 

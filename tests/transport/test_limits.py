@@ -23,6 +23,9 @@ def test_a_large_run_has_room_for_all_its_processes() -> None:
 
     assert (limits.calls, limits.calls_per_caller) == (4 * 512 * 20, 4 * 512)
     assert limits.connections == 8 * 512 * 20
+    joins = Limits(concurrent={"join": 32}).for_processes(1, 1000).concurrent
+    assert joins == {"join": 1000}, "all islands join when a run starts"
+    assert Limits(concurrent={"join": 32}).for_processes(1, 4).concurrent == {"join": 32}
     assert Limits().for_processes(0, 1000) == Limits(), "how large islands are is not known"
     assert Limits().for_processes(512, 20, 10_000).calls_per_caller == 4 * 512 + 10_000
 

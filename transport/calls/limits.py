@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 _FORGET_AT = 4096
 _PAUSE_S = 10.0
+#: Calls of a method at once, at most, where each caller may make one.
+_MOST_AT_ONCE = 1024
 #: Of a first message: as many as a caller may have calls hold little at this size.
 _SMALL_BYTES = 16 << 10
 
@@ -78,7 +80,8 @@ class Limits:
         They connect when a server's certificate changes, those of one caller from one address: with
         one or two connections each, and once calls are let in with up to `MOST_CHANNELS`. Each has
         a poll under way, asked again every second while no inner step was timed, and moves payloads
-        meanwhile: in a flush every lane of the model is on its way, a call each.
+        meanwhile: in a flush every lane of the model is on its way, a call each. All callers come
+        at once, too, when a run starts: of a method that is bounded each may have a call.
 
         Args:
             num_of_caller: Processes of one caller, at most; 0: not known.
@@ -92,6 +95,10 @@ class Limits:
             calls_per_caller=max(self.calls_per_caller, num_calls),
             calls_per_s=max(self.calls_per_s, 4.0 * num_of_caller),
             burst=max(self.burst, 4 * num_calls),
+            concurrent={
+                method: max(most, min(num_callers, _MOST_AT_ONCE))
+                for method, most in self.concurrent.items()
+            },
             header_bytes_per_caller=max(self.header_bytes_per_caller, num_of_caller << 20),
             connections=max(self.connections, MOST_CHANNELS * num_of_caller, 8 * num),
             strangers_per_address=max(self.strangers_per_address, 2 * num_of_caller),

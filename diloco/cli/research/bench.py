@@ -226,6 +226,25 @@ def coordinator(rows: Rows = None) -> None:
     """
 
 
+@measured_by("scale.scale")
+def scale(rows: Rows = None) -> None:
+    """Run coordinator and syncer with 64 islands of 512 ranks, and with 1,000 islands.
+
+    Rows 64x512, 1000-scheduled and 1000-on-arrival: a process each with the product's handlers,
+    limits, journal and store, without gRPC; every rank calls as one that trains does, with lanes of
+    64 KiB. Row grpc: 256 islands over real gRPC, with the product's own processes. About eight
+    minutes.
+
+    Read "refused": calls that were refused or put off, which none may be; "handler p99": time for
+    which 99 of 100 calls of the slowest method held the event loop, with a bar of 50 ms; "loop
+    stands still": the longest time in which nobody else was answered, bursts of calls included;
+    "CPU a round": of the whole process, for a round of one fragment; "counted": contributions that
+    count, of those sent, all of them where the run is scheduled.
+
+    Example: diloco bench scale --require
+    """
+
+
 @measured_by("network.failover")
 def failover() -> None:
     """Lose the machine of coordinator and syncer, disk and all, ten times in a run.
