@@ -13,7 +13,7 @@ from diloco.coordinator.grants import sign
 from diloco.coordinator.island_service import ISLAND_STATES
 from diloco.island.registration import IslandState
 from diloco.protos import control_pb2 as control
-from diloco.transport.errors import FrameError, HandlerFailed
+from diloco.transport.errors import FrameError, Unauthorised
 from diloco.transport.identity import Identity
 from tests.coordinator_in_memory import (
     SECRET,
@@ -362,7 +362,7 @@ def test_who_belongs_to_an_earlier_timeline_is_told_so_and_changes_nothing(play:
         assert "resumed from inner step 20 (timeline 1)" in reply.reason
         assert "start island 'east' again" in reply.reason
         assert coord.membership.members["east"].exit_code is None
-        with pytest.raises(HandlerFailed, match="timeline"):
+        with pytest.raises(Unauthorised, match="timeline"):
             await coord.round_report(0)
 
     play(story)

@@ -156,7 +156,8 @@ def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, int, float]]) 
         if action == "enter":
             stream = object()
             kept = table.enter(f"{number % 2}", bytes(15) + bytes([number]), stream, now)
-            kept.partial = kept.partial or Partial(bytearray(100), filled)
+            if kept.reply is None:  # what is answered is not asked for again
+                kept.partial = kept.partial or Partial(bytearray(100), filled)
             held[number] = kept, stream
         elif number in held:
             kept, stream = held[number]
