@@ -32,7 +32,7 @@ from diloco.objects.lease import (
     until_nobody,
 )
 from diloco.objects.placed_syncer import PlacedSyncer
-from diloco.objects.store import ObjectLost, StoreAway
+from diloco.objects.store import StoreAway
 from diloco.security.address import find_coordinator
 from diloco.state_dir import (
     Endpoint,
@@ -114,7 +114,6 @@ class _Here:
         self._own = own_name(state)
         self._num_starts = 0
         self._lease = -1
-        self._reading = asyncio.Lock()  # of the chain of the run, by one thread at a time
         self._last_words = ""
 
     async def serve(self, is_standby: bool) -> int:
@@ -207,8 +206,7 @@ class _Here:
         """
         while True:
             try:
-                async with self._reading:
-                    found = await asyncio.to_thread(self._run.files)
+                found = await asyncio.to_thread(self._run.files)
                 holder = await asyncio.to_thread(self._place.holder)
                 break
             except StoreAway as error:  # the process could read nothing either
@@ -229,12 +227,11 @@ class _Here:
         while True:
             await asyncio.sleep(_FOLLOW_S)
             try:
-                async with self._reading:
-                    holder = await asyncio.to_thread(self._run.holder)
-            except (StoreAway, ObjectLost):  # the process says so
+                lease, address = await asyncio.to_thread(self._run.newest)
+            except StoreAway:  # the process says so
                 continue
-            if holder is not None and holder.lease > self._lease and holder.address:
-                self._point_to(holder.lease, holder.address)
+            if lease > self._lease and address:
+                self._point_to(lease, address)
 
     def _point_to(self, lease: int, address: str) -> None:
         """Write for the process where the coordinator is."""

@@ -117,6 +117,7 @@ EXIT_STORE_HELD = 75
 _STOPPED = 143
 
 _DRAIN_S = 0.5
+_AGAIN_S = 1.0
 _LAST_REPORT_S = 2.0
 _FATAL_LINGER_S = 30.0
 
@@ -227,10 +228,9 @@ async def _take_store(
     store = ObjectStore(config.run.state)
     lease = int(read_json(lease_path(state)) or 0)
     follows = read_json(follows_path(state)) if config.syncers else None
-    replica = await retry_disk_full_async(
-        "the store",
+    replica = await _until_done(
         lambda: store_replica(store, state, lease, config.run.name, _end_fenced, follows=follows),
-        given_up=stopping,
+        stopping,
     )
     if config.syncers:
         place, own = PlacedSyncer(store, state), own_name(state)
@@ -253,8 +253,25 @@ async def _take_store(
                 pass
 
         held.enter_context(repeating(beat, look))
-    await retry_disk_full_async("the store", replica.restore, given_up=stopping)
+    logger.info("%s: fetching what is not here", state.syncer_name)
+    logger.info("fetched, bytes=%d", await _until_done(replica.restore, stopping))
     replicate(replica)
+
+
+async def _until_done(work: Callable[[], _T], stopping: asyncio.Event) -> _T:
+    """Do work of hours in a thread, again while there is no room, until it is to stop at once."""
+    while True:
+        doing = asyncio.ensure_future(asyncio.to_thread(work))
+        await first_of(asyncio.wait([doing]), stopping.wait())
+        if not doing.done():
+            exit_at_once(_STOPPED)
+        try:
+            return doing.result()
+        except DiskFull as error:
+            logger.error("%s, the store waits: %s: %s", error.lack, error.remedy, error)
+            await first_of(asyncio.sleep(_AGAIN_S), stopping.wait())
+            if stopping.is_set():
+                raise
 
 
 def _end_fenced(error: Fenced) -> None:

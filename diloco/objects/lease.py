@@ -151,6 +151,17 @@ class RunState:
         beat = self.store.get(_alive(opened["lease"]))
         return Holder(opened["lease"], opened["holder"], opened["host"], beat)
 
+    def newest(self) -> tuple[int, str]:
+        """Look where the newest holder listens: its lease and address, by its sign of life alone.
+
+        Raises:
+            StoreAway: If the store does not say.
+        """
+        names = [name.rpartition("/")[2] for name in self.store.names("alive")]
+        lease = max((int(name) for name in names if name.isdecimal()), default=-1)
+        beat = self.store.get(_alive(lease)) if lease >= 0 else None
+        return lease, Holder(lease, "", "", beat).address
+
     def files(self) -> RunFiles | None:
         """Read what a syncer on another machine needs; None: no coordinator has begun the run.
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _SNAPSHOT_ENTRIES = 200
 _SNAPSHOT_BYTES = 4 << 20
 #: Files that are fetched at once; times that one is whose object holds other bytes.
-_FETCHES = 4
+_FETCHES = 16
 _ATTEMPTS = 3
 #: Times that a run under way is looked at to be fetched whole.
 _LOOKS = 20
@@ -448,9 +448,9 @@ class Replica:
     def _append(self, content: Mapping[str, Any], files: Mapping[str, StoredFile | None]) -> int:
         most = max(_SNAPSHOT_ENTRIES, len(self._files) // 10)
         is_due = self._entries_since >= most or self._bytes_since > _SNAPSHOT_BYTES
-        # Objects that nothing names go with a snapshot: no more of them than of those that count.
+        # Objects that nothing names go with a snapshot: few, by what those that count come to.
         if self._dropped_bytes > _LEAST_DROPPED_BYTES:
-            is_due |= self._dropped_bytes > self._held_bytes
+            is_due |= 4 * self._dropped_bytes > self._held_bytes
         if is_due and not self._is_committing:
             try:
                 self.put_snapshot()

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -164,8 +166,12 @@ class ObjectStore:
         ):
             if obstore.head(self._quick, name)["size"] != num_bytes:
                 return
-            for first in range(0, len(starts), _PIECES):
-                yield from pool.map(piece, starts[first : first + _PIECES])
+            left = iter(starts)
+            asked = deque(pool.submit(piece, start) for start in itertools.islice(left, _PIECES))
+            while asked:
+                here = asked.popleft().result()
+                asked.extend(pool.submit(piece, start) for start in itertools.islice(left, 1))
+                yield here
 
     def size(self, name: str) -> int | None:
         """Read how many bytes an object has; None: there is none.

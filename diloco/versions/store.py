@@ -283,7 +283,8 @@ class FragmentStore(StoredVersions):
     def _is_frame_enough(self, version: int) -> bool:
         """Whether a version's state can be computed again: a record and frames lead to it."""
         records = [v for v in versions_in(self._directory) if v < version]
-        if version % self._snapshot_rounds == 0 or not records:
+        # Fragments in turn: together their snapshots would fill the disk's line in one round.
+        if (version + self.fragment.fragment_id) % self._snapshot_rounds == 0 or not records:
             return False
         try:
             frames_of(self._directory, range(records[-1] + 1, version))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -242,7 +243,9 @@ def _measure(
 def _serving(role: str, state: StateDir) -> Iterator[None]:
     log = state.root / f"{role}.log"
     process = spawn(
-        [sys.executable, "-m", "diloco.bench.scale.serving", role, str(state.root)], log
+        [sys.executable, "-m", "diloco.bench.scale.serving", role, str(state.root)],
+        log,
+        stdin=subprocess.PIPE,  # it ends with us
     )
     try:
         until = time.monotonic() + _START_S
@@ -258,7 +261,7 @@ def _serving(role: str, state: StateDir) -> Iterator[None]:
         raise DilocoError(f"{error!r}; the {role}: {last_words(log)}") from error
     finally:
         process.kill()
-        process.wait()
+        process.communicate()  # closes its input, too
 
 
 async def _simulated(

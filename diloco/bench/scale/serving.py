@@ -22,6 +22,7 @@ from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.grants import is_valid, load_secret, sign
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.durable import read_json, write_json
+from diloco.launch.process.ending import end_with_starter
 from diloco.launch.process.logs import log_to
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.plan_bytes import unpacked
@@ -45,6 +46,7 @@ def socket_of(root: Path, role: str) -> Path:
 def main() -> None:
     """Serve until the process is ended."""
     role, root = sys.argv[1], Path(sys.argv[2])
+    end_with_starter()
     log_to(None, _WARNING)
     keep_freed_memory()
     serve = {"coordinator": _coordinate, "syncer": _sync}[role]

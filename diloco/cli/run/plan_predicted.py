@@ -93,11 +93,12 @@ def show_losses(console: Console, config: Config, planned: Planned, network_bps:
     written = max(each.written_bytes_per_s for each in syncers)
     console.print(
         f"\nIf a machine with a syncer is lost, another one serves in its place {LEASE_S:g} s "
-        f"after the last sign of life and when it has fetched the store, at most "
-        f"{format_bytes(fetched)}: {format_duration(8 * fetched / rate_bps)} at "
+        f"after the last sign of life and when it has fetched the store, "
+        f"{format_bytes(fetched)}: at least {format_duration(8 * fetched / rate_bps)} at "
         f"{format_bandwidth(rate_bps)}"
         f"{'' if network_bps else ' (--syncer-network says another)'}. To run.state each writes "
-        f"{format_bytes(round(written))}/s at most. Nothing that was published is lost."
+        f"{format_bytes(round(written))}/s on average, more in rounds of snapshots. Nothing "
+        f"that was published is lost."
     )
 
 
