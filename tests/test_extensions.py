@@ -242,7 +242,7 @@ def test_the_transport_carries_calls_both_ways(lesson: Config) -> None:
     async def talk() -> tuple[Reply, Reply]:
         security = Security.of(lesson, Role.COORDINATOR)
         handlers = {"echo": echo, "fail": fail}
-        server = security.server("127.0.0.1:0", handlers, limits=Limits(), chunk_bytes=1 << 20)
+        server = security.server("127.0.0.1:0", handlers, limits=Limits())
         await server.start()
         transport = security.transport(server.address, Role.COORDINATOR)
         try:

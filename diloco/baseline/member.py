@@ -180,7 +180,6 @@ def _open_site(
         Security.of(config, Role.ISLAND, config.island_id),
         link_profile(config),
         channel,
-        message_bytes=config.transport.chunk.num_bytes,
         channels=config.transport.num_channels,
     )
 

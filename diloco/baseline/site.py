@@ -190,7 +190,6 @@ class BaselineSite:
         profile: LinkProfile | None,
         channel: Channel,
         *,
-        message_bytes: int,
         channels: int,
     ) -> None:
         """Serve, say where, and meet the others.
@@ -200,7 +199,6 @@ class BaselineSite:
             security: What it shows and asks for.
             profile: That shapes what leaves the island; None: the real link.
             channel: To the parent.
-            message_bytes: Piece of a vector in one message, at most.
             channels: Connections to one other member; 0: by the loss.
         """
         self.place, self.order = order.place, order
@@ -211,10 +209,8 @@ class BaselineSite:
             place.own, order.start, frozenset(place.members), order.bounds
         )
         self._security = security
-        self._message_bytes, self._channels = message_bytes, channels
-        server = security.server(
-            order.bind, guarded(self.exchange.handlers), limits=_LIMITS, chunk_bytes=message_bytes
-        )
+        self._channels = channels
+        server = security.server(order.bind, guarded(self.exchange.handlers), limits=_LIMITS)
         self.io.run(server.start())
         self._server: Server = server
         job, island = Job(place.own.island_rank, place.num_ranks, ""), place.own.island
@@ -291,7 +287,6 @@ class BaselineSite:
             transport = security.transport(
                 addresses[member],
                 Role.ISLAND,
-                chunk_bytes=self._message_bytes,
                 channels=1 if within else self._channels,
             )
             is_shaped = link is not None and not within

@@ -14,7 +14,6 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from diloco.config.classes import Range
-from diloco.transport.framing import MAX_CHUNK_BYTES
 from diloco.transport.units import parse_bandwidth, parse_bytes, parse_duration
 
 #: More than any run makes, and less than what integers on the wire hold.
@@ -138,7 +137,6 @@ AutoPause: TypeAlias = Annotated[Duration, Range("0s", "1h", "auto")]
 Wait: TypeAlias = Annotated[Duration, Range("1ms", "60s")]
 #: Of an inner step in virtual time.
 Step: TypeAlias = Annotated[Duration, Range("1us", "24h")]
-Chunk: TypeAlias = Annotated[Size, Range("1KiB", f"{MAX_CHUNK_BYTES >> 20}MiB")]
 Memory: TypeAlias = Annotated[Size, Range("0B", "1024TiB")]
 #: Decay of a moving average.
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]

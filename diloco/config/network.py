@@ -11,7 +11,6 @@ from diloco.config.classes import Local, Named, Needs, Policy, Section
 from diloco.config.fields import (
     AutoDeadline,
     Bandwidth,
-    Chunk,
     Deadline,
     Duration,
     Lifetime,
@@ -104,9 +103,6 @@ class TransportConfig(Section):
     link: Local[Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")]] = Field(
         default="",
         description="Profile of configs/links that shapes the traffic; empty: the real link",
-    )
-    chunk: Local[Chunk] = Field(
-        default=Size("1MiB"), description="Piece of a payload in one message, at most"
     )
     rate: Annotated[Local[OptionalRate], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default=Bandwidth(""),

@@ -26,7 +26,6 @@ from diloco.security.security import Security
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import IncomingCall, Reply
 from diloco.transport.errors import TransportError
-from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.identity import Identity, Role
 from diloco.transport.libp2p.daemon import Swarm
 
@@ -60,9 +59,7 @@ async def _serve(order: Order) -> None:
         own = codec.encode(values().to(order["device"]), KEY)
         return Reply(json.dumps(asdict(found)).encode(), to_bytes(own.cpu()))
 
-    server = _security(order, Role.SYNCER).server(
-        "127.0.0.1:0", {_METHOD: answer}, limits=Limits(), chunk_bytes=DEFAULT_CHUNK_BYTES
-    )
+    server = _security(order, Role.SYNCER).server("127.0.0.1:0", {_METHOD: answer}, limits=Limits())
     await server.start()
     sys.stdout.write(json.dumps({"address": server.address}) + "\n")
     sys.stdout.flush()

@@ -451,7 +451,6 @@ class _Run:
             earlier.address if earlier else "",
             repeated_when_full(coordinator.handlers),
             security=security,
-            chunk_bytes=config.transport.chunk.num_bytes,
             limits=limits_of(config),
             on_refused=coordinator.refused,
         )

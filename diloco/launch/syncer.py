@@ -364,7 +364,6 @@ class _Process:
             bound,
             syncer.handlers,
             security=self.security.knowing(coordinator.address if coordinator else ""),
-            chunk_bytes=config.transport.chunk.num_bytes,
             limits=limits_of(config),
             on_refused=syncer.meter.refusal,
         )

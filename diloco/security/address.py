@@ -54,7 +54,6 @@ async def listen(
     handlers: Handlers,
     *,
     security: Security,
-    chunk_bytes: int,
     limits: RunLimits | None = None,
     on_refused: Callable[[str, Cause], None] = lambda island, cause: None,
     busy_s: float = 10.0,
@@ -66,7 +65,6 @@ async def listen(
         recorded: ``host:port`` bound before a restart; empty: draw a free port.
         handlers: Coroutines by method name; each gets its rule of `access` before it.
         security: What this process shows and asks for.
-        chunk_bytes: Chunk size of replies.
         limits: What callers can say of this run, and how large an island is; None: of any.
         on_refused: Counts what says something else, by island and cause.
         busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
@@ -86,7 +84,6 @@ async def listen(
             bind,
             guarded(handlers, limits, on_refused),
             limits=borne,
-            chunk_bytes=chunk_bytes,
         )
         try:
             await server.start()

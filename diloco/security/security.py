@@ -173,7 +173,6 @@ class Security:
         address: str,
         expects: Role,
         *,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         channels: int = 1,
     ) -> Transport:
         """Make the way to a server.
@@ -182,7 +181,6 @@ class Security:
             address: HOST:PORT, or several to be tried in order; or the multiaddr of a libp2p peer,
                 which is always encrypted and proves who it is.
             expects: What the server must prove to be, where there are certificates.
-            chunk_bytes: Chunk size of requests, at most.
             channels: Connections among which calls are dealt; 0: chosen by the loss, where the
                 system counts it. libp2p has one, another package's transport its own.
 
@@ -195,7 +193,6 @@ class Security:
             return HivemindTransport(
                 address,
                 self.swarm or Swarm(),
-                chunk_bytes=chunk_bytes,
                 token=self.token,
                 pacer=self.pacer,
             )
@@ -208,13 +205,12 @@ class Security:
                 f"transport.insecure = true (--insecure) on a network that you trust"
             )
         if self.added is not None:
-            return self.added.connect(address, chunk_bytes=chunk_bytes)
+            return self.added.connect(address, chunk_bytes=DEFAULT_CHUNK_BYTES)
         if channels == 0 and not can_count():
             logger.warning('transport.channels = "auto": this system counts no losses, so it is 1')
             channels = 1
         return GrpcTransport(
             address,
-            chunk_bytes=chunk_bytes,
             channels=channels,
             pacer=self.pacer,
             tls=self.tls,
@@ -223,20 +219,19 @@ class Security:
             proxy="" if is_local else _proxy(),
         )
 
-    def server(self, bind: str, handlers: Handlers, *, limits: Limits, chunk_bytes: int) -> Server:
+    def server(self, bind: str, handlers: Handlers, *, limits: Limits) -> Server:
         """Make a server, over libp2p where the run file says so.
 
         Args:
             bind: HOST:PORT.
             handlers: Coroutines by method name.
             limits: What is borne from callers.
-            chunk_bytes: Chunk size of replies.
 
         Raises:
             ConfigError: If hivemind is needed, and not installed; or if it cannot listen there.
         """
         if self.added is not None:
-            return self.added.serve(bind, handlers, chunk_bytes=chunk_bytes)
+            return self.added.serve(bind, handlers, chunk_bytes=DEFAULT_CHUNK_BYTES)
         if self.swarm is None or self.key is None:
             return GrpcServer(
                 bind,
@@ -245,7 +240,6 @@ class Security:
                 tokens=self.tokens,
                 insecure=self.insecure,
                 limits=limits,
-                chunk_bytes=chunk_bytes,
                 pacer=self.pacer,
             )
         _check_hivemind()
@@ -257,7 +251,6 @@ class Security:
                 swarm=self.swarm,
                 tokens=self.tokens,
                 limits=limits,
-                chunk_bytes=chunk_bytes,
                 pacer=self.pacer,
             )
         except ValueError as error:

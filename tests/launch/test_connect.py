@@ -184,7 +184,7 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
     assert (control._dealt.num_channels, data._dealt.num_channels) == (1, 4)
     assert (control._meter, data._meter) == (None, None)
 
-    server = site._security.server("127.0.0.1:0", {}, limits=Limits(), chunk_bytes=1 << 20)
+    server = site._security.server("127.0.0.1:0", {}, limits=Limits())
     assert isinstance(server, GrpcServer) and server._pacer.rate_bps == 100e6
     ways = wires(tmp_path).syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
     ((_, chosen),) = opened(ways)

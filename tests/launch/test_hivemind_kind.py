@@ -88,7 +88,7 @@ def test_without_hivemind_its_kind_is_refused_with_the_extra(
     with pytest.raises(ConfigError, match=wanted):
         security.transport(BOUND, Role.COORDINATOR)
     with pytest.raises(ConfigError, match=wanted):
-        asyncio.run(listen("127.0.0.1:0", "", {}, security=security, chunk_bytes=1 << 20))
+        asyncio.run(listen("127.0.0.1:0", "", {}, security=security))
 
 
 def test_a_restarted_peer_is_where_and_who_it_was(tmp_path: Path) -> None:
@@ -97,9 +97,7 @@ def test_a_restarted_peer_is_where_and_who_it_was(tmp_path: Path) -> None:
     security = Security.of(config, Role.SYNCER)
 
     async def start_and_stop(recorded: str) -> str:
-        server = await listen(
-            "127.0.0.1:0", recorded, {}, security=security, chunk_bytes=1 << 20, busy_s=0.0
-        )
+        server = await listen("127.0.0.1:0", recorded, {}, security=security, busy_s=0.0)
         await server.stop(0.0)
         return server.address
 

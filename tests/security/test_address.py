@@ -33,7 +33,7 @@ from tests.run_files import write_run
 
 def test_recorded_port_is_bound_again_only_when_none_is_configured() -> None:
     async def bound(bind: str, recorded: str) -> str:
-        server = await listen(bind, recorded, {}, security=Security(), chunk_bytes=1 << 20)
+        server = await listen(bind, recorded, {}, security=Security())
         await server.stop(0)
         return server.address
 
@@ -54,13 +54,9 @@ def test_busy_port_is_waited_for_and_then_refused_by_name() -> None:
     async def story() -> tuple[str, str]:
         with socket.create_server(("127.0.0.1", 0)) as owner:
             address = f"127.0.0.1:{owner.getsockname()[1]}"
-            waiting = asyncio.create_task(
-                listen("127.0.0.1:0", address, {}, security=Security(), chunk_bytes=1 << 20)
-            )
+            waiting = asyncio.create_task(listen("127.0.0.1:0", address, {}, security=Security()))
             with pytest.raises(ConfigError) as caught:
-                await listen(
-                    "127.0.0.1:0", address, {}, security=Security(), chunk_bytes=1 << 20, busy_s=0.3
-                )
+                await listen("127.0.0.1:0", address, {}, security=Security(), busy_s=0.3)
             assert not waiting.done()
         server = await waiting
         await server.stop(0)
@@ -86,9 +82,7 @@ def test_all_ranks_of_an_island_may_connect_at_once_from_one_address(tmp_path: P
 
 def limits_at(run: Config) -> Limits:
     async def limits() -> Limits:
-        server = await listen(
-            "127.0.0.1:0", "", {}, security=Security(), chunk_bytes=1 << 20, limits=limits_of(run)
-        )
+        server = await listen("127.0.0.1:0", "", {}, security=Security(), limits=limits_of(run))
         await server.stop(0)
         assert isinstance(server, GrpcServer)
         return server._limits
@@ -133,9 +127,7 @@ def test_reports_of_one_island_have_a_rate_and_others_get_through() -> None:
         return Reply(b"heard")
 
     async def story() -> tuple[list[int], float]:
-        server = await listen(
-            "127.0.0.1:0", "", {"control.report": report}, security=Security(), chunk_bytes=1 << 20
-        )
+        server = await listen("127.0.0.1:0", "", {"control.report": report}, security=Security())
         header = ReportRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
         heard, began = [], time.monotonic()
         for num_calls in (1000, 10):

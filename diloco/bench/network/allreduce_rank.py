@@ -11,7 +11,6 @@ from diloco.baseline.reduction import GradientReduction, all_reduce, padded_nume
 from diloco.baseline.site import BaselineSite, Channel, SiteOrder, run_member
 from diloco.errors import DilocoError
 from diloco.security.security import Security
-from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.shaping.link import Link, LinkProfile
 
 _FLOAT_BYTES = 4
@@ -57,7 +56,6 @@ def measure(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
         security,
         profile,
         channel,
-        message_bytes=DEFAULT_CHUNK_BYTES,
         channels=0,
     )
     place, repetitions = site.place, order["repetitions"]

@@ -27,7 +27,6 @@ from typing import Any
 from diloco.security.security import Security
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import IncomingCall, Reply
-from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.identity import Identity, Role
 from diloco.transport.libp2p.daemon import Swarm
 
@@ -84,9 +83,7 @@ async def _receive_calls(order: Order) -> None:
         return Reply(json.dumps(report).encode())
 
     security = _security(order, Role.SYNCER)
-    server = security.server(
-        f"{order['host']}:0", {_METHOD: submit}, limits=Limits(), chunk_bytes=DEFAULT_CHUNK_BYTES
-    )
+    server = security.server(f"{order['host']}:0", {_METHOD: submit}, limits=Limits())
     await server.start()
     _send({"address": server.address})
     await asyncio.to_thread(sys.stdin.read)

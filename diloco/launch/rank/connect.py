@@ -31,7 +31,6 @@ from diloco.telemetry.events import AlarmRaised
 from diloco.transport.addresses import is_loopback, split_address, split_candidates
 from diloco.transport.calls.following import FollowingTransport
 from diloco.transport.contracts import Transport
-from diloco.transport.framing import DEFAULT_CHUNK_BYTES
 from diloco.transport.identity import Role
 from diloco.transport.libp2p.address import is_peer_address
 from diloco.transport.shaping.link import LinkProfile
@@ -150,23 +149,18 @@ class _Wires:
         link = None
         if self._profile is not None:
             link = carrier_link(self._profile, carriers).states(self._seed(island_rank))
-        chosen = self._config.transport
 
-        def opening(chunk_bytes: int, channels: int) -> Callable[[str], Transport]:
+        def opening(channels: int) -> Callable[[str], Transport]:
             def open_at(address: str) -> Transport:
                 transport = security.transport(
-                    self._faults.route(address),
-                    Role.SYNCER,
-                    chunk_bytes=chunk_bytes,
-                    channels=channels,
+                    self._faults.route(address), Role.SYNCER, channels=channels
                 )
                 transport = self._faults.around(transport, carries_fragments=True)
                 return transport if link is None else ShapedTransport(transport, *link)
 
             return open_at
 
-        control = opening(DEFAULT_CHUNK_BYTES, 1)
-        data = opening(chosen.chunk.num_bytes, chosen.num_channels)
+        control, data = opening(1), opening(self._config.transport.num_channels)
         return [
             (
                 FollowingTransport(address, control, functools.partial(self._find, n)),
