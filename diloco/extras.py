@@ -16,6 +16,7 @@ EXTRA_OF = {
     "accelerate": "hf",
     "datasets": "data",
     "hivemind": "hivemind",
+    "httpx": "state",
     "huggingface_hub": "hf",
     "lightning": "lightning",
     "matplotlib": "plots",

@@ -98,7 +98,7 @@ class SyncerAssignment(_message.Message):
     def __init__(self, address: _Optional[str] = ..., fragment_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("status", "message", "grant", "island_slot", "syncers", "policy_json", "is_resumed", "resume_step", "last_inner_step", "total_tokens", "lease_s", "claims_json")
+    __slots__ = ("status", "message", "grant", "island_slot", "syncers", "policy_json", "is_resumed", "resume_step", "last_inner_step", "total_tokens", "lease_s", "claims_json", "has_bucket")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class JoinReply(_message.Message):
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     CLAIMS_JSON_FIELD_NUMBER: _ClassVar[int]
+    HAS_BUCKET_FIELD_NUMBER: _ClassVar[int]
     status: JoinStatus
     message: str
     grant: Grant
@@ -123,7 +124,8 @@ class JoinReply(_message.Message):
     total_tokens: int
     lease_s: float
     claims_json: str
-    def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ...) -> None: ...
+    has_bucket: bool
+    def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ..., has_bucket: _Optional[bool] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "left_s", "cut", "transfer", "alarms", "held_out")

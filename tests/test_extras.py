@@ -31,6 +31,7 @@ MADE_OF_ONE = (
     "diloco.integrations.torchtitan",
     "diloco.simulations",
     "diloco.telemetry.prometheus",
+    "diloco.transport.bucket.client",
 )
 #: Packages that are imported by another name than they are installed by.
 IMPORTED_AS = {"megatron-core": "megatron"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
-from diloco.protos import baseline_pb2, control_pb2, fragment_pb2
+from diloco.protos import baseline_pb2, control_pb2, fragment_pb2, payload_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = sorted(f"diloco/protos/{path.name}" for path in (ROOT / "protos").glob("*.proto"))
@@ -19,6 +19,7 @@ FILES = (
     baseline_pb2.DESCRIPTOR,
     control_pb2.DESCRIPTOR,
     fragment_pb2.DESCRIPTOR,
+    payload_pb2.DESCRIPTOR,
 )
 
 

@@ -115,6 +115,13 @@ class TransportConfig(Section):
         description="The same for whole models, which at all times let payloads of rounds go "
         "first; empty: what those leave",
     )
+    payloads: Local[Literal["direct", "bucket"]] = Field(
+        default="direct",
+        description="How this island's payloads travel: to the syncer and from it, or as objects "
+        "of the run's object store (run.state at the coordinator: s3, gs or az), at addresses that "
+        "the syncer signs; the island then needs HTTPS and no credentials, and what a version "
+        "costs the syncer's line does not grow with the islands",
+    )
     channels: Annotated[Local[int | Literal["auto"]], Needs("kind", *OWN_TRANSPORTS)] = Field(
         default="auto",
         description="Connections that carry payloads to a peer; auto: 1 to 16, by the loss that "
@@ -131,6 +138,13 @@ class TransportConfig(Section):
         "coordinator and islands a syncer; at the coordinator, that for which a stop or a cut "
         "waits for an island",
     )
+
+    @field_validator("payloads")
+    @classmethod
+    def _check_payloads(cls, value: str, info: ValidationInfo) -> str:
+        if value == "bucket" and info.data.get("link"):
+            raise ValueError("transport.link shapes what goes to the syncer: leave one of them")
+        return value
 
     @field_validator("insecure")
     @classmethod

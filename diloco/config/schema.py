@@ -89,6 +89,11 @@ class RunConfig(Section):
         "of a run, checkpoint) or a hub name; empty: from the seed",
     )
 
+    @property
+    def has_bucket(self) -> bool:
+        """Whether `state` signs addresses for those without credentials: no directory does."""
+        return bool(self.state) and not self.state.startswith("file:")
+
 
 class Config(Section):
     """A whole run file, and the island that this process belongs to, if any."""

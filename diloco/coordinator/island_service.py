@@ -280,6 +280,7 @@ class IslandService:
             last_inner_step=self._last_inner_step(island),
             total_tokens=terms.total_tokens,
             lease_s=terms.lease_s,
+            has_bucket=terms.has_bucket,
         )
         if membership.claims is not None:
             reply.claims_json = membership.claims.of(island)

@@ -243,8 +243,18 @@ class Connection:
         island_rank: int,
         on_event: Callable[[Event], None],
     ) -> Exchange:
-        """Open the connections to the syncers."""
+        """Open the connections to the syncers.
+
+        Raises:
+            ConfigError: If payloads are to travel by an object store, and the run has none for it.
+        """
         config = self.config
+        if config.transport.payloads == "bucket" and not reply.has_bucket:
+            raise ConfigError(
+                'transport.payloads = "bucket": the run has no object store that gives addresses. '
+                'Leave it out here; or give the coordinator\'s file run.state = "s3://..." (or '
+                "gs://, az://; of a directory there are none), and start the coordinator again"
+            )
         lanes = {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments}
         carriers = {
             shards.carrier(fragment.fragment_id, lane.lane_id)

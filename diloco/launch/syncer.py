@@ -60,6 +60,7 @@ from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
 from diloco.objects.lease import follows_path, lease_path, own_name, repeating, store_replica
+from diloco.objects.payload_shelf import payloads_by
 from diloco.objects.placed_syncer import PlacedSyncer
 from diloco.objects.store import ObjectLost, ObjectStore
 from diloco.outer.fragments import Plan
@@ -87,7 +88,7 @@ from diloco.system import usable_cpus
 from diloco.telemetry.events import Event
 from diloco.telemetry.round_events import RoundExpired
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
-from diloco.transport.contracts import Transport
+from diloco.transport.contracts import Handlers, Transport
 from diloco.transport.errors import ConnectError
 from diloco.transport.identity import Role
 from diloco.versions.frames import headers_in
@@ -351,9 +352,19 @@ class _Process:
                 await syncer.stop()
                 events.close()
                 return _good_end(config, self.reporter)
-            return await self._serve(plan, workers, syncer, events)
+            url, name = config.run.state, state.syncer_name
+            payloads = payloads_by(url, name, self.epoch) if config.run.has_bucket else None
+            with payloads or contextlib.nullcontext() as around:
+                return await self._serve(plan, workers, syncer, events, around)
 
-    async def _serve(self, plan: Plan, workers: Workers, syncer: Syncer, events: Sink) -> int:
+    async def _serve(
+        self,
+        plan: Plan,
+        workers: Workers,
+        syncer: Syncer,
+        events: Sink,
+        around: Callable[[Handlers], Handlers] | None,
+    ) -> int:
         """Answer islands and report to the coordinator, until either says that this ends."""
         config, state, reporter, stopping = self.config, self.state, self.reporter, self.stopping
         bound = read_bound(state.bound)
@@ -366,6 +377,7 @@ class _Process:
             security=self.security.knowing(coordinator.address if coordinator else ""),
             limits=limits_of(config),
             on_refused=syncer.meter.refusal,
+            around=around,
         )
         address = (
             placed_address(server.address, own)

@@ -22,13 +22,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from diloco.extras import missing
+from diloco.transport.contracts import Buffer
 
 if TYPE_CHECKING:
+    from obstore import SignCapableStore
     from obstore.store import ObjectStore as _Store
 
 #: Bytes of one request of a large object, at least: S3 takes 10,000 parts. Requests under way at
@@ -109,7 +111,7 @@ class ObjectStore:
                 return False
         return True
 
-    def put(self, name: str, data: bytes | Path, *, probes: bool = False) -> None:
+    def put(self, name: str, data: Buffer | Path, *, probes: bool = False) -> None:
         """Write an object, in place of what has its name.
 
         One that `probes` is small, is written also while the store is away, and once at most.
@@ -121,7 +123,7 @@ class ObjectStore:
 
         store = self._probe if probes else self._bulk
         with self._reaching(f"write {name}", probes=probes):
-            size = data.stat().st_size if isinstance(data, Path) else len(data)
+            size = data.stat().st_size if isinstance(data, Path) else memoryview(data).nbytes
             part = max(_PART_BYTES, -(-size // _MOST_PARTS))
             obstore.put(store, name, data, chunk_size=part, max_concurrency=_REQUESTS)
 
@@ -212,6 +214,17 @@ class ObjectStore:
         if each := list(names):
             with self._reaching("delete objects"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._quick, each)
+
+    def sign(self, name: str, method: Literal["GET", "PUT"], valid: timedelta) -> str:
+        """Sign an address at which anyone can read (GET) or write (PUT) an object for so long.
+
+        Raises:
+            StoreAway: If the store is asked for it, and does not answer.
+        """
+        import obstore
+
+        with self._reaching(f"sign an address of {name}"):
+            return obstore.sign(cast("SignCapableStore", self._quick), method, name, valid)
 
     @contextlib.contextmanager
     def _reaching(self, what: str, *, probes: bool = False) -> Iterator[None]:

@@ -41,6 +41,7 @@ from diloco.protos.fragment_pb2 import (
     SubmitHeader,
     UploadHeader,
 )
+from diloco.protos.payload_pb2 import ObjectCall
 from diloco.refusals import Cause
 from diloco.transport.contracts import PROTOCOL_VERSION, Handler, Handlers, IncomingCall, Reply
 from diloco.transport.errors import FrameError, OutOfRange, Unauthorised, VersionMismatch
@@ -94,6 +95,8 @@ RULES: Mapping[str, Rule] = {
     "fragment.pin": Rule(Role.ISLAND, PinRequest, _granted),
     "heal.put": Rule(Role.ISLAND, StatePutHeader, _granted),
     "heal.get": Rule(Role.ISLAND, StateGetHeader, _granted),
+    # The call that is in it has its own rule.
+    "payload.call": Rule(Role.ISLAND, ObjectCall),
     "baseline.vector": Rule(Role.ISLAND, VectorHeader, _named),
 }
 #: Its handler answers other versions itself, in a reply that says what to install.

@@ -56,6 +56,7 @@ async def listen(
     security: Security,
     limits: RunLimits | None = None,
     on_refused: Callable[[str, Cause], None] = lambda island, cause: None,
+    around: Callable[[Handlers], Handlers] | None = None,
     busy_s: float = 10.0,
 ) -> Server:
     """Serve `handlers` at `bind`; where its port is 0, at the port of `recorded`.
@@ -67,6 +68,7 @@ async def listen(
         security: What this process shows and asks for.
         limits: What callers can say of this run, and how large an island is; None: of any.
         on_refused: Counts what says something else, by island and cause.
+        around: Makes further handlers out of those, which have their rules before them.
         busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
 
     Raises:
@@ -79,12 +81,11 @@ async def listen(
         bind = f"{host}:{_port(recorded)}"
     loop = asyncio.get_running_loop()
     until = loop.time() + busy_s
+    served = guarded(handlers, limits, on_refused)
+    if around is not None:
+        served = {**served, **guarded(around(served), limits, on_refused)}
     while True:
-        server = security.server(
-            bind,
-            guarded(handlers, limits, on_refused),
-            limits=borne,
-        )
+        server = security.server(bind, served, limits=borne)
         try:
             await server.start()
         except OSError as error:

@@ -24,7 +24,7 @@ def num_keys(section: type[Section]) -> int:
 @pytest.mark.parametrize(
     ("root", "most"),
     [
-        (Config, 199),
+        (Config, 200),
         (LabConfig, 32),
         (ExperimentConfig, 12),
         (ScenarioFile, 29),

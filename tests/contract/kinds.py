@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco.transport.bucket.client import ObjectTransport
+from diloco.transport.bucket.server import ObjectCalls
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import Handlers, Server, Transport
 from diloco.transport.grpc.client import GrpcTransport
@@ -18,8 +20,10 @@ from diloco.transport.libp2p.client import HivemindTransport
 from diloco.transport.libp2p.server import HivemindServer
 from diloco.transport.shaping.faulty import Faults, FaultScript, FaultyTransport
 from diloco.transport.shaping.link import Link, LinkQueue
+from diloco.transport.shaping.pacing import Pacer
 from diloco.transport.shaping.shaped import ShapedTransport
 from tests.faulty_handlers import faulty_handlers
+from tests.signed_store import SignedStore
 from tests.transport.pki import COORDINATOR, EAST, Pki
 
 
@@ -104,6 +108,24 @@ def hivemind_kind(directory: Path) -> Kind:
     return Kind(asyncio.run, serve, HivemindTransport, via, goes_around=True)
 
 
+def bucket_kind(_: Path) -> Kind:
+    """Payloads as objects of a store, over real HTTP; all else over gRPC."""
+    store = SignedStore()
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        with store.serving():
+            return asyncio.run(coroutine)
+
+    def serve(handlers: Handlers, at: str) -> Server:
+        around = ObjectCalls(store).around(handlers)
+        return GrpcServer(at or "127.0.0.1:0", {**handlers, **around})
+
+    def connect(address: str) -> Transport:
+        return ObjectTransport(GrpcTransport(address), pacer=Pacer())
+
+    return Kind(run, serve, connect)
+
+
 #: By name; each is given a directory of its own.
 KINDS: dict[str, Callable[[Path], Kind]] = {
     "grpc": grpc_kind,
@@ -112,4 +134,5 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "shaped": shaped_kind,
     "faultless": faultless_kind,
     "hivemind": hivemind_kind,
+    "bucket": bucket_kind,
 }

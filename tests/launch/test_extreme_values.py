@@ -40,12 +40,14 @@ from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.peer_bounds import BOUNDS, RunLimits, bound_of, is_bounded_by_type
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import terms_of
-from diloco.protos import baseline_pb2, control_pb2, fragment_pb2
+from diloco.protos import baseline_pb2, control_pb2, fragment_pb2, payload_pb2
 from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from diloco.security.access import RULES, guarded
+from diloco.transport.bucket.server import ObjectCalls
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.contracts import PROTOCOL_VERSION, Handlers
 from diloco.transport.errors import TransportError
+from tests.signed_store import SignedStore
 from tests.virtual_run import RUN, Setting, VirtualIsland, VirtualRun
 
 TOKENS = 8
@@ -300,7 +302,9 @@ class Site:
             held, SECRET, run=RUN, role=ROLE_ISLAND, now_unix_s=0.0
         )
         served = {**self.coordinator.handlers, **handlers, **self.baseline.handlers}
-        self.handlers = guarded(served, self.limits, self._refused)
+        behind = guarded(served, self.limits, self._refused)
+        around = ObjectCalls(SignedStore()).around(behind)
+        self.handlers = {**behind, **guarded(around, self.limits, self._refused)}
         return self.handlers
 
     async def begin(self) -> None:
@@ -412,6 +416,16 @@ class Site:
                 fragment_pb2.PinRequest(
                     grant=self.grant, checkpoint_step=1,
                     versions=[fragment_pb2.Pinned(version=self.version)],
+                )
+            ),
+            "payload.call": lambda: Said(
+                payload_pb2.ObjectCall(
+                    method="fragment.submit",
+                    header=self._submit().message.SerializeToString(),
+                    transfer=bytes(16),
+                    payload_bytes=len(LANE),
+                    digest=DIGEST,
+                    is_written=True,
                 )
             ),
             "baseline.vector": lambda: Said(baseline_pb2.VectorHeader(island="c"), LANE),

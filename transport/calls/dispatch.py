@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from diloco.transport.calls.limits import Lines
-from diloco.transport.contracts import Handlers, IncomingCall, Reply
+from diloco.transport.contracts import Handler, Handlers, IncomingCall, Reply
 from diloco.transport.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -53,16 +53,23 @@ async def dispatch(handlers: Handlers, call: IncomingCall, lines: Lines) -> Repl
             reply keeps its class.
     """
     try:
-        handler = handlers.get(call.method)
-        if handler is None:
-            method = call.method[:_SHOWN]
-            raise HandlerFailed(f"no method {method!r} here, only {sorted(handlers)}")
-        reply = await handler(call)
+        reply = await handler_of(handlers, call.method)(call)
         check_header(len(reply.header))
         return reply
     except Exception as error:
         _report(error, call, lines)
         raise as_peer_error(error) from error
+
+
+def handler_of(handlers: Handlers, method: str) -> Handler:
+    """Find the handler of a method.
+
+    Raises:
+        HandlerFailed: If there is none.
+    """
+    if (handler := handlers.get(method)) is None:
+        raise HandlerFailed(f"no method {method[:_SHOWN]!r} here, only {sorted(handlers)}")
+    return handler
 
 
 def _report(error: Exception, call: IncomingCall, lines: Lines) -> None:

@@ -19,6 +19,7 @@ from diloco.config.schema import Config
 from diloco.coordinator.status import ask_run_state
 from diloco.doctor.slow_tcp import slow_tcp
 from diloco.errors import ConfigError, DilocoError
+from diloco.extras import require
 from diloco.faults.process import link_faults
 from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
@@ -161,13 +162,26 @@ class _Wires:
             return open_at
 
         control, data = opening(1), opening(self._config.transport.num_channels)
+        around = self._payloads_around(security)
         return [
             (
                 FollowingTransport(address, control, functools.partial(self._find, n)),
-                FollowingTransport(address, data, functools.partial(self._find, n)),
+                around(FollowingTransport(address, data, functools.partial(self._find, n))),
             )
             for n, address in enumerate(addresses)
         ]
+
+    def _payloads_around(self, security: Security) -> Callable[[Transport], Transport]:
+        """Put what carries payloads around a way to a syncer."""
+        chosen = self._config.transport
+        if chosen.payloads == "direct":
+            return lambda transport: transport
+        require('transport.payloads = "bucket"', "httpx", "leave it out")
+        from diloco.transport.bucket.client import ObjectTransport
+
+        return lambda transport: ObjectTransport(
+            transport, pacer=security.pacer, insecure=chosen.insecure
+        )
 
     async def _find(self, syncer_id: int) -> str:
         """Find out where a syncer is now: on another machine perhaps.

@@ -380,6 +380,15 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "diloco.fragment.v1.StatePutHeader": {**_OF_A_LANE, "checkpoint": _COUNT, "digest": _SAID},
     "diloco.fragment.v1.StateGetHeader": {**_OF_A_LANE, "source": _SAID, "checkpoint": _COUNT},
+    "diloco.payload.v1.ObjectCall": {
+        **_SPEAKS,
+        "method": Words(MOST_TEXT),
+        "header": Words(_MOST_HEADER),
+        "transfer": _DIGEST,
+        "payload_bytes": _COUNT,
+        "digest": _DIGEST,
+        "lost": _DIGEST,
+    },
     "diloco.baseline.v1.VectorHeader": {
         **_SPEAKS,
         "start": _SAID,

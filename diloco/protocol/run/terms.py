@@ -27,6 +27,7 @@ class Terms:
         cut_tokens: Tokens from one run checkpoint to the next, where tokens end the run; 0: none
             but a stop's.
         rules: Who may take part.
+        has_bucket: Whether syncers sign addresses of an object store for payloads.
         judging: How run checkpoints are judged by their held-out loss.
     """
 
@@ -35,6 +36,7 @@ class Terms:
     lease_s: float = 300.0
     total_tokens: int = 0
     cut_tokens: int = 0
+    has_bucket: bool = False
     rules: MembershipRules = field(default_factory=MembershipRules)
     judging: JudgeRules = field(default_factory=JudgeRules)
 
@@ -49,6 +51,7 @@ def terms_of(config: Config) -> Terms:
         lease_s=config.lease_s,
         total_tokens=total_tokens,
         cut_tokens=config.checkpoint.every_tokens,
+        has_bucket=run.has_bucket,
         rules=MembershipRules(
             is_elastic=outer.is_on_arrival,
             is_open=run.open,

@@ -1,0 +1,329 @@
+"""Payloads by object store: what is written, read, resumed, removed, and never said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from diloco.protos.payload_pb2 import ObjectCall
+from diloco.transport.bucket import server as bucket_server
+from diloco.transport.bucket.client import ObjectTransport
+from diloco.transport.bucket.server import PIECE_BYTES, ObjectCalls, _names
+from diloco.transport.calls.loopback import LoopbackNetwork
+from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, IncomingCall, Reply
+from diloco.transport.errors import (
+    ChecksumMismatch,
+    NotYet,
+    Overloaded,
+    PeerReset,
+    Unauthorised,
+)
+from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.transfer import Transfer
+from tests.signed_store import SignedStore
+from tests.waiting import wait_until
+
+DEADLINE_S = 30.0
+PAYLOAD = random.Random(1).randbytes(3 * PIECE_BYTES + 5)
+
+
+@pytest.fixture
+def store() -> Iterator[SignedStore]:
+    with SignedStore().serving() as store:
+        yield store
+
+
+async def take(call: IncomingCall) -> Reply:
+    assert await call.read_payload() == PAYLOAD
+    return Reply(b"taken")
+
+
+async def give(call: IncomingCall) -> Reply:
+    return Reply(b"given", PAYLOAD)
+
+
+def check(
+    store: SignedStore,
+    handlers: Handlers,
+    claim: Callable[[ObjectTransport], Awaitable[None]],
+) -> None:
+    async def run() -> None:
+        network, calls = LoopbackNetwork(), ObjectCalls(store)
+        server = network.server("hub", {**handlers, **calls.around(handlers)})
+        await server.start()
+        transport = ObjectTransport(network.connect("hub"), pacer=Pacer())
+        try:
+            await claim(transport)
+        finally:
+            await transport.close()
+            await server.stop(0.0)
+            calls.close()
+
+    asyncio.run(run())
+
+
+def test_a_payload_is_written_read_and_removed(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        transfer = Transfer()
+        reply = await transport.call(
+            "take", b"h", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer
+        )
+        assert reply.header == b"taken"
+        assert transfer.acknowledged_bytes == transfer.sent_bytes == len(PAYLOAD)
+        assert [method for method, _ in store.requests] == ["PUT"] * 4
+        await asyncio.to_thread(wait_until, lambda: not store.objects)
+
+    check(store, {"take": take}, claim)
+
+
+def test_what_is_small_and_what_is_refused_is_written_nowhere(store: SignedStore) -> None:
+    async def echo(call: IncomingCall) -> Reply:
+        return Reply(b"", await call.read_payload())
+
+    async def refuse(call: IncomingCall) -> Reply:
+        assert call.payload_bytes == len(PAYLOAD)
+        return Reply(b"too large")
+
+    async def claim(transport: ObjectTransport) -> None:
+        small = bytes(1000)
+        # Its reply may be large, and is not.
+        reply = await transport.call(
+            "echo", b"", small, deadline_s=DEADLINE_S, max_reply_bytes=1 << 20
+        )
+        assert reply.payload == small
+        assert (await transport.call("refuse", b"", PAYLOAD, deadline_s=DEADLINE_S)).header
+        assert not store.requests and not store.objects
+
+    check(store, {"echo": echo, "refuse": refuse}, claim)
+
+
+def test_the_next_attempt_goes_on_with_the_first_piece_that_is_not_written(
+    store: SignedStore,
+) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        transfer = Transfer()
+
+        async def attempt() -> Reply:
+            return await transport.call(
+                "take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer
+            )
+
+        store.statuses = [503]
+        with pytest.raises(Overloaded, match="answers 503 Told so"):
+            await attempt()
+        store.requests.clear()
+
+        async def break_second() -> None:
+            while len(store.requests) < 1:
+                await asyncio.sleep(0)
+            store.statuses = [500]
+
+        breaking = asyncio.create_task(break_second())
+        with pytest.raises(Overloaded):
+            await attempt()
+        await breaking
+        written = transfer.acknowledged_bytes
+        assert written % PIECE_BYTES == 0 and 0 < written < len(PAYLOAD)
+        store.requests.clear()
+        assert (await attempt()).header == b"taken"
+        assert len(store.requests) == 4 - written // PIECE_BYTES
+
+    check(store, {"take": take}, claim)
+
+
+def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        transfer = Transfer()
+        is_damaged = False
+
+        def read(name: str, num_bytes: int) -> Iterator[bytes]:
+            nonlocal is_damaged
+            found = store.objects[name]
+            if not is_damaged:
+                is_damaged = True
+                found = b"x" + found[1:]
+            return iter([found])
+
+        store.read = read  # type: ignore[method-assign]
+        with pytest.raises(ChecksumMismatch, match="asked for again"):
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
+        assert transfer.acknowledged_bytes == 0
+        reply = await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
+        assert reply.header == b"taken"
+        assert len(store.requests) == 8
+
+    check(store, {"take": take}, claim)
+
+
+def test_who_says_that_nothing_is_written_is_not_believed(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        transfer = Transfer()
+        transfer.acknowledged_bytes = len(PAYLOAD)
+        with pytest.raises(ChecksumMismatch, match="of 25165829 bytes"):
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
+
+    check(store, {"take": take}, claim)
+
+
+def test_a_reply_is_written_once_for_all_who_take_it(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        replies = await asyncio.gather(
+            *(
+                transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
+                for _ in range(8)
+            )
+        )
+        assert all(reply.payload == PAYLOAD and reply.header == b"given" for reply in replies)
+        assert store.num_written == len(PAYLOAD)
+
+    check(store, {"give": give}, claim)
+
+
+def test_a_reply_goes_on_where_it_broke(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        transfer = Transfer()
+
+        async def attempt() -> Reply:
+            return await transport.call(
+                "give",
+                b"",
+                deadline_s=DEADLINE_S,
+                max_reply_bytes=len(PAYLOAD),
+                transfer=transfer,
+            )
+
+        store.cut_after = len(PAYLOAD) // 2
+        with pytest.raises(PeerReset):
+            await attempt()
+        assert transfer.moved_bytes == len(PAYLOAD) // 2
+        store.cut_after = 0
+        assert (await attempt()).payload == PAYLOAD
+        assert transfer.received_bytes == len(PAYLOAD)
+
+    check(store, {"give": give}, claim)
+
+
+def test_a_reply_that_was_removed_or_changed_is_written_again(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "_LOOK_S", 0.0)
+
+    async def claim(transport: ObjectTransport) -> None:
+        async def attempt() -> Reply:
+            return await transport.call(
+                "give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD)
+            )
+
+        await attempt()
+        store.objects.clear()
+        assert (await attempt()).payload == PAYLOAD
+        (name,) = store.objects
+        store.objects[name] = bytes(len(PAYLOAD))
+        assert (await attempt()).payload == PAYLOAD
+        assert store.num_written == 3 * len(PAYLOAD)
+
+    check(store, {"give": give}, claim)
+
+
+def test_copies_are_not_made_as_often_as_a_caller_says(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        signed = store.get_url
+        store.get_url = lambda name: signed("nowhere")  # type: ignore[method-assign]
+        for _ in range(3):
+            with pytest.raises(ChecksumMismatch, match="answers 404 NoSuchKey"):
+                await transport.call(
+                    "give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD)
+                )
+        assert store.num_written == len(PAYLOAD)
+
+    check(store, {"give": give}, claim)
+
+
+def test_a_handler_learns_that_its_reply_was_sent_once_it_has_arrived(store: SignedStore) -> None:
+    sent: list[int] = []
+
+    async def give_told(call: IncomingCall) -> Reply:
+        return Reply(b"", PAYLOAD, lambda: sent.append(len(store.requests)))
+
+    async def claim(transport: ObjectTransport) -> None:
+        await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
+        await asyncio.to_thread(wait_until, lambda: bool(sent))
+        assert sent == [1]
+
+    check(store, {"give": give_told}, claim)
+
+
+def test_nothing_stays_that_nobody_was_told_of_for_as_long_as_addresses_are_valid(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "VALID_S", 0.2)
+    monkeypatch.setattr(bucket_server, "_LOOK_S", 0.0)
+
+    async def claim(transport: ObjectTransport) -> None:
+        await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
+        store.statuses = [200, 200, 200, 500]  # said to be written, and never called about again
+        with pytest.raises(Overloaded):
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        store.objects.update(
+            dict.fromkeys((name for method, name in store.requests if method == "PUT"), b"late")
+        )
+        assert len(store.objects) == 5
+        await asyncio.sleep(0.3)
+        await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
+        await asyncio.to_thread(wait_until, lambda: len(store.objects) == 1)
+
+    check(store, {"give": give, "take": take}, claim)
+    wait_until(lambda: not store.objects)
+
+
+def test_a_store_that_is_away_is_waited_for(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        store.is_away = True
+        with pytest.raises(NotYet, match="object store of payloads does not answer"):
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        with pytest.raises(NotYet):
+            await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=1 << 30)
+        store.is_away = False
+        assert (await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)).header
+        await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=1 << 30)
+
+    check(store, {"give": give, "take": take}, claim)
+
+
+def test_no_address_is_in_a_log_or_an_error(
+    store: SignedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def claim(transport: ObjectTransport) -> None:
+        await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        store.statuses = [403]
+        with pytest.raises(PeerReset, match=r"http://127.0.0.1/\S+ answers 403") as refused:
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        assert "signature" not in str(refused.value)
+
+    check(store, {"take": take}, claim)
+    assert "signature" not in caplog.text
+
+
+def test_a_store_beyond_this_machine_is_reached_encrypted(store: SignedStore) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        store.put_url = lambda name: f"http://192.0.2.1/{name}?signature=x"  # type: ignore[method-assign]
+        with pytest.raises(Unauthorised, match="would not be encrypted: give it an https endpoint"):
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+
+    check(store, {"take": take}, claim)
+
+
+def test_nobody_names_the_objects_of_another_caller() -> None:
+    asked = ObjectCall(
+        protocol_version=PROTOCOL_VERSION, transfer=bytes(16), payload_bytes=len(PAYLOAD)
+    )
+
+    assert not {*_names("diloco://run/island/east", asked)[0]} & {
+        *_names("diloco://run/island/west", asked)[0]
+    }

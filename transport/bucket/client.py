@@ -1,0 +1,274 @@
+"""Makes calls whose payloads travel by the server's object store; all else over another transport.
+
+What is small travels as ever. A payload is written in pieces at the addresses that the server
+tells, the next attempt goes on with the first that is not written; a reply's payload is read from
+its first byte that is not here. Both are held against their digests.
+
+The store is reached over HTTPS, by the environment's HTTPS_PROXY and certificates (SSL_CERT_FILE),
+without any credentials. Addresses are secrets while they are valid: no message has one.
+
+Source: PROTOCOL.md, "Payloads by object store".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Iterator
+from urllib.parse import urlsplit
+
+import blake3
+import httpx
+
+from diloco.protos.payload_pb2 import ObjectCall, ObjectReply
+from diloco.transport.addresses import is_loopback
+from diloco.transport.bucket.server import METHOD
+from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Reply, Transport
+from diloco.transport.errors import (
+    ChecksumMismatch,
+    ConnectError,
+    DeadlineExceeded,
+    FrameError,
+    MessageTooLarge,
+    Overloaded,
+    PeerReset,
+    TransportError,
+    Unauthorised,
+)
+from diloco.transport.framing import WHOLE_BYTES
+from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.transfer import NAME_BYTES, Partial, Transfer
+
+#: Seconds without a byte of a request, or until its connection is there.
+_STILL_S, _CONNECT_S = 60.0, 10.0
+_CONNECTIONS = 16
+_CHUNK_BYTES = 256 << 10
+_GONE = (404, 410, 416)
+_LATER = (408, 425, 429, 500, 502, 503, 504)
+
+
+class ObjectTransport:
+    """A transport to a server that has an object store for payloads; see `contracts.Transport`."""
+
+    def __init__(self, inner: Transport, *, pacer: Pacer, insecure: bool = False) -> None:
+        """Wrap `inner`, over which everything but payloads travels.
+
+        Args:
+            inner: To the server.
+            pacer: Says how fast payloads are sent.
+            insecure: Whether a store beyond this machine may be reached without encryption.
+        """
+        # At INFO it logs each address, with its signature.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self._inner = inner
+        self._pacer = pacer
+        self._insecure = insecure
+        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
+        timeout = httpx.Timeout(_STILL_S, connect=_CONNECT_S, pool=None)
+        self._http = httpx.AsyncClient(limits=limits, timeout=timeout)
+        self._telling: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer(self) -> str:
+        """Address of the server."""
+        return self._inner.peer
+
+    async def call(
+        self,
+        method: str,
+        header: bytes,
+        payload: Buffer = b"",
+        *,
+        deadline_s: float,
+        max_reply_bytes: int = 0,
+        transfer: Transfer | None = None,
+    ) -> Reply:
+        """Call `method`; the deadline is that of each message to the server."""
+        size = memoryview(payload).nbytes
+        if max(size, max_reply_bytes) <= WHOLE_BYTES:
+            return await self._inner.call(
+                method,
+                header,
+                payload,
+                deadline_s=deadline_s,
+                max_reply_bytes=max_reply_bytes,
+                transfer=transfer,
+            )
+        way = transfer or Transfer()
+        asked = ObjectCall(
+            protocol_version=PROTOCOL_VERSION,
+            method=method,
+            header=header,
+            transfer=way.name,
+            payload_bytes=size,
+        )
+        if size > WHOLE_BYTES:
+            asked.digest = await asyncio.to_thread(_digest, payload)
+        try:
+            reply = await self._answered(asked, payload, deadline_s, max_reply_bytes, way)
+        except TransportError as error:
+            error.peer, error.method = error.peer or self.peer, error.method or method
+            raise
+        asked.Clear()
+        asked.protocol_version, asked.transfer, asked.is_received = PROTOCOL_VERSION, way.name, True
+        if memoryview(reply.payload).nbytes > WHOLE_BYTES:
+            self._tell(asked, deadline_s)
+        return reply
+
+    async def close(self) -> None:
+        """Close the connections; calls in flight raise `TransportClosed`."""
+        for task in self._telling:
+            task.cancel()
+        await self._inner.close()
+        await self._http.aclose()
+
+    async def _answered(
+        self,
+        asked: ObjectCall,
+        payload: Buffer,
+        deadline_s: float,
+        max_reply_bytes: int,
+        way: Transfer,
+    ) -> Reply:
+        """Call until the handler has answered, and take the payload of its reply."""
+        size = asked.payload_bytes
+        while True:
+            asked.is_written = bool(asked.digest) and way.acknowledged_bytes == size
+            try:
+                reply = await self._inner.call(
+                    METHOD,
+                    asked.SerializeToString(),
+                    b"" if asked.digest else payload,
+                    deadline_s=deadline_s,
+                    max_reply_bytes=min(max_reply_bytes, WHOLE_BYTES),
+                )
+            except ChecksumMismatch:
+                way.acknowledged_bytes = 0
+                raise
+            told = ObjectReply.FromString(reply.header)
+            if told.put_urls:
+                await self._put(payload, told, way)
+            elif told.get_url:
+                try:
+                    return Reply(told.header, await self._got(told, max_reply_bytes, way))
+                except _Gone:
+                    if asked.lost == told.digest:
+                        raise
+                    asked.lost = told.digest
+            else:
+                return Reply(told.header, reply.payload)
+
+    def _tell(self, received: ObjectCall, deadline_s: float) -> None:
+        """Let the server know that a reply's payload has arrived, without waiting for it."""
+
+        async def tell() -> None:
+            with contextlib.suppress(TransportError):
+                header = received.SerializeToString()
+                await self._inner.call(METHOD, header, deadline_s=deadline_s)
+
+        task = asyncio.create_task(tell())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    async def _put(self, payload: Buffer, told: ObjectReply, way: Transfer) -> None:
+        """Write what is not written yet of a payload."""
+        whole, piece_bytes = memoryview(payload).cast("B"), told.piece_bytes
+        if piece_bytes * len(told.put_urls) < len(whole) or way.acknowledged_bytes == len(whole):
+            raise FrameError(
+                f"the server asks for {len(whole)} bytes in {len(told.put_urls)} pieces of "
+                f"{piece_bytes}, and has been sent {way.acknowledged_bytes}"
+            )
+        for n, url in enumerate(told.put_urls):
+            piece = whole[n * piece_bytes : (n + 1) * piece_bytes]
+            if way.acknowledged_bytes >= n * piece_bytes + len(piece):
+                continue
+            headers = {
+                "Content-Length": str(len(piece)),
+                "x-ms-blob-type": "BlockBlob",  # Azure asks for it, others do not look
+            }
+            with self._pacer.moving(is_bulk=way.is_bulk), self._reaching(url):
+                content = self._paced(piece, way)
+                response = await self._http.put(url, content=content, headers=headers)
+            self._check(response, url, response.text)
+            way.acknowledged_bytes = n * piece_bytes + len(piece)
+
+    async def _paced(self, piece: memoryview, way: Transfer) -> AsyncIterator[bytes]:
+        for start in range(0, len(piece), _CHUNK_BYTES):
+            chunk = bytes(piece[start : start + _CHUNK_BYTES])
+            await self._pacer.admit(len(chunk), is_bulk=way.is_bulk)
+            way.sent_bytes += len(chunk)
+            yield chunk
+
+    async def _got(self, told: ObjectReply, max_reply_bytes: int, way: Transfer) -> Buffer:
+        """Read a reply's payload from the first byte on that is not here."""
+        size, name = told.payload_bytes, told.digest[:NAME_BYTES]
+        if size > max_reply_bytes:
+            raise MessageTooLarge(
+                f"the reply has a payload of {size} bytes; {max_reply_bytes} are allowed"
+            )
+        if way.reply is None or way.reply_name != name:
+            way.reply, way.reply_name = Partial(bytearray(size)), name
+        partial = way.reply
+        if partial.filled < size:
+            headers = {"Range": f"bytes={partial.filled}-{size - 1}", "Accept-Encoding": "identity"}
+            with self._reaching(told.get_url):
+                async with self._http.stream("GET", told.get_url, headers=headers) as response:
+                    if not response.is_success:
+                        text = (await response.aread()).decode(errors="replace")
+                        self._check(response, told.get_url, text)
+                    if response.status_code != 206:
+                        partial.filled = 0  # all of it comes
+                    async for chunk in response.aiter_raw():
+                        chunk = chunk[: size - partial.filled]
+                        partial.payload[partial.filled : partial.filled + len(chunk)] = chunk
+                        partial.filled += len(chunk)
+                        way.received_bytes += len(chunk)
+        if partial.filled < size:
+            raise PeerReset(f"the object store ended after {partial.filled} of {size} bytes")
+        if await asyncio.to_thread(_digest, partial.payload) != told.digest:
+            way.reply = None
+            raise _Gone(f"{size} bytes in the object store are not those that the server wrote")
+        return partial.payload
+
+    @contextlib.contextmanager
+    def _reaching(self, url: str) -> Iterator[None]:
+        """Refuse an address that is not encrypted; say what fails there as of any transport."""
+        parts = urlsplit(url)
+        where = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        if parts.scheme != "https" and not (self._insecure or is_loopback(parts.hostname or "")):
+            raise Unauthorised(
+                f"the server's object store is at {where}, where payloads would not be encrypted: "
+                f"give it an https endpoint, or set transport.insecure = true on a network that "
+                f"you trust"
+            )
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{where}: {error!r}") from error
+        except httpx.NetworkError as error:
+            raise ConnectError(f"{where}: {error!r}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise PeerReset(f"{where}: {error!r}") from error
+
+    def _check(self, response: httpx.Response, url: str, text: str) -> None:
+        """Raise what a store's refusal means."""
+        if response.is_success:
+            return
+        said = " ".join(re.findall(r"<(?:Code|Message)>(.*?)</", text)[:2])
+        parts, code = urlsplit(url), response.status_code
+        what = f"{parts.scheme}://{parts.hostname}{parts.path} answers {code} {said[:200]}"
+        if code in _GONE:
+            raise _Gone(what)
+        raise Overloaded(what) if code in _LATER else PeerReset(what)  # its time may be over
+
+
+class _Gone(ChecksumMismatch):
+    """What the server wrote is not in the store; it may write it again."""
+
+
+def _digest(payload: Buffer) -> bytes:
+    return blake3.blake3(payload).digest()
