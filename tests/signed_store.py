@@ -11,10 +11,11 @@ import hashlib
 import hmac
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+from diloco.transport.bucket.server import joined
 from diloco.transport.contracts import Buffer
 
 _KEY = b"of the store"
@@ -71,10 +72,10 @@ class SignedStore:
         self.objects[name] = bytes(payload)
         self.num_written += len(self.objects[name])
 
-    def read(self, name: str, num_bytes: int) -> Iterator[bytes]:
+    def take(self, method: str, objects: Mapping[str, int], digest: bytes) -> Buffer:
         self._check()
-        found = self.objects.get(name, b"")
-        return iter([found] if len(found) == num_bytes else [])
+        found = [self.objects.get(name, b"") for name in objects]
+        return joined(found, sum(objects.values()), digest)
 
     def delete(self, names: Sequence[str]) -> None:
         self._check()

@@ -62,6 +62,7 @@ from diloco.loop_clock import loop_now
 from diloco.objects.lease import follows_path, lease_path, own_name, repeating, store_replica
 from diloco.objects.payload_shelf import payloads_by
 from diloco.objects.placed_syncer import PlacedSyncer
+from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectLost, ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
@@ -163,8 +164,7 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
     config = load_config(state.resolved)
     state = replace(state, syncer_id=list(config.syncer_shares).index(state.syncer_name))
     secret = load_secret(state.secret)
-    if config.run.state:
-        await _take_store(config, state, held, stopping)
+    replica = await _take_store(config, state, held, stopping) if config.run.state else None
     epoch = await retry_disk_full_async(
         "the syncer's epoch",
         lambda: _next_epoch(state.syncer_epoch, time.time()),
@@ -205,7 +205,9 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
         if stopping.is_set() or reporter.ends.is_set():
             await reporter.say_ended(_LAST_REPORT_S)
             return _good_end(config, reporter)
-        process = _Process(config, state, security, secret, epoch, timeline, reporter, stopping)
+        process = _Process(
+            config, state, security, secret, epoch, timeline, reporter, stopping, replica
+        )
         return await process.serve()
     except (ConfigError, PlanMismatch) as error:  # no other start would help
         await reporter.say_ended(_LAST_REPORT_S, bounded_text(str(error), MOST_ENDING))
@@ -216,7 +218,7 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
 
 async def _take_store(
     config: Config, state: StateDir, held: contextlib.ExitStack, stopping: asyncio.Event
-) -> None:
+) -> Replica:
     """Make the store what the object store of the run has, and keep it there from here on.
 
     Until `held` ends a syncer on a machine of its own says that it lives, and looks whether another
@@ -257,6 +259,7 @@ async def _take_store(
     logger.info("%s: fetching what is not here", state.syncer_name)
     logger.info("fetched, bytes=%d", await _until_done(replica.restore, stopping))
     replicate(replica)
+    return replica
 
 
 async def _until_done(work: Callable[[], _T], stopping: asyncio.Event) -> _T:
@@ -325,6 +328,7 @@ class _Process:
     timeline: Timeline
     reporter: Reporter
     stopping: asyncio.Event
+    replica: Replica | None
 
     async def serve(self) -> int:
         """Serve until the end; returns the exit code."""
@@ -352,8 +356,9 @@ class _Process:
                 await syncer.stop()
                 events.close()
                 return _good_end(config, self.reporter)
-            url, name = config.run.state, state.syncer_name
-            payloads = payloads_by(url, name, self.epoch) if config.run.has_bucket else None
+            payloads = None
+            if self.replica is not None and config.run.has_bucket:
+                payloads = payloads_by(config.run.state, self.replica, self.epoch)
             with payloads or contextlib.nullcontext() as around:
                 return await self._serve(plan, workers, syncer, events, around)
 

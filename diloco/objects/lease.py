@@ -35,6 +35,7 @@ from diloco.objects.chain import Read
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 from diloco.state_dir import StateDir, holder, stop_syncers
+from diloco.versions.record import contributions_in
 
 logger = logging.getLogger(__name__)
 
@@ -376,6 +377,7 @@ def store_replica(
         state.store,
         is_of_store,
         on_fenced=on_fenced,
+        sections=contributions_in,
     )
 
     def check(found: Read) -> None:

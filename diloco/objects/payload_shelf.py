@@ -1,6 +1,7 @@
 """The objects of payloads in a run's object store: those of one start of a syncer.
 
     payloads/SYNCER/EPOCH/NAME    `transport.bucket.server` names them
+    SYNCER/data/OPENING-NAME      contributions, for the files that they will be in (`replica`)
 
 A start removes what earlier ones have left, and nothing else: one that was taken over and goes on
 does not reach what its successor wrote.
@@ -9,38 +10,46 @@ does not reach what its successor wrote.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
+from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
-from diloco.transport.bucket.server import VALID_S, ObjectCalls
+from diloco.transport.bucket.server import VALID_S, ObjectCalls, joined
 from diloco.transport.contracts import Buffer, Handlers
 
 
 @contextlib.contextmanager
-def payloads_by(url: str, syncer: str, epoch: int) -> Iterator[Callable[[Handlers], Handlers]]:
+def payloads_by(url: str, replica: Replica, epoch: int) -> Iterator[Callable[[Handlers], Handlers]]:
     """Give what serves payloads by the store at a URL while this lasts.
 
     Args:
         url: Of the run's object store.
-        syncer: Name of the syncer.
+        replica: Of the syncer's own.
         epoch: Of this start.
     """
-    calls = ObjectCalls(PayloadShelf(ObjectStore(url), syncer, epoch))
+    calls = ObjectCalls(PayloadShelf(ObjectStore(url), replica, epoch))
     try:
         yield calls.around
     finally:
         calls.close()
 
 
+#: Of the calls whose payloads become part of what is durable.
+KEPT_METHOD = "fragment.submit"
+
+
 class PayloadShelf:
     """A `transport.bucket.server.Shelf`; any thread may use it."""
 
-    def __init__(self, store: ObjectStore, syncer: str, epoch: int) -> None:
+    def __init__(self, store: ObjectStore, replica: Replica, epoch: int) -> None:
         """Assign only."""
-        self._store = store
-        self._all, self._own = f"payloads/{syncer}", f"payloads/{syncer}/{epoch:016d}"
+        self._store, self._replica = store, replica
+        self._all = f"payloads/{replica.name}"
+        self._own = f"{self._all}/{epoch:016d}"
 
     def put_url(self, name: str) -> str:
         """Sign an address at which an object can be written."""
@@ -57,9 +66,33 @@ class PayloadShelf:
         """Write an object."""
         self._store.put(f"{self._own}/{name}", payload)
 
-    def read(self, name: str, num_bytes: int) -> Iterator[bytes]:
-        """Read an object, piece by piece; nothing of one that has not so many bytes."""
-        return self._store.pieces(f"{self._own}/{name}", num_bytes)
+    def take(self, method: str, objects: Mapping[str, int], digest: bytes) -> Buffer:
+        """Read the payload of a call.
+
+        A contribution is first copied, by the store, to where nobody else writes: of the copy the
+        files of its version are made, and nothing of it travels once more.
+        """
+        chain, there = self._replica.name, {f"{self._own}/{n}": size for n, size in objects.items()}
+        copies: dict[str, int] = {}
+        if method == KEPT_METHOD:
+            of = f"{self._replica.opening:016d}-{secrets.token_hex(16)}"
+            copies = {f"{of}-{n}": size for n, size in enumerate(there.values())}
+            for source, copy in zip(there, copies, strict=True):
+                if not self._store.copy(source, f"{chain}/data/{copy}"):
+                    break
+            there = {f"{chain}/data/{copy}": size for copy, size in copies.items()}
+        pieces = itertools.chain.from_iterable(
+            self._store.pieces(name, size) for name, size in there.items()
+        )
+        try:
+            payload = joined(pieces, sum(objects.values()), digest)
+        except BaseException:
+            if copies:
+                self._store.delete(there)
+            raise
+        if copies:
+            self._replica.offer(digest.hex(), copies)
+        return payload
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects."""

@@ -1,7 +1,8 @@
 """Keeps the durable files of a directory in an object store, each change there before it is here.
 
-    CHAIN/data/OPENING-DIGEST    the bytes of a file, by the writer that wrote them and their
-                                 blake3; small ones are in their entry
+    CHAIN/data/OPENING-NAME      the bytes of a file, by the writer that wrote them and their
+                                 blake3; small ones are in their entry, and what came by the store
+                                 (`payload_shelf`) is in the object that it came in
     CHAIN/log, snapshot          what each file holds, in order (`chain`)
 
 The directory stays what its processes read and write, by way of `diloco.durable`, which says here
@@ -25,9 +26,11 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,8 @@ from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
-from diloco.objects.stored_file import StoredFile
+from diloco.objects.stored_file import Part, StoredFile
+from diloco.versions.record import RecordSection
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,9 @@ _LOOKS = 20
 _LEAST_DROPPED_BYTES = 64 << 20
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
+#: Seconds for which an object that no file is made of is kept.
+OFFERED_S = 3600.0
+_READ_BYTES = 1 << 20
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
 
@@ -68,6 +75,7 @@ class Replica:
         is_tracked: Callable[[Path], bool],
         *,
         on_fenced: Callable[[Fenced], None] = lambda error: None,
+        sections: Callable[[Path], Iterable[RecordSection]] = lambda path: (),
     ) -> None:
         """Assign only.
 
@@ -77,7 +85,10 @@ class Replica:
             root: The directory.
             is_tracked: Whether a path, relative to it, is of a file that is kept.
             on_fenced: Called, in whatever thread finds out, when another writer has taken over.
+            sections: Where in a file there is what may be in the store already (`offer`).
         """
+        self._sections = sections
+        self._offered: dict[str, tuple[list[Part], float]] = {}  # by digest, oldest first
         self._store = store
         self.name = name
         self.root = root
@@ -257,10 +268,14 @@ class Replica:
         """
         names = [name for name in self._files if _is_below(name, directory)]
         for name in names:
-            file = self._files[name]
-            where = f"{self.name}/data/{file.object_name}"
-            if file.content is None and self._store.size(where) != file.num_bytes:
-                return f"{self._store.url}/{where}, which is {name}, is gone or cut off"
+            ends: dict[str, int] = {}
+            for part in self._files[name].parts:
+                end = part.start + part.num_bytes
+                ends[part.object_name] = max(end, ends.get(part.object_name, 0))
+            for object_name, size in ends.items():
+                where = f"{self.name}/data/{object_name}"
+                if self._store.size(where) != size:
+                    return f"{self._store.url}/{where}, which is {name}, is gone or cut off"
         return "" if names else f"{self._store.url}/{self.name} has no {directory}"
 
     def has(self, name: str) -> bool:
@@ -300,15 +315,21 @@ class Replica:
                 return
             durable.unlink(fresh)
         raise ObjectLost(
-            f"{self._store.url}/{self.name}/data/{file.object_name}, which is {name} of the run, "
-            f"is gone or does not hold what was written: bring that object back from a copy or a "
-            f"version of it"
+            f"{self._store.url}/{self.name}/data/{', '.join(sorted(file.objects))}, which is "
+            f"{name} of the run, is gone or does not hold what was written: bring it back from a "
+            f"copy or a version of it"
         )
 
     def _pieces(self, file: StoredFile) -> Iterator[bytes]:
         if file.content is not None:
             return iter([file.content])
-        return self._store.pieces(f"{self.name}/data/{file.object_name}", file.num_bytes)
+        return (
+            piece
+            for part in file.parts
+            for piece in self._store.pieces(
+                f"{self.name}/data/{part.object_name}", part.num_bytes, part.start
+            )
+        )
 
     # -- what becomes durable: called by diloco.durable -------------------------------------------
 
@@ -339,7 +360,7 @@ class Replica:
             try:
                 self._append({}, {name: file})
             finally:
-                self._uploading[file.object_name] -= 1
+                self._uploading.subtract(file.objects)
 
     def linked(self, source: Path, target: Path) -> None:
         """Keep one more name of a file."""
@@ -416,7 +437,7 @@ class Replica:
                 self._drop({journal.stem})
                 self._dropped.update(self._joined)
                 self._files[journal.stem] = copy
-                self._uploading[copy.object_name] -= 1
+                self._uploading.subtract(copy.objects)
                 self._joined, self.rows_start = [], self.rows_until
                 self._journal_bytes, self._copy_bytes = 0, copy.num_bytes
             elif self._rows:
@@ -430,7 +451,11 @@ class Replica:
             told = [*numbers, self._joined, self._journal_bytes, self._copy_bytes]
             self._chain.put_snapshot({_FILES: files, OPENED: dict(self._opened), _JOURNAL: told})
             self._entries_since = self._bytes_since = 0
-            self._delete(self._dropped - self._objects() - set(+self._uploading))
+            gone = self._dropped - self._objects() - set(+self._uploading)
+            for digest, (parts, _) in [*self._offered.items()]:
+                if not gone.isdisjoint(part.object_name for part in parts):
+                    del self._offered[digest]
+            self._delete(gone)
             self._dropped.clear()
             self._dropped_bytes = 0
 
@@ -490,8 +515,8 @@ class Replica:
         """Have the objects of files removed with the next snapshot, unless others are in them."""
         found = (self._files.get(name) for name in names)
         for file in found:
-            if file and file.object_name and file.object_name not in self._dropped:
-                self._dropped.add(file.object_name)
+            if file and not file.objects <= self._dropped:
+                self._dropped |= file.objects
                 self._dropped_bytes += file.num_bytes
 
     @property
@@ -501,7 +526,7 @@ class Replica:
 
     def _objects(self) -> set[str]:
         """Names of the objects that files and transactions are in."""
-        return {f.object_name for f in self._files.values() if f.object_name} | {*self._joined}
+        return {*self._joined}.union(*(file.objects for file in self._files.values()))
 
     def _delete(self, objects: Iterable[str]) -> None:
         self._store.delete(f"{self.name}/data/{each}" for each in objects)
@@ -509,15 +534,42 @@ class Replica:
     def _uploaded(self, path: Path) -> StoredFile:
         """Write what a file holds to the store; nothing forgets it meanwhile."""
         file = StoredFile.of(path, self._chain.opening)
+        found = [*self._sections(path)] if file.parts and self._offered else []
         with self._lock:
-            self._uploading[file.object_name] += 1
+            there = {s.start: s for s in found if s.digest in self._offered}
+            copied = {start: self._offered[s.digest][0] for start, s in there.items()}
+            file, own = _composed(file, there, copied)
+            self._uploading.update(file.objects)
         try:
-            if file.object_name:
-                self._store.put(f"{self.name}/data/{file.object_name}", path)
+            if own:
+                name = f"{self.name}/data/{own[0][1].object_name}"
+                size = sum(part.num_bytes for _, part in own)
+                self._store.put(name, _gaps(path, own) if there else path, num_bytes=size)
         except StoreAway:
-            self._uploading[file.object_name] -= 1
+            self._uploading.subtract(file.objects)
             raise
         return file
+
+    def offer(self, digest: str, objects: Mapping[str, int]) -> None:
+        """Have files made of objects of this chain, which nobody else writes, where they can be.
+
+        Args:
+            digest: blake3, in hex, of their bytes, one after the other.
+            objects: Bytes of each, by name; in `opening`'s names.
+        """
+        now = time.monotonic()
+        with self._lock:
+            parts = [Part(name, 0, num_bytes) for name, num_bytes in objects.items()]
+            self._offered[digest] = parts, now + OFFERED_S
+            old = [d for d, (_, until) in self._offered.items() if until < now]
+            gone = {part.object_name for d in old for part in self._offered.pop(d)[0]}
+            gone -= self._objects() | set(+self._uploading) | self._dropped if gone else set()
+        self._delete(gone)
+
+    @property
+    def opening(self) -> int:
+        """Number with which the names of this writer's objects begin."""
+        return self._chain.opening
 
     def _name(self, path: Path) -> str | None:
         """Name of a path below the directory; None of what is not kept."""
@@ -530,6 +582,43 @@ class Replica:
     def _is_kept(self, relative: Path) -> bool:
         is_whole = bool(relative.parts) and relative.suffix != _UNFINISHED
         return is_whole and self._is_tracked(relative)
+
+
+def _composed(
+    file: StoredFile, there: Mapping[int, RecordSection], copied: Mapping[int, Sequence[Part]]
+) -> tuple[StoredFile, list[tuple[int, Part]]]:
+    """Make a file out of what is in the store, and of an object of all else.
+
+    Args:
+        file: In one object.
+        there: Sections that are in the store, by where they begin.
+        copied: The objects of each.
+
+    Returns:
+        The file, and where in it lies what is still to be written, of which part.
+    """
+    own: list[tuple[int, Part]] = []
+    parts: list[Part] = []
+    at = written = 0
+    for start in [*sorted(there), file.num_bytes]:
+        if (gap := start - at) and file.parts:
+            own.append((at, Part(file.parts[0].object_name, written, gap)))
+            parts.append(own[-1][1])
+            written += gap
+        parts += copied.get(start, ())
+        at = start + (there[start].num_bytes if start in there else 0)
+    return replace(file, parts=tuple(parts)), own
+
+
+def _gaps(path: Path, own: Iterable[tuple[int, Part]]) -> Iterator[bytes]:
+    """Read what is to be written of a file."""
+    with path.open("rb") as file:
+        for start, part in own:
+            file.seek(start)
+            left = part.num_bytes
+            while left and (piece := file.read(min(left, _READ_BYTES))):
+                left -= len(piece)
+                yield piece
 
 
 def _held_by(read: Read) -> dict[str, StoredFile]:

@@ -111,10 +111,33 @@ class ObjectStore:
                 return False
         return True
 
-    def put(self, name: str, data: Buffer | Path, *, probes: bool = False) -> None:
+    def copy(self, source: str, target: str) -> bool:
+        """Have the store write an object once more, under another name; false: there is none.
+
+        Raises:
+            StoreAway: If the store does not do it.
+        """
+        import obstore
+
+        with self._reaching(f"copy {source}"):
+            try:
+                obstore.copy(self._bulk, source, target)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def put(
+        self,
+        name: str,
+        data: Buffer | Path | Iterator[bytes],
+        *,
+        num_bytes: int = 0,
+        probes: bool = False,
+    ) -> None:
         """Write an object, in place of what has its name.
 
-        One that `probes` is small, is written also while the store is away, and once at most.
+        One that `probes` is small, is written also while the store is away, and once at most. How
+        many bytes an iterator gives says `num_bytes`.
 
         Raises:
             StoreAway: If the store does not take it.
@@ -123,8 +146,11 @@ class ObjectStore:
 
         store = self._probe if probes else self._bulk
         with self._reaching(f"write {name}", probes=probes):
-            size = data.stat().st_size if isinstance(data, Path) else memoryview(data).nbytes
-            part = max(_PART_BYTES, -(-size // _MOST_PARTS))
+            if isinstance(data, Path):
+                num_bytes = data.stat().st_size
+            elif isinstance(data, bytes | bytearray | memoryview):
+                num_bytes = memoryview(data).nbytes
+            part = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
             obstore.put(store, name, data, chunk_size=part, max_concurrency=_REQUESTS)
 
     def get(self, name: str) -> bytes | None:
@@ -146,33 +172,36 @@ class ObjectStore:
         with ThreadPoolExecutor(_REQUESTS, "objects") as pool:
             return list(pool.map(self.get, names))
 
-    def pieces(self, name: str, num_bytes: int) -> Iterator[bytes]:
+    def pieces(self, name: str, num_bytes: int, start: int | None = None) -> Iterator[bytes]:
         """Read a large object, piece by piece; nothing of one that has not so many bytes.
 
-        Some pieces are asked for at once, each again by itself where that breaks.
+        Some pieces are asked for at once, each again by itself where that breaks. With a `start` so
+        many bytes of it from there on.
 
         Raises:
             StoreAway: If the store does not give it.
         """
         import obstore
 
-        def piece(start: int) -> bytes:
-            end = min(start + _PART_BYTES, num_bytes)
-            return bytes(obstore.get_range(self._bulk, name, start=start, end=end))
+        first = start or 0
 
-        starts = range(0, num_bytes, _PART_BYTES)
+        def piece(begin: int) -> bytes:
+            end = min(begin + _PART_BYTES, first + num_bytes)
+            return bytes(obstore.get_range(self._bulk, name, start=begin, end=end))
+
+        starts = range(first, first + num_bytes, _PART_BYTES)
         with (
             self._reaching(f"read {name}"),
             contextlib.suppress(FileNotFoundError),
             ThreadPoolExecutor(_PIECES, "pieces") as pool,
         ):
-            if obstore.head(self._quick, name)["size"] != num_bytes:
+            if start is None and obstore.head(self._quick, name)["size"] != num_bytes:
                 return
             left = iter(starts)
-            asked = deque(pool.submit(piece, start) for start in itertools.islice(left, _PIECES))
+            asked = deque(pool.submit(piece, begin) for begin in itertools.islice(left, _PIECES))
             while asked:
                 here = asked.popleft().result()
-                asked.extend(pool.submit(piece, start) for start in itertools.islice(left, 1))
+                asked.extend(pool.submit(piece, begin) for begin in itertools.islice(left, 1))
                 yield here
 
     def size(self, name: str) -> int | None:

@@ -19,15 +19,24 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """So many bytes of an object, from `start` on."""
+
+    object_name: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What a file holds: `content` of a small one, else what the object of that name does."""
+    """What a file holds: `content` of a small one, else what the parts do, one after the other."""
 
     digest: str
     num_bytes: int
     mode: int
     head: str  # hex
     content: bytes | None
-    object_name: str
+    parts: tuple[Part, ...]
 
     @classmethod
     def of(cls, path: Path, opening: int = 0) -> StoredFile:
@@ -41,20 +50,27 @@ class StoredFile:
                 size += len(piece)
         small = content if size <= _SMALL_BYTES else None
         mode = path.stat().st_mode & 0o777
-        name = "" if small is not None else f"{opening:016d}-{digest.hexdigest()}"
-        return cls(digest.hexdigest(), size, mode, head.hex(), small, name)
+        whole = Part(f"{opening:016d}-{digest.hexdigest()}", 0, size)
+        parts = () if small is not None else (whole,)
+        return cls(digest.hexdigest(), size, mode, head.hex(), small, parts)
+
+    @property
+    def objects(self) -> set[str]:
+        """Names of the objects that it is in."""
+        return {part.object_name for part in self.parts}
 
     def to_json(self) -> list[Any]:
         """Write it for an entry."""
         content = None if self.content is None else base64.b64encode(self.content).decode()
-        return [self.digest, self.num_bytes, self.mode, self.head, content, self.object_name]
+        parts = [[part.object_name, part.start, part.num_bytes] for part in self.parts]
+        return [self.digest, self.num_bytes, self.mode, self.head, content, parts]
 
     @classmethod
     def from_json(cls, content: list[Any]) -> StoredFile:
         """Read what `to_json` wrote."""
-        digest, num_bytes, mode, head, body, name = content
+        digest, num_bytes, mode, head, body, parts = content
         small = None if body is None else base64.b64decode(body)
-        return cls(digest, num_bytes, mode, head, small, name)
+        return cls(digest, num_bytes, mode, head, small, tuple(Part(*each) for each in parts))
 
     def is_at(self, path: Path) -> bool:
         """Whether a file here holds that: read, or by size and first bytes if it is large."""

@@ -312,6 +312,15 @@ def locate(path: Path) -> StoredRecord:
     return StoredRecord(path, at, header, sections)
 
 
+def contributions_in(path: Path) -> list[RecordSection]:
+    """Find where in a file the contributions of a version lie; none in one that is no record."""
+    try:
+        sections = locate(path).sections
+    except RecordInvalid:
+        return []
+    return [found for name, found in sections.items() if name.startswith(CONTRIBUTION)]
+
+
 def unpack(
     path: Path, version: int, fragment: Fragment, *, with_contributions: bool = True
 ) -> tuple[Mapping[str, Any], dict[str, bytearray]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -62,8 +62,17 @@ class Shelf(Protocol):
     def write(self, name: str, payload: Buffer) -> None:
         """Write an object."""
 
-    def read(self, name: str, num_bytes: int) -> Iterator[bytes]:
-        """Read an object, piece by piece; nothing of one that has not so many bytes."""
+    def take(self, method: str, objects: Mapping[str, int], digest: bytes) -> Buffer:
+        """Read the payload of a call, which callers have written; they still can write there.
+
+        Args:
+            method: Of the call.
+            objects: Bytes of each object, by name.
+            digest: blake3 of all of them, one after the other.
+
+        Raises:
+            ChecksumMismatch: If they are not that.
+        """
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; one that is not there is no error."""
@@ -158,32 +167,18 @@ class ObjectCalls:
         of_caller = self._awaited.setdefault(caller, {})
         if len(of_caller) >= _MOST_UNREAD:
             raise Overloaded(f"{len(of_caller)} payloads of this caller are not written yet")
-        names, piece_bytes = _names(caller, asked)
+        names = [*(objects := _objects(caller, asked))]
         until = asyncio.get_running_loop().time() + VALID_S
         of_caller[bytes(asked.transfer)] = _Awaited(names, until)
         urls = await self._run(lambda: [self._shelf.put_url(name) for name in names])
-        return Reply.of(ObjectReply(put_urls=urls, piece_bytes=piece_bytes))
+        return Reply.of(ObjectReply(put_urls=urls, piece_bytes=objects[names[0]]))
 
     async def _read(self, caller: str, asked: ObjectCall) -> Buffer:
         """Read the payload that a caller has written."""
         if not asked.is_written:
             raise _Unwritten
-        names, piece_bytes = _names(caller, asked)
-        return await self._run(self._joined, names, piece_bytes, asked)
-
-    def _joined(self, names: Sequence[str], piece_bytes: int, asked: ObjectCall) -> Buffer:
-        """Join the objects of a payload; in a thread."""
-        payload, at = bytearray(asked.payload_bytes), 0
-        for name in names:
-            for part in self._shelf.read(name, min(piece_bytes, len(payload) - at)):
-                payload[at : at + len(part)] = part
-                at += len(part)
-        if at != len(payload) or _digest(payload) != asked.digest:
-            raise ChecksumMismatch(
-                f"of {len(payload)} bytes of a payload for {asked.method} {at} are in the object "
-                f"store, or they are not those that were sent: they are asked for again"
-            )
-        return payload
+        objects = _objects(caller, asked)
+        return await self._run(self._shelf.take, asked.method, objects, asked.digest)
 
     # -- what callers read -------------------------------------------------------------------------
 
@@ -278,15 +273,34 @@ class _Call:
         return await self._read()
 
 
-def _names(caller: str, asked: ObjectCall) -> tuple[Sequence[str], int]:
-    """Name the objects of a caller's payload, and say how large each but the last is.
+def _objects(caller: str, asked: ObjectCall) -> dict[str, int]:
+    """Name the objects of a caller's payload, with the bytes of each.
 
     Nobody else can name them: a transfer is known by a random name.
     """
     of = blake3.blake3(asked.transfer + caller.encode()).hexdigest()[:32]
     size = asked.payload_bytes
     piece_bytes = max(PIECE_BYTES, -(-size // _MOST_PIECES))
-    return [f"{of}-{n}" for n in range(-(-size // piece_bytes))], piece_bytes
+    starts = range(0, size, piece_bytes)
+    return {f"{of}-{n}": min(piece_bytes, size - start) for n, start in enumerate(starts)}
+
+
+def joined(pieces: Iterable[bytes], num_bytes: int, digest: bytes) -> bytearray:
+    """Join the pieces of a payload.
+
+    Raises:
+        ChecksumMismatch: If they are not those of its digest.
+    """
+    payload, at = bytearray(num_bytes), 0
+    for piece in pieces:
+        payload[at : at + len(piece)] = piece
+        at += len(piece)
+    if at != num_bytes or _digest(payload) != digest:
+        raise ChecksumMismatch(
+            f"{at} of {num_bytes} bytes of a payload are in the object store, or they are not "
+            f"those that were sent: they are asked for again"
+        )
+    return payload
 
 
 def _digest(payload: Buffer) -> bytes:
