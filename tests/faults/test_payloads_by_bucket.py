@@ -1,4 +1,4 @@
-"""Islands whose payloads travel by the run's object store, beside others that send them directly.
+"""Islands whose payloads travel by the run's object store, next to others that send them directly.
 
 Real processes, a real S3 server. What is published is, bit for bit, what direct payloads come to.
 """

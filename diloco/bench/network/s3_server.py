@@ -34,16 +34,17 @@ class S3Server:
 
     port: int
     process: subprocess.Popen[bytes]
+    host: str = "127.0.0.1"
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Variables with which a process reaches it."""
-        return environment_at(self.port)
+        return environment_at(self.port, self.host)
 
 
-def environment_at(port: int) -> dict[str, str]:
+def environment_at(port: int, host: str = "127.0.0.1") -> dict[str, str]:
     """Give the variables with which a process reaches the server behind a port."""
-    return {**_KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    return {**_KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
 
 
 def free_port() -> int:
@@ -54,8 +55,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def s3_server(log: Path) -> Iterator[S3Server]:
-    """Serve one empty bucket while the context lasts.
+def s3_server(log: Path, host: str = "127.0.0.1") -> Iterator[S3Server]:
+    """Serve one empty bucket while the context lasts, at an address of this machine.
 
     Raises:
         ConfigError: If moto is not installed.
@@ -65,11 +66,11 @@ def s3_server(log: Path) -> Iterator[S3Server]:
     import boto3  # moto brings it; slow
 
     port = free_port()
-    process = spawn([sys.executable, "-P", "-m", "moto.server", "-p", str(port)], log)
-    server = S3Server(port, process)
+    process = spawn([sys.executable, "-P", "-m", "moto.server", "-H", host, "-p", str(port)], log)
+    server = S3Server(port, process, host)
     try:
         until = time.monotonic() + _START_S
-        while not _is_up(port):
+        while not _is_up(host, port):
             if process.poll() is not None or time.monotonic() > until:
                 raise CoordinatorUnavailable(f"moto's server did not start: {last_words(log)}")
             time.sleep(_LOOK_S)
@@ -86,8 +87,8 @@ def s3_server(log: Path) -> Iterator[S3Server]:
         process.wait()
 
 
-def _is_up(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+def _is_up(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
         return True
     return False
 
