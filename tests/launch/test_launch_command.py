@@ -62,6 +62,14 @@ def options(script: str) -> dict[str, str]:
     return dict(found)
 
 
+def make_certificates(*jobs: str) -> None:
+    """Make files of the names that `diloco certs init` gives them."""
+    for each in ("ca", *jobs):
+        path = Path("certs", f"{each}.pem")
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
 def refusal(result: Result) -> str:
     assert isinstance(result.exception, ConfigError), (result.output, result.exception)
     return str(result.exception)
@@ -94,7 +102,10 @@ def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) ->
 def test_scripts_of_any_run_are_without_a_finding(run_file: str) -> None:
     """A value that a shell would read as more than one word, and a run whose islands never wait."""
     odd = ("run.name=a.B_c", "transport.certs=my certs; it's &")
-    for number, sets in enumerate(((), odd, ("outer.preset=decoupled", "run.state=s3://b/p"))):
+    others = ("outer.preset=decoupled", "run.state=s3://b/p")
+    placed = (*others, 'syncers={eu={listen="0.0.0.0:1",address="x:1"}}')
+    placed += ("coordinator.syncer_listen=127.0.0.1:0",)
+    for number, sets in enumerate(((), odd, others, placed)):
         (run := Path("run.toml")).write_text(run.read_text().replace('"streaming"', '"decoupled"'))
         made = launch("slurm", "--out", str(number), sets=(*AT, *sets))
         assert made.exit_code == 0, (made.output, made.exception)
@@ -151,6 +162,102 @@ def test_skypilot_gets_documented_fields_and_a_task_for_each_job(run_file: str) 
         "~/diloco/certs/island-eu.pem": "certs/island-eu.pem",
     }
     assert '--rdzv "$(head -n1 <<<"$SKYPILOT_NODE_IPS"):29400"' in eu["run"]
+
+
+@pytest.fixture
+def placed(run_file: str) -> tuple[str, ...]:
+    """Give the run a syncer of its own for each island; returns what --set says of it."""
+    path = Path(run_file)
+    path.write_text(
+        path.read_text()
+        + "".join(
+            f'[syncers.{name}]\nlisten = "0.0.0.0:4800"\naddress = "gate.{name}:480{number}"\n'
+            for number, name in enumerate(("eu", "us"))
+        )
+    )
+    return (AT[0], *AT[2:], "run.state=s3://b/p")
+
+
+def test_a_syncer_of_its_own_is_a_job_of_its_own(placed: tuple[str, ...]) -> None:
+    made = launch("slurm", "--sbatch", "syncer-eu:cpus-per-task=64", sets=placed)
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    eu = written("slurm", "syncer-eu", "sbatch")
+    asked = options(eu)
+    assert (asked["job-name"], asked["nodelist"]) == ("test-syncer-eu", "gate.eu")
+    assert (asked["cpus-per-task"], asked["requeue"]) == ("64", "")
+    assert "gpus-per-node" not in asked
+    assert "run diloco syncer run.toml --name eu --standby --set" in eu
+    assert "--resume-stopped --standby --set" in written("slurm", "coordinator", "sbatch")
+    assert options(written("slurm", "syncer-us", "sbatch"))["nodelist"] == "gate.us"
+
+
+def test_pods_of_syncers_wait_for_the_one_before_and_lose_nothing(placed: tuple[str, ...]) -> None:
+    made = launch("kubernetes", "--pod", "syncer-us:serviceAccountName=s3", sets=placed)
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    text = written("kubernetes", "syncer-us", "yaml")
+    service, job = yaml.safe_load_all(text)
+    for each in (service, job):
+        kubernetes_validate.validate(each, "1.37", strict=True)
+    assert service["metadata"]["name"] == "test-syncer-us"
+    assert service["spec"]["ports"] == [{"name": "data", "port": 4801, "targetPort": 4800}]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "FailJob"]
+    assert 143 not in rules[1]["onExitCodes"]["values"]  # a pod that is drained is made again
+    pod = job["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "s3"
+    (container,) = pod["containers"]
+    assert container["args"][:4] == ["syncer", "/run-file/run.toml", "--name=us", "--standby"]
+    assert not any("insecure" in word for word in container["args"])
+    assert container["readinessProbe"]["tcpSocket"]["port"] == 4800
+    (env,) = container["envFrom"]
+    assert env["secretRef"]["name"] == "test-syncer-us-env"
+    assert "kubectl create secret generic test-syncer-us-env --from-literal=AWS_" in text
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert "ephemeral" in volumes["state"]
+    assert volumes["certs"]["secret"]["secretName"] == "test-syncer-us-certs"
+    made_of = next(line for line in made.output.splitlines() if "test-syncer-us-certs" in line)
+    assert "certs/ca.pem" in made_of and "certs/coordinator.pem" in made_of
+    coordinator = written("kubernetes", "coordinator", "yaml")
+    assert "- --standby" in coordinator and "failureThreshold: 17280" in coordinator
+    assert '"/sources[hf,state]"' in Path("launch/Containerfile").read_text()
+
+
+def test_machines_of_syncers_have_the_port_and_certificate_of_theirs(
+    placed: tuple[str, ...],
+) -> None:
+    made = launch("skypilot", "--resource", "syncer-eu:cpus=64+", sets=placed)
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    task = yaml.safe_load(written("skypilot", "syncer-eu", "yaml"))
+    assert set(task) == TASK and task["num_nodes"] == 1
+    assert task["resources"] == {"cpus": "64+", "ports": [4800]}
+    assert task["file_mounts"] == {
+        "~/diloco/run.toml": "run.toml",
+        "~/diloco/certs/ca.pem": "certs/ca.pem",
+        "~/diloco/certs/coordinator.pem": "certs/coordinator.pem",
+    }
+    assert "venv/bin/diloco syncer run.toml --name eu --standby \\\n" in task["run"]
+    assert "'diloco[hf,state]'" in task["setup"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "said"),
+    [
+        ("slurm", ("syncers.us.listen=127.0.0.1:0",), 'syncers.us.listen = "127.0.0.1:0"'),
+        ("slurm", ("syncers.us.address=",), "syncers.us.address is not set"),
+        ("slurm", ("syncers.us.address=10.0.0.1:1",), "--sbatch syncer-us:nodelist=NODE"),
+        ("kubernetes", ("run.state=file:///tmp/x",), "give a bucket, s3://BUCKET/PREFIX"),
+        ("skypilot", ("run.state=file:///tmp/x",), "give a bucket, s3://BUCKET/PREFIX"),
+        ("slurm", ("run.state=",), "needs run.state"),
+    ],
+)
+def test_a_syncer_that_nobody_would_reach_is_refused(
+    placed: tuple[str, ...], engine: str, more: tuple[str, ...], said: str
+) -> None:
+    assert said in refusal(launch(engine, sets=(*placed, *more)))
+    assert not Path("launch").exists()
 
 
 @pytest.mark.parametrize(
@@ -210,8 +317,12 @@ def test_what_an_engine_says_is_shown_and_a_failure_names_the_command(
     )
     (tmp_path / "sbatch").chmod(0o755)
 
+    lacking = launch("slurm", "--submit")
+    make_certificates("coordinator", "island-eu", "island-us")
     made = launch("slurm", "--submit")
 
+    assert "certs/coordinator.pem, " in refusal(lacking)
+    assert "diloco certs init run.toml --dir certs" in refusal(lacking)
     assert "Submitted batch job for launch/slurm/island-eu.sbatch" in made.output
     said = refusal(made)
     assert "sbatch launch/slurm/island-us.sbatch\nended with 3: no partition" in said
