@@ -80,6 +80,7 @@ def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) ->
         "slurm",
         *("--sbatch", "time=12:00:00", "--sbatch", "eu:partition=h100", "--sbatch", "exclusive"),
         *("--sbatch", "partition=any", "--sbatch", "coordinator:nodelist="),
+        *("--sbatch", "comment=ours # all"),
     )
 
     assert made.exit_code == 0, (made.output, made.exception)
@@ -91,7 +92,7 @@ def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) ->
     assert (us["nodes"], us["cpus-per-task"], "gpus-per-node" in us) == ("1", "8", False)
     assert (eu["partition"], us["partition"]) == ("h100", "any")
     for each in (coordinator, eu, us):
-        assert each["time"] == "12:00:00"
+        assert (each["time"], each["comment"]) == ("12:00:00", "'ours # all'")
         assert (each["requeue"], each["exclusive"]) == ("", "")
         assert each["signal"] == "B:USR1@1200"
     assert "nodelist" not in coordinator
@@ -250,7 +251,8 @@ def test_machines_of_syncers_have_the_port_and_certificate_of_theirs(
         ("slurm", ("syncers.us.address=10.0.0.1:1",), "--sbatch syncer-us:nodelist=NODE"),
         ("kubernetes", ("run.state=file:///tmp/x",), "give a bucket, s3://BUCKET/PREFIX"),
         ("skypilot", ("run.state=file:///tmp/x",), "give a bucket, s3://BUCKET/PREFIX"),
-        ("slurm", ("run.state=",), "needs run.state"),
+        ("slurm", ("run.state=",), '1 problem\n  syncers.eu: "eu, us": needs run.state'),
+        ("slurm", ("syncers.us.address=gate.eu:4800",), "is that of syncer-eu, too"),
     ],
 )
 def test_a_syncer_that_nobody_would_reach_is_refused(
@@ -274,6 +276,13 @@ def test_a_syncer_that_nobody_would_reach_is_refused(
         ("kubernetes", (*AT, "run.name=a_b"), (), "small letters, digits"),
         ("kubernetes", (*AT, "run.state=file:///x"), (), "give a bucket"),
         ("kubernetes", AT, ("--pod", "eu:volumes=[]"), "--pod eu:volumes: is written here"),
+        ("kubernetes", AT, ("--pod", "nodeSelector={"), "nodeSelector={: is no JSON"),
+        ("kubernetes", AT, ("--storage", "1TB"), "such as 100Gi"),
+        ("kubernetes", (*AT, "transport.tokens=t"), (), "brought to no machine"),
+        ("kubernetes", (*AT, "run.name=7b"), (), "a letter first"),
+        ("slurm", (*AT, "run.name=a\n"), (), "run.name"),
+        ("slurm", (*AT, "telemetry.dir=a\nb"), (), "give a text of one line"),
+        ("slurm", AT, ("--out", "run.toml"), "--out DIR"),
         ("skypilot", (*AT[:3], "transport.insecure=true"), (), "diloco certs init run.toml"),
     ],
 )
@@ -327,7 +336,9 @@ def test_what_an_engine_says_is_shown_and_a_failure_names_the_command(
     said = refusal(made)
     assert "sbatch launch/slurm/island-us.sbatch\nended with 3: no partition" in said
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no sky on this machine's PATH" in refusal(launch("skypilot", "--submit"))
+    absent = refusal(launch("skypilot", "--submit"))
+    assert "there is no sky on this machine's PATH" in absent
+    assert absent.endswith("--cluster test-us launch/skypilot/island-us.yaml")
 
 
 def test_commands_are_those_of_the_job_and_its_certificate_alone(run_file: str) -> None:

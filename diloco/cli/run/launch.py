@@ -228,8 +228,8 @@ def _go_on(lines: Sequence[str], *, submit: bool) -> None:
     program = lines[0].split()[0]
     if shutil.which(program) is None:
         raise ConfigError(
-            f"--submit: there is no {program} on this machine's PATH; the files are written: type "
-            f"where it is: {lines[0]}"
+            f"--submit: there is no {program} on this machine's PATH; the files are written. Where "
+            f"it is, type, in this directory:\n  " + "\n  ".join(lines)
         )
     for line in lines:
         typer.echo(f"+ {line}")

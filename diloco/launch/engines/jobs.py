@@ -185,9 +185,15 @@ class Jobs:
             ServerJob(COORDINATOR, "", "coordinator.address", at.address, ports),
             *(_syncer(config, name) for name in config.syncers),
         )
+        at_address: dict[tuple[str, int], ServerJob] = {}
         for each in servers:
             if each.name in config.islands:
                 raise ConfigError(f"islands.{each.name}: another job has that name; rename it")
+            if (other := at_address.setdefault((each.host, each.port), each)) is not each:
+                raise ConfigError(
+                    f'{each.key} = "{each.address}" is that of {other.name}, too: give each job an '
+                    f"address of its own"
+                )
         unknown = sorted({*ranks_per_host} - {"", *config.islands})
         if unknown:
             raise ConfigError(
@@ -265,6 +271,11 @@ class Jobs:
                 f"{self.command_of_certificates}, then in the run file "
                 f'transport.certs = "certs" in place of transport.insecure'
             )
+        if self.config.transport.tokens:
+            raise ConfigError(
+                f'{engine}: transport.tokens = "{self.config.transport.tokens}": tokens are '
+                f"brought to no machine; leave it out, certificates say the same"
+            )
         if self.config.run.state.startswith("file:"):
             raise ConfigError(
                 f'{engine}: run.state = "{self.config.run.state}": its machines have no such '
@@ -321,12 +332,21 @@ def read_settings(option: str, texts: Sequence[str], jobs: Jobs) -> dict[str, di
     return found
 
 
-def read_value(text: str) -> Any:
-    """Read a value of a setting as JSON, and as a text where it is none; hence `Any`."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def read_values(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Read values of settings as JSON, and as texts where they are none; hence `Any`.
+
+    Raises:
+        ConfigError: If one begins as an object or an array, and is none.
+    """
+    found: dict[str, Any] = {}
+    for key, text in settings.items():
+        try:
+            found[key] = json.loads(text)
+        except ValueError as error:
+            if text.startswith(("{", "[")):
+                raise ConfigError(f"{key}={text}: is no JSON ({error}); correct it") from error
+            found[key] = text
+    return found
 
 
 def _syncer(config: Config, name: str) -> ServerJob:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from diloco.errors import ConfigError
-from diloco.launch.engines.jobs import IslandJob, Job, Jobs, read_value
+from diloco.launch.engines.jobs import IslandJob, Job, Jobs, read_values
 from diloco.launch.engines.templates import Written, render
 
 IMAGE, STORAGE = "example.org/diloco:latest", "100Gi"
@@ -73,7 +73,7 @@ def files(
             site=job,
             image=image,
             storage=storage,
-            pod={key: read_value(value) for key, value in settings[job.name].items()},
+            pod=read_values(settings[job.name]),
         )
         yield Written(_objects_of(job), text, job=job.name)
 

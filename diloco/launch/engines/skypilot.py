@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from diloco.errors import ConfigError
-from diloco.launch.engines.jobs import IslandJob, Job, Jobs, read_value
+from diloco.launch.engines.jobs import IslandJob, Job, Jobs, read_values
 from diloco.launch.engines.templates import Written, render
 
 
@@ -39,7 +39,7 @@ def files(
         package: What pip installs on the machines; empty: this package, with the run's extras.
     """
     for job in jobs.each:
-        given = {key: read_value(value) for key, value in settings[job.name].items()}
+        given = read_values(settings[job.name])
         resources: dict[str, object] = {"cpus": f"{job.cpus}+"}
         devices = job.devices if isinstance(job, IslandJob) else 0
         if not devices:

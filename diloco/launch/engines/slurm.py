@@ -110,7 +110,9 @@ def _laid_over(written: Mapping[str, str], given: Mapping[str, str]) -> list[str
     """Give the text of all options, in order."""
     left_out = {key for key, value in given.items() if not value and key in written}
     merged = {key: value for key, value in {**written, **given}.items() if key not in left_out}
-    return [f"--{key}={value}" if value else f"--{key}" for key, value in merged.items()]
+    return [
+        f"--{key}={shlex.quote(value)}" if value else f"--{key}" for key, value in merged.items()
+    ]
 
 
 def _is_ip(host: str) -> bool:
