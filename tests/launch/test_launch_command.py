@@ -327,11 +327,14 @@ def test_what_an_engine_says_is_shown_and_a_failure_names_the_command(
     (tmp_path / "sbatch").chmod(0o755)
 
     lacking = launch("slurm", "--submit")
-    make_certificates("coordinator", "island-eu", "island-us")
+    make_certificates("coordinator", "island-eu")
+    one = refusal(launch("slurm", "--submit"))
+    make_certificates("island-us")
     made = launch("slurm", "--submit")
 
     assert "certs/coordinator.pem, " in refusal(lacking)
     assert "diloco certs init run.toml --dir certs" in refusal(lacking)
+    assert "make them: diloco certs issue island/us --dir certs; nothing is written" in one
     assert "Submitted batch job for launch/slurm/island-eu.sbatch" in made.output
     said = refusal(made)
     assert "sbatch launch/slurm/island-us.sbatch\nended with 3: no partition" in said

@@ -187,7 +187,7 @@ def _note(jobs: Jobs, chosen: Iterable[Job], *, is_submitted: bool) -> None:
     if lacking := sorted(path for path in paths if not Path(path).is_file()):
         said = (
             f"{', '.join(lacking)}: not here; bring them, or make them: "
-            f"{jobs.command_of_certificates}"
+            f"{jobs.certificates_made_by(lacking)}"
         )
         if is_submitted:
             raise ConfigError(f"--submit: {said}; nothing is written")

@@ -252,11 +252,20 @@ class Jobs:
         certs = self.config.transport.certs
         return tuple(f"{certs}/{name}.pem" for name in ("ca", job.certificate) if certs)
 
-    @property
-    def command_of_certificates(self) -> str:
-        """What makes them all; certificates of a CA that is there: diloco certs issue."""
+    def certificates_made_by(self, lacking: Sequence[str] = ()) -> str:
+        """Give the commands that make certificates: all, or of a CA that is here what is lacking.
+
+        Args:
+            lacking: Files of certificates; none: all.
+        """
         certs = self.config.transport.certs or "certs"
-        return f"diloco certs init {shlex.quote(self.run_file)} --dir {shlex.quote(certs)}"
+        into = f"--dir {shlex.quote(certs)}"
+        if not lacking or f"{certs}/ca.pem" in lacking:
+            return f"diloco certs init {shlex.quote(self.run_file)} {into}"
+        names = [path[len(certs) + 1 :].removesuffix(".pem") for path in lacking]
+        return "; ".join(
+            f"diloco certs issue {name.replace('island-', 'island/', 1)} {into}" for name in names
+        )
 
     def check_is_protected(self, engine: str) -> None:
         """Require certificates, a state that all machines reach, and names for hosts.
@@ -268,7 +277,7 @@ class Jobs:
             said = "transport.insecure = true" if self.config.transport.insecure else "no certs"
             raise ConfigError(
                 f"{engine}: {said}, and between its machines nothing protects the traffic: "
-                f"{self.command_of_certificates}, then in the run file "
+                f"{self.certificates_made_by()}, then in the run file "
                 f'transport.certs = "certs" in place of transport.insecure'
             )
         if self.config.transport.tokens:
