@@ -272,7 +272,7 @@ class Config(Section):
         else:
             problems = _unprotected(value, names, info)
         outer = info.data.get("outer")
-        is_elsewhere = bool(info.data.get("syncers"))
+        is_elsewhere = bool(info.data.get("syncers", True))  # or they have problems of their own
         if is_elsewhere:
             problems += own_syncer_problems(value)
         if not problems and not is_elsewhere and beyond_loopback(value, names) == ["listen"]:

@@ -48,9 +48,11 @@ def all_files(answers: Answers, config: Config) -> Iterator[Written]:
         per_host = {site.name: site.ranks_per_host for site in answers.sites}
         jobs = Jobs.of(config, RUN_FILE, _LAUNCH, ranks_per_host=per_host)
         for name, engine in engines.items():
-            lines = [line for job in jobs.names for line in engine.commands(jobs, job)]
+            lines = [line for job in jobs.each for line in engine.commands(jobs, job)]
             commands[name] = list(dict.fromkeys(lines))
-            for each in engine.files(jobs, read_settings("", (), jobs)):
+            settings = read_settings("", (), jobs)
+            engine.check(jobs, settings)
+            for each in engine.files(jobs, settings):
                 yield replace(each, path=f"{_LAUNCH}/{each.path}")
     yield Written(NEXT_STEPS, _render(NEXT_STEPS, answers, commands=commands))
     if "ssh" in answers.launchers:

@@ -237,11 +237,12 @@ class RunState:
 
         Raises:
             ConfigError: If another machine holds it, and this is no standby; or of another run.
-            StoreAway: If the store does not answer.
+            StoreAway: If the store does not answer, and this is no standby.
         """
         own = own_name(self._state)
         announce(f"run.state = {self.store.url}: looking who holds the run")
-        await asyncio.to_thread(self.holder)  # what cannot be used is said at once
+        if not is_standby:  # which waits for the store, too
+            await asyncio.to_thread(self.holder)  # what cannot be used is said at once
         while True:
             try:
                 before = await self._nobody(own, is_standby, announce)

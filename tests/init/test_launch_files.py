@@ -280,7 +280,7 @@ def test_pods_have_devices_shared_memory_certificates_and_what_they_name(run: Pa
         mounts = {m["mountPath"]: volumes[m["name"]] for m in container(run, name)["volumeMounts"]}
         assert len(mounts) == len(volumes)
         assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-        assert mounts["/certs"]["secret"]["secretName"] == f"far-{name}"
+        assert mounts["/certs"]["secret"]["secretName"] == f"far-{name}-certs"
         assert mounts["/certs"]["secret"]["defaultMode"] == 0o440  # nobody else reads the key
         claims = {o["metadata"]["name"] for o in objects(run, name) if "Claim" in o["kind"]}
         used = {

@@ -62,6 +62,14 @@ def options(script: str) -> dict[str, str]:
     return dict(found)
 
 
+def make_certificates(*jobs: str) -> None:
+    """Make files of the names that `diloco certs init` gives them."""
+    for each in ("ca", *jobs):
+        path = Path("certs", f"{each}.pem")
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
 def refusal(result: Result) -> str:
     assert isinstance(result.exception, ConfigError), (result.output, result.exception)
     return str(result.exception)
@@ -72,6 +80,7 @@ def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) ->
         "slurm",
         *("--sbatch", "time=12:00:00", "--sbatch", "eu:partition=h100", "--sbatch", "exclusive"),
         *("--sbatch", "partition=any", "--sbatch", "coordinator:nodelist="),
+        *("--sbatch", "comment=ours # all"),
     )
 
     assert made.exit_code == 0, (made.output, made.exception)
@@ -83,7 +92,7 @@ def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) ->
     assert (us["nodes"], us["cpus-per-task"], "gpus-per-node" in us) == ("1", "8", False)
     assert (eu["partition"], us["partition"]) == ("h100", "any")
     for each in (coordinator, eu, us):
-        assert each["time"] == "12:00:00"
+        assert (each["time"], each["comment"]) == ("12:00:00", "'ours # all'")
         assert (each["requeue"], each["exclusive"]) == ("", "")
         assert each["signal"] == "B:USR1@1200"
     assert "nodelist" not in coordinator
@@ -94,7 +103,10 @@ def test_slurm_gets_what_the_run_file_says_and_options_over_it(run_file: str) ->
 def test_scripts_of_any_run_are_without_a_finding(run_file: str) -> None:
     """A value that a shell would read as more than one word, and a run whose islands never wait."""
     odd = ("run.name=a.B_c", "transport.certs=my certs; it's &")
-    for number, sets in enumerate(((), odd, ("outer.preset=decoupled", "run.state=s3://b/p"))):
+    others = ("outer.preset=decoupled", "run.state=s3://b/p")
+    placed = (*others, 'syncers={eu={listen="0.0.0.0:1",address="x:1"}}')
+    placed += ("coordinator.syncer_listen=127.0.0.1:0",)
+    for number, sets in enumerate(((), odd, others, placed)):
         (run := Path("run.toml")).write_text(run.read_text().replace('"streaming"', '"decoupled"'))
         made = launch("slurm", "--out", str(number), sets=(*AT, *sets))
         assert made.exit_code == 0, (made.output, made.exception)
@@ -153,6 +165,103 @@ def test_skypilot_gets_documented_fields_and_a_task_for_each_job(run_file: str) 
     assert '--rdzv "$(head -n1 <<<"$SKYPILOT_NODE_IPS"):29400"' in eu["run"]
 
 
+@pytest.fixture
+def placed(run_file: str) -> tuple[str, ...]:
+    """Give the run a syncer of its own for each island; returns what --set says of it."""
+    path = Path(run_file)
+    path.write_text(
+        path.read_text()
+        + "".join(
+            f'[syncers.{name}]\nlisten = "0.0.0.0:4800"\naddress = "gate.{name}:480{number}"\n'
+            for number, name in enumerate(("eu", "us"))
+        )
+    )
+    return (AT[0], *AT[2:], "run.state=s3://b/p")
+
+
+def test_a_syncer_of_its_own_is_a_job_of_its_own(placed: tuple[str, ...]) -> None:
+    made = launch("slurm", "--sbatch", "syncer-eu:cpus-per-task=64", sets=placed)
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    eu = written("slurm", "syncer-eu", "sbatch")
+    asked = options(eu)
+    assert (asked["job-name"], asked["nodelist"]) == ("test-syncer-eu", "gate.eu")
+    assert (asked["cpus-per-task"], asked["requeue"]) == ("64", "")
+    assert "gpus-per-node" not in asked
+    assert "run diloco syncer run.toml --name eu --standby --set" in eu
+    assert "--resume-stopped --standby --set" in written("slurm", "coordinator", "sbatch")
+    assert options(written("slurm", "syncer-us", "sbatch"))["nodelist"] == "gate.us"
+
+
+def test_pods_of_syncers_wait_for_the_one_before_and_lose_nothing(placed: tuple[str, ...]) -> None:
+    made = launch("kubernetes", "--pod", "syncer-us:serviceAccountName=s3", sets=placed)
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    text = written("kubernetes", "syncer-us", "yaml")
+    service, job = yaml.safe_load_all(text)
+    for each in (service, job):
+        kubernetes_validate.validate(each, "1.37", strict=True)
+    assert service["metadata"]["name"] == "test-syncer-us"
+    assert service["spec"]["ports"] == [{"name": "data", "port": 4801, "targetPort": 4800}]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "FailJob"]
+    assert 143 not in rules[1]["onExitCodes"]["values"]  # a pod that is drained is made again
+    pod = job["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "s3"
+    (container,) = pod["containers"]
+    assert container["args"][:4] == ["syncer", "/run-file/run.toml", "--name=us", "--standby"]
+    assert not any("insecure" in word for word in container["args"])
+    assert container["readinessProbe"]["tcpSocket"]["port"] == 4800
+    (env,) = container["envFrom"]
+    assert env["secretRef"]["name"] == "test-syncer-us-env"
+    assert "kubectl create secret generic test-syncer-us-env --from-literal=AWS_" in text
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert "ephemeral" in volumes["state"]
+    assert volumes["certs"]["secret"]["secretName"] == "test-syncer-us-certs"
+    made_of = next(line for line in made.output.splitlines() if "test-syncer-us-certs" in line)
+    assert "certs/ca.pem" in made_of and "certs/coordinator.pem" in made_of
+    coordinator = written("kubernetes", "coordinator", "yaml")
+    assert "- --standby" in coordinator and "failureThreshold: 17280" in coordinator
+    assert '"/sources[hf,state]"' in Path("launch/Containerfile").read_text()
+
+
+def test_machines_of_syncers_have_the_port_and_certificate_of_theirs(
+    placed: tuple[str, ...],
+) -> None:
+    made = launch("skypilot", "--resource", "syncer-eu:cpus=64+", sets=placed)
+
+    assert made.exit_code == 0, (made.output, made.exception)
+    task = yaml.safe_load(written("skypilot", "syncer-eu", "yaml"))
+    assert set(task) == TASK and task["num_nodes"] == 1
+    assert task["resources"] == {"cpus": "64+", "ports": [4800]}
+    assert task["file_mounts"] == {
+        "~/diloco/run.toml": "run.toml",
+        "~/diloco/certs/ca.pem": "certs/ca.pem",
+        "~/diloco/certs/coordinator.pem": "certs/coordinator.pem",
+    }
+    assert "venv/bin/diloco syncer run.toml --name eu --standby \\\n" in task["run"]
+    assert "'diloco[hf,state]'" in task["setup"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "said"),
+    [
+        ("slurm", ("syncers.us.listen=127.0.0.1:0",), 'syncers.us.listen = "127.0.0.1:0"'),
+        ("slurm", ("syncers.us.address=",), "syncers.us.address is not set"),
+        ("slurm", ("syncers.us.address=10.0.0.1:1",), "--sbatch syncer-us:nodelist=NODE"),
+        ("kubernetes", ("run.state=file:///tmp/x",), "give a bucket, s3://BUCKET/PREFIX"),
+        ("skypilot", ("run.state=file:///tmp/x",), "give a bucket, s3://BUCKET/PREFIX"),
+        ("slurm", ("run.state=",), '1 problem\n  syncers.eu: "eu, us": needs run.state'),
+        ("slurm", ("syncers.us.address=gate.eu:4800",), "is that of syncer-eu, too"),
+    ],
+)
+def test_a_syncer_that_nobody_would_reach_is_refused(
+    placed: tuple[str, ...], engine: str, more: tuple[str, ...], said: str
+) -> None:
+    assert said in refusal(launch(engine, sets=(*placed, *more)))
+    assert not Path("launch").exists()
+
+
 @pytest.mark.parametrize(
     ("engine", "sets", "words", "said"),
     [
@@ -167,6 +276,13 @@ def test_skypilot_gets_documented_fields_and_a_task_for_each_job(run_file: str) 
         ("kubernetes", (*AT, "run.name=a_b"), (), "small letters, digits"),
         ("kubernetes", (*AT, "run.state=file:///x"), (), "give a bucket"),
         ("kubernetes", AT, ("--pod", "eu:volumes=[]"), "--pod eu:volumes: is written here"),
+        ("kubernetes", AT, ("--pod", "nodeSelector={"), "nodeSelector={: is no JSON"),
+        ("kubernetes", AT, ("--storage", "1TB"), "such as 100Gi"),
+        ("kubernetes", (*AT, "transport.tokens=t"), (), "brought to no machine"),
+        ("kubernetes", (*AT, "run.name=7b"), (), "a letter first"),
+        ("slurm", (*AT, "run.name=a\n"), (), "run.name"),
+        ("slurm", (*AT, "telemetry.dir=a\nb"), (), "give a text of one line"),
+        ("slurm", AT, ("--out", "run.toml"), "--out DIR"),
         ("skypilot", (*AT[:3], "transport.insecure=true"), (), "diloco certs init run.toml"),
     ],
 )
@@ -210,13 +326,22 @@ def test_what_an_engine_says_is_shown_and_a_failure_names_the_command(
     )
     (tmp_path / "sbatch").chmod(0o755)
 
+    lacking = launch("slurm", "--submit")
+    make_certificates("coordinator", "island-eu")
+    one = refusal(launch("slurm", "--submit"))
+    make_certificates("island-us")
     made = launch("slurm", "--submit")
 
+    assert "certs/coordinator.pem, " in refusal(lacking)
+    assert "diloco certs init run.toml --dir certs" in refusal(lacking)
+    assert "make them: diloco certs issue island/us --dir certs; nothing is written" in one
     assert "Submitted batch job for launch/slurm/island-eu.sbatch" in made.output
     said = refusal(made)
     assert "sbatch launch/slurm/island-us.sbatch\nended with 3: no partition" in said
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no sky on this machine's PATH" in refusal(launch("skypilot", "--submit"))
+    absent = refusal(launch("skypilot", "--submit"))
+    assert "there is no sky on this machine's PATH" in absent
+    assert absent.endswith("--cluster test-us launch/skypilot/island-us.yaml")
 
 
 def test_commands_are_those_of_the_job_and_its_certificate_alone(run_file: str) -> None:

@@ -1,4 +1,7 @@
-"""A run by Slurm: `diloco launch slurm --submit`, an island preempted, the end of a job's time."""
+"""A run by Slurm: `diloco launch slurm --submit`, an island preempted, the end of a job's time.
+
+Its syncer is on a machine of its own, so that each of the three scripts takes part.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-JOBS = ("test-coordinator", "test-east", "test-west")
+JOBS = ("test-coordinator", "test-syncer-eu", "test-east", "test-west")
 INNER_STEPS = 400
 
 
@@ -78,10 +81,12 @@ def test_a_run_outlives_a_preempted_island_and_the_end_of_a_jobs_time(tmp_path: 
     port = two_free_ports()
     sets = (
         f"coordinator.listen=127.0.0.1:{port}",
-        f"coordinator.syncer_listen=127.0.0.1:{port + 1}",
+        f'syncers={{eu={{listen="127.0.0.1:{port + 1}"}}}}',
+        f"run.state=file://{tmp_path / 'objects'}",
         f"coordinator.address=127.0.0.1:{port}",
         "coordinator.state_dir=state",
         "checkpoint.every_inner_steps=20",
+        "transport.unreachable=600s",  # a syncer that goes back into the queue is away for long
     )
     words = [word for each in sets for word in ("--set", each)]
     telemetry = tmp_path / load_config(tmp_path / "run.toml", sets).telemetry_dir
@@ -127,14 +132,16 @@ def test_a_run_outlives_a_preempted_island_and_the_end_of_a_jobs_time(tmp_path: 
         site.type(cluster, "sbatch", "launch/slurm/island-west.sbatch")
         wait_until(lambda: starts(telemetry).get("west") == 2, 120, what=site.logs)
 
-        # West is preempted: it returns to the run, from its last checkpoint.
-        cluster.run("scontrol", "requeue", cluster.job("test-west")["JobId"])
-        await_restarts({"test-west": 1})
+        # West and the syncer are preempted: west returns to the run, from its last checkpoint, and
+        # rounds wait for the syncer's next start.
+        for job in ("test-west", "test-syncer-eu"):
+            cluster.run("scontrol", "requeue", cluster.job(job)["JobId"])
+        await_restarts({"test-west": 1, "test-syncer-eu": 1})
         wait_until(lambda: starts(telemetry).get("west") == 3, 120, what=site.logs)
 
         # East comes near the end of its time: all write a checkpoint, leave, and go on from it.
         cluster.run("scancel", "--batch", "--signal=USR1", cluster.job("test-east")["JobId"])
-        await_restarts({"test-coordinator": 1, "test-east": 1, "test-west": 2})
+        await_restarts({"test-coordinator": 1, "test-syncer-eu": 2, "test-east": 1, "test-west": 2})
         await_states("COMPLETED")
         codes = {job: cluster.job(job)["ExitCode"] for job in JOBS}
     report = site.type(cluster, "diloco", "report", "run.toml", *words)

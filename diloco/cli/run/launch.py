@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from diloco.cli.terminal.options import Overrides, RunFile, flag, option
+from diloco.cli.terminal.options import Overrides, RunFile, flag, option, with_options
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # commands import what they need when they run
-    from diloco.launch.engines.jobs import Jobs
+    from diloco.launch.engines.jobs import Job, Jobs
     from diloco.launch.engines.templates import Written
 
 launch = typer.Typer(
@@ -22,31 +24,71 @@ launch = typer.Typer(
     help="Write what Slurm, Kubernetes or SkyPilot runs for a run file, and submit it.",
 )
 
-_Out = Annotated[
-    Path | None,
-    option("Where the files go; left out: the folder launch next to the run file.", "DIR"),
-]
-_Force = Annotated[bool, flag("Overwrite files that are there and differ.", "--force")]
-_Submit = Annotated[bool, flag("Submit them, and show what the engine says.", "--submit")]
-_Only = Annotated[
-    list[str] | None,
-    option(
-        "Only this job: coordinator, or an island; repeatable. Where not all sites are here.",
-        "JOB",
-        "--only",
-    ),
-]
-_PerHost = Annotated[
-    list[str] | None,
-    option(
-        "Ranks of a host; repeatable. Left out: 8 with device cuda, all ranks on CPUs.",
-        "[ISLAND=]N",
-        "--ranks-per-host",
-    ),
-]
+#: An option of settings by job, what was typed of it, and what else the engine's files are made of.
+Own: TypeAlias = tuple[str, list[str] | None, dict[str, str]]
 
 
-@launch.command()
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Options of every engine."""
+
+    ranks_per_host: Annotated[
+        list[str] | None,
+        option(
+            "Ranks of a host; repeatable. Left out: 8 with device cuda, all ranks on CPUs.",
+            "[ISLAND=]N",
+            "--ranks-per-host",
+        ),
+    ] = None
+    only: Annotated[
+        list[str] | None,
+        option(
+            "Only this job: coordinator, syncer-NAME, or an island; repeatable. Where not all "
+            "sites are here.",
+            "JOB",
+            "--only",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        option("Where the files go; left out: the folder launch next to the run file.", "DIR"),
+    ] = None
+    force: Annotated[bool, flag("Overwrite files that are there and differ.", "--force")] = False
+    submit: Annotated[bool, flag("Submit them, and show what the engine says.", "--submit")] = False
+    overrides: Overrides = None
+
+
+def _engine(declared: Callable[..., Own]) -> None:
+    """Make a command of an engine's function, which says its own options and its help."""
+
+    def command(run_file: Path, **given: Any) -> None:  # options of several types, hence `Any`
+        from diloco.config.load import load_config
+        from diloco.launch.engines.jobs import Jobs, read_ranks_per_host, read_settings
+
+        shared = _Shared(**{each.name: given.pop(each.name) for each in fields(_Shared)})
+        option_name, texts, more = declared(run_file, **given)
+        engine = importlib.import_module(f"diloco.launch.engines.{declared.__name__}")
+        overrides = shared.overrides or ()
+        jobs = Jobs.of(
+            load_config(run_file, overrides),
+            str(run_file),
+            str(shared.out or run_file.parent / "launch"),
+            ranks_per_host=read_ranks_per_host(shared.ranks_per_host or ()),
+            overrides=overrides,
+        )
+        settings = read_settings(option_name, texts or (), jobs)
+        engine.check(jobs, settings)
+        chosen = jobs.chosen(shared.only or ())
+        files = engine.files(jobs, settings, **more)
+        lines = [line for job in chosen for line in engine.commands(jobs, job)]
+        _note(jobs, chosen, is_submitted=shared.submit)
+        _write(jobs, files, chosen, force=shared.force)
+        _go_on(list(dict.fromkeys(lines)), submit=shared.submit)
+
+    launch.command(declared.__name__)(with_options(command, declared, _Shared))
+
+
+@_engine
 def slurm(
     run_file: RunFile,
     sbatch: Annotated[
@@ -57,14 +99,8 @@ def slurm(
             "[JOB:]KEY=VALUE",
         ),
     ] = None,
-    ranks_per_host: _PerHost = None,
-    only: _Only = None,
-    out: _Out = None,
-    force: _Force = False,
-    submit: _Submit = False,
-    overrides: Overrides = None,
-) -> None:
-    """Write an sbatch script for the coordinator, and one for each island.
+) -> Own:
+    """Write an sbatch script for the coordinator, and one for each island and syncers.NAME.
 
     Jobs start in the directory where this is typed, on storage that all their nodes see. They take
     GPUs if islands.NAME.device is cuda. Before the end of a job's time the islands write a
@@ -72,18 +108,10 @@ def slurm(
 
     Example: diloco launch slurm RUN.toml --sbatch partition=h100 --sbatch account=me
     """
-    from diloco.launch.engines import slurm as engine
-    from diloco.launch.engines.jobs import read_settings
-
-    jobs = _jobs(run_file, out, ranks_per_host, overrides)
-    settings = read_settings("--sbatch", sbatch or (), jobs)
-    engine.check(jobs, settings)
-    chosen = _chosen(jobs, only)
-    _write(jobs, engine.files(jobs, settings), engine.script_of, chosen, force=force)
-    _go_on([line for job in chosen for line in engine.commands(jobs, job)], submit=submit)
+    return "--sbatch", sbatch, {}
 
 
-@launch.command()
+@_engine
 def kubernetes(
     run_file: RunFile,
     image: Annotated[
@@ -98,34 +126,20 @@ def kubernetes(
             "[JOB:]KEY=VALUE",
         ),
     ] = None,
-    ranks_per_host: _PerHost = None,
-    only: _Only = None,
-    out: _Out = None,
-    force: _Force = False,
-    submit: _Submit = False,
-    overrides: Overrides = None,
-) -> None:
-    """Write a Job with its Service and volume for the coordinator, and for each island.
+) -> Own:
+    """Write a Job, a Service and a volume for the coordinator, each island and syncers.NAME.
 
     The run file becomes a ConfigMap, and the certificates of each job a Secret of its own; a run
-    without certificates is refused. A secret RUN-JOB-env, such as far-island-east-env, is the
-    environment of a job if there is one: credentials of buckets, for example.
+    without certificates is refused. A secret such as far-coordinator-env, far-syncer-eu-env or
+    far-island-east-env is the environment of that job of the run far, if there is one: credentials
+    of buckets, for example.
 
     Example: diloco launch kubernetes RUN.toml --image registry.example/diloco:1
     """
-    from diloco.launch.engines import kubernetes as engine
-    from diloco.launch.engines.jobs import read_settings
-
-    jobs = _jobs(run_file, out, ranks_per_host, overrides)
-    settings = read_settings("--pod", pod or (), jobs)
-    chosen = _chosen(jobs, only)
-    files = engine.files(jobs, settings, image=image, storage=storage)
-    _write(jobs, files, engine.objects_of, chosen, force=force)
-    lines = [line for job in chosen for line in engine.commands(jobs, job)]
-    _go_on(list(dict.fromkeys(lines)), submit=submit)
+    return "--pod", pod, {"image": image, "storage": storage}
 
 
-@launch.command()
+@_engine
 def skypilot(
     run_file: RunFile,
     resource: Annotated[
@@ -137,97 +151,71 @@ def skypilot(
         ),
     ] = None,
     package: Annotated[
-        str, option("What pip installs there: a name, a git+https or wheel URL.", "PACKAGE")
-    ] = "diloco",
-    ranks_per_host: _PerHost = None,
-    only: _Only = None,
-    out: _Out = None,
-    force: _Force = False,
-    submit: _Submit = False,
-    overrides: Overrides = None,
-) -> None:
-    """Write a SkyPilot task for the coordinator's machine, and one for each island's cluster.
+        str,
+        option(
+            "What pip installs there: a name, a git+https or wheel URL; left out: diloco with the "
+            "extras that the run needs.",
+            "PACKAGE",
+        ),
+    ] = "",
+) -> Own:
+    """Write a SkyPilot task for the coordinator's machine, each syncers.NAME and island.
 
     The run file and the certificates of each job are brought to its machines; a run without
-    certificates is refused. coordinator.address must lead to the coordinator's machine, which
-    `sky status --ip` shows.
+    certificates is refused. The addresses of coordinator and syncers in the run file must lead to
+    their machines, which `sky status --ip` shows.
 
     Example: diloco launch skypilot RUN.toml --resource accelerators=H100
     """
-    from diloco.launch.engines import skypilot as engine
-    from diloco.launch.engines.jobs import read_settings
-
-    jobs = _jobs(run_file, out, ranks_per_host, overrides)
-    settings = read_settings("--resource", resource or (), jobs)
-    chosen = _chosen(jobs, only)
-    files = engine.files(jobs, settings, package=package)
-    _write(jobs, files, engine.task_of, chosen, force=force)
-    _go_on([line for job in chosen for line in engine.commands(jobs, job)], submit=submit)
+    return "--resource", resource, {"package": package}
 
 
-def _jobs(
-    run_file: Path, out: Path | None, per_host: list[str] | None, overrides: list[str] | None
-) -> Jobs:
-    from diloco.config.load import load_config
-    from diloco.launch.engines.jobs import Jobs
+def _note(jobs: Jobs, chosen: Iterable[Job], *, is_submitted: bool) -> None:
+    """Say what is to be corrected before the jobs are submitted.
 
-    numbers = {}
-    for text in per_host or ():
-        name, _, number = text.rpartition("=")
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"--ranks-per-host {text}: write a number from 1, or ISLAND=NUMBER")
-        numbers[name] = int(number)
-    directory = out or run_file.parent / "launch"
-    config = load_config(run_file, overrides or ())
-    jobs = Jobs.of(
-        config, str(run_file), str(directory), ranks_per_host=numbers, overrides=overrides or ()
-    )
-    for name in config.syncers:
-        typer.echo(
-            f"note: no job is written for syncer {name}: on its machine type diloco syncer "
-            f"{run_file} --name {name}",
-            err=True,
-        )
-    for name, island in config.islands.items():
+    Raises:
+        ConfigError: If they are about to be, and could not start.
+    """
+    for name, island in jobs.config.islands.items():
         if island.device == "auto":
             typer.echo(
                 f"note: islands.{name}.device is auto, so no GPUs are asked for: set it to cuda "
                 f"for them, else to cpu",
                 err=True,
             )
-    return jobs
+    paths = {path for job in chosen for path in jobs.certificates(job)}
+    if lacking := sorted(path for path in paths if not Path(path).is_file()):
+        said = (
+            f"{', '.join(lacking)}: not here; bring them, or make them: "
+            f"{jobs.certificates_made_by(lacking)}"
+        )
+        if is_submitted:
+            raise ConfigError(f"--submit: {said}; nothing is written")
+        typer.echo(f"note: before the jobs are submitted: {said}", err=True)
 
 
-def _chosen(jobs: Jobs, only: list[str] | None) -> Sequence[str]:
-    for job in only or ():
-        if job not in jobs.names:
-            raise ConfigError(f"--only {job}: no such job; jobs: {', '.join(jobs.names)}")
-    return only or jobs.names
-
-
-def _write(
-    jobs: Jobs,
-    files: Iterable[Written],
-    path_of: Callable[[str], str],
-    chosen: Sequence[str],
-    *,
-    force: bool,
-) -> None:
+def _write(jobs: Jobs, files: Iterable[Written], chosen: Iterable[Job], *, force: bool) -> None:
     """Write the files of the chosen jobs; none if one of them is there and differs."""
     from diloco.init.files import write
 
-    others = {path_of(job) for job in jobs.names if job not in chosen}
-    made = [each for each in files if each.path not in others]
+    wanted = {"", *(job.name for job in chosen)}
+    made = [each for each in files if each.job in wanted]
     directory = Path(jobs.directory)
-    for each in made:
-        path = directory / each.path
-        if path.exists() and path.read_text(encoding="utf-8") != each.text and not force:
-            raise ConfigError(
-                f"{path} is there, and differs from what would be written; nothing was written. "
-                f"--force overwrites it, --out DIR writes elsewhere"
-            )
-    for each in made:
-        typer.echo(f"written: {write(directory, each)}")
+    try:
+        for each in made:
+            path = directory / each.path
+            if path.exists() and path.read_bytes() != each.text.encode() and not force:
+                raise ConfigError(
+                    f"{path} is there, and differs from what would be written; nothing was "
+                    f"written. --force overwrites it, --out DIR writes elsewhere"
+                )
+        for each in made:
+            typer.echo(f"written: {write(directory, each)}")
+    except OSError as error:
+        raise ConfigError(
+            f"the files of the jobs cannot be written to {directory}: {error}. Give a directory in "
+            f"which this user may write: --out DIR"
+        ) from error
 
 
 def _go_on(lines: Sequence[str], *, submit: bool) -> None:
@@ -240,8 +228,8 @@ def _go_on(lines: Sequence[str], *, submit: bool) -> None:
     program = lines[0].split()[0]
     if shutil.which(program) is None:
         raise ConfigError(
-            f"--submit: there is no {program} on this machine's PATH; the files are written: type "
-            f"where it is: {lines[0]}"
+            f"--submit: there is no {program} on this machine's PATH; the files are written. Where "
+            f"it is, type, in this directory:\n  " + "\n  ".join(lines)
         )
     for line in lines:
         typer.echo(f"+ {line}")

@@ -1,4 +1,4 @@
-"""Slurm: an sbatch script for the coordinator, and one for each island. Pure."""
+"""Slurm: an sbatch script for the coordinator, each syncer of its own, and each island. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from diloco.errors import ConfigError
-from diloco.launch.engines.jobs import COORDINATOR, IslandJob, Jobs
+from diloco.launch.engines.jobs import IslandJob, Job, Jobs, ServerJob
 from diloco.launch.engines.templates import Written, render
 from diloco.transport.addresses import is_loopback
 
 #: Seconds before the end of a job's time: every island's way to its next checkpoint, or an end.
 _CHECKPOINT_S, _END_S = 1200, 120
+
+
+def check(jobs: Jobs, settings: Mapping[str, Mapping[str, str]]) -> None:
+    """Require that Slurm can be told where coordinator and syncers are to run.
+
+    Raises:
+        ConfigError: If one is known by its IP address only.
+    """
+    for server in jobs.servers:
+        is_known = not _is_ip(server.host) or is_loopback(server.host)
+        if not is_known and "nodelist" not in settings[server.name]:
+            raise ConfigError(
+                f'{server.key} = "{server.address}": Slurm knows nodes by their names; give that '
+                f"of the node as the address, or say which one has it: diloco launch slurm "
+                f"{shlex.quote(jobs.run_file)} --sbatch {server.name}:nodelist=NODE"
+            )
 
 
 def files(jobs: Jobs, settings: Mapping[str, Mapping[str, str]]) -> Iterator[Written]:
@@ -24,79 +40,60 @@ def files(jobs: Jobs, settings: Mapping[str, Mapping[str, str]]) -> Iterator[Wri
         settings: Options of sbatch by job, over those that are written; an empty value: the option
             alone, but for those that are written, which are then left out.
     """
-    yield Written(
-        script_of(COORDINATOR),
-        render(
-            "coordinator.sbatch",
+    for job in jobs.each:
+        if isinstance(job, IslandJob):
+            template, options = "island", _island_options(jobs, job)
+        else:
+            template, options = (
+                "syncer" if job.syncer else "coordinator",
+                _server_options(jobs, job),
+            )
+        text = render(
+            f"{template}.sbatch",
             run=jobs,
-            script=f"{jobs.directory}/{script_of(COORDINATOR)}",
-            options=_laid_over(_coordinator_options(jobs), settings[COORDINATOR]),
-        ),
-    )
-    for island in jobs.islands:
-        yield Written(
-            script_of(island.name),
-            render(
-                "island.sbatch",
-                run=jobs,
-                site=island,
-                script=f"{jobs.directory}/{script_of(island.name)}",
-                options=_laid_over(_island_options(jobs, island), settings[island.name]),
-            ),
+            site=job,
+            command=commands(jobs, job)[0],
+            options=_laid_over(options, settings[job.name]),
         )
+        yield Written(_script_of(job), text, job=job.name)
 
 
-def commands(jobs: Jobs, job: str) -> list[str]:
+def commands(jobs: Jobs, job: Job) -> list[str]:
     """Give what submits a job."""
-    return [f"sbatch {shlex.quote(f'{jobs.directory}/{script_of(job)}')}"]
+    return [f"sbatch {shlex.quote(f'{jobs.directory}/{_script_of(job)}')}"]
 
 
-def script_of(job: str) -> str:
+def _script_of(job: Job) -> str:
     """Give the path of a job's script below the directory of all of them."""
-    return f"slurm/{job if job == COORDINATOR else f'island-{job}'}.sbatch"
+    return f"slurm/{job.stem}.sbatch"
 
 
-def check(jobs: Jobs, settings: Mapping[str, Mapping[str, str]]) -> None:
-    """Require that Slurm can be told where the coordinator is to run.
-
-    Raises:
-        ConfigError: If it is known by its IP address only.
-    """
-    if _is_ip(jobs.host) and not is_loopback(jobs.host) and "nodelist" not in settings[COORDINATOR]:
-        raise ConfigError(
-            f'coordinator.address = "{jobs.coordinator}": Slurm knows nodes by their names; say '
-            f"which one has that address: --sbatch {COORDINATOR}:nodelist=NODE"
-        )
-
-
-def _coordinator_options(jobs: Jobs) -> dict[str, str]:
+def _server_options(jobs: Jobs, server: ServerJob) -> dict[str, str]:
     # One that is on this machine alone is where islands are: a cluster of one node.
-    at = {} if _is_ip(jobs.host) or is_loopback(jobs.host) else {"nodelist": jobs.host}
+    is_anywhere = _is_ip(server.host) or is_loopback(server.host)
+    at = {} if is_anywhere else {"nodelist": server.host}
     return {
-        "job-name": f"{jobs.name}-coordinator",
+        "job-name": f"{jobs.name}-{server.name}",
         **at,
         "nodes": "1",
         "ntasks": "1",
-        "cpus-per-task": str(2 * len(jobs.ports)),
+        "cpus-per-task": str(server.cpus),
         **_time_options(_CHECKPOINT_S),
     }
 
 
 def _island_options(jobs: Jobs, island: IslandJob) -> dict[str, str]:
     devices = {"gpus-per-node": str(island.devices)} if island.devices else {}
+    # Where islands wait for each other, the end of one job's time concerns all.
+    is_scheduled = jobs.config.outer.merge == "scheduled"
     return {
         "job-name": f"{jobs.name}-{island.name}",
         "nodes": str(island.num_hosts),
         "ntasks-per-node": "1",
         **devices,
         "cpus-per-task": str(island.cpus),
-        **_time_options(_CHECKPOINT_S if is_scheduled(jobs) else _END_S),
+        **_time_options(_CHECKPOINT_S if is_scheduled else _END_S),
     }
-
-
-def is_scheduled(jobs: Jobs) -> bool:
-    """Whether islands wait for each other, so that the end of one job's time concerns all."""
-    return jobs.config.outer.merge == "scheduled"
 
 
 def _time_options(signal_s: int) -> dict[str, str]:
@@ -113,7 +110,9 @@ def _laid_over(written: Mapping[str, str], given: Mapping[str, str]) -> list[str
     """Give the text of all options, in order."""
     left_out = {key for key, value in given.items() if not value and key in written}
     merged = {key: value for key, value in {**written, **given}.items() if key not in left_out}
-    return [f"--{key}={value}" if value else f"--{key}" for key, value in merged.items()]
+    return [
+        f"--{key}={shlex.quote(value)}" if value else f"--{key}" for key, value in merged.items()
+    ]
 
 
 def _is_ip(host: str) -> bool:

@@ -16,11 +16,12 @@ from diloco.errors import FINAL_EXIT_CODES
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file of a run: where it goes below a directory, and what is in it."""
+    """A file of a run: where it goes below a directory, what is in it, of which job, if one."""
 
     path: str
     text: str
     is_script: bool = False
+    job: str = ""
 
 
 def render(template: str, **values: Any) -> str:
