@@ -90,14 +90,14 @@ def show_losses(console: Console, config: Config, planned: Planned, network_bps:
     stores = [each.store_bytes for each in syncers]
     # Of a machine that is alone with its syncer; all of them are on the coordinator's else.
     fetched = max(stores) if config.syncers else sum(stores)
-    written = max(each.written_bytes_per_s for each in syncers)
+    stored = max(each.stored_bytes_per_s for each in syncers)
     console.print(
         f"\nIf a machine with a syncer is lost, another one serves in its place {LEASE_S:g} s "
         f"after the last sign of life and when it has fetched the store, "
         f"{format_bytes(fetched)}: at least {format_duration(8 * fetched / rate_bps)} at "
         f"{format_bandwidth(rate_bps)}"
         f"{'' if network_bps else ' (--syncer-network says another)'}. To run.state each writes "
-        f"{format_bytes(round(written))}/s on average, more in rounds of snapshots. Nothing "
+        f"{format_bytes(round(stored))}/s on average, more in rounds of snapshots. Nothing "
         f"that was published is lost."
     )
 
