@@ -68,6 +68,13 @@ class IslandConfig(Section):
     threads: Local[int] = Field(
         default=1, ge=1, description="Threads of each rank, fixed for the run"
     )
+    carrier_hosts: Local[int] = Field(
+        default=0,
+        ge=0,
+        description="Hosts whose ranks hold what the outer loop keeps of the model (diloco plan) "
+        "and send and fetch payloads: the first so many; 0: all of them, evenly; 1: the first "
+        "alone, where no other reaches the syncers",
+    )
     max_restarts: Local[int] = Field(
         default=3,
         ge=0,
