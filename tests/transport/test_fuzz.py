@@ -59,6 +59,7 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.security.access import RULES, guarded
 from diloco.syncer import polls as polls_module
+from diloco.transport.bucket.server import ObjectCalls
 from diloco.transport.calls.loopback import VirtualClockLoop
 from diloco.transport.calls.requesting import Request
 from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, Reply
@@ -77,6 +78,7 @@ from diloco.transport.shaping.packing import Packers
 from diloco.transport.shaping.turns import LineTurns
 from diloco.transport.transfer import Partial, Transfer
 from tests.raw_island import NUMEL, RawIsland, founded
+from tests.signed_store import SignedStore
 from tests.virtual_run import RUN, Setting, VirtualRun, grant
 
 SECRET = bytes(32)
@@ -557,8 +559,9 @@ class Service:
             **self.run.syncer.handlers,
             **ValueExchange(BaselineMember("a", 0), "", MEMBERS, BOUNDS).handlers,
         }
-        self.handlers = guarded(together)
-        self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})
+        self.handlers = with_payloads(guarded(together))
+        openly = {**self.open.handlers, **self.open_run.syncer.handlers}
+        self.open_handlers = with_payloads(guarded(openly))
 
     def _coordinator(
         self, journal: Journal, terms: Terms, config: Config, claims: Claims | None
@@ -664,6 +667,11 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
         yield service
     finally:
         service.close()
+
+
+def with_payloads(handlers: Handlers) -> Handlers:
+    """Add what stands around all handlers."""
+    return {**handlers, **guarded(ObjectCalls(SignedStore()).around(handlers))}
 
 
 def test_every_method_is_served_here(service: Service) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -185,12 +184,9 @@ def inside(run_file: str, emulated: Emulated, place: Path) -> Any:
     """Run it, with a bucket at the core; called in its namespace."""
     host = emulated.description["coordinator"]
     with s3_server(place / "s3.log", host) as server, (place / "run.log").open("wb") as log:
-        ended = subprocess.run(
-            [sys.executable, "-m", "diloco", "local", run_file],
-            env={**os.environ, **server.environment},
-            stdout=log,
-            stderr=log,
-        )
+        told = (f"{key}={value}" for key, value in server.environment.items())
+        command = ["env", *told, sys.executable, "-m", "diloco", "local", run_file]
+        ended = subprocess.run(command, stdout=log, stderr=log)
     if ended.returncode:
         raise IslandFailed((place / "run.log").read_text(errors="replace")[-2000:])
     summary = json.loads((place / "state" / "summary.json").read_text())
