@@ -326,9 +326,8 @@ class IslandService:
         await self._change(*(_of_current(grant, decide) for decide in told))
         if not self._membership.is_current(grant.island, grant.incarnation, grant.timeline):
             return Reply.of(self._fenced(grant))
-        reply = ReportReply()
+        reply = self._answer(grant.island, revision)
         await self._state_transfers.reported(grant.island, request.transfer, reply)
-        reply.MergeFrom(self._answer(grant.island, revision))
         return Reply.of(reply)
 
     def _fenced(self, grant: Grant) -> ReportReply:
