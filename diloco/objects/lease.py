@@ -23,7 +23,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -448,8 +448,8 @@ async def until_nobody(
     return found
 
 
-@contextlib.contextmanager
-def repeating(*signs: Callable[[], None]) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def repeating(*signs: Callable[[], None]) -> AsyncIterator[None]:
     """Do each of some things every `BEAT_S` seconds in a thread, whatever the event loop does."""
     is_over = threading.Event()
 
@@ -468,7 +468,7 @@ def repeating(*signs: Callable[[], None]) -> Iterator[None]:
     finally:
         is_over.set()
         for thread in threads:
-            thread.join()
+            await asyncio.to_thread(thread.join)
 
 
 async def _until_there_is_room(work: Callable[[], int]) -> int:
