@@ -28,7 +28,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Replica:
             sections: Where in a file there is what may be in the store already (`offer`).
         """
         self._sections = sections
-        self._offered: dict[str, tuple[list[Part], float]] = {}  # by digest, oldest first
+        self._offered: dict[str, tuple[Sequence[Part], float]] = {}  # by digest, oldest first
         self._store = store
         self.name = name
         self.root = root
@@ -321,12 +321,9 @@ class Replica:
     def _pieces(self, file: StoredFile) -> Iterator[bytes]:
         if file.content is not None:
             return iter([file.content])
-        return (
-            piece
+        return self._store.read(
+            (f"{self.name}/data/{part.object_name}", part.start, part.num_bytes)
             for part in file.parts
-            for piece in self._store.pieces(
-                f"{self.name}/data/{part.object_name}", part.num_bytes, part.start
-            )
         )
 
     # -- what becomes durable: called by diloco.durable -------------------------------------------
@@ -358,7 +355,7 @@ class Replica:
             try:
                 self._append({}, {name: file})
             finally:
-                self._uploading.subtract(file.objects)
+                self._release(file)
 
     def linked(self, source: Path, target: Path) -> None:
         """Keep one more name of a file."""
@@ -435,7 +432,7 @@ class Replica:
                 self._drop({journal.stem})
                 self._dropped.update(self._joined)
                 self._files[journal.stem] = copy
-                self._uploading.subtract(copy.objects)
+                self._release(copy)
                 self._joined, self.rows_start = [], self.rows_until
                 self._journal_bytes, self._copy_bytes = 0, copy.num_bytes
             elif self._rows:
@@ -449,7 +446,7 @@ class Replica:
             told = [*numbers, self._joined, self._journal_bytes, self._copy_bytes]
             self._chain.put_snapshot({_FILES: files, OPENED: dict(self._opened), _JOURNAL: told})
             self._entries_since = self._bytes_since = 0
-            gone = self._dropped - self._objects() - set(+self._uploading)
+            gone = self._dropped - self._objects() - set(self._uploading)
             for digest, (parts, _) in [*self._offered.items()]:
                 if not gone.isdisjoint(part.object_name for part in parts):
                     del self._offered[digest]
@@ -544,25 +541,42 @@ class Replica:
                 size = sum(part.num_bytes for _, part in own)
                 self._store.put(name, gaps(path, own) if there else path, num_bytes=size)
         except StoreAway:
-            self._uploading.subtract(file.objects)
+            with self._lock:
+                self._release(file)
             raise
         return file
 
+    def _release(self, file: StoredFile) -> None:
+        """Let the objects of a file go with what names them."""
+        self._uploading -= Counter(file.objects)
+
+    def offered(self, digest: str) -> Sequence[Part]:
+        """Give the objects in which something is that was offered, and is not removed; or none."""
+        with self._lock:
+            return self._offered.get(digest, ((), 0.0))[0]
+
     def offer(self, digest: str, objects: Mapping[str, int]) -> None:
         """Have files made of objects of this chain, which nobody else writes, where they can be.
+
+        Those that no file is made of for `OFFERED_S` go with a later snapshot.
 
         Args:
             digest: blake3, in hex, of their bytes, one after the other.
             objects: Bytes of each, by name; in `opening`'s names.
         """
         now = time.monotonic()
+        parts = [Part(name, 0, num_bytes) for name, num_bytes in objects.items()]
         with self._lock:
-            parts = [Part(name, 0, num_bytes) for name, num_bytes in objects.items()]
-            self._offered[digest] = parts, now + OFFERED_S
             old = [d for d, (_, until) in self._offered.items() if until < now]
-            gone = {part.object_name for d in old for part in self._offered.pop(d)[0]}
-            gone -= self._objects() | set(+self._uploading) | self._dropped if gone else set()
-        self._delete(gone)
+            unused = [part for d in old for part in self._offered.pop(d)[0]]
+            if digest in self._offered:  # as another one has sent it, too
+                unused += parts
+            else:
+                self._offered[digest] = parts, now + OFFERED_S
+            for part in unused:
+                if part.object_name not in self._dropped:
+                    self._dropped.add(part.object_name)
+                    self._dropped_bytes += part.num_bytes
 
     @property
     def opening(self) -> int:

@@ -172,36 +172,41 @@ class ObjectStore:
         with ThreadPoolExecutor(_REQUESTS, "objects") as pool:
             return list(pool.map(self.get, names))
 
-    def pieces(self, name: str, num_bytes: int, start: int | None = None) -> Iterator[bytes]:
-        """Read a large object, piece by piece; nothing of one that has not so many bytes.
+    def pieces(self, name: str, num_bytes: int) -> Iterator[bytes]:
+        """Read the beginning of an object; see `read`."""
+        return self.read([(name, 0, num_bytes)])
 
-        Some pieces are asked for at once, each again by itself where that breaks. With a `start` so
-        many bytes of it from there on.
+    def read(self, parts: Iterable[tuple[str, int, int]]) -> Iterator[bytes]:
+        """Read parts of objects (name, start, bytes), piece by piece, one after the other.
+
+        Some pieces are asked for at once, each again by itself where that breaks. It ends before an
+        object that is not there, or has fewer bytes.
 
         Raises:
-            StoreAway: If the store does not give it.
+            StoreAway: If the store does not give one.
         """
         import obstore
 
-        first = start or 0
-
-        def piece(begin: int) -> bytes:
-            end = min(begin + _PART_BYTES, first + num_bytes)
+        def piece(name: str, begin: int, end: int, needed: int) -> bytes:
+            """Read a piece; the first one of a part looks whether there is enough of it."""
+            if needed and obstore.head(self._quick, name)["size"] < needed:
+                raise FileNotFoundError(name)
             return bytes(obstore.get_range(self._bulk, name, start=begin, end=end))
 
-        starts = range(first, first + num_bytes, _PART_BYTES)
+        left = (
+            (name, begin, min(begin + _PART_BYTES, start + size), (start + size) * (begin == start))
+            for name, start, size in parts
+            for begin in range(start, start + size, _PART_BYTES)
+        )
         with (
-            self._reaching(f"read {name}"),
+            self._reaching("read objects"),
             contextlib.suppress(FileNotFoundError),
             ThreadPoolExecutor(_PIECES, "pieces") as pool,
         ):
-            if start is None and obstore.head(self._quick, name)["size"] != num_bytes:
-                return
-            left = iter(starts)
-            asked = deque(pool.submit(piece, begin) for begin in itertools.islice(left, _PIECES))
+            asked = deque(pool.submit(piece, *each) for each in itertools.islice(left, _PIECES))
             while asked:
                 here = asked.popleft().result()
-                asked.extend(pool.submit(piece, begin) for begin in itertools.islice(left, 1))
+                asked.extend(pool.submit(piece, *each) for each in itertools.islice(left, 1))
                 yield here
 
     def size(self, name: str) -> int | None:

@@ -104,9 +104,11 @@ def composed(
     own: list[tuple[int, Part]] = []
     parts: list[Part] = []
     at = written = 0
+    layout = [(start, each.num_bytes) for start, each in sorted(there.items())]
+    suffix = f"-{blake3.blake3(str(layout).encode()).hexdigest()[:16]}" if layout else ""
     for start in [*sorted(there), file.num_bytes]:
         if (gap := start - at) and file.parts:
-            own.append((at, Part(file.parts[0].object_name, written, gap)))
+            own.append((at, Part(file.parts[0].object_name + suffix, written, gap)))
             parts.append(own[-1][1])
             written += gap
         parts += copied.get(start, ())

@@ -14,6 +14,7 @@ from diloco.objects import replica as replica_module
 from diloco.objects.payload_shelf import KEPT_METHOD, PayloadShelf
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
+from diloco.transport.bucket.server import PayloadLacking
 from diloco.transport.errors import ChecksumMismatch
 from diloco.versions.record import RecordDraft, contributions_in, locate
 
@@ -126,6 +127,7 @@ def test_what_no_file_is_made_of_is_removed(
     now = replica_module.time.monotonic() + replica_module.OFFERED_S + 1
     monkeypatch.setattr(replica_module.time, "monotonic", lambda: now)
     taken(store, replica, SENT[2])
+    replica.put_snapshot()
 
     assert len(store.names("syncer/data")) == 5  # those of the file, and the newest
     opened(store, tmp_path / "two").restore()
@@ -141,10 +143,46 @@ def test_what_is_not_what_was_sent_is_kept_nowhere(store: Counting, tmp_path: Pa
 
     with pytest.raises(ChecksumMismatch):
         shelf.take(KEPT_METHOD, {"a-0": 5}, blake3.blake3(b"right").digest())
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(PayloadLacking):
         shelf.take(KEPT_METHOD, {"a-0": 5, "nothing": 5}, blake3.blake3(b"otherright").digest())
+    with pytest.raises(PayloadLacking):
+        shelf.take(KEPT_METHOD, {"a-0": 6}, blake3.blake3(b"other1").digest())
 
     assert not store.names("syncer/data")
+
+
+def test_a_contribution_that_is_asked_for_again_is_copied_once(
+    store: Counting, tmp_path: Path
+) -> None:
+    replica = opened(store, tmp_path / "one")
+    for _ in range(3):
+        assert taken(store, replica, SENT[0]) == SENT[0]
+    assert len(store.names("syncer/data")) == 2
+
+    store.delete(store.names("syncer/data"))
+    assert taken(store, replica, SENT[0]) == SENT[0]  # copied once more
+    replica.put_snapshot()
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_an_object_that_was_cut_off_is_named(
+    store: Counting, tmp_path: Path, is_composed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = opened(store, tmp_path / "one")
+    durable.replicate(replica)
+    if is_composed:
+        taken(store, replica, SENT[0])
+    write(tmp_path / "one" / "v1.record", (0,))
+    durable.replicate(None)
+    cut = store.names("syncer/data")[-1]
+    ObjectStore.put(store, cut, b"".join(store.pieces(cut, 10)))
+
+    other = opened(store, tmp_path / "two")
+    assert cut in other.lacks("v1.record")
+    other.restore()
+
+    assert not (tmp_path / "two" / "v1.record").exists()
+    assert cut.rpartition("/")[2] in caplog.text
 
 
 def test_a_start_removes_what_earlier_ones_have_left_and_nothing_else(
