@@ -62,13 +62,14 @@ class Security:
     pacer: Pacer = field(default_factory=Pacer, compare=False)  # of all payloads of this process
 
     @classmethod
-    def of(cls, config: Config, role: Role, island: str = "") -> Security:
+    def of(cls, config: Config, role: Role, island: str = "", *, syncer: str = "") -> Security:
         """Read the files that the run file names.
 
         Args:
             config: The run.
             role: What this process is.
             island: Of which island, for a role of islands.
+            syncer: Name of the syncer, for that role: each is a libp2p peer of its own.
 
         Raises:
             ConfigError: If a file is missing or cannot be used; says what to type.
@@ -90,7 +91,7 @@ class Security:
             is_relayed=chosen.relayed,
             maps_port=chosen.map_port,
         )
-        stem = Identity(config.run.name, role, island).file_stem
+        stem = syncer or Identity(config.run.name, role, island).file_stem
         key = Path(config.coordinator.state_dir).absolute() / f"{stem}.p2p-key"
         return replace(security, swarm=swarm, key=key)
 

@@ -75,7 +75,11 @@ def test_listening_beyond_this_machine_needs_tokens(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="knows no callers"):
         run(tmp_path, HIVEMIND, *beyond)
+    placed = (f"run.state=file://{tmp_path}", "syncers.eu.listen=0.0.0.0:4711")
+    with pytest.raises(ConfigError, match=r"syncers\.eu\.listen.* knows no callers"):
+        run(tmp_path, HIVEMIND, *placed)
     run(tmp_path, HIVEMIND, *beyond, "transport.tokens=tokens")
+    run(tmp_path, HIVEMIND, *placed, "transport.tokens=tokens")
 
 
 def test_without_hivemind_its_kind_is_refused_with_the_extra(
