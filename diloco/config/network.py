@@ -47,7 +47,8 @@ class HivemindConfig(Section):
     initial_peers: Local[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
         default=(),
         description="Multiaddrs (/ip4/.../tcp/.../p2p/IDENTITY) of peers through which others are "
-        "found, and which relay; the coordinator is always one",
+        "found, and which relay; the coordinator is always one. With transport.tokens an island "
+        "that is given no address finds it through them by the run's name",
     )
     relayed: Annotated[Local[bool], Needs("initial_peers")] = Field(
         default=False,
@@ -206,7 +207,8 @@ class CoordinatorConfig(Section):
     address: Local[str] = Field(
         default="",
         description="HOST:PORT at which islands reach the coordinator, or several, separated by "
-        "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir",
+        "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir, or "
+        "for an island by the run's name, see transport.hivemind.initial_peers",
     )
     syncer_address: Local[str] = Field(
         default="",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,11 @@ from diloco.bench.network.s3_server import s3_server
 from diloco.checkpoint.published import read_published
 from diloco.config.load import load_config
 from diloco.launch.local import LocalRun
+from diloco.security.run_ca import RunCa
 from diloco.state_dir import StateDir, read_endpoint
 from diloco.transport.libp2p.address import parse_peer_address
 from tests.placed_run import ISLANDS, SYNCERS, PlacedRun
 from tests.run_files import all_logs, write_run
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,27 +60,34 @@ def test_two_syncers_of_one_machine_are_two_peers(
     assert len({parse_peer_address(address).peer_id for address in addresses}) == 2
 
 
-def test_syncers_of_other_machines_and_islands_find_each_other(
+def test_islands_and_syncers_of_other_machines_find_the_run_by_its_name(
     tmp_path: Path, with_one_syncer: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_server(tmp_path / "log") as server:
+    ca = RunCa(tmp_path / "tokens", lambda: datetime.now(UTC))
+    ca.create("test", 100)
+    for short in ("coordinator", "syncer", *(f"island/{name}" for name in ISLANDS)):
+        ca.make_token(short)
+    meeting = [sys.executable, "-m", "tests.transport.hivemind_peer", f"{tmp_path}/key", "0"]
+    with (
+        s3_server(tmp_path / "log") as server,
+        subprocess.Popen(meeting, stdout=subprocess.PIPE, text=True) as peer,
+    ):
         for key, value in server.environment.items():
             monkeypatch.setenv(key, value)
         run = PlacedRun(tmp_path, server, STEPS)
-        options = ("--set", HIVEMIND, "--set", "coordinator.address=")
-        control = StateDir(tmp_path / "control").coordinator
+        assert peer.stdout is not None
+        known = f"transport.hivemind.initial_peers=['{peer.stdout.readline().strip()}']"
+        settings = (HIVEMIND, known, f"transport.tokens={tmp_path}/tokens", "coordinator.address=")
+        options = [word for setting in settings for word in ("--set", setting)]
         try:
-            started = [run.start("control", "coordinator", *options)]
-            wait_until(lambda: read_endpoint(control), what=run.said)
-            endpoint = read_endpoint(control)
-            assert endpoint is not None
-            started += [run.start(n, "syncer", "--name", n, *options) for n in SYNCERS]
-            to = ("--coordinator", endpoint.address)
-            started += [run.start(n, "island", "--island", n, *to, *options) for n in ISLANDS]
+            started = [*run.start_all(*options).values()]
             for process in reversed(started):
                 assert process.wait(200) == 0, run.said()
             assert run.published() == with_one_syncer
             keys = {(run.syncer(n, n).root / f"syncer-{n}.p2p-key").read_bytes() for n in SYNCERS}
             assert len(keys) == 2
+            said = (tmp_path / f"{ISLANDS[0]}.log").read_text()
+            assert "goes to the coordinator at /p2p/" in said
         finally:
+            peer.kill()
             run.end()
