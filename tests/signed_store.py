@@ -60,8 +60,8 @@ class SignedStore:
             thread.join()
             server.server_close()
 
-    def put_url(self, name: str) -> str:
-        return self._signed("PUT", name)
+    def put_urls(self, names: Sequence[str]) -> list[str]:
+        return [self._signed("PUT", name) for name in names]
 
     def get_url(self, name: str) -> str:
         return self._signed("GET", name)

@@ -41,7 +41,7 @@ def payloads_by(url: str, replica: Replica, epoch: int) -> Iterator[Callable[[Ha
 
 #: Of the calls whose payloads become part of what is durable.
 KEPT_METHOD = "fragment.submit"
-_COPIES = 4
+_COPIES = 16
 
 
 class PayloadShelf:
@@ -53,16 +53,18 @@ class PayloadShelf:
         self._all = f"payloads/{replica.name}"
         self._own = f"{self._all}/{epoch:016d}"
 
-    def put_url(self, name: str) -> str:
-        """Sign an address at which an object can be written."""
-        return self._signed("PUT", name)
+    def put_urls(self, names: Sequence[str]) -> list[str]:
+        """Sign addresses at which objects can be written."""
+        return self._signed("PUT", names)
 
     def get_url(self, name: str) -> str:
         """Sign an address at which an object can be read."""
-        return self._signed("GET", name)
+        (url,) = self._signed("GET", [name])
+        return url
 
-    def _signed(self, method: Literal["GET", "PUT"], name: str) -> str:
-        return self._store.sign(f"{self._own}/{name}", method, timedelta(seconds=VALID_S))
+    def _signed(self, method: Literal["GET", "PUT"], names: Sequence[str]) -> list[str]:
+        own = [f"{self._own}/{name}" for name in names]
+        return self._store.sign(own, method, timedelta(seconds=VALID_S))
 
     def write(self, name: str, payload: Buffer) -> None:
         """Write an object."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9_000
 _REQUESTS = 16
-_PIECES = 4
+_PIECES = 8
 #: A request that takes longer is broken: of a part (16 MiB at 1.2 Mbit/s), of what one event loop
 #: or another may wait for, and of a sign of life.
 _BULK_TIMEOUT = timedelta(seconds=120)
@@ -249,16 +249,19 @@ class ObjectStore:
             with self._reaching("delete objects"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._quick, each)
 
-    def sign(self, name: str, method: Literal["GET", "PUT"], valid: timedelta) -> str:
-        """Sign an address at which anyone can read (GET) or write (PUT) an object for so long.
+    def sign(
+        self, names: Sequence[str], method: Literal["GET", "PUT"], valid: timedelta
+    ) -> list[str]:
+        """Sign addresses at which anyone can read (GET) or write (PUT) objects for so long.
 
         Raises:
             StoreAway: If the store is asked for it, and does not answer.
         """
         import obstore
 
-        with self._reaching(f"sign an address of {name}"):
-            return obstore.sign(cast("SignCapableStore", self._quick), method, name, valid)
+        with self._reaching(f"sign addresses of {names[0]}"):
+            store = cast("SignCapableStore", self._quick)
+            return list(obstore.sign(store, method, names, valid))
 
     @contextlib.contextmanager
     def _reaching(self, what: str, *, probes: bool = False) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 import pytest
 
 from diloco.protos.payload_pb2 import ObjectCall
+from diloco.transport.bucket import client as bucket_client
 from diloco.transport.bucket import server as bucket_server
 from diloco.transport.bucket.client import ObjectTransport
 from diloco.transport.bucket.server import PIECE_BYTES, ObjectCalls, _objects
@@ -35,6 +36,11 @@ PAYLOAD = random.Random(1).randbytes(3 * PIECE_BYTES + 5)
 def store() -> Iterator[SignedStore]:
     with SignedStore().serving() as store:
         yield store
+
+
+@pytest.fixture(autouse=True)
+def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_client, "_MOST_AGAIN_S", 0.0)
 
 
 async def take(call: IncomingCall) -> Reply:
@@ -133,6 +139,21 @@ def test_the_next_attempt_goes_on_with_the_first_piece_that_is_not_written(
         assert len(store.requests) == 4 - written // PIECE_BYTES
 
     check(store, {"take": take}, claim)
+
+
+def test_a_store_with_too_much_to_do_is_asked_again_for_the_same_piece(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_client, "_MOST_AGAIN_S", 30.0)
+
+    async def claim(transport: ObjectTransport) -> None:
+        store.statuses = [503, 429, 500]
+        assert (await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)).header
+        assert len(store.requests) == 4 + 3
+        store.statuses = [503]
+        await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
+
+    check(store, {"take": take, "give": give}, claim)
 
 
 def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
@@ -367,7 +388,9 @@ def test_no_address_is_in_a_log_or_an_error(
 
 def test_a_store_beyond_this_machine_is_reached_encrypted(store: SignedStore) -> None:
     async def claim(transport: ObjectTransport) -> None:
-        store.put_url = lambda name: f"http://192.0.2.1/{name}?signature=x"  # type: ignore[method-assign]
+        store.put_urls = lambda names: [  # type: ignore[method-assign]
+            f"http://192.0.2.1/{name}?signature=x" for name in names
+        ]
         with pytest.raises(Unauthorised, match="would not be encrypted: give it an https endpoint"):
             await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import random
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from urllib.parse import urlsplit
 
 import blake3
@@ -50,6 +52,8 @@ _CONNECTIONS, _FEW = 16, 2
 _CHUNK_BYTES = 128 << 10
 #: Times that one attempt writes a payload of which nothing is there any more, or reads one.
 _MOST_LOST = 2
+#: Seconds for which a request is made again that the store has refused for now; the first wait.
+_MOST_AGAIN_S, _AGAIN_S = 10.0, 0.2
 _GONE = (404, 410, 416)
 _LATER = (408, 425, 429, 500, 502, 503, 504)
 
@@ -206,18 +210,35 @@ class ObjectTransport:
             piece = whole[n * piece_bytes : (n + 1) * piece_bytes]
             if way.acknowledged_bytes >= n * piece_bytes + len(piece):
                 continue
-            headers = {
-                "Content-Length": str(len(piece)),
-                "x-ms-blob-type": "BlockBlob",  # Azure asks for it, others do not look
-            }
             async with self._bulk if way.is_bulk else self._sending:
                 if way.is_bulk:  # as a whole: a request that waits half way is ended by a store
                     await self._pacer.admit(len(piece), is_bulk=True)
-                with self._pacer.moving(is_bulk=way.is_bulk), self._reaching(url):
-                    content = self._paced(piece, way)
-                    response = await self._http.put(url, content=content, headers=headers)
-            self._check(response, url, response.text)
+                await self._again(functools.partial(self._write, piece, url, way))
             way.acknowledged_bytes = n * piece_bytes + len(piece)
+
+    async def _write(self, piece: memoryview, url: str, way: Transfer) -> None:
+        headers = {
+            "Content-Length": str(len(piece)),
+            "x-ms-blob-type": "BlockBlob",  # Azure asks for it, others do not look
+        }
+        with self._pacer.moving(is_bulk=way.is_bulk), self._reaching(url):
+            content = self._paced(piece, way)
+            response = await self._http.put(url, content=content, headers=headers)
+        self._check(response, url, response.text)
+
+    async def _again(self, request: Callable[[], Awaitable[None]]) -> None:
+        """Make a request again while the store has too much to do, for some seconds."""
+        began, cap_s = _now(), _AGAIN_S
+        while True:
+            try:
+                await request()
+                return
+            except Overloaded:
+                wait_s = random.uniform(0.0, cap_s)
+                if _now() + wait_s > began + _MOST_AGAIN_S:
+                    raise
+                await asyncio.sleep(wait_s)
+                cap_s *= 2
 
     async def _paced(self, piece: memoryview, way: Transfer) -> AsyncIterator[bytes]:
         for start in range(0, len(piece), _CHUNK_BYTES):
@@ -239,7 +260,7 @@ class ObjectTransport:
         partial = way.reply
         if partial.filled < size:
             async with self._bulk if way.is_bulk else contextlib.nullcontext():
-                await self._fill(partial, told.get_url, way)
+                await self._again(functools.partial(self._fill, partial, told.get_url, way))
         if partial.filled < size:
             raise PeerReset(f"the object store ended after {partial.filled} of {size} bytes")
         if await asyncio.to_thread(_digest, partial.payload) != told.digest:
@@ -307,6 +328,11 @@ def _as_transport_error(error: httpx.HTTPError, where: str) -> TransportError:
     if isinstance(error, httpx.TimeoutException):
         return DeadlineExceeded(said)
     return ConnectError(said) if isinstance(error, httpx.NetworkError) else PeerReset(said)
+
+
+def _now() -> float:
+    """Read the clock of the running loop."""
+    return asyncio.get_running_loop().time()
 
 
 def _digest(payload: Buffer) -> bytes:

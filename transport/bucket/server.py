@@ -21,7 +21,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -50,7 +50,7 @@ _MOST_AWAITED, _MOST_SENT, _MOST_GIVEN = 1 << 16, 1 << 12, 1 << 16
 #: there, and between two words that the store does not answer; for which removing at the end lasts.
 _LOOK_S = 60.0
 _END_S = 10.0
-_THREADS = 16
+_THREADS, _QUICK_THREADS = 16, 4
 
 
 class Shelf(Protocol):
@@ -59,8 +59,8 @@ class Shelf(Protocol):
     What it does raises OSError while the store is away.
     """
 
-    def put_url(self, name: str) -> str:
-        """Sign an address at which an object can be written, for `VALID_S`."""
+    def put_urls(self, names: Sequence[str]) -> list[str]:
+        """Sign addresses at which objects can be written, for `VALID_S`."""
 
     def get_url(self, name: str) -> str:
         """Sign an address at which an object can be read, for `VALID_S`."""
@@ -121,6 +121,7 @@ class ObjectCalls:
         self._handlers: Handlers = {}
         self._shelf = shelf
         self._pool = ThreadPoolExecutor(_THREADS, "payloads")
+        self._quick = ThreadPoolExecutor(_QUICK_THREADS, "addresses")  # waits for no payload
         self._soon(shelf.clear)
         self._awaited: dict[str, dict[bytes, _Awaited]] = {}  # by caller and transfer
         self._given: dict[bytes, _Given] = {}  # by digest
@@ -164,7 +165,8 @@ class ObjectCalls:
         told = ObjectReply(header=reply.header)
         if size <= WHOLE_BYTES:
             return Reply(told.SerializeToString(), reply.payload, reply.on_sent, reply.digest)
-        told.digest, told.payload_bytes = await self._run(_digest, reply.payload), size
+        told.payload_bytes = size
+        told.digest = reply.digest or await self._run(_digest, reply.payload, pool=self._quick)
         told.get_url = await self._give(told.digest, reply.payload, is_lost=asked.lost)
         sent = self._sent.setdefault(caller, {})
         sent[transfer] = reply.on_sent
@@ -177,7 +179,8 @@ class ObjectCalls:
         names = [each.name for each in self._given.values()]
         for of_caller in self._awaited.values():
             names += [name for awaited in of_caller.values() for name in awaited.objects]
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._quick):
+            pool.shutdown(wait=False, cancel_futures=True)
         removing = threading.Thread(target=self._try, args=[lambda: self._shelf.delete(names)])
         removing.daemon = True
         removing.start()
@@ -193,7 +196,7 @@ class ObjectCalls:
         objects = _objects(caller, asked)
         until = asyncio.get_running_loop().time() + VALID_S
         of_caller[bytes(asked.transfer)] = _Awaited(objects, until, until + VALID_S)
-        urls = await self._run(lambda: [self._shelf.put_url(name) for name in objects])
+        urls = await self._run(self._shelf.put_urls, [*objects], pool=self._quick)
         told = ObjectReply(put_urls=urls, piece_bytes=next(iter(objects.values())))
         told.is_lost = asked.is_written
         return Reply.of(told)
@@ -212,7 +215,7 @@ class ObjectCalls:
         loop = asyncio.get_running_loop()
         given = self._given.get(digest)
         if given is not None and is_lost == digest and given.writing.done():
-            size = await self._run(self._shelf.size, given.name)
+            size = await self._run(self._shelf.size, given.name, pool=self._quick)
             is_there = size == memoryview(payload).nbytes
             if not is_there or loop.time() >= given.began + _LOOK_S:
                 self._forget(digest, given)
@@ -232,7 +235,7 @@ class ObjectCalls:
                 self._forget(digest, given)
             raise
         given.until = loop.time() + 2 * VALID_S
-        return await self._run(self._shelf.get_url, given.name)
+        return await self._run(self._shelf.get_url, given.name, pool=self._quick)
 
     def _forget(self, digest: bytes, given: _Given) -> None:
         """Give a payload no more as it is in the store."""
@@ -242,7 +245,9 @@ class ObjectCalls:
 
     # -- the store ---------------------------------------------------------------------------------
 
-    async def _run(self, work: Callable[..., _T], *arguments: object) -> _T:
+    async def _run(
+        self, work: Callable[..., _T], *arguments: object, pool: Executor | None = None
+    ) -> _T:
         """Do what waits for the store, or takes long, in a thread.
 
         Raises:
@@ -250,7 +255,7 @@ class ObjectCalls:
         """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._pool, work, *arguments)
+            return await loop.run_in_executor(pool or self._pool, work, *arguments)
         except OSError as error:
             said = f"the object store of payloads does not answer: {error}"
             if loop.time() >= self._said_at + _LOOK_S:
