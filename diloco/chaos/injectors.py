@@ -39,6 +39,8 @@ from diloco.transport.shaping.faulty import Fault, Gate
 
 #: Seconds after which processes have read, or told, what they do once a second.
 _TOLD_S = 2.2
+#: Seconds after which a syncer's alarm is in the status.
+_REPORTED_S = 5.0
 _STOPPED_S = 1.0
 _LOOK_S = 0.002
 _CERTIFICATE_DAYS = 30
@@ -149,7 +151,12 @@ def _break_bucket(injector: Injector) -> Iterator[None]:
     injector.is_unmet = lambda: not bucket.num_met
     yield
     if fault.takes_nothing or (is_lost and bucket.lost_is == WRITTEN_AGAIN):
-        injector.is_told = environment.has_alarm(AlarmKind.STATE_AWAY) is not False
+        until = time.monotonic() + _REPORTED_S
+        while environment.has_alarm(AlarmKind.STATE_AWAY) is False:
+            if time.monotonic() > until:
+                injector.is_told = False
+                break
+            yield
     bucket.end()
     injector.fired = bucket.num_met > 0
     injector.note = f"{bucket.lost}: {bucket.lost_is}" if is_lost else f"{bucket.num_met} requests"

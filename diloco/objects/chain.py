@@ -72,6 +72,7 @@ class Chain:
         self._void: list[int] = []
         self._tried: set[bytes] = set()  # digests of what was tried at the next number
         self._openings: set[int] = set()
+        self._start, self._kept = -1, ""  # the last entry that a snapshot has, and its name
         # What was read, until the chain is open: entries, and a snapshot with its name.
         self._known: dict[int, bytes] = {}
         self._snapshot = "", b""
@@ -117,6 +118,7 @@ class Chain:
             if (there := self._store.get(f"{self._name}/snapshot/{name}")) is None:
                 return None
             self._snapshot = name, there
+        self._start, self._kept = start, name
         snapshot = self._snapshot[1] if name else b"{}"
         opener = entries.get(entries[last][_OF], {}) if numbers else {OPENED: {}}
         if OPENED not in opener:
@@ -241,6 +243,21 @@ class Chain:
                 f"then the run is on this machine's disk alone (diloco backup)"
             )
 
+    def lacks(self) -> str:
+        """Name what is gone of it, while another thread may write; empty: nothing is.
+
+        A snapshot of all so far makes up for that.
+
+        Raises:
+            StoreAway: If the store does not say.
+        """
+        start, kept, number = self._start, self._kept, self.number
+        gone = {*range(start + 1, number + 1)}.difference(self._numbers())
+        names = [self._entry(min(gone))] if gone else []
+        if kept and self._store.size(snapshot := f"{self._name}/snapshot/{kept}") is None:
+            names.append(snapshot)
+        return names[0] if names and kept == self._kept else ""
+
     def put_snapshot(self, content: Mapping[str, Any]) -> None:
         """Have a snapshot of all so far take the place of the entries, but for those that open it.
 
@@ -252,6 +269,7 @@ class Chain:
         name = f"{of}-{number:016d}"
         self._store.put(f"{self._name}/snapshot/{name}", json.dumps(content).encode())
         self.append({_SNAPSHOT: [number, name]})
+        self._start, self._kept = number, name
         kept = f"{self._name}/snapshot/{name}"
         older = [n for n in self._store.names(f"{self._name}/snapshot") if n < kept]
         done = [n for n in self._numbers() if n <= number and n not in self._openings]

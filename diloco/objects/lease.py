@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 #: A holder that says nothing for so long is taken for dead; it says something so often.
 LEASE_S = 10.0
 BEAT_S = 2.0
+#: Seconds between two looks whether all that was written is there.
+MEND_S = 10.0
 _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
 _OF_RUN = ("resolved.toml", "fingerprint", "policy.json", "secret", "timeline.json")
@@ -449,12 +451,12 @@ async def until_nobody(
 
 
 @contextlib.contextmanager
-def repeating(*signs: Callable[[], None]) -> Iterator[None]:
-    """Do each of some things every `BEAT_S` seconds in a thread, whatever the event loop does."""
+def repeating(*signs: Callable[[], None], every_s: float = BEAT_S) -> Iterator[None]:
+    """Do each of some things every so many seconds in a thread, whatever the event loop does."""
     is_over = threading.Event()
 
     def again(sign: Callable[[], None]) -> None:
-        while not is_over.wait(BEAT_S):
+        while not is_over.wait(every_s):
             try:
                 sign()
             except Exception:  # the next may do: without any this machine counts as dead

@@ -104,7 +104,7 @@ class Replica:
         self._rows: list[tuple[int, Any]] = []
         self._joined: list[str] = []
         self._journal_bytes = self._copy_bytes = 0
-        self._is_committing = False
+        self._is_committing = self._is_journal_lost = False
         self._dropped: set[str] = set()
         self._dropped_bytes = 0
         self._lost: list[str] = []  # by the last `restore`
@@ -267,16 +267,90 @@ class Replica:
             StoreAway: If the store does not say.
         """
         names = [name for name in self._files if _is_below(name, directory)]
-        for name in names:
-            ends: dict[str, int] = {}
-            for part in self._files[name].parts:
-                end = part.start + part.num_bytes
-                ends[part.object_name] = max(end, ends.get(part.object_name, 0))
-            for object_name, size in ends.items():
-                where = f"{self.name}/data/{object_name}"
-                if self._store.size(where) != size:
-                    return f"{self._store.url}/{where}, which is {name}, is gone or cut off"
+        parts = ((name, part) for name in names for part in self._files[name].parts)
+        for object_name, name in self._gone(parts).items():
+            return f"{self._url_of(object_name)}, which is {name}, is gone or cut off"
         return "" if names else f"{self._store.url}/{self.name} has no {directory}"
+
+    def _gone(self, parts: Iterable[tuple[str, Part]]) -> dict[str, str]:
+        """Find objects that are not there, or are cut off, each with a file that is in it."""
+        there = self._store.sizes(f"{self.name}/data")
+        return {
+            part.object_name: name
+            for name, part in parts
+            if there.get(f"{self.name}/data/{part.object_name}", -1) < part.start + part.num_bytes
+        }
+
+    def mend(self, journal: str = "") -> str:
+        """Write objects again that are gone, out of this directory.
+
+        Args:
+            journal: Name of the journal's file, where this chain has it: of its objects the next
+                transaction makes one anew.
+
+        Returns:
+            What was gone, and what to do; empty: nothing was.
+
+        Raises:
+            Fenced: If another writer has taken over.
+            ObjectLost: If what is gone is not here either.
+            StoreAway: If the store does not answer.
+        """
+        self.check()
+        with self._lock:
+            files = dict(self._files)
+            parts = [(name, part) for name, file in files.items() for part in file.parts]
+            parts += [(journal, Part(joined, 0, 0)) for joined in self._joined]
+        gone, entry = self._gone(parts), self._chain.lacks()
+        with self._lock:
+            if entry and not self._is_committing:
+                self.put_snapshot()
+            self._is_journal_lost |= journal in gone.values()
+            again = {
+                object_name: (name, files[name])
+                for object_name, name in gone.items()
+                if name != journal and self._files.get(name) is files[name]  # it is still needed
+            }
+            self._uploading.update([*again])
+        try:
+            for object_name, (name, file) in again.items():
+                self._write_again(object_name, name, file)
+        finally:
+            self._uploading.subtract([*again])
+        lost = [*map(self._url_of, gone), *([f"{self._store.url}/{entry}"] if entry else [])]
+        if not lost:
+            return ""
+        return (
+            f"{lost[0]} was gone, one of {len(lost)} objects of the run, and is written again from "
+            f"this machine's disk: find out who removes them (a rule of the bucket, a job that "
+            f"cleans up), since a machine that is lost now takes with it what they hold"
+        )
+
+    def _write_again(self, object_name: str, name: str, file: StoredFile) -> None:
+        """Write an object again out of a file that is in it."""
+        path, is_whole = self.root / name, False
+        with contextlib.suppress(FileNotFoundError):
+            is_whole = StoredFile.of(path).digest == file.digest
+        if not is_whole and self._files.get(name) is file:
+            raise ObjectLost(
+                f"{self._url_of(object_name)}, which is {name} of the run, is gone, and that file "
+                f"is not whole here: bring it back from a copy or a version of it"
+            )
+        if not is_whole:
+            return
+        at, own = 0, {}
+        for part in file.parts:
+            if part.object_name == object_name:
+                own[part.start] = at, part
+            at += part.num_bytes
+        pieces = [own[start] for start in sorted(own)]
+        size = sum(part.num_bytes for _, part in pieces)
+        where = f"{self.name}/data/{object_name}"
+        self._store.put(where, _gaps(path, pieces), num_bytes=size)
+        logger.warning("written again, it was gone: %s", self._url_of(object_name))
+
+    def _url_of(self, object_name: str) -> str:
+        return f"{self._store.url}/{self.name}/data/{object_name}"
 
     def has(self, name: str) -> bool:
         """Whether a file is kept."""
@@ -415,11 +489,13 @@ class Replica:
     @property
     def is_journal_due(self) -> bool:
         """Whether the whole journal is to take the place of its transactions."""
-        return self._journal_bytes > max(_SNAPSHOT_BYTES, self._copy_bytes)
+        is_long = self._journal_bytes > max(_SNAPSHOT_BYTES, self._copy_bytes)
+        return is_long or self._is_journal_lost
 
     def put_journal_off(self) -> None:
         """Have the whole journal due again once there are as many bytes of transactions more."""
         self._copy_bytes += max(_SNAPSHOT_BYTES, self._copy_bytes)
+        self._is_journal_lost = False  # until it is looked for again
 
     def put_snapshot(self, journal: Path | None = None) -> None:
         """Put a snapshot in place of the entries so far.
@@ -440,6 +516,7 @@ class Replica:
                 self._uploading.subtract(copy.objects)
                 self._joined, self.rows_start = [], self.rows_until
                 self._journal_bytes, self._copy_bytes = 0, copy.num_bytes
+                self._is_journal_lost = False
             elif self._rows:
                 body = json.dumps(self._rows).encode()
                 name = f"{self._chain.opening:016d}-{blake3.blake3(body).hexdigest()}"
