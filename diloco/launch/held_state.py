@@ -75,7 +75,7 @@ async def holding_state(
     except StoreAway as error:
         raise ConfigError(
             f"run.state = {config.run.state}: the state of the run cannot be taken from there: "
-            f"{error}. {error.remedy.capitalize()}, then start again"
+            f"{error}; {error.remedy}, then start again"
         ) from error
     held.replica = run.replica
     run.store.fails_fast = True  # the event loop waits for it, and there is a sign of life

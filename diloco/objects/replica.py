@@ -170,10 +170,14 @@ class Replica:
             StoreAway: If the store does not answer.
         """
         for name in self._joined:
-            if (joined := self._store.get(f"{self.name}/data/{name}")) is None:
+            for _ in range(_ATTEMPTS):
+                joined = self._store.get(f"{self.name}/data/{name}") or b""
+                if name.endswith(blake3.blake3(joined).hexdigest()):
+                    break
+            else:
                 raise ObjectLost(
-                    f"{self._store.url}/{self.name}/data/{name}, transactions of the journal, is "
-                    f"gone: bring that object back from a copy or a version of it"
+                    f"{self._url_of(name)}, transactions of the journal, is gone or does not hold "
+                    f"what was written: bring that object back from a copy or a version of it"
                 )
             yield from ((n, rows) for n, rows in json.loads(joined) if n > number)
         yield from ((n, rows) for n, rows in self._rows if n > number)

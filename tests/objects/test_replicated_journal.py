@@ -202,7 +202,8 @@ def test_a_journal_whose_objects_are_gone_is_put_there_with_the_next_transaction
     one._put_snapshot(replica)
     one.write([("b", "2")])
     replica.put_snapshot()
-    assert len(gone := store.names("run/data")) == 2
+    gone = store.names("run/data")
+    assert len(gone) == 2
     store.delete(gone)
 
     assert "one of 2 objects" in replica.mend("journal.sqlite")
