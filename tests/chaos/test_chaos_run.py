@@ -46,15 +46,17 @@ judge = { syncer_back = "60s" }
 
 OF_A_BUCKET = """
 run = "run.toml"
-set = ["run.state=s3://state/test", "outer.inner_steps_per_round=20"]
-duration = "40s"
+set = [
+  "run.state=s3://state/test", "outer.inner_steps_per_round=20", "outer.retained_versions=16",
+]
+duration = "20s"
 limit = "270s"
 inner_step = "60ms"
 fault = [
-  { kind = "cut-replies", target = "bucket", at = "0s", lasts = "4s", share = 0.5 },
-  { kind = "cut", target = "bucket", at = "5s", lasts = "11s" },
-  { kind = "kill", target = "syncer", at = "10s" },
-  { kind = "lose-object", target = "bucket", at = "18s" },
+  { kind = "cut-replies", target = "bucket", at = "0s", lasts = "3s", share = 0.5 },
+  { kind = "cut", target = "bucket", at = "4s", lasts = "10s" },
+  { kind = "kill", target = "syncer", at = "9s" },
+  { kind = "lose-object", target = "bucket", at = "15s" },
 ]
 """
 
@@ -84,7 +86,7 @@ def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -
 
 @pytest.mark.timeout(400)
 def test_a_run_outlives_what_its_object_store_does(tmp_path: Path) -> None:
-    write_run(tmp_path, {"east": "", "west": ""}, inner_steps=400)
+    write_run(tmp_path, {"east": "", "west": ""}, inner_steps=240)
     plan = tmp_path / "plan.toml"
     plan.write_text(OF_A_BUCKET)
 
