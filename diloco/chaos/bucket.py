@@ -122,14 +122,14 @@ class Bucket:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if (fault := self._fault) is not None and fault.kind is Kind.CUT:
-            self._met()
+            self.num_met += 1
             for each in self._open:
                 each.transport.abort()
             return
         request = _Request.of(await reader.readuntil(b"\r\n\r\n"))
+        if fault is not None and not self._meets(fault, request):
+            fault = None
         kind = None if fault is None else fault.kind
-        if fault is None or not self._meets(fault, request):
-            kind = None
         if kind is Kind.CUT_REQUESTS:
             await reader.readexactly(request.num_bytes // 2)
             writer.transport.abort()
@@ -169,11 +169,8 @@ class Bucket:
             or (kind is Kind.CUT_REQUESTS and not request.num_bytes)
         ):
             return False
-        self._met()
-        return True
-
-    def _met(self) -> None:
         self.num_met += 1
+        return True
 
     async def _paced(self, rate_bps: float) -> None:
         """Wait for a piece's turn on a line that all requests share."""

@@ -113,6 +113,7 @@ def drive(
             environment |= there.environment
         ended = _drive(plan, config, faults, request, on_progress, environment, there)
         if there is not None:
+            there.end()  # of a run that was given up
             ended.copy = _fetched(config, there)
     return ended
 

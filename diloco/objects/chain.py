@@ -252,8 +252,8 @@ class Chain:
             ObjectLost: If what this writer wrote is not there any more.
         """
         number, there, opening = looked
-        is_new = number == self.number and there is not None and unsealed(there) is not None
-        if is_new and there is not None and _digest(there) not in self._tried:
+        is_next = number == self.number
+        if there and is_next and _digest(there) not in self._tried and unsealed(there):
             name = self._entry(number + 1)
             raise Fenced(f"{self._store.url}/{name} is another writer's: {_who(there)}")
         if opening is None:

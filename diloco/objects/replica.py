@@ -289,8 +289,8 @@ class Replica:
         """Write objects again that are gone, out of this directory.
 
         Args:
-            journal: Name of the journal's file, where this chain has it: of its objects the next
-                transaction makes one anew.
+            journal: Name of the journal's file, where this chain has it: the next transaction
+                puts all of it there.
 
         Returns:
             What was gone, and what to do; empty: nothing was.
@@ -316,11 +316,17 @@ class Replica:
                 if name != journal and self._files.get(name) is files[name]  # it is still needed
             }
             self._uploading.update([*again])
+        failed = None
         try:
             for object_name, (name, file) in again.items():
-                self._write_again(object_name, name, file)
+                try:
+                    self._write_again(object_name, name, file)
+                except ObjectLost as error:
+                    failed = error
         finally:
             self._uploading.subtract([*again])
+        if failed is not None:
+            raise failed
         lost = [*map(self._url_of, gone), *([f"{self._store.url}/{entry}"] if entry else [])]
         if not lost:
             return ""
