@@ -19,7 +19,7 @@ from diloco.coordinator.operator_service import Operations
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.assignment import FragmentAssignment
 from diloco.protocol.run.claims import Claims
-from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.membership import Decide, Membership
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.terms import Terms, terms_of
 from diloco.protos import control_pb2 as control
@@ -96,6 +96,7 @@ class CoordinatorInMemory:
 
     async def close(self) -> None:
         await self.server.stop(0)
+        await self.coordinator.settled()
         self.journal.close()
 
     async def call(self, method: str, request: Message) -> bytes:
@@ -141,6 +142,9 @@ class CoordinatorInMemory:
     async def operate(self, command: str, **arguments: str) -> control.OperateReply:
         request = control.OperateRequest(command=command, arguments=arguments)
         return control.OperateReply.FromString(await self.call("operate", request))
+
+    async def change(self, decide: Decide) -> None:
+        await self.coordinator._changes.make(decide)
 
     async def roster(self) -> control.Roster | None:
         reply = await self.told_to_syncer()

@@ -161,6 +161,10 @@ def main(place: Path) -> None:
             run.lose(machine)
             is_standby = machine in CONTROL or machine in SYNCERS
             run.start(machine, *(["--standby"] if is_standby else []))
+            if machine in CONTROL:
+                (other,) = set(CONTROL) - {machine}
+                address = run.disk(other) / "coordinator.json"
+                run.wait_for(f"{other} in the place of {machine}", address.exists)
             run.wait_for_rounds(f"the loss of {machine}")
             said = f"{machine} lost and back, rounds after {time.monotonic() - began:.1f} s\n"
             story.write(said)
@@ -170,7 +174,11 @@ def main(place: Path) -> None:
             assert code == 0, f"{site} ended with {code}"
         for machine in SYNCERS:
             assert run.running[machine].wait(60) == 0, machine
-        ends = [run.running[name].poll() for name in CONTROL]
+        ends = []
+        for name in CONTROL:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.running[name].wait(60)
+            ends.append(run.running[name].poll())
         story.write(f"coordinators ended: {ends}\n")
         command = [sys.executable, "-m", "diloco", "fetch", str(run.run_file)]
         copy = ["--set", f"coordinator.state_dir={place / 'copy'}"]

@@ -3,7 +3,8 @@
     first message  checksum (8) | magic (4) | version (2) | failure (2) | header bytes (4)
                    | chunk bytes (4) | payload bytes (8) | flags (1) | transfer (16) | reply (16)
                    | offset (8) | header | payload, if flag 4
-    every other    checksum (8) | data: `chunk_bytes` of the payload, the last one less
+    every other    checksum (8) | form (1) | data: `chunk_bytes` of the payload, the last one less,
+                   as they are (form 0) or as one frame of zstandard that is shorter (form 1)
     position       checksum (8) | magic (4) | offset (8)
 
 A reply may be a failure instead: then its number is not 0 and the header is a message for people.
@@ -18,16 +19,18 @@ other calls go first. Flag 4: the payload is in this message, there is no other;
 reply comes in chunks of about `SMALL_CHUNK_BYTES`, as the way is thin or damages what travels.
 
 Integers are little-endian; a checksum is the xxh3_64 (canonical, big-endian) of everything after
-it in its message. Both directions of a call use the same form. Pure; content is never parsed.
+it in its message. Positions count bytes of the payload, however its chunks travel. Both directions
+of a call use the same messages. Pure; content is never parsed.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import xxhash
+import zstandard
 
 from diloco.transport.contracts import PROTOCOL_VERSION, Buffer
 from diloco.transport.errors import (
@@ -64,6 +67,8 @@ MAX_CHUNKS = 1 << 16
 _MAGIC = b"DLCO"
 _POSITION_MAGIC = b"DLCP"
 _CHECKSUM_BYTES = 8
+_CHUNK_AT = _CHECKSUM_BYTES + 1
+_PLAIN, _PACKED = bytes([0]), bytes([1])  # forms
 _RELEASE = struct.Struct("<4sH")  # what an opening of any version begins with
 _OPENING = struct.Struct("<4sHHIIQB16s16sQ")
 _POSITION = struct.Struct("<4sQ")
@@ -191,16 +196,21 @@ def frame_whole(header: bytes, payload: Buffer, resumption: Resumption = Resumpt
     return _frame_first(0, header, size, max(size, 1), resumption, payload)
 
 
-def frame_chunks(payload: Buffer, chunk_bytes: int, offset: int = 0) -> Iterator[bytes]:
-    """Return the chunks of a payload from byte `offset` on, each made when asked for."""
+def frame_chunk(data: Buffer, packed: bytes = b"") -> bytes:
+    """Return the message of a chunk, with what zstandard has made of it if that is given."""
+    return _seal(_PACKED, packed) if packed else _seal(_PLAIN, data)
+
+
+def frame_chunks(
+    payload: Buffer,
+    chunk_bytes: int,
+    offset: int = 0,
+    frame: Callable[[memoryview], bytes] = frame_chunk,
+) -> Iterator[bytes]:
+    """Return the chunks of a payload from byte `offset` on, each made by `frame` when asked for."""
     view = memoryview(payload).cast("B")
     for start in range(offset, len(view), chunk_bytes):
-        yield _seal(view[start : start + chunk_bytes])
-
-
-def chunk_size(message: bytes) -> int:
-    """Payload bytes in a chunk's message."""
-    return len(message) - _CHECKSUM_BYTES
+        yield frame(view[start : start + chunk_bytes])
 
 
 def frame_failure(error: TransportError) -> bytes:
@@ -373,29 +383,34 @@ class FrameReader:
         self.partial = partial
         return partial
 
-    def feed(self, message: bytes) -> None:
-        """Take the next chunk.
+    def feed(self, message: bytes) -> int:
+        """Take the next chunk; returns its bytes of the payload.
 
         Raises:
-            DamagedFrame: If the chunk has not exactly the size that is due.
+            DamagedFrame: If the chunk has not exactly the size that is due; nothing is unpacked
+                that says of itself that it is of another.
             ChecksumMismatch: If it arrived damaged.
         """
         assert self.partial is not None, "chunk fed before the size was accepted"
         filled = self.partial.filled
-        data = memoryview(message)[_CHECKSUM_BYTES:]
         due = min(self._chunk_bytes, self.payload_bytes - filled)
-        if len(message) != _CHECKSUM_BYTES + due or due == 0:
+        where = f"at byte {filled} of {self.payload_bytes}"
+        form, data = message[_CHECKSUM_BYTES:_CHUNK_AT], memoryview(message)[_CHUNK_AT:]
+        is_plain = form == _PLAIN
+        if (len(data) != due if is_plain else form != _PACKED or len(data) >= due) or due == 0:
             raise DamagedFrame(
-                f"chunk of {len(data)} bytes where {due} are due, "
-                f"at byte {filled} of {self.payload_bytes}"
+                f"chunk of {len(data)} bytes where {due} are due, form {form.hex()!r}, {where}"
             )
-        _verify(message, f"the chunk at byte {filled} of {self.payload_bytes}")
+        _verify(message, f"the chunk {where}")
+        if not is_plain:
+            data = _unpacked(data, due, where)
         if due == self.payload_bytes:
             self.partial.payload = bytearray(data)
         else:
             self.partial.payload = self.partial.payload or bytearray(self.payload_bytes)
             self.partial.payload[filled : filled + due] = data
         self.partial.filled += due
+        return due
 
     def truncated(self) -> DamagedFrame:
         """The error of a peer that ended before its declared size."""
@@ -408,6 +423,17 @@ def _seal(*parts: Buffer) -> bytes:
     for part in parts:
         checksum.update(part)
     return b"".join((checksum.digest(), *parts))
+
+
+def _unpacked(packed: memoryview, due: int, where: str) -> memoryview:
+    """Return what a chunk was before it was packed; its own word on its size is checked first."""
+    try:
+        size = zstandard.frame_content_size(packed)
+        if size != due:
+            raise DamagedFrame(f"chunk that unpacks to {size} bytes where {due} are due, {where}")
+        return memoryview(zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise DamagedFrame(f"chunk that is not of zstandard, {where}: {error}") from error
 
 
 def _verify(message: bytes, what: str) -> None:

@@ -6,8 +6,9 @@
 
 The journal comes first and as one: what the records say beyond it is indexed when a run is started
 from the copy. The syncers go on and let records go, so the files of all are linked first, which
-takes an instant, and copied from there. Imports no torch, and does not hold up the loop of the
-coordinator.
+takes an instant, and copied from there, as they are: zstandard leaves 0.91 to 0.92 of a record
+(float32; levels 1 and 3, 0.8 and 0.5 GB/s a core). Imports no torch, and does not hold up the loop
+of the coordinator.
 
 Source: PROTOCOL.md, "Durability".
 """

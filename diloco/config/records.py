@@ -173,13 +173,6 @@ class TelemetryConfig(Section):
     profile: ProfileConfig = Field(
         default=ProfileConfig(), description="A trace of some inner steps"
     )
-    memory_every_inner_steps: Local[int] = Field(
-        default=100,
-        ge=0,
-        le=MOST_STEPS,
-        description="Inner steps between events of what each rank takes of memory; 0: only at the "
-        "end",
-    )
     coordinator_metrics: Local[str] = Field(
         default="",
         description="HOST:PORT at which the coordinator serves /metrics to Prometheus; empty: "

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diloco.bounded_text import MOST_ENDING, bounded_text
 from diloco.config.schema import Config
-from diloco.coordinator.audit_log import audit_entries_of
+from diloco.coordinator.changes import Changes
 from diloco.coordinator.grants import is_valid
 from diloco.coordinator.island_service import IslandService
-from diloco.coordinator.journal import AuditEntry, Journal, RoundRow
+from diloco.coordinator.journal import AuditEntry, Journal
 from diloco.coordinator.operator_service import Operations, OperatorService
 from diloco.coordinator.reported_alarms import ReportedAlarms
 from diloco.coordinator.run_status import RunStatus
@@ -28,7 +28,6 @@ from diloco.durable import DiskFull
 from diloco.errors import QuorumLost
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.absences import news_of_away
-from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.candidates import BAD_IN_A_ROW
 from diloco.protocol.run.cut_patience import CutPatience
@@ -84,7 +83,8 @@ class Coordinator:
         of the policy that the file has.
         """
         self._membership = membership
-        self._journal = journal
+        self._changes = Changes(membership, journal, on_made=self._made)
+        self._change = self._changes.make
         self._secret = secret
         self._unix_clock = unix_clock
         self._problems = problems
@@ -93,7 +93,7 @@ class Coordinator:
         self._complete_since = dict.fromkeys(membership.checkpoints, -math.inf)
         self.alarms = ReportedAlarms(record=self._record, unix_clock=unix_clock)
         self.run_status = RunStatus(membership, journal, self._leases, terms, self.alarms)
-        self._cut_patience = CutPatience(membership, keep=self._keep)
+        self._cut_patience = CutPatience(membership, change=self._change)
         self._island_service = IslandService(
             membership,
             self.run_status,
@@ -101,9 +101,7 @@ class Coordinator:
             self._cut_patience,
             secret=secret,
             is_granted=lambda grant: self._is_granted(grant, ROLE_ISLAND),
-            keep=self._keep,
-            append=self._append,
-            durable=self._journal.durable,
+            change=self._change,
             end_if_over=self._end_if_over,
         )
         self._syncer_service = SyncerService(
@@ -115,10 +113,8 @@ class Coordinator:
             ),
             lease=lease,
             policy_digest=policy_digest,
-            index=self._index,
-            record=lambda told: self._journal.write((), told=[told]),
-            keep=self._keep,
-            durable=self._journal.durable,
+            changes=self._changes,
+            inner_steps=lambda: self._island_service.inner_steps,
             named_transfers=lambda: self._island_service.named_transfers,
             on_lost=self.lose,
         )
@@ -126,7 +122,7 @@ class Coordinator:
             membership,
             operations,
             unix_clock=unix_clock,
-            keep=self._keep,
+            change=self._change,
             apply_config=self._apply_config,
             halt=self.halt,
             end_if_over=self._end_if_over,
@@ -154,12 +150,14 @@ class Coordinator:
             "nothing published is lost, the run goes on where it was: diloco coordinator RUN.toml; "
             "then every island that has ended"
         )
-        self._membership.apply(self._failed(f"{reason}; {remedy}", exit_code))
+        reason = self._ending(f"{reason}; {remedy}", exit_code)
+        self._membership.apply(self._membership.failed(reason, exit_code))
         self.ended.set()
 
-    def lose(self, reason: str, exit_code: int) -> None:
+    async def lose(self, reason: str, exit_code: int) -> None:
         """End the run for good: rounds cannot go on."""
-        self._keep(self._failed(reason, exit_code))
+        reason = self._ending(reason, exit_code)
+        await self._change(lambda m: m.failed(reason, exit_code))
         self.ended.set()
 
     def halt(self) -> None:
@@ -185,12 +183,18 @@ class Coordinator:
         """Everything an operator sees."""
         return self.run_status.status()
 
-    def request_stop(self) -> bool:
+    async def request_stop(self) -> bool:
         """Ask all islands to stop with a checkpoint; false if none of them could be complete."""
-        if entries := self._membership.request_stop():
-            self._keep(entries)
+        was_stopping = self._membership.is_stopping
+        await self._change(lambda m: m.request_stop())
+        if self._membership.is_stopping and not was_stopping:
             logger.info("stop requested")
         return self._membership.is_stopping
+
+    async def settled(self) -> None:
+        """Return once all that was decided is durable, or cannot be; the server has stopped."""
+        self.alarms.write()  # of last reports
+        await self._changes.settled()
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -205,7 +209,7 @@ class Coordinator:
             await asyncio.sleep(min(_WATCH_S, COUNTED_SHARE * self.run_status.terms.lease_s))
             self._leases.looked(loop_now())
             with contextlib.suppress(DiskFull):  # the journal has said so
-                self._look()
+                await self._look()
             self._tell_away()
 
     def _tell_away(self) -> None:
@@ -214,37 +218,39 @@ class Coordinator:
         for text in news_of_away(before, self._away):
             logger.warning("%s", text)
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         """Act on what time has brought.
 
         Raises:
             DiskFull: If there is no room to write it down: nothing of it has happened.
         """
-        self._end_leases()
-        self._keep(self._membership.follow_ups())
-        self._cut_when_due()
-        self._cut_patience.look(loop_now(), self.run_status.terms.unreachable_s)
-        self._return_if_decided()
+        await self._end_leases()
+        await self._change(lambda m: m.follow_ups())
+        await self._cut_when_due()
+        await self._cut_patience.look(loop_now(), self.run_status.terms.unreachable_s)
+        await self._return_if_decided()
         self._raise_alarms()
         self.alarms.write()
-        self._end_if_over()
+        await self._end_if_over()
         too_long = self.run_status.terms.unreachable_s
         silent = [
             i for i in self._membership.members if self._leases.silent_s(i, loop_now()) > too_long
         ]
-        self._stop_without(silent)
+        await self._stop_without(silent)
 
-    def _return_if_decided(self) -> None:
+    async def _return_if_decided(self) -> None:
         """End the service for a return of the run by itself, or for good where that may not be."""
         membership = self._membership
         if not membership.is_returning:
             return
         pending = membership.candidates.pending
         assert pending is not None
-        if entries := membership.lost_by_returns(self.run_status.terms.judging):
-            self._keep(entries)
+        judging = self.run_status.terms.judging
+        if membership.lost_by_returns(judging):
+            await self._change(lambda m: m.lost_by_returns(judging))
         else:
-            self._keep(membership.candidates.accuse(self._accused(pending.to)))
+            accused = self._accused(pending.to)
+            await self._change(lambda m: m.candidates.accuse(accused) if m.is_returning else ())
             logger.error("the run returns by itself: %s", pending.why)
         self.ended.set()
 
@@ -286,7 +292,7 @@ class Coordinator:
         if len(membership.members.live) == 2:  # of more, the loss that rises may be of a third
             self.alarms.suspect(now)
 
-    def _cut_when_due(self) -> None:
+    async def _cut_when_due(self) -> None:
         """Ask for a run checkpoint, one in so many tokens that all fragments have merged."""
         membership = self._membership
         if (
@@ -294,13 +300,13 @@ class Coordinator:
             or membership.merged_tokens() >= self.run_status.terms.total_tokens
         ):
             return
-        if membership.is_cut_due(self.run_status.terms.cut_tokens):
-            self._keep(membership.cut())
+        every = self.run_status.terms.cut_tokens
+        await self._change(lambda m: m.cut() if m.members.live and m.is_cut_due(every) else ())
 
-    def _end_leases(self) -> None:
+    async def _end_leases(self) -> None:
         """Act on the islands that were silent for a term."""
         membership = self._membership
-        silent = self._leases.expired(membership.members.holders, loop_now())
+        silent = self._silent(membership)
         if not silent or membership.promises is not None:  # a stop has its own patience
             return
         away = f"not heard of for {self.run_status.terms.lease_s:g} s (coordinator.lease)"
@@ -310,11 +316,10 @@ class Coordinator:
         logger.warning("%s, islands=%s", away, ", ".join(silent))
         match policy:
             case "wait":
-                self._keep(membership.members.lapsed(silent))
+                await self._change(lambda m: m.members.lapsed(self._silent(m)))
             case "shrink":
-                self._keep(
-                    membership.members.kicked(silent, f"{away}, and on_member_lost = shrink")
-                )
+                reason = f"{away}, and on_member_lost = shrink"
+                await self._change(lambda m: m.members.kicked(self._silent(m), reason))
             case "stop":
                 lost = ", ".join(silent)
                 self.fail(
@@ -322,17 +327,21 @@ class Coordinator:
                     f"outer.on_member_lost = stop (wait and shrink go on)",
                     QuorumLost.exit_code,
                 )
-        self._end_if_over()
+        await self._end_if_over()
 
-    def _stop_without(self, silent: list[str]) -> None:
+    def _silent(self, membership: Membership) -> tuple[str, ...]:
+        """Islands that were not heard of for a term."""
+        return self._leases.expired(membership.members.holders, loop_now())
+
+    async def _stop_without(self, silent: list[str]) -> None:
         membership = self._membership
         if not (lacks := membership.stop_lacks(silent)):
             return
         is_complete = membership.is_stop_complete
-        self._keep(membership.stop_without(lacks))
+        await self._change(lambda m: m.stop_without(lacks))
         if is_complete:
             logger.warning("stopped without a last word of %s", ", ".join(lacks))
-            self._end_if_over()
+            await self._end_if_over()
             return
         awaited = "; ".join(f"island {island!r} owes {what}" for island, what in lacks.items())
         self.fail(
@@ -341,15 +350,6 @@ class Coordinator:
             f"The stop is taken back",
             QuorumLost.exit_code,
         )
-
-    def _index(self, row: RoundRow) -> None:
-        """Index a durable record, and with it how far the islands have come."""
-        entries = self._membership.positions(self._island_service.inner_steps)
-        num_conflicts = self._journal.write(entries, [row])
-        self.run_status.has_indexed(row[1])
-        for _ in range(num_conflicts):
-            self.refused("", Cause.CONFLICT)
-        self._membership.apply(entries)
 
     async def _clock(self, call: IncomingCall) -> Reply:
         return Reply.of(ClockReply(unix_s=self._unix_clock()))
@@ -370,8 +370,7 @@ class Coordinator:
 
     def _record(self, told: Sequence[AuditEntry]) -> None:
         """Write into the audit log, where there is room; nothing depends on it."""
-        with contextlib.suppress(DiskFull):  # the journal has said so
-            self._journal.write((), told=told)
+        self._changes.begin(told=told)
 
     def _apply_config(self, config: Config) -> None:
         """Go by another configuration from now on."""
@@ -379,27 +378,19 @@ class Coordinator:
         self._membership.members.rules = terms.rules
         self._leases.term_s = terms.lease_s
 
-    def _keep(self, entries: Entries) -> None:
-        """Make what membership decided durable, then true, and what follows from it."""
-        while entries:
-            self._journal.write(entries, told=audit_entries_of(entries))
-            self._membership.apply(entries)
-            self._complete_since = {
-                number: self._complete_since.get(number, loop_now())
-                for number in self._membership.checkpoints
-            }
-            entries = self._membership.follow_ups()
+    def _made(self, num_conflicts: int) -> None:
+        """Note what has changed, and count versions that were published as two things."""
+        self._complete_since = {
+            number: self._complete_since.get(number, loop_now())
+            for number in self._membership.checkpoints
+        }
+        for _ in range(num_conflicts):
+            self.refused("", Cause.CONFLICT)
 
-    def _append(self, entries: Entries) -> int:
-        """Have true what nothing else follows from; nobody hears of it before it is durable."""
-        number = self._journal.append(entries)
-        self._membership.apply(entries)
-        return number
-
-    def _end_if_over(self) -> None:
+    async def _end_if_over(self) -> None:
         """End with the run; an island that may be starting again is to hear of its end, too."""
         membership, now = self._membership, loop_now()
-        self._keep(membership.all_merged())
+        await self._change(lambda m: m.all_merged())
         is_awaited = any(self._leases.silent_s(i, now) < RETURN_S for i in membership.members.away)
         if (
             membership.fatal_reason
@@ -408,7 +399,7 @@ class Coordinator:
         ):
             self.ended.set()
         elif self._membership.is_stopped_in_vain and not self.ended.is_set():
-            self._keep(self._membership.cuts.taken_back(self._membership.timeline))
+            await self._change(lambda m: m.cuts.taken_back(m.timeline))
             self.fail(
                 "the graceful stop was aborted: no island could write its part of a last cut, "
                 "or a syncer has lost what the parts hold (the coordinator's log says which)"
@@ -416,12 +407,12 @@ class Coordinator:
                 QuorumLost.exit_code,
             )
 
-    def _failed(self, reason: str, exit_code: int) -> Entries:
+    def _ending(self, reason: str, exit_code: int) -> str:
+        """Say in full why the run ends, unless it does so already."""
         reason = bounded_text(reason + self.run_status.failures_beyond(reason), MOST_ENDING)
-        entries = self._membership.failed(reason, exit_code)
-        if entries:
+        if not self._membership.fatal_reason:
             logger.error("run failed, exit_code=%d: %s", exit_code, reason)
-        return entries
+        return reason
 
     def _is_granted(self, grant: Grant, role: int) -> bool:
         return is_valid(

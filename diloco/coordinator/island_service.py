@@ -8,9 +8,10 @@ Source: PROTOCOL.md, "Join", "Leases and clocks", "Graceful stop" and "Cuts".
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import blake3
 
@@ -24,7 +25,7 @@ from diloco.protocol.run.admission import Entries, Joined, JoinVerdict
 from diloco.protocol.run.cut_patience import CutPatience
 from diloco.protocol.run.cuts import Part
 from diloco.protocol.run.leases import Lease, Leases
-from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.membership import Change, Decide, Membership
 from diloco.protocol.run.plan_bytes import packed, unpacked
 from diloco.protocol.run.state_transfers import StateTransfers
 from diloco.protos.control_pb2 import (
@@ -101,10 +102,8 @@ class IslandService:
         *,
         secret: bytes,
         is_granted: Callable[[Grant], bool],
-        keep: Callable[[Entries], None],
-        append: Callable[[Entries], int],
-        durable: Callable[..., Awaitable[None]],
-        end_if_over: Callable[[], None],
+        change: Change,
+        end_if_over: Callable[[], Awaitable[None]],
     ) -> None:
         """Assign only.
 
@@ -115,9 +114,7 @@ class IslandService:
             cut_patience: Hears what is told of cuts.
             secret: That grants are signed with.
             is_granted: Whether a grant is an island's, of this run, and has not expired.
-            keep: Makes what was decided durable, then true.
-            append: Makes true what an island tells; returns the number that `durable` takes.
-            durable: Waits until what was appended up to a number is durable; without one, all.
+            change: Makes what is decided durable, then true.
             end_if_over: Ends the run where what was told has ended it.
         """
         self._membership = membership
@@ -126,18 +123,14 @@ class IslandService:
         self._cut_patience = cut_patience
         self._secret = secret
         self._is_granted = is_granted
-        self._keep = keep
-        self._append = append
-        self._durable = durable
-        #: Island -> number of what it told last; a report is answered once that is durable.
-        self._told: dict[str, int] = {}
+        self._change = change
         self._end_if_over = end_if_over
         self._reading = asyncio.Lock()
         #: Island -> loop time before which no plan of it is read; infinite while one is.
         self._unread_until: dict[str, float] = {}
         #: Digests of what unpacks to the run's plan.
         self._known: set[bytes] = set()
-        self._state_transfers = StateTransfers(membership, keep=keep)
+        self._state_transfers = StateTransfers(membership, change=change)
         # Island -> its newest start and how far that came, as was reported, durable or not.
         self._reached: dict[str, tuple[int, int]] = {}
 
@@ -181,26 +174,37 @@ class IslandService:
         except ValueError as error:
             message = f"island {request.island!r} sent no usable plan: {error}"
             refused = Joined(JoinVerdict.PLAN_MISMATCH, message, cause=Cause.PLAN)
-            return Reply.of(self._join_refused(call, request.island, refused))
-        joined = self._membership.join(
-            run=request.run,
-            island=request.island,
-            identity_json=request.identity_json,
-            plan_json=plan_json,
-            corpus_sha256=request.corpus_sha256,
-            tokenizer_digest=request.tokenizer_digest,
-            start_step=request.start_step,
-            start_id=request.start_id,
-            tokens_per_inner_step=request.tokens_per_inner_step,
-        )
-        self._keep(joined.entries)
+            return Reply.of(await self._join_refused(call, request.island, refused))
+        joined = await self._joined(request, plan_json)
         if joined.verdict is not JoinVerdict.ACCEPTED:
-            return Reply.of(self._join_refused(call, request.island, joined))
-        self._leases.renewed(request.island, loop_now())
+            return Reply.of(await self._join_refused(call, request.island, joined))
         if joined.entries:
             logger.info("joined, island=%s incarnation=%d", request.island, joined.incarnation)
-        await self._durable()  # its slots are what others have told
         return Reply.of(self._join_accepted(request, joined.incarnation))
+
+    async def _joined(self, request: JoinRequest, plan_json: str) -> Joined:
+        """Take a join, and have it durable."""
+        decided: Joined
+
+        def decide(membership: Membership) -> Entries:
+            nonlocal decided
+            decided = membership.join(
+                run=request.run,
+                island=request.island,
+                identity_json=request.identity_json,
+                plan_json=plan_json,
+                corpus_sha256=request.corpus_sha256,
+                tokenizer_digest=request.tokenizer_digest,
+                start_step=request.start_step,
+                start_id=request.start_id,
+                tokens_per_inner_step=request.tokens_per_inner_step,
+            )
+            if decided.verdict is JoinVerdict.ACCEPTED:
+                self._leases.renewed(request.island, loop_now())
+            return decided.entries
+
+        await self._change(decide)
+        return decided
 
     async def _read_plan(self, island: str, content: bytes) -> str:
         """Read a joining island's plan: in a thread, one at a time, unless it is known.
@@ -250,13 +254,13 @@ class IslandService:
             return False
         return content == packed(plan_json) or blake3.blake3(content).digest() in self._known
 
-    def _join_refused(self, call: IncomingCall, island: str, joined: Joined) -> JoinReply:
+    async def _join_refused(self, call: IncomingCall, island: str, joined: Joined) -> JoinReply:
         logger.warning("join refused, island=%.100r verdict=%s", island, joined.verdict)
         assert joined.cause is not None
         # Without certificates and tokens anybody could fill another's count.
         is_known = call.caller is not None and island in self._membership.members
         self._run_status.refused(island if is_known else "", joined.cause)
-        self._end_if_over()
+        await self._end_if_over()
         return JoinReply(status=_STATUS[joined.verdict], message=_lines(joined.message))
 
     def _join_accepted(self, request: JoinRequest, incarnation: int) -> JoinReply:
@@ -313,24 +317,29 @@ class IslandService:
             self._run_status.refused("", Cause.GRANT)
             code = CoordinatorUnavailable.exit_code
             return Reply.of(ReportReply(stop=True, reason="the grant is not valid", exit_code=code))
-        grant, membership = request.grant, self._membership
+        grant = request.grant
         self._check_bounds(request)
-        if not membership.is_current(grant.island, grant.incarnation, grant.timeline):
-            cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
-            self._run_status.refused(grant.island, cause)
-            reason, exit_code = self._fenced_text(grant), Fenced.exit_code
-            if membership.has_returned_from(grant.island, grant.timeline):
-                exit_code = RunReturned.exit_code
-            return Reply.of(ReportReply(stop=True, reason=reason, exit_code=exit_code))
+        if not self._membership.is_current(grant.island, grant.incarnation, grant.timeline):
+            return Reply.of(self._fenced(grant))
         self._leases.renewed(grant.island, loop_now())
-        self._take_word(request)
-        claims_json = self._take_positions(grant.island, request.position_json)
-        self._take_part(grant.island, request.cut)
-        reply = self._answer(grant.island, claims_json)
-        self._state_transfers.reported(grant.island, request.transfer, reply)
-        # Slots that are news to it may be what others have told.
-        await self._durable(None if claims_json else self._told.get(grant.island, 0))
+        revision, positions = self._positions_in(grant.island, request.position_json)
+        told = [*self._word_of(request), *positions, *self._part_in(grant.island, request.cut)]
+        await self._change(*(_of_current(grant, decide) for decide in told))
+        if not self._membership.is_current(grant.island, grant.incarnation, grant.timeline):
+            return Reply.of(self._fenced(grant))
+        reply = self._answer(grant.island, revision)
+        await self._state_transfers.reported(grant.island, request.transfer, reply)
         return Reply.of(reply)
+
+    def _fenced(self, grant: Grant) -> ReportReply:
+        """Tell a start that it does not count any more, and why."""
+        membership = self._membership
+        cause = membership.cause_against(grant.island, grant.incarnation, grant.timeline)
+        self._run_status.refused(grant.island, cause)
+        reason, exit_code = self._fenced_text(grant), Fenced.exit_code
+        if membership.has_returned_from(grant.island, grant.timeline):
+            exit_code = RunReturned.exit_code
+        return ReportReply(stop=True, reason=reason, exit_code=exit_code)
 
     def _check_bounds(self, request: ReportRequest) -> None:
         """Refuse what no island says; a message of any length is cut.
@@ -352,22 +361,24 @@ class IslandService:
             )
         request.message = bounded_text(request.message)
 
-    def _take_word(self, request: ReportRequest) -> None:
+    def _word_of(self, request: ReportRequest) -> Iterator[Decide]:
         """Record where an island stands, what it keeps, and what it promises."""
-        membership, island, inner_step = self._membership, request.grant.island, request.inner_step
+        island, inner_step = request.grant.island, request.inner_step
         self._run_status.island_says(island, request)
         if inner_step:  # an older report may be handled later
             reached = request.grant.incarnation, inner_step
             self._reached[island] = max(self._reached.get(island, reached), reached)
-        self._keep(membership.reported(island))
-        self._keep(membership.keeps(island, request.checkpoint_steps, inner_step=inner_step))
+        yield lambda m: m.reported(island)
+        yield lambda m: m.keeps(island, request.checkpoint_steps, inner_step=inner_step)
         for each in request.held_out:
-            rules = self._run_status.terms.judging
-            self._keep(membership.voted(island, each.checkpoint, each.nats_per_byte, rules))
+            yield functools.partial(self._voted, island, each.checkpoint, each.nats_per_byte)
         if request.has_hold:
-            self._take_promise(island, request.hold_step)
+            yield from self._promise(island, request.hold_step)
 
-    def _take_promise(self, island: str, hold_step: int) -> None:
+    def _voted(self, island: str, number: int, loss: float, membership: Membership) -> Entries:
+        return membership.voted(island, number, loss, self._run_status.terms.judging)
+
+    def _promise(self, island: str, hold_step: int) -> Iterator[Decide]:
         """Record the inner step that an island will not pass unasked, once that can be true.
 
         All stop after the largest: one that lies would keep a stop from its end. It is said again
@@ -391,27 +402,25 @@ class IslandService:
             )  # fmt: skip
             self._run_status.refused(island, Cause.BOUNDS)
             return
-        self._keep(membership.promise(island, hold_step))
+        yield lambda m: m.promise(island, hold_step)
 
-    def _take_positions(self, island: str, position_json: str) -> str:
-        """Record how far an island's text is drawn; returns its slots where they are news.
+    def _positions_in(self, island: str, position_json: str) -> tuple[float, tuple[Decide, ...]]:
+        """Record how far an island's text is drawn; gives the newest revision it knows, too.
 
         Raises:
             FrameError: If it says what no island says.
         """
         claims = self._membership.claims
         if claims is None or not position_json:
-            return ""
+            return math.inf, ()
         try:
             revision, said = claims.read_word(position_json)
         except ValueError as error:
             self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a report's positions: {bounded_text(str(error))}") from error
-        if entries := claims.told(island, said):
-            self._told[island] = self._append(entries)
-        return claims.of(island) if claims.revision > revision else ""
+        return revision, (lambda m: m.claims.told(island, said) if m.claims else (),)
 
-    def _take_part(self, island: str, told: CutPart) -> None:
+    def _part_in(self, island: str, told: CutPart) -> Iterator[Decide]:
         """Record an island's part of a cut.
 
         Raises:
@@ -430,17 +439,17 @@ class IslandService:
             self._run_status.refused(island, Cause.FRAME)
             raise FrameError(f"a part of a cut: {bounded_text(str(error))}") from error
         part = Part(told.inner_step, tuple(told.versions), text) if told.versions else None
-        if entries := membership.cuts.taken(membership.timeline, island, told.number, part):
+        if membership.cuts.taken(membership.timeline, island, told.number, part):
             has = "no part" if part is None else "its part"
             logger.info("island %s has %s of cut %d", island, has, told.number)
-            self._told[island] = self._append(entries)
+            yield lambda m: m.cuts.taken(m.timeline, island, told.number, part)
 
-    def _answer(self, island: str, claims_json: str) -> ReportReply:
-        """Say what an island is to know and to do."""
-        membership = self._membership
+    def _answer(self, island: str, revision: float) -> ReportReply:
+        """Say what an island is to know and to do; of its slots what is newer than a revision."""
+        membership, claims = self._membership, self._membership.claims
         cut, is_last_cut = membership.cuts.asked_of(membership.timeline, island)
         reply = ReportReply(
-            claims_json=claims_json,
+            claims_json=claims.of(island) if claims and claims.revision > revision else "",
             stop=bool(membership.fatal_reason),
             reason=membership.fatal_reason,
             exit_code=membership.fatal_exit_code,
@@ -495,23 +504,32 @@ class IslandService:
         request = LeaveRequest.FromString(call.header)
         grant, membership = request.grant, self._membership
         start = grant.island, grant.incarnation, grant.timeline
+
+        def left(membership: Membership) -> Entries:
+            island, code = grant.island, request.exit_code
+            if request.is_early and not code:
+                gone = membership.left_early(island, self._last_inner_step(island))
+            else:
+                gone = membership.left(island, code, is_stopped=request.is_stopped)
+            return gone + membership.positions({island: self._last_inner_step(island)})
+
         if self._is_granted(grant) and membership.is_current(*start):
             logger.info(
                 "left, island=%s exit_code=%d: %s",
                 grant.island, request.exit_code, bounded_text(request.reason),
             )  # fmt: skip
             self._run_status.last_words[grant.island] = bounded_text(request.reason)
-            if request.is_early and not request.exit_code:
-                left = membership.left_early(grant.island, self._last_inner_step(grant.island))
-            else:
-                left = membership.left(
-                    grant.island, request.exit_code, is_stopped=request.is_stopped
-                )
-            self._keep(left + membership.positions(self.inner_steps))
-            self._end_if_over()
+            await self._change(_of_current(grant, left))
+            await self._end_if_over()
         else:
             self._run_status.refused("", membership.cause_against(*start))
         return Reply.of(LeaveReply())
+
+
+def _of_current(grant: Grant, decide: Decide) -> Decide:
+    """Have nothing follow from what a start says that does not count any more."""
+    start = grant.island, grant.incarnation, grant.timeline
+    return lambda m: decide(m) if m.is_current(*start) else ()
 
 
 def _lines(message: str) -> str:

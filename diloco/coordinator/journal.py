@@ -2,13 +2,12 @@
 
 `entries` hold what membership must never forget. The audit log is `rounds`, an idempotent index of
 the records (their headers in the order they were reported), and `audit_log`, what happened between
-them. Both are written before anything is answered: a call that would `write` while the disk is full
-changes nothing, one that has `append`ed counts, and both are answered that they are to be repeated.
+them. Both are written before anything is answered: a call that finds no room changes nothing, and
+is answered that it is to be repeated.
 
-One thread writes, a transaction after the other, so that their order is that of the calls. `write`
-waits for its own. `append` does not: all that is appended while a transaction is written goes into
-the next, so that a thousand islands need no more transactions than the disk can take, and the
-event loop goes on meanwhile. A call that answers from what was appended awaits `durable` first.
+One thread writes, a transaction after the other, so that their order is that of the calls. A
+coordinator at work waits for none of them on its event loop: it commits what many calls ask for
+at once (`changes`).
 
 Where the run's state lies in an object store, a transaction is in the chain of the run before it is
 committed here (`diloco.objects`); `replicated` has the number of its entry.
@@ -116,10 +115,6 @@ class Journal:
         self._replica = replica
         self._opened: _Opened | None = None
         self._is_full = False
-        # What is appended and not durable, by key; and how often that was done.
-        self._appended: dict[str, str] = {}
-        self._num_appended = self._num_durable = 0
-        self._commit: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """Open or create the file; every commit reaches the disk before it returns.
@@ -180,14 +175,9 @@ class Journal:
         return int(number)
 
     def close(self) -> None:
-        """Write what was appended, if that can be, and release the file. Twice is harmless."""
+        """Release the file, once a transaction that is being written is. Twice is harmless."""
         if self._opened is None:
             return
-        try:
-            if self._appended:
-                self.write(())
-        except (sqlite3.Error, OSError) as error:  # nobody was answered
-            logger.warning("what islands told last is not in %s: %s", self._path, error)
         self._opened.thread.shutdown()
         self._opened.reader.close()
         self._opened.writer.close()
@@ -201,8 +191,6 @@ class Journal:
     ) -> int:
         """Store entries, index `rounds`, add `told` to the audit log; all, or none.
 
-        What was appended goes before.
-
         Later values replace earlier ones, and `null` is no entry any more; what is told again
         changes nothing; of what was told the newest 100,000 are kept. A version that is indexed
         with another digest stays as it is: the other is in the audit log as a `conflict`, and in
@@ -214,38 +202,20 @@ class Journal:
         Raises:
             DiskFull: If there is no room for it; nothing was stored.
         """
-        every = self._appended | dict(entries)  # what was appended is older
-        work = self._require().thread.submit(self._store, every, tuple(rounds), tuple(told))
-        num_conflicts = work.result()
-        self._appended, self._num_durable = {}, self._num_appended
-        return num_conflicts
+        thread = self._require().thread
+        return thread.submit(self._store, dict(entries), tuple(rounds), tuple(told)).result()
 
-    def append(self, entries: Iterable[tuple[str, str]]) -> int:
-        """Have entries written with the next transaction; returns their number for `durable`."""
-        self._appended.update(entries)
-        self._num_appended += 1
-        return self._num_appended
-
-    async def durable(self, number: int | None = None) -> None:
-        """Return once what was appended up to a number is on the disk; None: all so far.
-
-        Raises:
-            DiskFull: If there is no room for it; it stays appended, for the next transaction.
-        """
-        number = self._num_appended if number is None else number
-        while self._num_durable < number:
-            if self._commit is None or self._commit.done():
-                self._commit = asyncio.create_task(self._write_appended())
-            await asyncio.shield(self._commit)  # others wait for it, too
-
-    async def _write_appended(self) -> None:
-        number, entries = self._num_appended, dict(self._appended)
+    async def commit(
+        self,
+        entries: Iterable[tuple[str, str]],
+        rounds: Iterable[RoundRow] = (),
+        told: Iterable[AuditEntry] = (),
+    ) -> int:
+        """Do as `write`; the event loop goes on meanwhile."""
         loop, thread = asyncio.get_running_loop(), self._require().thread
-        await loop.run_in_executor(thread, self._store, entries, (), ())
-        self._num_durable = max(self._num_durable, number)
-        for key, value in entries.items():
-            if self._appended.get(key) is value:  # no later one was appended
-                del self._appended[key]
+        return await loop.run_in_executor(
+            thread, self._store, dict(entries), tuple(rounds), tuple(told)
+        )
 
     def _store(
         self,
@@ -293,9 +263,8 @@ class Journal:
             writer.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?)", entries.items())
             gone = [(key,) for key, value in entries.items() if value == "null"]
             writer.executemany("DELETE FROM entries WHERE key = ?", gone)
-            writer.executemany(_TELL, told)
             conflicts = [c for row in rounds if (c := _index(writer, row)) is not None]
-            writer.executemany(_TELL, conflicts)
+            writer.executemany(_TELL, (*told, *conflicts))
             writer.execute(_FORGET)
             if number is not None:
                 writer.execute(_SET_REPLICATED, (number,))

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
 from diloco.bounded_text import MOST_ENDING, MOST_TEXT, bounded_text
 from diloco.coordinator.audit_log import expiry_entry, repair_entry
-from diloco.coordinator.journal import AuditEntry, RoundRow
+from diloco.coordinator.changes import Changes
+from diloco.coordinator.journal import AuditEntry
 from diloco.coordinator.run_status import RunStatus
 from diloco.protocol.rounds.terms import RoundKey
-from diloco.protocol.run.admission import Entries
-from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.membership import Decide, Membership
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.repairs import LostVersion
 from diloco.protos.control_pb2 import (
@@ -58,12 +58,10 @@ class SyncerService:
         is_behind: Callable[[Grant], bool],
         lease: int,
         policy_digest: str,
-        index: Callable[[RoundRow], None],
-        record: Callable[[AuditEntry], object],
-        keep: Callable[[Entries], None],
-        durable: Callable[[], Awaitable[None]],
+        changes: Changes,
+        inner_steps: Callable[[], Mapping[str, int]],
         named_transfers: Callable[[], Iterable[StateTransfer]],
-        on_lost: Callable[[str, int], None],
+        on_lost: Callable[[str, int], Awaitable[None]],
     ) -> None:
         """Assign only.
 
@@ -74,10 +72,8 @@ class SyncerService:
             is_behind: Whether a caller is a syncer of this run, and of an earlier timeline.
             lease: Of the run's state in an object store; 0: it is in none.
             policy_digest: Of the policy of the coordinator's file.
-            index: Makes it durable that there is a record.
-            record: Puts in the audit log what happened between records.
-            keep: Makes what was decided durable, then true.
-            durable: Waits until all that islands told is.
+            changes: Makes what is told durable, then true.
+            inner_steps: Gives how far the islands have come, which is noted with a record.
             named_transfers: Gives the state transfers between islands that are under way.
             on_lost: Hears why rounds cannot go on, and the exit code.
         """
@@ -86,10 +82,8 @@ class SyncerService:
         self._check_grant = check_grant
         self._is_behind = is_behind
         self._lease, self._policy_digest = lease, policy_digest
-        self._index = index
-        self._record = record
-        self._keep = keep
-        self._durable = durable
+        self._changes = changes
+        self._inner_steps = inner_steps
         self._named_transfers = named_transfers
         self._pinned: tuple[int, set[int]] = 0, set()
         self._asked: dict[int, int] = {}  # syncer -> cut that the last reply asked it to keep
@@ -153,24 +147,22 @@ class SyncerService:
             )
         refused = _counted(report.refusals, membership.members)
         self._run_status.syncer_says(report.syncer_id, report.syncer_epoch, refused, report.alarms)
+        decisions = list[Decide]()
         for fragment in report.fragments:
             self._run_status.fragment_stands(self._bounded(fragment))
-            lost = self._lost(fragment) if fragment.damage else None
-            self._keep(membership.repairs.stands(fragment.fragment_id, lost))
+            decisions.append(self._stands(fragment))
+        told = [self._expired(report.expiry)] if report.HasField("expiry") else []
         if row is not None:
-            self._index(row)
-            if (told := repair_entry(report.record_json)) is not None:
-                self._record(told)
-        if report.HasField("expiry"):
-            self._record(self._expired(report.expiry))
-        self._note_pins(report)
-        self._note_lost(report)
+            decisions.append(lambda m: m.positions(self._inner_steps()))
+            told = [*filter(None, [repair_entry(report.record_json)]), *told]
+        decisions += [*self._pins(report), *self._lost_parts(report)]
+        await self._changes.make(*decisions, rounds=() if row is None else [row], told=told)
+        if row is not None:
+            self._run_status.has_indexed(row[1])
         if report.fatal_reason:
-            self._on_lost(bounded_text(report.fatal_reason, MOST_ENDING), report.fatal_exit_code)
-        reply = self._answer(report.syncer_id, known)
-        if reply.cut:  # by the parts of all islands
-            await self._durable()
-        return Reply.of(reply)
+            reason = bounded_text(report.fatal_reason, MOST_ENDING)
+            await self._on_lost(reason, report.fatal_exit_code)
+        return Reply.of(self._answer(report.syncer_id, known))
 
     def _answer(self, syncer_id: int, known: Collection[int]) -> RoundReportReply:
         """Say what a syncer of some fragments is to know and to do."""
@@ -213,11 +205,13 @@ class SyncerService:
             if named or header:
                 yield Repair(fragment_id=p, island=named, record_json=header)
 
-    def _lost(self, fragment: FragmentStatus) -> LostVersion:
-        """Say what a fragment has lost, of what can be true of it."""
-        islands = self._membership.members
-        holders = sorted(set(fragment.holders).intersection(islands))
-        return LostVersion(fragment.lost_version, tuple(holders), fragment.wants_header)
+    def _stands(self, fragment: FragmentStatus) -> Decide:
+        """Take it that a fragment is whole, or what it has lost, of what can be true of it."""
+        p, lost = fragment.fragment_id, None
+        if fragment.damage:
+            holders = sorted(set(fragment.holders).intersection(self._membership.members))
+            lost = LostVersion(fragment.lost_version, tuple(holders), fragment.wants_header)
+        return lambda m: m.repairs.stands(p, lost)
 
     def _expired(self, expiry: Expiry) -> AuditEntry:
         """Say of an attempt what can be true of it."""
@@ -227,21 +221,21 @@ class SyncerService:
         missing = sorted(set(expiry.missing).intersection(self._membership.members))
         return expiry_entry(key, missing, bounded_text(expiry.reason))
 
-    def _note_pins(self, report: RoundReport) -> None:
+    def _pins(self, report: RoundReport) -> Iterator[Decide]:
         """Record the fragments whose versions are kept for a cut; with all it is complete."""
         membership = self._membership
         cut = membership.cuts.open(membership.timeline)
         if cut is None or not cut.is_taken or report.pinned_cut != cut.number:
             return
-        number, pinned = self._pinned
-        pinned = pinned if number == cut.number else set()
+        number = cut.number
+        pinned = self._pinned[1] if self._pinned[0] == number else set()
         pinned.update(fragment.fragment_id for fragment in report.fragments)
-        self._pinned = cut.number, pinned
+        self._pinned = number, pinned
         if pinned.issuperset(membership.assignment.of_all(membership.plan_json)):
-            self._keep(membership.cut_kept(cut.number))
-            logger.info("cut %d is complete, islands=%s", cut.number, ", ".join(cut.parts))
+            logger.info("cut %d is complete, islands=%s", number, ", ".join(cut.parts))
+            yield lambda m: m.cut_kept(number) if _is_taken(m, number) else ()
 
-    def _note_lost(self, report: RoundReport) -> None:
+    def _lost_parts(self, report: RoundReport) -> Iterator[Decide]:
         """Let go of parts of a cut that are ahead of what a syncer has.
 
         It has to know of the cut: a report that was on its way may be older than the parts. Not of
@@ -255,9 +249,10 @@ class SyncerService:
         newest = {f.fragment_id: f.version for f in report.fragments if not f.damage}
         if cut.is_last:
             newest |= {f.fragment_id: -1 for f in report.fragments if f.damage}
-        if entries := membership.cuts.within(membership.timeline, newest):
+        if membership.cuts.within(membership.timeline, newest):
             lost = {p: (cut.versions[p], v) for p, v in newest.items() if v < cut.versions[p]}
-            self._keep(entries)
+            number = cut.number
+            yield lambda m: m.cuts.within(m.timeline, newest) if _is_taken(m, number) else ()
             logger.error(
                 "parts of cut %d hold versions that syncer %d does not have, and do not count: %s",
                 cut.number,
@@ -290,6 +285,12 @@ class SyncerService:
             lost_version=fragment.lost_version,
             holders=sorted(set(fragment.holders).intersection(self._membership.members)),
         )
+
+
+def _is_taken(membership: Membership, number: int) -> bool:
+    """Whether only the syncers' part of a cut is missing."""
+    cut = membership.cuts.open(membership.timeline)
+    return cut is not None and cut.number == number and cut.is_taken
 
 
 def _counted(reported: Iterable[RefusalCount], islands: Collection[str]) -> list[RefusalCount]:

@@ -118,7 +118,7 @@ class Forecast:
     `sends` lists the first two periods and the last one; it is empty, and `arrival` given, where
     islands send on arrival. `num_sends` and `ways`, which begins with the run itself, are then
     those of the average island.
-    `ranks` has of every island the rank that takes most memory.
+    `ranks` has of every island the rank that takes most memory, `per_host` how many a host has.
     `kept_bytes` is what the islands that copy their inner states take of host memory, for each of
     their hosts that keeps a copy; `copied_bytes` what a checkpoint behind the training takes of an
     island's hosts together, 0 where there is none.
@@ -142,6 +142,7 @@ class Forecast:
     kept_bytes: dict[str, int]
     copied_bytes: dict[str, int]
     ranks: dict[str, RankForecast]
+    per_host: dict[str, int]
     syncers: tuple[SyncerForecast, ...]
     arrival: ArrivalForecast | None
 
@@ -155,8 +156,10 @@ class Forecast:
         return {**asdict(self), "parameters": self.parameters}
 
 
-def forecast(config: Config) -> Forecast:
+def forecast(config: Config, ranks_per_host: dict[str, int] | None = None) -> Forecast:
     """Plan a run; allocates no parameter.
+
+    `ranks_per_host` are those of every island; None: as usual.
 
     Raises:
         ConfigError: If the model cannot be cut as `outer` says, or be spread over a mesh, or there
@@ -171,8 +174,9 @@ def forecast(config: Config) -> Forecast:
     link = link_profile(config)
     fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)
     largest = max(each.parameters for each in fragments)
+    per_host = ranks_per_host or {n: each.usual_per_host for n, each in config.islands.items()}
     ranks = {
-        name: forecast_rank(config, island, largest)
+        name: forecast_rank(config, island, largest, per_host[name])
         for name, island in sorted(config.islands.items())
     }
     return Forecast(
@@ -204,6 +208,7 @@ def forecast(config: Config) -> Forecast:
             for name, rank in ranks.items()
         },
         ranks=ranks,
+        per_host=per_host,
         syncers=_syncers(config, plan),
         arrival=_arrival(config, fragments, link) if config.outer.is_on_arrival else None,
     )

@@ -29,7 +29,8 @@ its activations are told as if it was the built-in decoder of these sizes.
 Of a pipeline activations are those of the micro-batches under way: pp of "1f1b", all of others, an
 upper bound. Without allocator's gaps, buffers of collectives, code and CUDA's context.
 
-On the host, for the outer loop, of each of the island's values, dealt to its ranks:
+On the host, for the outer loop, of each of the island's values, dealt to the ranks that carry
+lanes (`carrier_hosts`):
 
     4            anchor
     4            local values, while published ones are evaluated in their place
@@ -83,7 +84,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """Bytes of the rank of an island that takes most, and operations of each."""
+    """Bytes of the rank of an island that takes most, and operations of each.
+
+    `carriers` are the ranks that hold what the outer loop keeps on hosts, and move payloads.
+    """
 
     parameter_bytes: int
     gradient_bytes: int
@@ -92,18 +96,22 @@ class RankForecast:
     activation_bytes: int
     peak_bytes: int
     outer_host_bytes: int
+    carriers: int
     outer_device_bytes: int
     checkpoint_copy_bytes: int
     flops_per_inner_step: float
 
 
-def forecast_rank(config: Config, island: IslandConfig, largest_fragment: int) -> RankForecast:
+def forecast_rank(
+    config: Config, island: IslandConfig, largest_fragment: int, per_host: int = 0
+) -> RankForecast:
     """Compute what a rank takes.
 
     Args:
         config: The run's; its model is no loop's own.
         island: Of the run.
         largest_fragment: Values of the largest fragment.
+        per_host: Ranks of a host; 0: as usual.
     """
     shape = shape_of(config.model)
     mesh, length = island.mesh, config.data.sequence_length
@@ -118,10 +126,13 @@ def forecast_rank(config: Config, island: IslandConfig, largest_fragment: int) -
     ]
     most = max(ranks, key=lambda rank: rank["peak_bytes"])
     num_values = sum(map(math.prod, shapes.values()))
+    carriers = island.carrier_hosts * (per_host or island.usual_per_host)
+    carriers = min(carriers or island.ranks, island.ranks)
     return RankForecast(
         **most,
-        outer_host_bytes=_outer_host_bytes(config, num_values, largest_fragment) // island.ranks
-        + _added_bytes(config.outer, island.ranks, largest_fragment),
+        outer_host_bytes=_outer_host_bytes(config, num_values, largest_fragment) // carriers
+        + _added_bytes(config.outer, carriers, largest_fragment),
+        carriers=carriers,
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
         checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes) // island.ranks,
         flops_per_inner_step=flops_per_token(shape, length)

@@ -36,6 +36,8 @@ from diloco.telemetry.wandb import WandbRun, WandbSink
 
 #: Inner steps over which the training loss is averaged, at least, before it is compared.
 _LEAST_WATCHED = 10
+#: Inner steps between events of what each rank takes of memory.
+_MEMORY_STEPS = 100
 
 
 class Record:
@@ -177,11 +179,11 @@ class Record:
             outer: Where it stands.
             moved: Bytes that all ranks of the island have sent and received so far.
         """
-        inner_step, every = outer.inner_step, self._config.telemetry.memory_every_inner_steps
+        inner_step = outer.inner_step
         self._tell_moved(inner_step, moved)
         self.meter.progressed(outer.schedule_step - self._schedule_step)
         self._schedule_step = outer.schedule_step
-        if every and inner_step % every == 0:
+        if inner_step % _MEMORY_STEPS == 0:
             self.write(memory_used(inner_step, self._device))
         assert self._profile is not None, "begin was not called"
         self._profile.after(inner_step)

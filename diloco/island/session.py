@@ -176,7 +176,12 @@ class DiLoCo:
             self._trained.named, frozen=self._trained.frozen, group=self._groups.shards
         )
         self.plan = build_plan(outer, specs)
-        shards = LaneShards(self.plan, self._trained.named, group=self._groups.shards)
+        shards = LaneShards(
+            self.plan,
+            self._trained.named,
+            group=self._groups.shards,
+            carrier_hosts=self._connection.config.island.carrier_hosts,
+        )
         warm_up(self.plan, (outer.uplink, outer.downlink))  # no other island waits for this one yet
         reply = self._join(start_step, data_digest, tokenizer_digest)
         self.island_slot = reply.island_slot

@@ -88,9 +88,7 @@ _T = TypeVar("_T")
 
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
-#: For which syncers on machines of their own have time to end.
-_PLACED_END_S = 15.0
-#: The same, to be heard of at all.
+#: For which syncers on machines of their own have time to be heard of at the end.
 _PLACED_WORD_S = 5.0
 #: What the audit log has of a resume before there is a checkpoint.
 _GOES_ON: Mapping[str, Any] = {
@@ -207,7 +205,7 @@ class _Start:
             goes_on = step is None
             if step is not None:
                 entries = membership.resumed(step)
-                journal.write(entries, told=audit_entries_of(entries))
+                await journal.commit(entries, told=audit_entries_of(entries))
                 membership.apply(entries)
                 announce(f"start every island: {commands_of_islands(config)}")
         elif membership.is_stopped:
@@ -393,12 +391,12 @@ class _Run:
             # They are served meanwhile: they have last reports.
             given_up = coordinator.ended if coordinator.is_halting else self.signals.forced
             if config.syncers and not membership.is_returning:
-                await _end_placed(coordinator.run_status, self.signals.forced)
+                longest_s = config.transport.unreachable.seconds
+                await _end_placed(coordinator.run_status, self.signals.forced, longest_s)
             await _stop_syncers(state, supervisors, self.journal, given_up)
             await _let_watchers_see(coordinator.run_status, self.signals)
-        coordinator.alarms.write()  # of last reports
+        await coordinator.settled()
         if membership.is_returning and not self.signals.asked.is_set():
-            await self._retry("last reports", functools.partial(self.journal.write, ()))
             return 0  # it goes on
         return self._show_end(coordinator.run_status)
 
@@ -546,12 +544,15 @@ async def _asked_to_stop(
 
     It waits for the repair of a damaged fragment: no other signal could ask for it.
     """
+    loop = asyncio.get_running_loop()
+
+    def request() -> bool:
+        return asyncio.run_coroutine_threadsafe(coordinator.request_stop(), loop).result()
+
     await signals.asked.wait()
     while True:
         try:
-            is_stopping = await retry_disk_full_async(
-                "the stop", coordinator.request_stop, given_up=signals.forced
-            )
+            is_stopping = await retry_disk_full_async("the stop", request, given_up=signals.forced)
         except DiskFull:  # that has been said, and everything is to stop at once
             return
         if is_stopping or not (refusal := membership.repairs.against_stop):
@@ -599,21 +600,21 @@ async def _stop_syncers(
             )
 
     def index() -> None:
-        for directory in sorted(
-            d for each in state.own_syncers for d in each.store.glob("fragment-*")
-        ):
-            for header in headers_in(directory):
-                key = header["timeline"], header["fragment_id"], header["version"]
-                journal.write((), [(*key, json.dumps(header, sort_keys=True))])
+        stores = sorted(d for each in state.own_syncers for d in each.store.glob("fragment-*"))
+        headers = [header for directory in stores for header in headers_in(directory)]
+        keys = ((h["timeline"], h["fragment_id"], h["version"]) for h in headers)
+        rows = [(*k, json.dumps(h, sort_keys=True)) for k, h in zip(keys, headers, strict=True)]
+        journal.write((), rows)
 
     with contextlib.suppress(DiskFull):  # the journal has said so
         await retry_disk_full_async("the index of the last versions", index, given_up=given_up)
 
 
-async def _end_placed(run_status: RunStatus, given_up: asyncio.Event) -> None:
+async def _end_placed(run_status: RunStatus, given_up: asyncio.Event, longest_s: float) -> None:
     """Have syncers on machines of their own end, once they have told everything.
 
-    One that does not answer goes on, and finds at its next word how the run stands.
+    One that is heard of meanwhile may have a large version to write. One that is not goes on, and
+    finds at its next word how the run stands.
     """
     run_status.ends_syncers = True
     loop = asyncio.get_running_loop()
@@ -621,7 +622,7 @@ async def _end_placed(run_status: RunStatus, given_up: asyncio.Event) -> None:
     while not run_status.have_syncers_ended and not given_up.is_set():
         await asyncio.sleep(_LOOK_S)
         waited_s = loop.time() - began
-        if waited_s > (_PLACED_END_S if run_status.are_syncers_heard else _PLACED_WORD_S):
+        if waited_s > (longest_s if run_status.are_syncers_heard else _PLACED_WORD_S):
             return
 
 

@@ -78,13 +78,13 @@ async def holding_state(
             f"{error}; {error.remedy}, then start again"
         ) from error
     held.replica = run.replica
-    run.store.fails_fast = True  # the event loop waits for it, and there is a sign of life
+    run.store.fails_fast = True  # calls wait for it, and there is a sign of life
     replicate(run.replica)
     held.lease = run.lease
     beat, look = functools.partial(_beat, run, state, held), functools.partial(_look, run)
     mend = functools.partial(_mend, run, state, held)
     try:
-        with repeating(beat, look), repeating(mend, every_s=MEND_S):
+        async with repeating(beat, look), repeating(mend, every_s=MEND_S):
             yield held
     finally:
         replicate(None)

@@ -163,11 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run_syncer(state: StateDir) -> int:
-    with contextlib.ExitStack() as held:
+    async with contextlib.AsyncExitStack() as held:
         return await _run_held(state, held)
 
 
-async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
+async def _run_held(state: StateDir, held: contextlib.AsyncExitStack) -> int:
     stopping = note_signals_async().forced
     config = load_config(state.resolved)
     state = replace(state, syncer_id=list(config.syncer_shares).index(state.syncer_name))
@@ -225,7 +225,7 @@ async def _run_held(state: StateDir, held: contextlib.ExitStack) -> int:
 
 
 async def _take_store(
-    config: Config, state: StateDir, held: contextlib.ExitStack, stopping: asyncio.Event
+    config: Config, state: StateDir, held: contextlib.AsyncExitStack, stopping: asyncio.Event
 ) -> Replica:
     """Make the store what the object store of the run has, and keep it there from here on.
 
@@ -255,7 +255,7 @@ async def _take_store(
             with contextlib.suppress(DiskFull, Fenced, ObjectLost):
                 replica.check()
 
-        held.enter_context(repeating(beat, look))
+        await held.enter_async_context(repeating(beat, look))
     logger.info("%s: fetching what is not here", state.syncer_name)
     logger.info("fetched, bytes=%d", await _until_done(replica.restore, stopping))
     replicate(replica)

@@ -23,7 +23,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -450,8 +450,8 @@ async def until_nobody(
     return found
 
 
-@contextlib.contextmanager
-def repeating(*signs: Callable[[], None], every_s: float = 0.0) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def repeating(*signs: Callable[[], None], every_s: float = 0.0) -> AsyncIterator[None]:
     """Do each of some things in a thread, whatever the event loop does; 0: every `BEAT_S`."""
     is_over = threading.Event()
 
@@ -470,7 +470,7 @@ def repeating(*signs: Callable[[], None], every_s: float = 0.0) -> Iterator[None
     finally:
         is_over.set()
         for thread in threads:
-            thread.join()
+            await asyncio.to_thread(thread.join)
 
 
 async def _until_there_is_room(work: Callable[[], int]) -> int:

@@ -28,9 +28,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
-from diloco.objects.stored_file import Part, StoredFile
+from diloco.objects.stored_file import Part, StoredFile, composed, gaps
 from diloco.versions.record import RecordSection
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,6 @@ _LEAST_DROPPED_BYTES = 64 << 20
 _UNFINISHED = ".tmp"
 #: Seconds for which an object that no file is made of is kept.
 OFFERED_S = 3600.0
-_READ_BYTES = 1 << 20
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
 
@@ -348,15 +346,10 @@ class Replica:
             )
         if not is_whole:
             return
-        at, own = 0, {}
-        for part in file.parts:
-            if part.object_name == object_name:
-                own[part.start] = at, part
-            at += part.num_bytes
-        pieces = [own[start] for start in sorted(own)]
+        pieces = file.places_of(object_name)
         size = sum(part.num_bytes for _, part in pieces)
         where = f"{self.name}/data/{object_name}"
-        self._store.put(where, _gaps(path, pieces), num_bytes=size)
+        self._store.put(where, gaps(path, pieces), num_bytes=size)
         logger.warning("written again, it was gone: %s", self._url_of(object_name))
 
     def _url_of(self, object_name: str) -> str:
@@ -625,13 +618,13 @@ class Replica:
         with self._lock:
             there = {s.start: s for s in found if s.digest in self._offered}
             copied = {start: self._offered[s.digest][0] for start, s in there.items()}
-            file, own = _composed(file, there, copied)
+            file, own = composed(file, there, copied)
             self._uploading.update(file.objects)
         try:
             if own:
                 name = f"{self.name}/data/{own[0][1].object_name}"
                 size = sum(part.num_bytes for _, part in own)
-                self._store.put(name, _gaps(path, own) if there else path, num_bytes=size)
+                self._store.put(name, gaps(path, own) if there else path, num_bytes=size)
         except StoreAway:
             self._uploading.subtract(file.objects)
             raise
@@ -669,43 +662,6 @@ class Replica:
     def _is_kept(self, relative: Path) -> bool:
         is_whole = bool(relative.parts) and relative.suffix != _UNFINISHED
         return is_whole and self._is_tracked(relative)
-
-
-def _composed(
-    file: StoredFile, there: Mapping[int, RecordSection], copied: Mapping[int, Sequence[Part]]
-) -> tuple[StoredFile, list[tuple[int, Part]]]:
-    """Make a file out of what is in the store, and of an object of all else.
-
-    Args:
-        file: In one object.
-        there: Sections that are in the store, by where they begin.
-        copied: The objects of each.
-
-    Returns:
-        The file, and where in it lies what is still to be written, of which part.
-    """
-    own: list[tuple[int, Part]] = []
-    parts: list[Part] = []
-    at = written = 0
-    for start in [*sorted(there), file.num_bytes]:
-        if (gap := start - at) and file.parts:
-            own.append((at, Part(file.parts[0].object_name, written, gap)))
-            parts.append(own[-1][1])
-            written += gap
-        parts += copied.get(start, ())
-        at = start + (there[start].num_bytes if start in there else 0)
-    return replace(file, parts=tuple(parts)), own
-
-
-def _gaps(path: Path, own: Iterable[tuple[int, Part]]) -> Iterator[bytes]:
-    """Read what is to be written of a file."""
-    with path.open("rb") as file:
-        for start, part in own:
-            file.seek(start)
-            left = part.num_bytes
-            while left and (piece := file.read(min(left, _READ_BYTES))):
-                left -= len(piece)
-                yield piece
 
 
 def _held_by(read: Read) -> dict[str, StoredFile]:

@@ -85,7 +85,7 @@ class ObjectStore:
         """
         self.url = url
         #: Whether, once the store is away, calls fail at once until a `put` that probes has found
-        #: it again: for a caller whose event loop they hold up, and next to one that probes.
+        #: it again: for one whose callers wait for it, and next to one that probes.
         self.fails_fast = False
         self._away: StoreAway | None = None
         config = _config(environment or {})

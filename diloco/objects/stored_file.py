@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import blake3
+
+from diloco.versions.record import RecordSection
 
 #: Bytes of a file that is in its entry, not an object of its own.
 _SMALL_BYTES = 16 << 10
@@ -59,6 +62,15 @@ class StoredFile:
         """Names of the objects that it is in."""
         return {part.object_name for part in self.parts}
 
+    def places_of(self, object_name: str) -> list[tuple[int, Part]]:
+        """Give where in the file an object's bytes are, of which part, in the object's order."""
+        at, found = 0, {}
+        for part in self.parts:
+            if part.object_name == object_name:
+                found[part.start] = at, part
+            at += part.num_bytes
+        return [found[start] for start in sorted(found)]
+
     def to_json(self) -> list[Any]:
         """Write it for an entry."""
         content = None if self.content is None else base64.b64encode(self.content).decode()
@@ -83,3 +95,40 @@ class StoredFile:
                 return file.read(_HEAD_BYTES).hex() == self.head
         except OSError:
             return False
+
+
+def composed(
+    file: StoredFile, there: Mapping[int, RecordSection], copied: Mapping[int, Sequence[Part]]
+) -> tuple[StoredFile, list[tuple[int, Part]]]:
+    """Make a file out of what is in the store, and of an object of all else.
+
+    Args:
+        file: In one object.
+        there: Sections that are in the store, by where they begin.
+        copied: The objects of each.
+
+    Returns:
+        The file, and where in it lies what is still to be written, of which part.
+    """
+    own: list[tuple[int, Part]] = []
+    parts: list[Part] = []
+    at = written = 0
+    for start in [*sorted(there), file.num_bytes]:
+        if (gap := start - at) and file.parts:
+            own.append((at, Part(file.parts[0].object_name, written, gap)))
+            parts.append(own[-1][1])
+            written += gap
+        parts += copied.get(start, ())
+        at = start + (there[start].num_bytes if start in there else 0)
+    return replace(file, parts=tuple(parts)), own
+
+
+def gaps(path: Path, own: Iterable[tuple[int, Part]]) -> Iterator[bytes]:
+    """Read what is to be written of a file."""
+    with path.open("rb") as file:
+        for start, part in own:
+            file.seek(start)
+            left = part.num_bytes
+            while left and (piece := file.read(min(left, _READ_BYTES))):
+                left -= len(piece)
+                yield piece

@@ -94,11 +94,7 @@ def _check_machine(config: Config, syncers: Sequence[SyncerPrediction], capacity
     disk = sum(each.store_bytes for each in syncers)
     in_bps, out_bps = (
         sum(each.mean_in_bps for each in syncers),
-        # What is written goes to the object store, too.
-        sum(
-            each.mean_out_bps + 8 * each.written_bytes_per_s * bool(config.run.state)
-            for each in syncers
-        ),
+        sum(each.mean_out_bps + 8 * each.stored_bytes_per_s for each in syncers),
     )
     whose, shared = (
         ("together they", "all of them share that machine, so another number of them takes as much")

@@ -93,8 +93,9 @@ class SyncerPrediction:
         memory_bytes: At most, without code.
         store_bytes: Its store on disk, at most.
         written_bytes_per_s: To that.
+        stored_bytes_per_s: To the object store: the same, less contributions that are there.
         mean_in_bps: Contributions.
-        mean_out_bps: Versions.
+        mean_out_bps: Versions, once for each island, or by bucket once.
         peak_in_bps: If all islands send at once.
         peak_out_bps: If all fetch at once.
     """
@@ -106,6 +107,7 @@ class SyncerPrediction:
     memory_bytes: int
     store_bytes: int
     written_bytes_per_s: float
+    stored_bytes_per_s: float
     mean_in_bps: float
     mean_out_bps: float
     peak_in_bps: float
@@ -325,6 +327,10 @@ def _syncers(
     step_s = (min if config.outer.is_on_arrival else max)(assumed.step_s.values())
     trained_s = config.outer.inner_steps_per_round * step_s
     round_s = trained_s if config.outer.is_on_arrival else run.seconds_per_round
+    by_bucket = config.transport.payloads == "bucket"
+    in_bps = sum(each.mean_up_bps for each in islands.values())
+    out_bps = (max if by_bucket else sum)([each.mean_down_bps for each in islands.values()])
+    peaks_down = [each.peak_down_bps for each in islands.values()]
     found = []
     for syncer_id, own in enumerate(assign_fragments(plan, config.shares)):
         parameters = sum(plan.fragments[p].numel for p in own)
@@ -339,12 +345,15 @@ def _syncers(
                 busy=_merging_s(run, own, assumed.costs.commit_round_s) / trained_s,
                 memory_bytes=syncer_memory(config, plan, own),
                 store_bytes=disk.store_bytes,
-                written_bytes_per_s=disk.written_bytes / round_s,
-                mean_in_bps=share_up * sum(each.mean_up_bps for each in islands.values()),
-                mean_out_bps=share_down * sum(each.mean_down_bps for each in islands.values()),
+                written_bytes_per_s=(written := disk.written_bytes / round_s),
+                stored_bytes_per_s=max(0.0, written - by_bucket * share_up * in_bps / 8)
+                if config.run.state
+                else 0.0,
+                mean_in_bps=share_up * in_bps,
+                mean_out_bps=share_down * out_bps,
                 peak_in_bps=_shared(assumed, [i.peak_up_bps for i in islands.values()], is_in=True),
                 peak_out_bps=_shared(
-                    assumed, [i.peak_down_bps for i in islands.values()], is_in=False
+                    assumed, [max(peaks_down)] if by_bucket else peaks_down, is_in=False
                 ),
             )
         )

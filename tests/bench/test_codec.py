@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from diloco.bench.outer_loop import codec as bench
 from diloco.bench.outer_loop.codec import SETTING, CodecSetting, run
+from diloco.bench.outer_loop.codec_wire import WireSetting
 from diloco.bench.training.byte_model import ByteTask, pseudo_gradient
 from diloco.compression import compiled as compiling
 from diloco.compression.compiled import COMPILE_NUMEL
@@ -32,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "pseudo_gradient", lambda *_, **__: bench._values(LANE))
 
 
-def setting(bar: float = 1e-9) -> CodecSetting:
+def setting(bar: float = 1e-9, wire_codecs: Sequence[str] = ()) -> CodecSetting:
     return CodecSetting(
         lane_numel=LANE,
         numel=LARGE,
@@ -42,6 +44,8 @@ def setting(bar: float = 1e-9) -> CodecSetting:
         stretch={"int4": (bar, 1e12)},
         gpu_codecs=["int4"],
         gpu_share=0.5,
+        wire=WireSetting(slow_bps=50e6, slow_bytes=4 << 20, fast_bytes=1 << 20, repetitions=1),
+        wire_codecs=wire_codecs,
     )
 
 
@@ -65,10 +69,10 @@ def test_every_codec_has_its_rows_and_figures() -> None:
     assert rows["int4", "compiled", LARGE]["bytes_per_value"] == 66 / 128
     assert rows["float32", "eager", LANE]["relative_error"] == 0
     assert 0.08 < rows["int4", "eager", LANE]["relative_error"] < 0.13
-    speeds, zstd = report.columns[2:-4], report.columns[-4:]
+    speeds, zstd = report.columns[2:-7], report.columns[-7:-3]
     assert all(math.isfinite(row[c.key]) for row in report.rows for c in speeds)
     for row in report.rows:
-        assert all((row[c.key] is None) == (row["mode"] != "eager") for c in zstd)
+        assert all((row.get(c.key) is None) == (row["mode"] != "eager") for c in zstd)
     # Codes of few levels have less than their bits of entropy; floats' exponents, too.
     assert 1.1 < rows["int4", "eager", LANE]["zstd_ratio"] < 1.3
     assert rows["int4", "eager", LANE]["zstd_below_mbps"] > 0
@@ -115,10 +119,22 @@ def test_zstd_pays_below_the_rate_at_which_it_takes_as_long_as_it_saves(
 ) -> None:
     monkeypatch.setattr(bench, "_cpu_s", lambda work: work() and 0.25)
 
-    row = bench._zstd(CODECS["float32"], torch.zeros(1 << 20))  # 4 MiB, next to nothing packed
+    row = bench._zstd(bytes(1 << 22))  # next to nothing packed
 
     assert row["zstd_gb_per_s"] == row["unzstd_gb_per_s"] == pytest.approx(4 * 2**22 * 1e-9)
     assert row["zstd_below_mbps"] == pytest.approx(8 * 2**22 / 0.5 / 1e6, rel=1e-3)
+
+
+def test_what_crosses_a_slow_wire_is_what_zstd_leaves_of_it() -> None:
+    names = ("int2", "topk64")
+    report = run(lambda *_: None, names, setting=setting(wire_codecs=names))
+
+    rows = {row["codec"]: row for row in report.rows if row["mode"] == "eager"}
+    for row in rows.values():
+        assert row["wire_ratio"] == pytest.approx(row["zstd_ratio"], rel=0.03)
+    judged = {r.what: r for r in report.requirements}
+    assert list(judged) == ["int2, slow wire", "int2, loopback", "topk64, loopback"]
+    assert judged["int2, slow wire"].limit == pytest.approx(2 - 1 / rows["int2"]["zstd_ratio"])
 
 
 def test_a_pseudo_gradient_is_what_an_island_would_send() -> None:

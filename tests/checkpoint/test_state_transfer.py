@@ -157,8 +157,9 @@ class Island:
     def receiver(self, plan: Plan, at_most_s: float) -> StateReceiver:
         groups = make_groups(None, patience_s=30.0)
         return StateReceiver(
-            self.io, self.routes, self.grant, plan, self.reports, groups, at_most_s=at_most_s
-        )
+            self.io, self.routes, self.grant, plan, self.reports, groups,
+            at_most_s=at_most_s, carrier_hosts=0,
+        )  # fmt: skip
 
 
 def transfer(

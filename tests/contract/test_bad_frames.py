@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 import xxhash
+import zstandard
 
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import PROTOCOL_VERSION, IncomingCall, Reply, Server, Transport
@@ -25,6 +26,7 @@ from diloco.transport.framing import (
     WHOLE_BYTES,
     FrameReader,
     Resumption,
+    frame_chunk,
     frame_messages,
     frame_whole,
 )
@@ -120,6 +122,10 @@ def first_message(
     """A first message with a good checksum that declares any payload."""
     sizes = (1, chunk_bytes, payload_bytes)
     body = struct.pack("<4sHHIIQB16s16sQ", b"DLCO", version, 0, *sizes, 0, b"", b"", 0) + b"h"
+    return sealed(body)
+
+
+def sealed(body: bytes) -> bytes:
     return xxhash.xxh3_64(body).digest() + body
 
 
@@ -143,6 +149,16 @@ CASES: dict[str, tuple[list[bytes], type[TransportError], str]] = {
     ),
     "half a payload": (SOUND[:2], DeadlineExceeded, r"sent nothing for 0\.5 s"),
     "a damaged chunk": ([SOUND[0], DAMAGED], ChecksumMismatch, "does not match its checksum"),
+    "a chunk of another form": (
+        [SOUND[0], sealed(b"\x02abc")],
+        FrameError,
+        "3 bytes where 3 are due, form '02'",
+    ),
+    "a chunk that swells to 64 MiB": (
+        [first_message(1 << 20), frame_chunk(b"", zstandard.compress(bytes(64 << 20)))],
+        FrameError,
+        "unpacks to 67108864 bytes where 1048576 are due",
+    ),
     "a long chunk": ([SOUND[0], SOUND[1] + b"!"], FrameError, "chunk of 4 bytes where 3 are due"),
 }
 

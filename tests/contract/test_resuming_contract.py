@@ -24,6 +24,8 @@ from tests.contract.kinds import KINDS, Kind
 DEADLINE_S = 30.0
 SIZE = (6 << 20) + 12_345
 PAYLOAD = random.Random(4).randbytes(SIZE)
+#: Of which zstandard leaves a quarter.
+SHRINKING = random.Random(5).randbytes(SIZE).translate(bytes(n & 3 for n in range(256)))
 #: What may be sent twice at a cut: the chunk that was under way, and one that was not read yet.
 AGAIN = 2 * DEFAULT_CHUNK_BYTES
 #: Handshakes and frames around a payload of this size.
@@ -164,6 +166,25 @@ def test_both_directions_of_one_call_may_break(either_kind: Kind) -> None:
             assert there.line.down.num_bytes < SIZE + 2 * AROUND + AGAIN
 
     either_kind.run(run())
+
+
+def test_a_payload_and_its_reply_that_shrink_go_on_where_their_chunks_broke(kind: Kind) -> None:
+    """Their connections break in the middle of what was packed; positions count what was not."""
+
+    async def echo(call: IncomingCall) -> Reply:
+        return Reply(call.header, await call.read_payload())
+
+    async def run() -> None:
+        down = () if kind.goes_around else (600_000,)
+        async with ends(kind, {"echo": echo}, up=(700_000,), down=down) as there:
+            reply, transfer, _ = await there.call("echo", SHRINKING)
+            assert (reply.header, reply.payload) == (b"header", SHRINKING)
+            assert there.line.num_cuts == 1 + len(down)
+            assert there.line.up.num_bytes < SIZE // 2
+            assert there.line.down.num_bytes < SIZE // 2
+            assert (transfer.acknowledged_bytes, transfer.received_bytes) == (SIZE, SIZE)
+
+    kind.run(run())
 
 
 def test_without_a_transfer_a_call_begins_again(either_kind: Kind) -> None:

@@ -43,7 +43,7 @@ def test_islands_are_held_then_told_where_to_stop_and_the_run_ends_as_stopped(pl
         assert not (await coord.report(east, inner_step=3)).hold
         assert coord.state() == "running"
 
-        assert coord.coordinator.request_stop()
+        assert await coord.coordinator.request_stop()
         assert coord.state() == "stopping"
         reply = await coord.report(east, inner_step=4)
         assert (reply.hold, reply.has_stop_step, reply.stop) == (True, False, False)
@@ -72,7 +72,7 @@ def test_there_is_nobody_to_ask_before_every_island_has_joined(play: Play) -> No
     async def story(coord: CoordinatorInMemory) -> None:
         await coord.join("east")
 
-        assert not coord.coordinator.request_stop()
+        assert not await coord.coordinator.request_stop()
         assert coord.state() == "waiting for islands"
 
     play(story)
@@ -81,10 +81,10 @@ def test_there_is_nobody_to_ask_before_every_island_has_joined(play: Play) -> No
 def test_a_stop_may_be_asked_for_again_while_it_goes_on(play: Play) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         (east, _) = await joined(coord)
-        coord.coordinator.request_stop()
+        await coord.coordinator.request_stop()
         await coord.report(east, has_hold=True, hold_step=12)
 
-        assert coord.coordinator.request_stop()
+        assert await coord.coordinator.request_stop()
         assert coord.membership.promises == {"east": 12}
 
     play(story)
@@ -92,7 +92,7 @@ def test_a_stop_may_be_asked_for_again_while_it_goes_on(play: Play) -> None:
 
 async def stopping_at_12(coord: CoordinatorInMemory) -> list[control.Grant]:
     grants = await joined(coord)
-    coord.coordinator.request_stop()
+    await coord.coordinator.request_stop()
     for grant in grants:
         await coord.report(grant, has_hold=True, hold_step=12)
     return grants

@@ -263,7 +263,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         signals.note(signal.SIGTERM)
         await stopping
         await stands(4, 5)
-        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        await coord.change(lambda m: m.cut(is_last=is_stop))
         for grant in grants:
             await coord.report(grant, cut=part_of(1, 3, 5))
         assert (await coord.told_to_syncer()).cut == 1

@@ -165,14 +165,14 @@ def test_a_full_disk_does_not_end_the_watch_and_what_it_found_is_written_later(
         write_run(tmp_path / "run", {"east": "", "west": ""}), ["outer.preset=decoupled"]
     )
 
-    def full(*_: object, **__: object) -> None:
+    async def full(*_: object, **__: object) -> int:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
     async def story(coord: CoordinatorInMemory) -> None:
         east, _ = await coord.join("east"), await coord.join("west")
         watching = asyncio.create_task(coord.coordinator.watch())
         with monkeypatch.context() as patch:
-            patch.setattr(coord.journal, "write", full)
+            patch.setattr(coord.journal, "commit", full)
             for _ in range(int(config.lease_s) + 5):  # west's lease ends
                 await asyncio.sleep(1.0)
                 await coord.report(east.grant)

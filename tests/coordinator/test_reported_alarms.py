@@ -23,8 +23,8 @@ def shown(coord: CoordinatorInMemory) -> list[AlarmStatus]:
     return list(coord.coordinator.status().alarms)
 
 
-def recorded(coord: CoordinatorInMemory) -> list[tuple[str, str]]:
-    coord.coordinator.alarms.write()  # as the next look of the watch does
+async def recorded(coord: CoordinatorInMemory) -> list[tuple[str, str]]:
+    await coord.coordinator.settled()
     entries = [e.content for e in coord.journal.audit_rows() if e.kind == "alarm"]
     return [(content["reporter"], content["kind"]) for content in entries]
 
@@ -45,7 +45,7 @@ def test_what_islands_and_syncers_report_is_shown_and_recorded_once(tmp_path: Pa
             "alarm: island_declines, island west: NaN (west, 3 times, first 15.0 s ago, it holds)",
         ]
         assert run_text(status).splitlines()[1:] == [*status.away, *alarm_lines(status)]
-        assert recorded(coord) == [
+        assert await recorded(coord) == [
             ("west", "island_declines"),
             ("syncer 0", "contribution_refused"),
         ]
@@ -97,7 +97,7 @@ def test_what_is_not_reported_any_more_is_shown_for_an_hour(tmp_path: Path) -> N
         assert (gauge.value, counter.value, counter.labels["alarm"]) == (0, 3, "island_declines")
         await coord.report(west, alarms=[DECLINES])
         assert shown(coord)[0].holds
-        assert not recorded(coord)[1:], "less than a minute later it is the same entry"
+        assert not (await recorded(coord))[1:], "less than a minute later it is the same entry"
         await asyncio.sleep(SHOWN_S + 1)
         assert not shown(coord)
 
@@ -114,7 +114,7 @@ def test_what_is_over_keeps_no_new_alarm_out(tmp_path: Path) -> None:
         await coord.report(west, alarms=[DECLINES])
 
         assert [each.alarm.kind for each in shown(coord) if each.holds] == ["island_declines"]
-        assert recorded(coord)[-1] == ("west", "island_declines")
+        assert (await recorded(coord))[-1] == ("west", "island_declines")
         assert len(shown(coord)) == MOST_OF_ISLAND
 
     tell(tmp_path, story)
@@ -132,7 +132,7 @@ def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
 
         alarms = shown(coord)
 
-        assert len(alarms) == len(recorded(coord)) == MOST_OF_ISLAND
+        assert len(alarms) == len(await recorded(coord)) == MOST_OF_ISLAND
         assert all(len(each.alarm.text) <= MOST_REASON for each in alarms)
         assert {each.alarm.kind for each in alarms} <= set(map(str, AlarmKind))
 

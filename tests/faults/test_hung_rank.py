@@ -41,7 +41,6 @@ def start_island(served: ServedRun, output: Path) -> subprocess.Popen[str]:
         "telemetry.profile.start_step": "2",
         "telemetry.profile.num_steps": "6",
         "telemetry.profile.memory": "true",
-        "telemetry.memory_every_inner_steps": "5",
     }
     arguments = ["island", str(served.run_file), "--island", "west"]
     arguments += ["--coordinator", served.address, "--output", str(output)]
@@ -90,7 +89,5 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_its_steps_are_traced
             names = [event.get("name") for event in json.load(trace)["traceEvents"]]
         assert set(names) >= PHASES
         assert names.count("diloco/inner/optimizer") == 6
-        assert events(file, "memory_used")[0]["inner_step"] == 5
-        assert events(file, "memory_used")[0]["resident_bytes"] > 50 << 20
     steps = events(files[0], "inner_step")
     assert all(step["tflops_per_s"] > 0 and step["mfu"] == 0 for step in steps), "a CPU has no peak"

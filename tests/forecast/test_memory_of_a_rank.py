@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from diloco.config.compute import Compute
 from diloco.config.inner import InnerOptimizerConfig
-from diloco.config.island import IslandConfig
+from diloco.config.island import IslandConfig, read_ranks_per_host
 from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
@@ -119,6 +119,17 @@ def test_ranks_of_a_mesh_share_what_one_rank_takes():
         assert each.optimizer_bytes == 2 * each.parameter_bytes
         assert math.isclose(each.outer_host_bytes, alone.outer_host_bytes / 2, abs_tol=1)
     assert sharded.gathered_bytes > 0 == alone.gathered_bytes
+
+
+def test_hosts_that_carry_share_what_all_would():
+    sharded = ("islands.east.ranks=4", "islands.east.mesh={dp_shard=4}")
+    config = load_config(DEMO, [*sharded, "islands.east.carrier_hosts=1"])
+    per_host = read_ranks_per_host(["east=2"], config.islands)
+
+    all_carry, some_carry = plan_of(*sharded), forecast(config, per_host).ranks["east"]
+
+    assert (all_carry.carriers, some_carry.carriers) == (4, 2)
+    assert math.isclose(some_carry.outer_host_bytes, 2 * all_carry.outer_host_bytes, abs_tol=2)
 
 
 BEHIND = "checkpoint.every_inner_steps=4"

@@ -15,6 +15,13 @@ def test_ranks_are_dealt_to_host_by_host() -> None:
     assert hosts_first(["a"] * 3) == (0, 1, 2)
 
 
+def test_of_so_many_hosts_the_first_ones_carry() -> None:
+    hosts = ["a", "b", "a", "c", "b", "c"]
+    assert hosts_first(hosts, 1) == (0, 2)
+    assert hosts_first(hosts, 2) == (0, 1, 2, 4)
+    assert hosts_first(hosts, 9) == hosts_first(hosts) == (0, 1, 3, 2, 4, 5)
+
+
 @pytest.mark.parametrize("num_hosts", [2, 8, 64])
 @pytest.mark.parametrize(("num_fragments", "num_lanes"), [(24, 16), (2, 16), (80, 16), (3, 7)])
 def test_hosts_have_as_many_lanes_and_each_rank_of_them_too(

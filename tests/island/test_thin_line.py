@@ -153,7 +153,7 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_moves_and_not_when_it
     deadline_s = 1.0
 
     async def run() -> None:
-        payload = bytes(1 << 20)
+        payload = random.Random(1).randbytes(1 << 20)
 
         async def give(_: IncomingCall) -> Reply:
             return Reply(b"", payload)

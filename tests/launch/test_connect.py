@@ -178,14 +178,14 @@ def test_rates_and_connections_of_the_run_file_reach_the_ways_of_a_carrier(tmp_p
 
     ((control, data),) = opened(site.syncers(["127.0.0.1:1"], island_rank=1, carriers=[0, 1, 1, 3]))
     assert isinstance(control, GrpcTransport) and isinstance(data, GrpcTransport)
-    assert data._pacer is control._pacer, "one for all that a process sends"
-    assert data._pacer.rate_bps == pytest.approx(100e6 / 3)
-    assert data._pacer.bulk_rate_bps == pytest.approx(20e6 / 3)
+    assert data._packers.pacer is control._packers.pacer, "one for all that a process sends"
+    assert data._packers.pacer.rate_bps == pytest.approx(100e6 / 3)
+    assert data._packers.pacer.bulk_rate_bps == pytest.approx(20e6 / 3)
     assert (control._dealt.num_channels, data._dealt.num_channels) == (1, 4)
     assert (control._meter, data._meter) == (None, None)
 
     server = site._security.server("127.0.0.1:0", {}, limits=Limits())
-    assert isinstance(server, GrpcServer) and server._pacer.rate_bps == 100e6
+    assert isinstance(server, GrpcServer) and server._packers.pacer.rate_bps == 100e6
     ways = wires(tmp_path).syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
     ((_, chosen),) = opened(ways)
     assert isinstance(chosen, GrpcTransport) and chosen._meter is not None, "auto: by the loss"

@@ -27,14 +27,19 @@ from tests.launch.island_site import RUN
 def test_it_is_written_once_there_is_room_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     tries: list[float] = []
 
-    def work() -> int:
-        tries.append(asyncio.get_running_loop().time())
-        if len(tries) < 4:
-            raise DiskFull(errno.ENOSPC, "No space left on device")
-        return len(tries)
+    async def tried() -> int:
+        clock = asyncio.get_running_loop().time
+
+        def work() -> int:
+            tries.append(clock())
+            if len(tries) < 4:
+                raise DiskFull(errno.ENOSPC, "No space left on device")
+            return len(tries)
+
+        return await retry_disk_full_async("the epoch", work)
 
     with caplog.at_level(logging.INFO):
-        assert run_virtual(retry_disk_full_async("the epoch", work)) == 4
+        assert run_virtual(tried()) == 4
 
     assert tries == [0.0, 1.0, 2.0, 3.0]
     said = [record.getMessage() for record in caplog.records]
@@ -60,7 +65,7 @@ def test_who_is_asked_to_end_waits_no_longer() -> None:
 def test_a_second_signal_stops_a_coordinator_on_a_full_disk() -> None:
     """What follows is the end of its syncers, and the last answers to islands."""
 
-    def full() -> None:
+    async def full() -> None:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
     async def scenario() -> None:

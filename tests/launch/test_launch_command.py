@@ -17,6 +17,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from diloco.cli.main import app
+from diloco.config.island import read_ranks_per_host
 from diloco.config.load import load_config
 from diloco.errors import ConfigError
 from diloco.launch.engines.jobs import Jobs
@@ -357,11 +358,12 @@ def test_commands_are_those_of_the_job_and_its_certificate_alone(run_file: str) 
 
 
 def test_ranks_fill_hosts_of_equal_size(run_file: str) -> None:
-    def spread(ranks: int, **per_host: int) -> tuple[int, int]:
+    def spread(ranks: int, *told: str) -> tuple[int, int]:
         sets = (*AT, f"islands.eu.ranks={ranks}", f"islands.eu.mesh={{dp_shard={ranks}}}")
         config = load_config("run.toml", (*sets, f"islands.eu.tokens_per_inner_step={32 * ranks}"))
+        per_host = read_ranks_per_host(told, config.islands)
         eu = Jobs.of(config, "run.toml", "launch", ranks_per_host=per_host).islands[0]
         return eu.num_hosts, eu.ranks_per_host
 
     assert [spread(16), spread(12), spread(4), spread(1)] == [(2, 8), (2, 6), (1, 4), (1, 1)]
-    assert spread(16, eu=4) == (4, 4)
+    assert spread(16, "eu=4") == spread(16, "4") == (4, 4)

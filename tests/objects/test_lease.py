@@ -328,5 +328,8 @@ def test_a_thread_that_gives_signs_of_life_bears_with_any_error() -> None:
             is_over.set()
         raise OSError("too many open files")
 
-    with lease.repeating(sign):
-        assert is_over.wait(20.0)
+    async def repeated() -> None:
+        async with lease.repeating(sign):
+            assert await asyncio.to_thread(is_over.wait, 20.0)
+
+    asyncio.run(repeated())

@@ -61,7 +61,7 @@ def test_another_machine_has_every_transaction_that_was_answered(
     one = opened(store, tmp_path / "one")
     one.write([("a", "1"), ("b", "2")], [row(0)], [AuditEntry("join", "east", "{}")])
     one.write([("a", "null"), ("c", "3")], [row(1)])
-    asyncio.run(appended(one))
+    asyncio.run(one.commit([("position", "7")]))
 
     two = opened(store, tmp_path / "two")
 
@@ -69,10 +69,6 @@ def test_another_machine_has_every_transaction_that_was_answered(
     assert two.entries() == {"b": "2", "c": "3", "position": "7"}
     one.close()
     two.close()
-
-
-async def appended(journal: Journal) -> None:
-    await journal.durable(journal.append([("position", "7")]))
 
 
 def test_a_transaction_that_the_store_does_not_take_is_not_here_either(

@@ -60,7 +60,7 @@ def merged(tokens: int) -> list[control.FragmentStatus]:
 async def syncer_merged(coord: CoordinatorInMemory, tokens: int, **fields: Any) -> None:
     """Have the syncer report what is merged by now, and the cut named that is due."""
     await coord.round_report(coord.membership.timeline, fragments=merged(tokens), **fields)
-    coord.coordinator._cut_when_due()
+    await coord.coordinator._cut_when_due()
 
 
 async def asked(coord: CoordinatorInMemory, grant: control.Grant, tokens: int) -> int:
@@ -209,9 +209,7 @@ def test_a_resume_is_not_followed_by_a_cut_of_what_was_cut_before(
         grants[:] = [(await coord.join(name, "b")).grant for name in NAMES]
         assert not await taken(3, 600), "nothing was merged since"
         await coord.restart()
-        coord.coordinator._keep(
-            coord.membership.cut()
-        )  # for a state transfer, before a syncer has reported
+        await coord.change(lambda m: m.cut())  # for a state transfer, before a syncer has reported
         assert await taken(3, 700)
         assert not await taken(4, 700)
         assert await taken(4, 1100)
@@ -256,7 +254,7 @@ def test_an_island_that_thaws_in_a_stop_that_goes_on_without_it_leaves(
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = [(await coord.join(name)).grant for name in NAMES]
         await stop(coord)
-        coord.coordinator._keep(coord.membership.members.lapsed(["west"]))
+        await coord.change(lambda m: m.members.lapsed(["west"]))
         await coord.report(east, cut=part_of(1, 3, 5))
 
         thawed = await coord.report(west)
@@ -329,7 +327,7 @@ def test_an_island_that_reports_and_hangs_keeps_no_cut_from_its_end(
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = [(await coord.join(name)).grant for name in NAMES]
-        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        await coord.change(lambda m: m.cut(is_last=is_stop))
         watching = asyncio.create_task(coord.coordinator.watch())
 
         async def hear(seconds: int, *grants: control.Grant) -> None:
@@ -370,7 +368,7 @@ def test_who_writes_its_part_is_waited_for_however_long_that_takes(
 
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = [(await coord.join(name)).grant for name in NAMES]
-        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        await coord.change(lambda m: m.cut(is_last=is_stop))
         watching = asyncio.create_task(coord.coordinator.watch())
         writing = control.CutPart(number=1, is_being_written=True)
         for _ in range(2 * int(elastic.transport.unreachable.seconds) // 5):
@@ -398,7 +396,7 @@ def test_a_part_that_is_said_to_be_written_for_ever_holds_up_neither_checkpoints
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east, west = [(await coord.join(name)).grant for name in NAMES]
-        coord.coordinator._keep(coord.membership.cut(is_last=is_stop))
+        await coord.change(lambda m: m.cut(is_last=is_stop))
         watching = asyncio.create_task(coord.coordinator.watch())
         writing = control.CutPart(number=1, is_being_written=True)
         for _ in range((MOST_WRITING + 2) * int(elastic.transport.unreachable.seconds) // 5):
@@ -418,7 +416,7 @@ def test_who_joins_meanwhile_is_not_asked_and_takes_what_is_published_on_a_resum
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         east = (await coord.join("east")).grant
-        coord.coordinator._keep(coord.membership.cut())
+        await coord.change(lambda m: m.cut())
         west = (await coord.join("west")).grant
         assert (await coord.report(west)).cut == 0
         assert not (await coord.report(west, cut=part_of(1, 9, 9))).cut
@@ -438,7 +436,7 @@ def test_a_taken_cut_is_asked_for_until_it_is_kept_who_starts_again(
 ) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         grant = (await coord.join("east")).grant
-        coord.coordinator._keep(coord.membership.cut())
+        await coord.change(lambda m: m.cut())
         await coord.report(grant, cut=part_of(1, 3, 5))
         for _ in range(2):  # what a syncer that started again has kept, it does not say
             asked = await told_to_syncer(coord)
@@ -463,7 +461,7 @@ def test_old_cuts_are_forgotten_but_for_those_that_a_run_can_go_back_to(
     async def one(
         coord: CoordinatorInMemory, grant: control.Grant, number: int, *, has_part: bool
     ) -> None:
-        coord.coordinator._keep(coord.membership.cut())
+        await coord.change(lambda m: m.cut())
         part = part_of(number, 1, 1, slot0=number) if has_part else part_of(number)
         await coord.report(grant, cut=part)
         if has_part:
@@ -496,7 +494,7 @@ def test_a_cut_needs_the_word_of_the_syncers_of_all_fragments(
             own = coord.membership.assignment.fragments[syncer_id]
             fragments = [status for status in merged(600) if status.fragment_id in own]
             await coord.round_report(syncer_id=syncer_id, fragments=fragments, **fields)
-            coord.coordinator._cut_when_due()
+            await coord.coordinator._cut_when_due()
 
         await says(1)
         assert (await coord.report(grants[0])).cut == 0, "the other may have merged less"
@@ -525,14 +523,14 @@ def test_a_stop_of_which_nobody_has_a_part_is_taken_back(tmp_path: Path, elastic
         await stop(coord)
         await coord.report(grant, cut=part_of(1))
         await coord.leave(grant, exit_code=1)
-        coord.coordinator._end_if_over()
+        await coord.coordinator._end_if_over()
         assert coord.coordinator.ended.is_set()
         assert "was aborted" in coord.membership.fatal_reason
 
         await coord.restart()  # with the command that it names
         assert not coord.membership.is_stopping
         assert (await coord.join("east", "b")).status == control.JOIN_STATUS_ACCEPTED
-        coord.coordinator._end_if_over()
+        await coord.coordinator._end_if_over()
         assert not coord.coordinator.ended.is_set()
 
     tell(tmp_path, story, config=elastic)

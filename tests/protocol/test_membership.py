@@ -677,3 +677,26 @@ def test_plan_text_and_start_are_those_of_the_run_in_every_timeline() -> None:
 
     assert refused.verdict is JoinVerdict.PLAN_MISMATCH
     assert "tensors[0].shape[1]: 5 here, 6 there" in refused.message
+
+
+def test_of_many_islands_a_few_are_noted_at_once_and_in_turn_all_of_them() -> None:
+    names = tuple(f"island-{number:03d}" for number in range(200))
+    run = Membership("demo", names, IDENTITY, identity_difference, 100, num_checkpoints=2)
+    noted = [do(run, run.positions(dict.fromkeys(names, 50))) for _ in range(5)]
+
+    assert [len(entries) for entries in noted] == [64, 64, 64, 8, 0]
+    assert {run.last_inner_step(name) for name in names} == {50}
+
+
+def test_what_is_applied_to_a_fork_changes_nothing_here() -> None:
+    run = machine()
+    fork = run.forked()
+    do(fork, join(fork).entries)
+    do(fork, (*fork.settings.changed("a", 1), *fork.settings.revoked("east", [7])))
+    do(fork, (*fork.repairs.ask(0, "east"), *fork.cut(), *fork.positions({"east": 9})))
+    do(fork, fork.members.kicked(["east"], "it poisoned"))
+
+    assert run.members["east"].incarnation == 0 and not run.plan_json
+    assert (run.settings.revision, run.settings.is_revoked(7), run.repairs.asked) == (0, False, {})
+    assert run.cuts.newest(0) is None and run.last_inner_step("east") == 0
+    assert run.members.holders == () and run.forked().members.holders == ()

@@ -273,12 +273,12 @@ def test_a_backup_that_has_taken_the_last_room_is_answered(
 ) -> None:
     """Its caller would ask again, and hear that the directory is there already."""
 
-    def full(*_: object, **__: object) -> None:
+    async def full(*_: object, **__: object) -> int:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
     async def story(coord: CoordinatorInMemory) -> None:
         async def back_up(arguments: Mapping[str, str]) -> str:
-            monkeypatch.setattr(coord.journal, "write", full)
+            monkeypatch.setattr(coord.journal, "commit", full)
             return "copied"
 
         assert coord.operations is not None
@@ -494,12 +494,12 @@ def test_a_command_that_cannot_be_written_down_changes_nothing(tmp_path: Path, c
 def test_a_stop_at_once_needs_no_room(
     tmp_path: Path, config_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
+    async def full(*_: object, **__: object) -> int:
         raise DiskFull(errno.ENOSPC, "No space left on device")
 
     async def story(coord: CoordinatorInMemory) -> None:
         east, _ = await joined(coord)
-        monkeypatch.setattr(coord.journal, "write", full)
+        monkeypatch.setattr(coord.journal, "commit", full)
         with pytest.raises(TransportError, match="No space left"):
             await coord.operate("pause")
 

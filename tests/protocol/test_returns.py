@@ -284,7 +284,7 @@ def test_nobody_is_fenced_where_half_of_the_islands_are_spoken_against(tmp_path:
 def test_a_stop_that_is_under_way_goes_before_a_return(tmp_path: Path) -> None:
     async def story(coord: CoordinatorInMemory) -> None:
         grants = await begun(coord)
-        coord.coordinator.request_stop()
+        await coord.coordinator.request_stop()
         await reported(coord, grants, 30, math.nan)
 
         assert not coord.membership.is_returning

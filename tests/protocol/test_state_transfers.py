@@ -248,13 +248,13 @@ def test_a_cut_is_not_forgotten_while_it_is_given_of(tmp_path: Path, elastic: Co
             await coord.report(guest, cut=part_of(number), transfer=REQUEST)
             status = [control.FragmentStatus(fragment_id=p, version=3) for p in (0, 1)]
             await coord.round_report(fragments=status, pinned_cut=number)
-            coord.coordinator._keep(coord.membership.cut())
+            await coord.change(lambda m: m.cut())
         assert 1 not in coord.membership.checkpoints
 
         assert (await coord.report(guest, transfer=REQUEST)).transfer.source == "east"
         assert (await coord.report(east)).provide == 1
         await coord.report(guest)
-        coord.coordinator._keep(coord.membership.cut())
+        await coord.change(lambda m: m.cut())
         assert "cut/1" not in coord.journal.entries(), "nobody asking any more"
 
     tell(tmp_path, story, config=elastic)

@@ -283,6 +283,23 @@ def test_a_machine_that_is_too_small_is_refused(capacity: Capacity, words: str) 
         check_capacity(config, predict(config, plan, assumed(1e7)).syncers, capacity)
 
 
+def test_by_bucket_a_version_leaves_the_syncer_once_and_no_contribution_twice() -> None:
+    direct = run()
+    stored = direct.run.model_copy(update={"state": "s3://bucket/run"})
+    direct = direct.model_copy(update={"run": stored})
+    way = direct.transport.model_copy(update={"payloads": "bucket"})
+    by_bucket = direct.model_copy(update={"transport": way})
+
+    one, other = (
+        predict(config, run_plan(config), assumed(1e9)).syncers[0] for config in (direct, by_bucket)
+    )
+
+    assert len(direct.islands) == 2
+    assert other.mean_out_bps == pytest.approx(one.mean_out_bps / 2)
+    assert one.stored_bytes_per_s == one.written_bytes_per_s
+    assert other.stored_bytes_per_s == pytest.approx(one.written_bytes_per_s - one.mean_in_bps / 8)
+
+
 # -- search --------------------------------------------------------------------------------------
 
 PENALTIES = Penalties(

@@ -44,7 +44,7 @@ async def echo(call: IncomingCall) -> Reply:
 
 
 async def flood(call: IncomingCall) -> Reply:
-    return Reply(b"", bytes(64 << 20))
+    return Reply(b"", random.Random(1).randbytes(1 << 20) * 64)
 
 
 HANDLERS: Handlers = {"echo": echo, "flood": flood}

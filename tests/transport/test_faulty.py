@@ -1,6 +1,7 @@
 """Every fault, alone: that it fires, when the script says so, and what its caller gets."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -323,13 +324,14 @@ def test_nobody_overtakes_the_only_call(play: Callable[..., Faults]) -> None:
 )
 def test_a_bit_that_the_wire_flips_is_a_checksum_mismatch(size: int, where: str) -> None:
     """CORRUPT is above the checksums of frames; this is below them."""
+    payload = b"AAAA" + random.Random(size).randbytes(size - 4)  # no chunk shrinks
 
     async def claim(address: str, damaged: asyncio.Event) -> None:
         transport = GrpcTransport(address)
         await transport.call("echo", b"", b"sound", deadline_s=DEADLINE_S, max_reply_bytes=5)
         damaged.set()
         with pytest.raises(ChecksumMismatch, match=where):
-            await transport.call("echo", b"", b"A" * size, deadline_s=DEADLINE_S)
+            await transport.call("echo", b"", payload, deadline_s=DEADLINE_S)
         await transport.close()
 
     async def run() -> None:

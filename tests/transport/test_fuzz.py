@@ -23,6 +23,7 @@ from typing import Any
 import blake3
 import pytest
 import xxhash
+import zstandard
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
@@ -58,16 +59,26 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.security.access import RULES, guarded
 from diloco.syncer import polls as polls_module
+from diloco.transport.bucket.server import ObjectCalls
 from diloco.transport.calls.loopback import VirtualClockLoop
 from diloco.transport.calls.requesting import Request
 from diloco.transport.contracts import PROTOCOL_VERSION, Handlers, Reply
 from diloco.transport.errors import TransportError
-from diloco.transport.framing import MAX_HEADER_BYTES, FrameReader, frame_messages, frame_whole
+from diloco.transport.framing import (
+    MAX_HEADER_BYTES,
+    FrameReader,
+    frame_chunk,
+    frame_messages,
+    frame_opening,
+    frame_whole,
+)
 from diloco.transport.identity import Identity, Role
 from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packers
 from diloco.transport.shaping.turns import LineTurns
 from diloco.transport.transfer import Partial, Transfer
 from tests.raw_island import NUMEL, RawIsland, founded
+from tests.signed_store import SignedStore
 from tests.virtual_run import RUN, Setting, VirtualRun, grant
 
 SECRET = bytes(32)
@@ -112,6 +123,9 @@ def damaged_frames(draw: st.DrawFn) -> list[bytes]:
     messages = [frame_whole(header, payload)]
     if draw(st.booleans()):
         messages = list(frame_messages(header, payload, draw(st.integers(1, 64))))
+    if draw(st.booleans()):
+        opening = frame_opening(header, 200, 200)
+        messages = [opening, frame_chunk(b"", zstandard.compress(payload[:1] * 200 or bytes(200)))]
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(messages) - 1))
         message = bytearray(messages[at])
@@ -148,8 +162,14 @@ def sealed_frames(draw: st.DrawFn) -> list[bytes]:
     positions = st.sampled_from([0, 1, 64, 200, 2**63]).map(
         lambda offset: sealed(struct.pack("<4sQ", b"DLCP", offset))
     )
+    sizes = st.sampled_from([1, 8, 60, 64, 136, 200])
+    packed = sizes.map(lambda size: zstandard.compress(bytes(size)))
     chunks = st.one_of(
-        st.sampled_from([1, 8, 60, 64, 136, 200]).map(lambda size: sealed(bytes(size))),
+        sizes.map(lambda size: frame_chunk(bytes(size))),
+        packed.map(lambda data: frame_chunk(b"", data)),
+        st.tuples(packed, st.binary(max_size=8), st.integers(0, 30)).map(
+            lambda drawn: frame_chunk(b"", drawn[0][: drawn[2]] + drawn[1] or b"?")
+        ),
         st.binary(max_size=70).map(sealed),
     )
     before = draw(st.lists(positions, max_size=1))
@@ -221,7 +241,7 @@ class Caller:
         async def once(messages: list[bytes]) -> None:
             request = Request(
                 b"header", bytes(payload_bytes), transfer, max_reply_bytes=_MOST,
-                chunk_bytes=1 << 10, pacer=Pacer(),
+                chunk_bytes=1 << 10, packer=Packers(Pacer()).of("", ""),
                 under_way=LineTurns(1 << 10).call(payload_bytes, _MOST, is_bulk=False),
             )  # fmt: skip
             left = iter(messages)
@@ -539,8 +559,9 @@ class Service:
             **self.run.syncer.handlers,
             **ValueExchange(BaselineMember("a", 0), "", MEMBERS, BOUNDS).handlers,
         }
-        self.handlers = guarded(together)
-        self.open_handlers = guarded({**self.open.handlers, **self.open_run.syncer.handlers})
+        self.handlers = with_payloads(guarded(together))
+        openly = {**self.open.handlers, **self.open_run.syncer.handlers}
+        self.open_handlers = with_payloads(guarded(openly))
 
     def _coordinator(
         self, journal: Journal, terms: Terms, config: Config, claims: Claims | None
@@ -646,6 +667,11 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
         yield service
     finally:
         service.close()
+
+
+def with_payloads(handlers: Handlers) -> Handlers:
+    """Add what stands around all handlers."""
+    return {**handlers, **guarded(ObjectCalls(SignedStore()).around(handlers))}
 
 
 def test_every_method_is_served_here(service: Service) -> None:

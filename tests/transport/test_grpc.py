@@ -1,8 +1,10 @@
 import asyncio
 import contextlib
 import gc
+import random
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -159,10 +161,11 @@ def test_the_two_ends_need_not_agree_on_a_chunk_size(chunk_bytes: int) -> None:
 
 def test_a_refused_payload_is_not_sent_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     num_taken = 0
+    payload = random.Random(1).randbytes(1 << 20) * 200  # no chunk shrinks
 
-    def counted(payload: Buffer, chunk_bytes: int, offset: int) -> Iterator[bytes]:
+    def counted(payload: Buffer, *arguments: Any) -> Iterator[bytes]:
         nonlocal num_taken
-        for message in frame_chunks(payload, chunk_bytes, offset):
+        for message in frame_chunks(payload, *arguments):
             num_taken += 1
             yield message
 
@@ -171,11 +174,11 @@ def test_a_refused_payload_is_not_sent_to_its_end(monkeypatch: pytest.MonkeyPatc
 
     async def claim(address: str) -> None:
         transport = GrpcTransport(address)
-        reply = await transport.call("refuse", b"", bytes(200 << 20), deadline_s=DEADLINE_S)
+        reply = await transport.call("refuse", b"", payload, deadline_s=DEADLINE_S)
         assert reply.header == b"no"
         await transport.close()
 
-    monkeypatch.setattr("diloco.transport.calls.requesting.frame_chunks", counted)
+    monkeypatch.setattr("diloco.transport.shaping.packing.frame_chunks", counted)
     serving({"refuse": refuse}, claim)
     assert num_taken < 100  # of 201; what gRPC had room for when the answer came
 

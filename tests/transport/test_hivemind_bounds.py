@@ -158,7 +158,7 @@ def test_a_reply_that_no_relay_carries_is_refused_by_name(tmp_path: Path) -> Non
         server = make(tmp_path, {})
         reader, writer = await asyncio.open_connection(sock=theirs)
         answer = Answer(Reply(b"", OVER_A_RELAY), Resumption())
-        sending = asyncio.create_task(server._send(answer, stream))
+        sending = asyncio.create_task(server._send(answer, stream, server._packers.of("", "")))
         with pytest.raises(MessageTooLarge, match=NOT_OVER_A_RELAY):
             FrameReader(await read_message(reader))
         writer.close()

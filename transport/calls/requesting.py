@@ -18,13 +18,11 @@ from diloco.transport.framing import (
     WHOLE_BYTES,
     FrameReader,
     Resumption,
-    chunk_size,
-    frame_chunks,
     frame_opening,
     frame_whole,
     read_position,
 )
-from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packer
 from diloco.transport.shaping.turns import UnderWay
 from diloco.transport.transfer import NO_NAME, Transfer
 
@@ -46,7 +44,7 @@ class Request:
         *,
         max_reply_bytes: int,
         chunk_bytes: int,
-        pacer: Pacer,
+        packer: Packer,
         under_way: UnderWay,
     ) -> None:
         """Keep what is to be said, and how large a reply may be held; `close` must follow.
@@ -60,8 +58,9 @@ class Request:
         self._header = header
         self._payload = memoryview(payload).cast("B")
         self._transfer = transfer or Transfer(name=NO_NAME)
-        self._pacer = pacer
-        self._chunk_bytes = pacer.chunk_bytes(
+        self._packer = packer
+        self._pacer = packer.pacer
+        self._chunk_bytes = self._pacer.chunk_bytes(
             chunk_bytes,
             len(self._payload),
             is_bulk=self._transfer.is_bulk,
@@ -104,13 +103,16 @@ class Request:
         yield frame_opening(self._header, size, self._chunk_bytes, self._resumption())
         offset = await position if is_resuming else 0
         self._moving.enter_context(self._pacer.moving(is_bulk=is_bulk))
-        for chunk in frame_chunks(self._payload, self._chunk_bytes, offset):
-            num_bytes = chunk_size(chunk)
-            await self._pacer.admit(num_bytes, is_bulk=is_bulk)
+        packer = self._packer
+        for chunk in packer.chunks(self._payload, self._chunk_bytes, offset, is_bulk=is_bulk):
+            await self._pacer.admit(len(chunk), is_bulk=is_bulk)
+            num_bytes = min(self._chunk_bytes, size - offset)
+            offset += num_bytes
             transfer.asks_first = True
             transfer.sent_bytes += num_bytes
             sending.begin()
-            yield chunk
+            with packer.waiting(chunk):
+                yield chunk
             sending.moved(num_bytes)
         self._moving.close()
         sending.give()
@@ -176,9 +178,9 @@ class Request:
             message = await read()
             if message is None:
                 raise frames.truncated()
-            frames.feed(message)
-            transfer.received_bytes += chunk_size(message)
-            receiving.moved(chunk_size(message))
+            num_bytes = frames.feed(message)
+            transfer.received_bytes += num_bytes
+            receiving.moved(num_bytes)
         receiving.give()
         transfer.acknowledged_bytes = len(self._payload)
         return Reply(frames.header, frames.payload)

@@ -24,15 +24,13 @@ from diloco.transport.framing import (
     WHOLE_BYTES,
     FrameReader,
     Resumption,
-    chunk_size,
-    frame_chunks,
     frame_failure,
     frame_opening,
     frame_position,
     frame_whole,
 )
 from diloco.transport.identity import Identity
-from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packer
 from diloco.transport.transfer import NAME_BYTES, NO_NAME, Kept, TransferTable
 
 
@@ -210,15 +208,16 @@ class Answer:
         return cls(Reply(b""), Resumption(), failed=frame_failure(as_peer_error(error)))
 
     async def send(
-        self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, pacer: Pacer
+        self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, packer: Packer
     ) -> None:
-        """Write it, the chunks as fast as `pacer` lets them; then tell the reply so."""
-        await self._write(write, chunk_bytes, pacer)
+        """Write it, the chunks as fast as the pacer lets them; then tell the reply so."""
+        await self._write(write, chunk_bytes, packer)
         self.reply.on_sent()
 
     async def _write(
-        self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, pacer: Pacer
+        self, write: Callable[[bytes], Awaitable[None]], chunk_bytes: int, packer: Packer
     ) -> None:
+        pacer = packer.pacer
         payload, is_bulk = self.reply.payload, self.resumption.is_bulk
         payload_bytes = memoryview(payload).nbytes
         header, named = self.reply.header, self.resumption
@@ -234,6 +233,7 @@ class Answer:
                 await write(frame_whole(header, payload, named))
                 return
             await write(frame_opening(header, payload_bytes, chunk_bytes, named))
-            for chunk in frame_chunks(payload, chunk_bytes, named.offset):
-                await pacer.admit(chunk_size(chunk), is_bulk=is_bulk)
-                await write(chunk)
+            for chunk in packer.chunks(payload, chunk_bytes, named.offset, is_bulk=is_bulk):
+                await pacer.admit(len(chunk), is_bulk=is_bulk)
+                with packer.waiting(chunk):
+                    await write(chunk)

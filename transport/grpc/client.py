@@ -36,6 +36,7 @@ from diloco.transport.grpc.wire import (
 from diloco.transport.identity import Role, server_name
 from diloco.transport.security.tls import Tls
 from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packers
 from diloco.transport.shaping.turns import LineTurns, UnderWay
 from diloco.transport.tcp_counters import BytesMoved, can_count, segment_counts
 from diloco.transport.transfer import Transfer
@@ -122,7 +123,7 @@ class GrpcTransport:
         self._expects = expects
         self._metadata = ((TOKEN_METADATA, token),) if token else ()
         self._proxy = proxy
-        self._pacer = pacer or Pacer()
+        self._packers = Packers(pacer or Pacer())
         self._turns = LineTurns(chunk_bytes)
         self._proxied = proxy.removeprefix("http://").rstrip("/").rpartition("@")[2]
         self._places = {split_address(at) for at in (*self._candidates, self._proxied) if at}
@@ -171,7 +172,7 @@ class GrpcTransport:
                 transfer,
                 max_reply_bytes=max_reply_bytes,
                 chunk_bytes=self._chunk_bytes,
-                pacer=self._pacer,
+                packer=self._packers.of("", method),
                 under_way=under_way,
             )
             try:

@@ -35,6 +35,7 @@ from diloco.transport.identity import Identity, Role
 from diloco.transport.security.tls import Tls
 from diloco.transport.security.tokens import TokenTable
 from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packers
 from diloco.transport.transfer import TransferTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -95,7 +96,7 @@ class GrpcServer:
             kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
         )
         self._chunk_bytes = chunk_bytes
-        self._pacer = pacer or Pacer()
+        self._packers = Packers(pacer or Pacer())
         #: By connection.
         self._movements: WeakValueDictionary[str, Movement] = WeakValueDictionary()
         self._address = ""
@@ -161,7 +162,8 @@ class GrpcServer:
             try:
                 call = _GrpcCall(method, attempt, stream.peer, caller)
                 answer = await attempt.answer(self._handlers, call, self._failures)
-                await answer.send(stream.write, self._chunk_bytes, self._pacer)
+                packer = self._packers.of(key, method if method in self._handlers else "")
+                await answer.send(stream.write, self._chunk_bytes, packer)
                 if attempt.may_read_more:
                     await stream.read_rest()
                 attempt.is_sent = True
@@ -176,7 +178,8 @@ class GrpcServer:
         if not self._refusals.enter():
             await stream.abort("too many calls are being refused")
         try:
-            await Answer.failure(error).send(stream.write, self._chunk_bytes, self._pacer)
+            packer = self._packers.of("", "")
+            await Answer.failure(error).send(stream.write, self._chunk_bytes, packer)
             await stream.read_rest()
         finally:
             self._refusals.leave()

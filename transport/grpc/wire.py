@@ -47,7 +47,7 @@ _BOTH = (
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Payloads are compressed by codecs, if at all; a message that swells is refused unread.
+    # Chunks are packed by `shaping.packing`, if at all; a message that swells is refused unread.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 

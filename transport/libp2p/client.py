@@ -20,6 +20,7 @@ from diloco.transport.libp2p.wire import (
     write_message,
 )
 from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packers
 from diloco.transport.shaping.turns import LineTurns
 from diloco.transport.transfer import Transfer
 
@@ -61,7 +62,7 @@ class HivemindTransport:
         self._swarm = swarm
         self._chunk_bytes = chunk_bytes
         self._token = token
-        self._pacer = pacer or Pacer()
+        self._packers = Packers(pacer or Pacer())
         self._starting: asyncio.Task[Daemon] | None = None
         self._started_at = 0.0
         self._ending: set[asyncio.Task[None]] = set()
@@ -105,7 +106,7 @@ class HivemindTransport:
                         transfer,
                         max_reply_bytes=max_reply_bytes,
                         chunk_bytes=largest_chunk(self._chunk_bytes, size, is_relayed=is_relayed),
-                        pacer=self._pacer,
+                        packer=self._packers.of("", method),
                         under_way=under_way,
                     )
                     opening = Opening(method, self._token, LONGEST_S if transfer else deadline_s)

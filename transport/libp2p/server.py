@@ -47,6 +47,7 @@ from diloco.transport.libp2p.wire import (
 )
 from diloco.transport.security.tokens import TokenTable
 from diloco.transport.shaping.pacing import Pacer
+from diloco.transport.shaping.packing import Packer, Packers
 from diloco.transport.transfer import TransferTable
 
 _log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class HivemindServer:
             kept_bytes=self._limits.kept_bytes, kept_s=self._limits.kept_s
         )
         self._chunk_bytes = chunk_bytes
-        self._pacer = pacer or Pacer()
+        self._packers = Packers(pacer or Pacer())
         self._address: PeerAddress | None = None
         self._daemon: Daemon | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -285,7 +286,7 @@ class HivemindServer:
             return  # the stream is cut off
         try:
             stream.silence_s = min(stream.silence_s, _OPENING_S)
-            await self._send(Answer.failure(error), stream)
+            await self._send(Answer.failure(error), stream, self._packers.of("", ""))
         finally:
             self._refusals.leave()
 
@@ -298,19 +299,21 @@ class HivemindServer:
                 answer = await self._handle(_HivemindCall(method, attempt, stream, caller), attempt)
             except TransportError as error:
                 answer = Answer.failure(error)
-            await self._send(answer, stream)
+            known = method if method in self._handlers else ""
+            packer = self._packers.of(caller.uri if caller else stream.peer, known)
+            await self._send(answer, stream, packer)
             attempt.is_sent = True
         finally:
             attempt.close()
 
-    async def _send(self, answer: Answer, stream: _Stream) -> None:
+    async def _send(self, answer: Answer, stream: _Stream, packer: Packer) -> None:
         """Write a reply to the end and hear the caller out: it hangs up when it has the reply."""
         size, chunk_bytes = memoryview(answer.reply.payload).nbytes, self._chunk_bytes
         try:
             chunk_bytes = largest_chunk(chunk_bytes, size, is_relayed=stream.is_relayed)
         except MessageTooLarge as error:
             answer = Answer.failure(error)
-        await answer.send(stream.write, chunk_bytes, self._pacer)
+        await answer.send(stream.write, chunk_bytes, packer)
         async with asyncio.timeout(stream.silence_s):
             while await stream.reader.read(DEFAULT_CHUNK_BYTES):
                 pass

@@ -116,6 +116,11 @@ class Pacer:
         fewest = -(-payload_bytes // MAX_CHUNKS)
         return min(max(wanted, _MIN_CHUNK_BYTES, fewest), largest)
 
+    def s_per_byte(self, *, is_bulk: bool) -> float:
+        """Return the seconds that the rate leaves a payload's byte; 0: no limit."""
+        rates = [self.rate_bps, self.bulk_rate_bps if is_bulk else 0.0]
+        return max((8 * WIRE_SHARE / rate for rate in rates if rate), default=0.0)
+
     @contextlib.contextmanager
     def moving(self, *, is_bulk: bool) -> Iterator[None]:
         """Declare that a payload moves as long as this lasts; bulk waits for rounds."""

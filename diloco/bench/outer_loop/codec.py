@@ -5,23 +5,23 @@ are timed in CPU seconds, so that other load on the machine does less harm; the 
 repetitions counts, copies in between. Formulas run as in a run: eagerly at first, and from their
 `warm_up` on compiled. On a GPU, if there is one, the clock is that on the wall.
 
-Payloads go over the wire as they are. What zstd would make of them (level 1: higher ones find no
-more) is measured on a real pseudo-gradient, that of an island of 0.87M parameters after H
-inner steps, with what it costs, and the rate of a link below which it pays:
+Chunks of payloads are packed with zstd where that pays (`diloco.transport.shaping.packing`). What
+it makes of payloads (level 1: higher ones find no more) is measured on a real pseudo-gradient, that
+of an island of 0.87M parameters after H inner steps, with what it costs, and the rate of a link
+below which it pays, in seconds of both ends; and what crosses a slow line and a fast one then
+(`codec_wire`):
 
     ratio r = coded / compressed; rate = 8 (1 - 1/r) / (1/c + 1/d)    c, d: bytes a CPU second
 
 int4 has r = 1.08 (30 steps from scratch) to 1.18, c = 0.9, d = 1.2 GB/s: below 300 to 650 Mbit/s.
-bfloat16 (1.27) and int2 (1.42) gain more; E2M1 (1.06), int8 (at most 1.06) and top-k (1.00 to 1.04)
-next to nothing. It is not built in: int4, the default, would send 8 to 15 % less of what training
-hides anyway; an attempt that goes on counts the bytes of its payload, which every version of zstd
-makes otherwise; and a receiver checks a payload's size, which the plan knows, before it takes a
-byte. A syncer would unpack what all islands send, 0.4 ns a parameter and island, next to some 5
-(`bench syncer`).
+E3M0 has 1.15; bfloat16 (1.27) and int2 (1.42) gain more; E2M1 (1.06), int8 (at most 1.06) and top-k
+(1.00 to 1.04) next to nothing. A syncer unpacks what islands on such links send, 0.4 ns a parameter
+and island, next to some 5 (`bench syncer`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ import torch
 import zstandard
 from torch import Tensor
 
+from diloco.bench.outer_loop import codec_wire
+from diloco.bench.outer_loop.codec_wire import WireSetting
 from diloco.bench.training.byte_model import ByteTask, pseudo_gradient
 from diloco.compression.base import Codec, to_bytes
 from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
@@ -57,6 +59,8 @@ class CodecSetting:
         gpu_share: What they must reach there, as a share of copying.
         first: Inner steps of the island before the round whose pseudo-gradient zstd is tried on.
         inner_steps: Of that round.
+        wire: What is sent of it over connections.
+        wire_codecs: Whose payloads are.
     """
 
     lane_numel: int
@@ -69,6 +73,8 @@ class CodecSetting:
     gpu_share: float
     first: int = 60
     inner_steps: int = 60
+    wire: WireSetting = WireSetting()  # noqa: RUF009 - frozen
+    wire_codecs: Sequence[str] = ("float32", "bfloat16", "int4", "e3m0", "int2")
 
 
 #: Required; copies took 6.1 to 6.5 GB/s on the machine they are from.
@@ -97,8 +103,15 @@ _COLUMNS = (
     Column("zstd_gb_per_s", "pack", ".2f"),
     Column("unzstd_gb_per_s", "unpack", ".2f"),
     Column("zstd_below_mbps", "pays below Mbit/s", ",.0f"),
+    Column("wire_ratio", "on a slow wire", ".3f"),
+    Column("wire_speedup", "faster", ".3f"),
+    Column("loopback_slowdown", "on loopback", ".3f"),
 )
 _ZSTD_LEVEL = 1
+#: Payloads that zstd makes so much smaller must be faster on a slow line, by the share saved.
+_SHRINKING = 1.1
+#: CPU seconds of a payload on a fast line by those of one that nothing shrinks, at most.
+_SLOWDOWN = 1.03
 #: Coded bytes at least that zstd is timed on.
 _ZSTD_BYTES = 4 << 20
 
@@ -131,7 +144,12 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTI
         for row in wanted:
             watch("codecs", len(results), len(wanted))
             # A codec's rows have the same bytes: one try is enough.
-            tried = _zstd(row.codec, delta) if row.mode == "eager" else _UNTRIED
+            tried: dict[str, Any] = {}
+            if row.mode == "eager":
+                coded = bytes(to_bytes(row.codec.encode(delta)))
+                tried = _zstd(coded)
+                if row.codec.name in setting.wire_codecs:
+                    tried |= asyncio.run(codec_wire.measure(coded, setting.wire))
             results.append({**_measure(row, setting.repetitions), **tried})
     finally:
         torch.set_num_threads(num_threads)
@@ -191,6 +209,13 @@ def _requirements(
             if name in names
             for what in ("encode", "decode")
         ]
+    for row in (row for row in rows if row.get("wire_ratio")):
+        name, ratio = row["codec"], row["zstd_ratio"]
+        if ratio >= _SHRINKING:
+            figure, limit = row["wire_speedup"], 2 - 1 / ratio
+            judged.append(Requirement(f"{name}, slow wire", figure, limit, "x", is_at_least=True))
+        figure = row["loopback_slowdown"]
+        judged.append(Requirement(f"{name}, loopback", figure, _SLOWDOWN, "x"))
     return judged
 
 
@@ -233,12 +258,8 @@ def _measure(wanted: _CodecRow, repetitions: int) -> dict[str, Any]:
     }
 
 
-_UNTRIED = dict.fromkeys(("zstd_ratio", "zstd_gb_per_s", "unzstd_gb_per_s", "zstd_below_mbps"))
-
-
-def _zstd(codec: Codec, delta: Tensor) -> dict[str, float]:
+def _zstd(payload: bytes) -> dict[str, float]:
     """Compress a coded pseudo-gradient, and say where that pays."""
-    payload = bytes(to_bytes(codec.encode(delta)))
     packer = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
     unpacker = zstandard.ZstdDecompressor()
     packed = packer.compress(payload)

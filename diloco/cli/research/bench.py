@@ -116,15 +116,17 @@ def codec(rows: Rows = None) -> None:
     """Time every codec's encode and decode, eager and compiled, against a copy of the same values.
 
     One thread; as many float32 values at once as a lane of a fragment of 25 million parameters has,
-    and 4 million; about two minutes, most of them for compiling. With a GPU, 268 million on that.
+    and 4 million; two to three minutes, most for compiling. With a GPU, 268 million on that.
 
     Read "encode" and "decode": GB of float32 (not coded) a CPU second, so that 4 bits a value at x
     GB/s fill a link of x Gbit/s; "/copy": the same as a share of copying the values in memory, in
     the same run; "error": what is lost of seeded normal values, relative to them, which with error
     feedback the next contribution carries. "zstd": coded bytes of a real pseudo-gradient over what
     zstd -1 leaves of them, and the GB of coded bytes a CPU second that packing and unpacking take;
-    on links below "pays below" that is less than the time that it saves. Nothing is compressed in a
-    run.
+    on links below "pays below" that is less than the time that it saves. "on a slow wire": bytes of
+    payloads over those that crossed a line of 100 Mbit/s, and how much "faster" than as many random
+    bytes they were, where zstd makes them a tenth smaller required to be the share saved; "on
+    loopback": CPU seconds by those of random bytes, required to be at most 1.03.
 
     Example: diloco bench codec --rows int4 --rows 'topk*'
     """
@@ -284,13 +286,13 @@ def bucket() -> None:
     """Count what a round costs the syncer's line, by islands: payloads direct, or by bucket.
 
     Real runs of 2 and of 16 islands on emulated networks (namespaces; needs root), with an S3
-    server (moto) at the core, where the kernel counts the line of the syncer's site. A run of 6
-    rounds less one of 2: bytes a round. About ten minutes on two cores.
+    server (moto) at the core, where the kernel counts the line of the syncer's site. A run of 4
+    rounds less one of 1: bytes a round. About ten minutes on two cores.
 
     Read "ideal": a version to islands by bucket and once more in its frame, which is what is
     durable; "syncer sends": with direct payloads a version for each island, and their
-    contributions in the frame. The last versions must have the same digests. Receiving a
-    contribution takes acknowledgements, which count.
+    contributions in the frame. The last versions must have the same digests. What the syncer
+    receives it acknowledges, about 2 % of it: shown on its own, and not judged.
 
     Example: diloco bench bucket --require
     """

@@ -62,18 +62,20 @@ def _engine(declared: Callable[..., Own]) -> None:
     """Make a command of an engine's function, which says its own options and its help."""
 
     def command(run_file: Path, **given: Any) -> None:  # options of several types, hence `Any`
+        from diloco.config.island import read_ranks_per_host
         from diloco.config.load import load_config
-        from diloco.launch.engines.jobs import Jobs, read_ranks_per_host, read_settings
+        from diloco.launch.engines.jobs import Jobs, read_settings
 
         shared = _Shared(**{each.name: given.pop(each.name) for each in fields(_Shared)})
         option_name, texts, more = declared(run_file, **given)
         engine = importlib.import_module(f"diloco.launch.engines.{declared.__name__}")
         overrides = shared.overrides or ()
+        config = load_config(run_file, overrides)
         jobs = Jobs.of(
-            load_config(run_file, overrides),
+            config,
             str(run_file),
             str(shared.out or run_file.parent / "launch"),
-            ranks_per_host=read_ranks_per_host(shared.ranks_per_host or ()),
+            ranks_per_host=read_ranks_per_host(shared.ranks_per_host or (), config.islands),
             overrides=overrides,
         )
         settings = read_settings(option_name, texts or (), jobs)

@@ -54,6 +54,7 @@ class _Shown:
     run_file: Path
     json_target: str
     plot: str
+    ranks_per_host: tuple[str, ...] = ()
 
 
 def plan(
@@ -69,6 +70,7 @@ def plan(
     syncer_link: options.SyncerLink = "",
     tcp_loss: options.TcpLoss = 0.0,
     tcp_window: options.TcpWindow = "",
+    ranks_per_host: options.RanksPerHost = None,
     device: options.Device = "",
     mfu: options.Mfu = None,
     inside_bandwidth: options.InsideBandwidth = "",
@@ -146,7 +148,13 @@ def plan(
 
     measuring = _Measuring(measure, coordinator, probe)
     _show_plan(
-        load, told, measuring, capacity, wanted, needing, _Shown(run_file, json_target, plot)
+        load,
+        told,
+        measuring,
+        capacity,
+        wanted,
+        needing,
+        _Shown(run_file, json_target, plot, tuple(ranks_per_host or ())),
     )
 
 
@@ -190,7 +198,7 @@ def _show_plan(
         check_waiting(config)
         penalties = load_penalties(wanted.lab)
     aside, console = notes(shown.json_target), output(shown.json_target)
-    foreseen = _show_forecast(config, console)
+    foreseen = _show_forecast(config, console, shown.ranks_per_host)
     steps = _measured_steps(config, foreseen, told, aside) if measuring.steps else {}
     path = _measured_path(measuring, aside)
     assumed = assume(config, foreseen, told, steps=steps, path=path)
@@ -227,14 +235,17 @@ def _show_without_simulation(context: typer.Context, config: Config, json_target
     _open_inputs(config, is_aside=json_target == "-")
 
 
-def _show_forecast(config: Config, console: Console) -> Forecast:
+def _show_forecast(
+    config: Config, console: Console, ranks_per_host: Sequence[str] = ()
+) -> Forecast:
     """Print what follows from the file alone."""
     from diloco.cli.run.plan_tables import show_forecast
+    from diloco.config.island import read_ranks_per_host
     from diloco.forecast.disk import check_directories
     from diloco.forecast.forecast import forecast
 
     check_directories(config)
-    foreseen = forecast(config)
+    foreseen = forecast(config, read_ranks_per_host(ranks_per_host, config.islands))
     show_forecast(console, foreseen)
     if problem := config.outer.sparse_problem:
         console.print(f"\nWarning: {problem}")

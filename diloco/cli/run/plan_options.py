@@ -50,6 +50,14 @@ TcpLoss = Annotated[
 TcpWindow = Annotated[
     str, _known("Most that a connection has on its way: 4MiB; left out: no bound.", "SIZE")
 ]
+RanksPerHost = Annotated[
+    list[str] | None,
+    _known(
+        "Ranks of a host; repeatable; left out: 8 with device cuda, all ranks on CPUs.",
+        "[ISLAND=]N",
+        "--ranks-per-host",
+    ),
+]
 Device = Annotated[
     str,
     _known(

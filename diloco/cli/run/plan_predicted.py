@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # commands import what they need when they run
 _SHOWN_INFLUENCES = 3
 #: From the object store, where it is not told.
 _BUCKET_BPS = 10e9
+#: Of what the stores of syncers have, in the bucket: a quarter as much waits to be removed.
+_BUCKET_SHARE = 1.25
 
 
 def show_planned(console: Console, planned: Planned, forecast: Forecast) -> None:
@@ -90,15 +92,16 @@ def show_losses(console: Console, config: Config, planned: Planned, network_bps:
     stores = [each.store_bytes for each in syncers]
     # Of a machine that is alone with its syncer; all of them are on the coordinator's else.
     fetched = max(stores) if config.syncers else sum(stores)
-    written = max(each.written_bytes_per_s for each in syncers)
+    stored = max(each.stored_bytes_per_s for each in syncers)
     console.print(
         f"\nIf a machine with a syncer is lost, another one serves in its place {LEASE_S:g} s "
         f"after the last sign of life and when it has fetched the store, "
         f"{format_bytes(fetched)}: at least {format_duration(8 * fetched / rate_bps)} at "
         f"{format_bandwidth(rate_bps)}"
         f"{'' if network_bps else ' (--syncer-network says another)'}. To run.state each writes "
-        f"{format_bytes(round(written))}/s on average, more in rounds of snapshots. Nothing "
-        f"that was published is lost."
+        f"{format_bytes(round(stored))}/s on average, more in rounds of snapshots; there are at "
+        f"most {format_bytes(round(_BUCKET_SHARE * sum(stores)))} of it. Nothing that was "
+        f"published is lost."
     )
 
 

@@ -113,12 +113,22 @@ def _rank_table(planned: Forecast) -> FittedTable:
 
 
 def _host_table(planned: Forecast) -> FittedTable:
-    rows = [
-        [name, format_bytes(rank.outer_host_bytes), f"{rank.flops_per_inner_step:.3g}"]
-        for name, rank in planned.ranks.items()
-    ]
-    headings = ["island", "outer loop, in host memory", "operations an inner step"]
-    return FittedTable.with_rows(headings, rows)
+    moved = planned.round_bytes_up + planned.round_bytes_down
+    rows = []
+    for name, rank in planned.ranks.items():
+        per_host = min(planned.per_host[name], rank.carriers)
+        rows.append(
+            [
+                name,
+                -(-rank.carriers // planned.per_host[name]),
+                format_bytes(rank.outer_host_bytes),
+                format_bytes(per_host * rank.outer_host_bytes),
+                format_bytes(moved * per_host // rank.carriers),
+                f"{rank.flops_per_inner_step:.3g}",
+            ]
+        )
+    headings = ["island", "hosts that carry", "memory for it, a rank", "a host"]
+    return FittedTable.with_rows([*headings, "moves a round", "operations a step"], rows)
 
 
 #: Heading -> what gives the cell.

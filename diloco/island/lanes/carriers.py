@@ -12,17 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from diloco.outer.fragments import Fragment
 
 
-def hosts_first(hosts: Sequence[str]) -> tuple[int, ...]:
+def hosts_first(hosts: Sequence[str], most: int = 0) -> tuple[int, ...]:
     """Order ranks: first one of each host, then a second one of each, and so on.
 
     Args:
         hosts: Of every rank, by name.
+        most: Hosts whose ranks are taken, the first so many; 0: all.
     """
     counts = Counter[str]()
     order = []
     for rank, host in enumerate(hosts):
-        order.append((counts[host], rank))
-        counts[host] += 1
+        if not most or host in counts or len(counts) < most:
+            order.append((counts[host], rank))
+            counts[host] += 1
     return tuple(rank for _, rank in sorted(order))
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -69,15 +69,14 @@ class LaneShards:
         plan: Fragments and lanes; equal on all ranks.
         parameters: Canonical name -> parameter, float32: those that this rank stores any part of.
         group: CPU (gloo) group of all ranks of the island; None for an island of one rank.
-        carriers: Island ranks that lanes are dealt to in turn, hosts first; equal on all ranks;
-            default all ranks in order. ``[0]`` is the gateway mode.
+        carrier_hosts: Hosts whose ranks carry lanes, the first so many; 0: all; equal on all ranks.
 
     Raises:
         PlanMismatch: On all ranks, if the names or shapes of some rank's parameters are not the
             plan's, no rank stores one of the plan's, or ranks were given different plans or
             carriers.
-        ValueError: On all ranks, if a parameter is not float32, a carrier is not an island rank,
-            or the boxes that ranks store do not cover a parameter exactly once.
+        ValueError: On all ranks, if a parameter is not float32, or the boxes that ranks store do
+            not cover a parameter exactly once.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class LaneShards:
         parameters: Mapping[str, Tensor],
         *,
         group: dist.ProcessGroup | None,
-        carriers: Sequence[int] | None = None,
+        carrier_hosts: int = 0,
     ) -> None:
         """Exchange boxes with the other ranks, check them, and make the two routes."""
         self._parameters = dict(parameters)
@@ -94,7 +93,7 @@ class LaneShards:
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._chosen = None if carriers is None else tuple(carriers)
+        self._carrier_hosts = carrier_hosts
         self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
         self._padding = {
             (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
@@ -303,7 +302,7 @@ class LaneShards:
         problems = dtype_problems(self._parameters)
         boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
         host = socket.gethostname()
-        mine = (plan.fingerprint(), self._chosen, mismatches, problems, host, boxes)
+        mine = (plan.fingerprint(), self._carrier_hosts, mismatches, problems, host, boxes)
         ranks = gathered(mine, self._group)
         for rank, (fingerprint, carriers, mismatches, problems, *_) in enumerate(ranks):
             if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
@@ -317,14 +316,7 @@ class LaneShards:
                 f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
                 f"{missing}"
             )
-        in_turn = (
-            hosts_first([host for *_, host, _ in ranks]) if self._chosen is None else self._chosen
-        )
-        if not set(in_turn) <= set(range(self._num_ranks)) or not in_turn:
-            raise ValueError(
-                f"carriers = {list(in_turn)}: give at least one island rank, each in "
-                f"[0, {self._num_ranks - 1}]"
-            )
+        in_turn = hosts_first([host for *_, host, _ in ranks], self._carrier_hosts)
         self._carriers = carriers_of(plan.fragments, in_turn)
         holders = {
             name: {

@@ -20,8 +20,6 @@ from diloco.transport.addresses import is_loopback, is_wildcard, split_address, 
 COORDINATOR = "coordinator"
 #: Where the hosts of an island of several meet; each island has a port of its own.
 MEETING_PORT = 29400
-#: Ranks of a host with accelerators, where nothing is said.
-_USUAL_PER_HOST = 8
 #: Of a Service, and of a cluster of SkyPilot.
 _DNS_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 #: Of a pod: RUN-ISLAND-INDEX, with a number of five digits.
@@ -147,8 +145,7 @@ class Jobs:
             config: Of the run.
             run_file: As above.
             directory: As above.
-            ranks_per_host: By island, "" for all others; left out: 8 where the device is cuda, or
-                the largest number below that divides the ranks; all ranks of CPUs on one host.
+            ranks_per_host: By island.
             overrides: As above; `config` has them already.
 
         Raises:
@@ -194,14 +191,8 @@ class Jobs:
                     f'{each.key} = "{each.address}" is that of {other.name}, too: give each job an '
                     f"address of its own"
                 )
-        unknown = sorted({*ranks_per_host} - {"", *config.islands})
-        if unknown:
-            raise ConfigError(
-                f"--ranks-per-host {unknown[0]}={ranks_per_host[unknown[0]]}: not in the run file; "
-                f"islands: {', '.join(sorted(config.islands))}"
-            )
         islands = tuple(
-            _island(config, name, index, ranks_per_host.get(name, ranks_per_host.get("", 0)))
+            _island(config, name, index, ranks_per_host[name])
             for index, name in enumerate(config.islands)
         )
         for text in (run_file, directory, *overrides):
@@ -300,21 +291,6 @@ class Jobs:
                 )
 
 
-def read_ranks_per_host(texts: Sequence[str]) -> dict[str, int]:
-    """Read `[ISLAND=]N`, repeated: the number of each island, "" for all others.
-
-    Raises:
-        ConfigError: If one is no number from 1.
-    """
-    found = {}
-    for text in texts:
-        name, _, number = text.rpartition("=")
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"--ranks-per-host {text}: write a number from 1, or ISLAND=NUMBER")
-        found[name] = int(number)
-    return found
-
-
 def read_settings(option: str, texts: Sequence[str], jobs: Jobs) -> dict[str, dict[str, str]]:
     """Read `[JOB:]KEY=VALUE`, repeated: the settings of each job by name; later ones win.
 
@@ -372,14 +348,6 @@ def _syncer(config: Config, name: str) -> ServerJob:
 def _island(config: Config, name: str, index: int, per_host: int) -> IslandJob:
     island = config.islands[name]
     has_devices = island.device == "cuda"
-    if not per_host:
-        most = min(_USUAL_PER_HOST, island.ranks) if has_devices else island.ranks
-        per_host = next(n for n in range(most, 0, -1) if island.ranks % n == 0)
-    if island.ranks % per_host:
-        raise ConfigError(
-            f"--ranks-per-host {name}={per_host}: islands.{name}.ranks = {island.ranks}, which "
-            f"must be a multiple of it"
-        )
     return IslandJob(
         name=name,
         num_hosts=island.ranks // per_host,

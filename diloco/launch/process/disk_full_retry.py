@@ -65,13 +65,16 @@ async def retry_disk_full_async(
 
     Args:
         what: Is written, in words.
-        work: May be done any number of times; a failed one has changed nothing that counts.
+        work: Is done in a thread, and may be done any number of times; a failed one has changed
+            nothing that counts.
         given_up: Once set, room is waited for no more; None: for ever.
 
     Raises:
         DiskFull: If there is no room and `given_up` is set.
     """
     tried = _Work(what, work)
-    while not tried.is_tried(is_last=given_up is not None and given_up.is_set()):
+    while not await asyncio.to_thread(
+        tried.is_tried, is_last=given_up is not None and given_up.is_set()
+    ):
         await asyncio.sleep(_AGAIN_S)
     return tried.done

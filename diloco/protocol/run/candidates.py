@@ -242,6 +242,7 @@ class Candidates:
         judged = self._judge(votes, len(who), rules)
         if judged is None:
             return ()
+        del said[number]  # it is said again, should this not be written
         return self._judged(number, *judged, votes, complete, rules)
 
     def _judge(

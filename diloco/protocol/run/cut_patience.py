@@ -10,11 +10,9 @@ Source: PROTOCOL.md, "Cuts".
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
-from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.cuts import Cut
-from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.membership import Change, Membership
 from diloco.protos.control_pb2 import CutPart
 
 logger = logging.getLogger(__name__)
@@ -28,10 +26,10 @@ MOST_WRITING = 16
 class CutPatience:
     """Of one run."""
 
-    def __init__(self, membership: Membership, *, keep: Callable[[Entries], None]) -> None:
-        """Assign only; `keep` makes what was decided durable, then true."""
+    def __init__(self, membership: Membership, *, change: Change) -> None:
+        """Assign only; `change` takes a decision, and makes it durable, then true."""
         self._membership = membership
-        self._keep = keep
+        self._change = change
         self._writing: set[str] = set()
         self._waits: tuple[Cut | None, tuple[str, ...]] = None, ()
         self._waited_s, self._looked = 0.0, 0.0
@@ -41,7 +39,7 @@ class CutPatience:
         """Record what a report says of a cut."""
         (self._writing.add if part.is_being_written else self._writing.discard)(island)
 
-    def look(self, now: float, unreachable_s: float) -> None:
+    async def look(self, now: float, unreachable_s: float) -> None:
         """Go on without those who have brought nothing of a cut for so long.
 
         Each part that is begun, or comes, begins the time again. After a last cut they count as
@@ -69,6 +67,8 @@ class CutPatience:
             cut.number, ", ".join(awaited), unreachable_s,
         )  # fmt: skip
         if cut.is_last:
-            self._keep(membership.members.given_up(awaited))
+            await self._change(
+                lambda m: m.members.given_up(i for i in awaited if i in m.awaited_in_cut)
+            )
         else:
-            self._keep(membership.cuts.without(membership.timeline, writing))
+            await self._change(lambda m: m.cuts.without(m.timeline, writing))

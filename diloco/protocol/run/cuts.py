@@ -20,6 +20,7 @@ Source: PROTOCOL.md, "Cuts".
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -115,6 +116,12 @@ class Cuts:
         """Begin with none."""
         self._cuts: dict[int, Cut] = {}
         self.given: set[int] = set()
+
+    def forked(self) -> Cuts:
+        """Return a copy; what is applied to it changes nothing here."""
+        other = copy.copy(self)
+        other._cuts = self._cuts.copy()
+        return other
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""

@@ -13,6 +13,7 @@ Source: PROTOCOL.md, "Members", "A lease" and "Fencing".
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -183,6 +184,12 @@ class Members(Mapping[str, Member]):
     def __len__(self) -> int:
         """Count the members."""
         return len(self._by_name)
+
+    def forked(self) -> Members:
+        """Return a copy; what is applied to it changes nothing here."""
+        other = copy.copy(self)
+        other._by_lease, other._by_name = dict(self._by_lease), dict(self._by_name)
+        return other
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""

@@ -25,10 +25,13 @@ Source: PROTOCOL.md, "Membership", "Version 0", "Graceful stop" and "Run checkpo
 
 from __future__ import annotations
 
+import copy
+import heapq
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 from diloco.config.fields import ISLAND_NAME
 from diloco.errors import AggregationError
@@ -51,6 +54,11 @@ from diloco.protocol.run.peer_bounds import MOST_BATCH_RATIO
 from diloco.protocol.run.repairs import Repairs
 from diloco.protocol.run.settings import Settings
 from diloco.refusals import Cause
+
+#: Kinds of entries from which nothing follows.
+_WITHOUT_CONSEQUENCES = {"slot", "part", "position"}
+#: Positions of islands that are noted at once.
+_MOST_NOTED = 64
 
 
 @dataclass(slots=True)
@@ -161,9 +169,24 @@ class Membership:
                 case "position":
                     self._positions[name] = json.loads(value)
 
-    def follow_ups(self) -> Entries:
-        """Give the text to those who are there, go on with a cut without the others, tidy up."""
-        if self.claims is None:
+    def forked(self) -> Membership:
+        """Return a copy to decide further on; what is not durable it shares with this."""
+        other = copy.copy(self)
+        other._positions = dict(self._positions)
+        other.members, other.settings = self.members.forked(), self.settings.forked()
+        other.cuts, other.repairs = self.cuts.forked(), self.repairs.forked()
+        other.claims, other.candidates = copy.copy(self.claims), copy.copy(self.candidates)
+        other.assignment = copy.copy(self.assignment)
+        return other
+
+    def follow_ups(self, entries: Entries | None = None) -> Entries:
+        """Give the text to those who are there, go on with a cut without the others, tidy up.
+
+        Args:
+            entries: What was applied just now; None: anything may follow from how the run stands.
+        """
+        kinds = None if entries is None else {key.partition("/")[0] for key, _ in entries}
+        if self.claims is None or (kinds is not None and kinds <= _WITHOUT_CONSEQUENCES):
             return ()
         holders = frozenset(self.members.holders)
         absent = {i for i in self.members.configured if self.members.lease_of(i) is Lease.ABSENT}
@@ -445,11 +468,18 @@ class Membership:
         return bool(counted) and all(self._has_joined(m) and m.exit_code == 0 for m in counted)
 
     def positions(self, inner_steps: Mapping[str, int]) -> Entries:
-        """Note how far islands have come; none where that is known."""
+        """Note how far islands have come; none where that is known.
+
+        Of many, those that have come furthest since it was noted: a record of a round notes a few,
+        and in turn they are all noted.
+        """
+        gone = {i: n - self.last_inner_step(i) for i, n in inner_steps.items()}
+        furthest = heapq.nlargest(
+            _MOST_NOTED, (i for i in sorted(gone) if gone[i]), gone.__getitem__
+        )
         return tuple(
-            (f"position/{i}", json.dumps({"timeline": self.timeline, "inner_step": step}))
-            for i, step in sorted(inner_steps.items())
-            if step != self.last_inner_step(i)
+            (f"position/{i}", json.dumps({"timeline": self.timeline, "inner_step": inner_steps[i]}))
+            for i in sorted(furthest)
         )
 
     def last_inner_step(self, island: str) -> int:
@@ -740,3 +770,14 @@ def _text_fixed_by(first: Shared) -> Entries:
         ("tokenizer", first.tokenizer_digest),
         ("start", str(first.start_step)),
     )
+
+
+#: Says what follows from a membership as it stands, and changes nothing of what is durable.
+Decide: TypeAlias = Callable[[Membership], Entries]
+
+
+class Change(Protocol):
+    """Makes what is decided durable, then true."""
+
+    async def __call__(self, *decisions: Decide) -> None:
+        """Take decisions, each on top of those before; all become true, or none."""

@@ -9,6 +9,7 @@ the syncer says that the fragment is whole.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ class Repairs:
             f"as soon as an island that holds what was lost calls (diloco status HOST:PORT); or "
             f"stop without one (diloco stop HOST:PORT)"
         )
+
+    def forked(self) -> Repairs:
+        """Return a copy; what is applied to it changes nothing here."""
+        other = copy.copy(self)
+        other.asked = self.asked.copy()
+        return other
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""

@@ -9,6 +9,7 @@ Source: PROTOCOL.md, "Operators and live policy".
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,6 +43,13 @@ class Settings:
     def policy_json(self) -> str:
         """The same as it is told; empty: nothing was set."""
         return json.dumps(self.policy) if self._by_revision else ""
+
+    def forked(self) -> Settings:
+        """Return a copy; what is applied to it changes nothing here."""
+        other = copy.copy(self)
+        other._by_revision = self._by_revision.copy()
+        other._revoked = self._revoked.copy()
+        return other
 
     def apply(self, entries: Iterable[tuple[str, str]]) -> None:
         """Take over what is durable; entries of others are passed over."""

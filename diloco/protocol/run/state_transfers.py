@@ -14,13 +14,11 @@ Source: Decoupled DiLoCo (arXiv 2604.21428, App. E.3).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco.bounded_text import bounded_text
-from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import Lease
-from diloco.protocol.run.membership import Membership
+from diloco.protocol.run.membership import Change, Membership
 from diloco.protos.control_pb2 import ReportReply, StateTransfer, TransferAnswer, TransferPart
 
 logger = logging.getLogger(__name__)
@@ -39,18 +37,18 @@ class _Request:
 class StateTransfers:
     """Matches the requests of one run with sources."""
 
-    def __init__(self, membership: Membership, *, keep: Callable[[Entries], None]) -> None:
+    def __init__(self, membership: Membership, *, change: Change) -> None:
         """Assign only.
 
         Args:
             membership: Of the run.
-            keep: Makes what was decided durable, then true.
+            change: Takes a decision, and makes it durable, then true.
         """
         self._membership = membership
-        self._keep = keep
+        self._change = change
         self._requests: dict[str, _Request] = {}
 
-    def reported(self, island: str, report: TransferPart, reply: ReportReply) -> None:
+    async def reported(self, island: str, report: TransferPart, reply: ReportReply) -> None:
         """Take what an island reports of state transfers, and put the answer into `reply`."""
         incarnation = self._membership.members[island].incarnation
         if report.declined:
@@ -63,7 +61,7 @@ class StateTransfers:
         for absent in [i for i in self._requests if i not in holders]:
             del self._requests[absent]  # a next start asks again
         if (request := self._requests.get(island)) is not None:
-            reply.transfer.CopyFrom(self._answer(island, request))
+            reply.transfer.CopyFrom(await self._answer(island, request))
         self._membership.cuts.given = {w.checkpoint for w in self._requests.values()}
         # One after the other: a later request breaks off nothing that is under way.
         asked = [w.checkpoint for w in self._requests.values() if w.source == island]
@@ -87,8 +85,8 @@ class StateTransfers:
                 )  # fmt: skip
                 request.declined[source], request.source = reason, ""
 
-    def _answer(self, island: str, request: _Request) -> TransferAnswer:
-        if not request.checkpoint and (refusal := self._choose(island, request)):
+    async def _answer(self, island: str, request: _Request) -> TransferAnswer:
+        if not request.checkpoint and (refusal := await self._choose(island, request)):
             return TransferAnswer(refusal=refusal)
         sources = self._sources(island, request)
         if request.source not in sources:
@@ -114,7 +112,7 @@ class StateTransfers:
             refusal=bounded_text(f"no island at work can give that of {name}. {why}".strip())
         )
 
-    def _choose(self, island: str, request: _Request) -> str:
+    async def _choose(self, island: str, request: _Request) -> str:
         """Choose the checkpoint; returns why there is none."""
         membership = self._membership
         if membership.is_stopping:
@@ -127,7 +125,7 @@ class StateTransfers:
             request.checkpoint = membership.checkpoints[-1]
             return ""
         if (cut := membership.cuts.open(membership.timeline)) is None:
-            self._keep(membership.cut())
+            await self._change(lambda m: () if m.cuts.open(m.timeline) else m.cut())
             cut = membership.cuts.newest(membership.timeline)
         assert cut is not None
         request.checkpoint = cut.number
