@@ -6,6 +6,7 @@ replaced by its own supervisor.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -18,28 +19,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diloco.chaos.bucket import Bucket
 from diloco.chaos.plan import COORDINATOR
+from diloco.coordinator.status import ask_status
+from diloco.errors import CoordinatorUnavailable
 from diloco.launch.local import LocalRun
+from diloco.protocol.run.alarms import AlarmKind
+from diloco.protos.control_pb2 import StatusReply
+from diloco.security.security import Security
 from diloco.state_dir import Endpoint, StateDir, holder, read_endpoint
 from diloco.telemetry.events import Event, FragmentMerged, InnerStepDone
+from diloco.transport.identity import Role
 from diloco.versions.frames import frames_in
 from diloco.versions.record import RecordInvalid, check_whole, record_path, versions_in
 
 _FRAGMENTS = "fragment-[0-9]*"
 #: Of a file of events: its last step is among them.
 _TAIL_BYTES = 1 << 16
+_MOMENT_S = 3.0
 
 
 @dataclass(slots=True)
 class ChaosEnvironment:
     """One run, and the directory through which its processes are reached from within.
 
-    `away` are islands that were taken down.
+    `away` are islands that were taken down, `bucket` is the object store that has its state.
     """
 
     run: LocalRun
     chaos_dir: Path
     away: set[str] = field(default_factory=set)
+    bucket: Bucket | None = None
 
     @property
     def state(self) -> StateDir:
@@ -89,6 +99,25 @@ class ChaosEnvironment:
         endpoint = None if pid is None else read_endpoint(path)
         is_its_own = endpoint is not None and endpoint.pid == pid and endpoint.address
         return endpoint if is_its_own else None
+
+    def has_alarm(self, kind: AlarmKind) -> bool | None:
+        """Whether `diloco status` shows an alarm that was raised a moment ago; None: no answer."""
+        if (endpoint := self.endpoint(COORDINATOR)) is None:
+            return None
+
+        async def ask() -> StatusReply:
+            security = Security.of(self.run.config, Role.OPERATOR)
+            transport = security.transport(endpoint.address, Role.COORDINATOR)
+            try:
+                return await ask_status(transport)
+            finally:
+                await transport.close()
+
+        try:
+            alarms = asyncio.run(ask()).alarms
+        except CoordinatorUnavailable:
+            return None
+        return any(a.alarm.kind == kind and a.last_age_s <= _MOMENT_S for a in alarms)
 
     def inner_step(self, island: str) -> int:
         """Return the newest inner step that an island has done; 0: none yet."""

@@ -43,6 +43,8 @@ class Evidence:
         newest: Fragment -> its newest record.
         repaired: Fragment and version of what was lost and taken back from islands.
         recomputed: Retained versions.
+        stored: Fragment -> its newest record in what another machine makes of the object store;
+            None: the run has none.
         exit_codes: Island -> how its last supervisor ended; None: it lived when the run was over.
         problem: Why the run did not come to its end; empty: it did.
         local_mix: What merges keep of local values.
@@ -59,6 +61,7 @@ class Evidence:
     exit_codes: Mapping[str, int | None]
     repaired: Sequence[tuple[int, int]] = ()
     problem: str = ""
+    stored: Mapping[int, Newest] | None = None
     local_mix: LocalMix = 0.0
     is_on_arrival: bool = False
     contribution_bytes: Mapping[int, int] = field(default_factory=dict)

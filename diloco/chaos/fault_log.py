@@ -80,6 +80,7 @@ class FaultHistory:
     note: str = ""
     kept_s: float = 0.0
     is_same: bool = True
+    is_told: bool = True
     had_chance: bool = False
 
     @property
@@ -142,6 +143,7 @@ def read_fault_log(lines: Sequence[Mapping[str, Any]], faults: Sequence[TimedFau
                 of.ended_s, of.fired = t, line["fired"]
                 of.note = line["note"] or of.note
                 of.is_same, of.had_chance = line["is_same"], line["had_chance"]
+                of.is_told = line["is_told"]
                 of.kept_s = line["kept_s"]
             case "back":
                 history.faults[line["number"]].back_s = line["seconds"]

@@ -66,11 +66,23 @@ def gather(ended: Ended, faults: Sequence[TimedFault]) -> Evidence:
         recomputed=recomputed,
         exit_codes=ended.exit_codes,
         problem=ended.problem,
+        stored=None if ended.copy is None else _stored(StateDir(ended.copy)),
         local_mix=config.outer.local_mix,
         is_on_arrival=config.outer.is_on_arrival,
         contribution_bytes=contribution_bytes,
         most_steps=Weights(config.outer.inner_steps_per_round).most_steps,
     )
+
+
+def _stored(copy: StateDir) -> dict[int, Newest]:
+    """Read the newest versions of a run's copy; none of a copy that could not be made."""
+    found: dict[int, Newest] = {}
+    if (plan := read_plan(copy)) is None:
+        return found
+    for p, own in state_by_fragment(copy, plan).items():
+        if (record := StoredVersions(own.store, plan.fragments[p]).newest()) is not None:
+            found[p] = Newest(record.version, record.digest.hex())
+    return found
 
 
 def _indexed(state: StateDir) -> Iterator[dict[str, Any]]:

@@ -28,6 +28,7 @@ class Injector:
         note: What a reader of the log wants to know.
         kept_s: Seconds for which it went on beyond its time, because nobody had met it.
         is_same: Whether the process that it was done to still serves, if it should.
+        is_told: Whether `diloco status` had an alarm of it, if it should.
         had_chance: Whether it could have taken effect: its target did not end before it was met.
         is_unmet: Tells whether nobody has met it yet, and somebody may.
     """
@@ -40,6 +41,7 @@ class Injector:
     note: str = ""
     kept_s: float = 0.0
     is_same: bool = True
+    is_told: bool = True
     had_chance: bool = True
     is_unmet: Callable[[], bool] = lambda: False
     _steps: Iterator[None] = field(default_factory=lambda: iter(()))

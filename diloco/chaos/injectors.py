@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from diloco.chaos.bucket import WRITTEN_AGAIN
 from diloco.chaos.environment import ChaosEnvironment, is_frozen, send
 from diloco.chaos.injector import Doing, Injector
-from diloco.chaos.plan import COORDINATOR, CORRUPTING, Kind, TimedFault
+from diloco.chaos.plan import BUCKET, COORDINATOR, CORRUPTING, Kind, TimedFault
 from diloco.chaos.store_damage import DAMAGES
 from diloco.chaos.storm import Storm
 from diloco.durable import read_json, write_json
@@ -32,11 +33,14 @@ from diloco.faults.process import (
     training_name,
     training_path,
 )
+from diloco.protocol.run.alarms import AlarmKind
 from diloco.security.run_ca import RunCa
 from diloco.transport.shaping.faulty import Fault, Gate
 
 #: Seconds after which processes have read, or told, what they do once a second.
 _TOLD_S = 2.2
+#: Seconds after which a syncer's alarm is in the status.
+_REPORTED_S = 5.0
 _STOPPED_S = 1.0
 _LOOK_S = 0.002
 _CERTIFICATE_DAYS = 30
@@ -135,6 +139,29 @@ def _storm(injector: Injector) -> Iterator[None]:
     )
 
 
+def _break_bucket(injector: Injector) -> Iterator[None]:
+    """Have the object store's proxy do it; it took effect if a request was met.
+
+    An object that was removed is awaited: until it was written again, or is not needed any more.
+    """
+    environment, fault, bucket = injector.environment, injector.fault, injector.environment.bucket
+    if bucket is None or not bucket.begin(fault):
+        return
+    injector.note, is_lost = bucket.lost, fault.kind is Kind.LOSE_OBJECT
+    injector.is_unmet = lambda: not bucket.num_met
+    yield
+    if fault.takes_nothing or (is_lost and bucket.lost_is == WRITTEN_AGAIN):
+        until = time.monotonic() + _REPORTED_S
+        while environment.has_alarm(AlarmKind.STATE_AWAY) is False:
+            if time.monotonic() > until:
+                injector.is_told = False
+                break
+            yield
+    bucket.end()
+    injector.fired = bucket.num_met > 0
+    injector.note = f"{bucket.lost}: {bucket.lost_is}" if is_lost else f"{bucket.num_met} requests"
+
+
 def _write_entry(
     injector: Injector, place: tuple[Path, str], value: object, counted: str, noted: str = ""
 ) -> Iterator[None]:
@@ -199,6 +226,9 @@ _DOINGS: dict[Kind, Doing] = {
 
 def injector_of(environment: ChaosEnvironment, fault: TimedFault) -> Injector:
     """Prepare to do a fault."""
+    if fault.role == BUCKET:
+        place = environment.chaos_dir, BUCKET
+        return Injector(environment, fault, _break_bucket, place)
     if (doing := _DOINGS.get(fault.kind)) is not None:
         return Injector(environment, fault, doing)
     place, value, counted, noted = _entry_of(environment, fault)

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.chaos.evidence import Evidence
 from diloco.chaos.fault_log import FaultHistory
-from diloco.chaos.plan import COORDINATOR, ENDING, Kind
+from diloco.chaos.plan import BUCKET, COORDINATOR, ENDING, Kind
 from diloco.chaos.tokens import Headers, Send, TokenAccount, account, starts_of
 
 #: Violations shown of one invariant.
@@ -60,6 +60,22 @@ def judge(evidence: Evidence) -> tuple[CheckResult, ...]:
             "every version is published exactly once",
             [*_version_problems(evidence, headers)],
             ", ".join(f"fragment {p}: 0 to {new.version}" for p, new in evidence.newest.items()),
+        ),
+        _check(
+            "what is published is in the object store",
+            [*_stored_problems(evidence)],
+            "no object store"
+            if evidence.stored is None
+            else f"another machine makes {len(evidence.stored)} fragments of it",
+        ),
+        _check(
+            "an object store that takes nothing is said in the status",
+            [
+                f"{f.fault.text}: {f.note}, and no alarm"
+                for f in evidence.history.faults
+                if not f.is_told
+            ],
+            f"{sum(f.fired for f in evidence.history.faults if f.fault.role == BUCKET)} faults",
         ),
         _check(
             "every contribution has exactly one outcome",
@@ -190,6 +206,16 @@ def _version_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:
                     yield (
                         f"{island} start {incarnation} merged fragment {p} in the order {merged}"
                     )
+
+
+def _stored_problems(evidence: Evidence) -> Iterator[str]:
+    for p, newest in evidence.newest.items():
+        if evidence.stored is not None and (there := evidence.stored.get(p)) != newest:
+            what = "none" if there is None else f"{there.version} as {there.digest[:16]}"
+            yield (
+                f"fragment {p}: version {newest.version} was published as {newest.digest[:16]}, "
+                f"in the object store the newest is {what}"
+            )
 
 
 def _outcome_problems(evidence: Evidence, headers: Headers) -> Iterator[str]:

@@ -11,6 +11,11 @@ islands and syncers: explicit `[[fault]]` entries, and those that `[mix]` draws 
     NAME                    an island: supervisor and ranks     kill, restart, freeze, flip-bit,
                                                                 poison, link faults
     NAME/R                  one rank of an island               kill, freeze
+    bucket                  the object store of run.state, of   cut (refuses every connection),
+                            every request or a share of them    delay, throttle, cut-requests,
+                                                                cut-replies, corrupt, errors (500,
+                                                                503, 429), read-only, clock
+                                                                (RequestTimeTooSkewed), lose-object
 
 Where a run has several syncers, they are `syncer-0`, `syncer-1` and so on.
 """
@@ -33,7 +38,7 @@ from diloco.config.fields import Bandwidth, Duration, Rate, Time, tuples
 from diloco.config.load import load_section
 from diloco.errors import ConfigError
 
-COORDINATOR, SYNCER = "coordinator", "syncer"
+COORDINATOR, SYNCER, BUCKET = "coordinator", "syncer", "bucket"
 _SYNCER_NAME = re.compile(rf"{SYNCER}(-\d+)?")
 #: Seconds between two link faults of one island: ranks read what happens to links once a second.
 _BETWEEN_LINK_FAULTS_S = 2.0
@@ -62,6 +67,9 @@ class Kind(StrEnum):
     CORRUPT = "corrupt"
     DUPLICATE = "duplicate"
     REORDER = "reorder"
+    ERRORS = "errors"
+    READ_ONLY = "read-only"
+    LOSE_OBJECT = "lose-object"
 
     @property
     def is_of_a_link(self) -> bool:
@@ -83,6 +91,12 @@ _KINDS_OF = {
             Kind.DISK_FULL, Kind.CLOCK, Kind.CONNECT_STORM,
         }
     ),
+    BUCKET: frozenset(
+        {
+            Kind.CUT, Kind.DELAY, Kind.THROTTLE, Kind.CUT_REQUESTS, Kind.CUT_REPLIES, Kind.CORRUPT,
+            Kind.ERRORS, Kind.READ_ONLY, Kind.CLOCK, Kind.LOSE_OBJECT,
+        }
+    ),
 }  # fmt: skip
 #: What an island trains is corrupted, without its knowing.
 CORRUPTING = frozenset({Kind.FLIP_BIT, Kind.POISON})
@@ -92,6 +106,11 @@ _KINDS_OF_A_RANK = frozenset({Kind.KILL, Kind.FREEZE})
 ENDING = frozenset(
     {Kind.KILL, Kind.RESTART, Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST, Kind.DISK_FULL}
 )
+#: Meet a share of a bucket's requests, and let none of their writes be known to have been done.
+_OF_A_SHARE = frozenset({Kind.ERRORS, Kind.CUT_REQUESTS, Kind.CUT_REPLIES})
+#: Seconds after which a bucket that takes nothing is an alarm: a sign of life comes every 2 s, each
+#: of its two tries takes 3 s at most, and the coordinator looks every second.
+_ALARM_S = 10.0
 #: Over at once: there is nothing to end later.
 _AT_ONCE = frozenset({Kind.TRUNCATE, Kind.FLIP, Kind.TORN_NEWEST, Kind.FLIP_BIT})
 
@@ -111,7 +130,11 @@ class Strength(Section):
         default=Bandwidth("5Mbit/s"), description="Of a throttled call, or a thin line"
     )
     share: float = Field(
-        default=0.2, gt=0, le=1, description="Of the calls that corrupt, duplicate, reorder meet"
+        default=0.2,
+        gt=0,
+        le=1,
+        description="Of the calls that corrupt, duplicate, reorder meet; of a bucket's requests "
+        "also errors, cut-requests, cut-replies",
     )
     clock: Time = Field(default=Duration("1h"), description="By which a wall clock jumps ahead")
     what: Literal["model", "exp_avg", "exp_avg_sq"] = Field(
@@ -131,7 +154,7 @@ class FaultConfig(Strength):
     kind: NamedKind = Field(description="What happens")
     target: str = Field(
         min_length=1,
-        description="To whom: coordinator, syncer (of several: syncer-0 ...), NAME, NAME/R",
+        description="To whom: coordinator, syncer (of several: syncer-0 ...), NAME, NAME/R, bucket",
     )
     at: Time = Field(
         description="Time since every island has begun to train; sooner where the run is so fast "
@@ -241,13 +264,23 @@ class TimedFault:
 
     @property
     def role(self) -> str:
-        """`COORDINATOR`, or `SYNCER` of whichever of them; empty: it is about an island."""
+        """`COORDINATOR`, `BUCKET`, or `SYNCER` of whichever of them; empty: about an island."""
         return _role_of(self.target)
 
     @property
     def island(self) -> str:
         """Island that it is about; empty: none."""
         return "" if self.role else self.target.partition("/")[0]
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether it keeps every write from a bucket for long enough to be an alarm."""
+        if self.role != BUCKET or self.lasts_s < _ALARM_S:
+            return False
+        strength = self.strength
+        is_of_all = self.kind in _OF_A_SHARE and strength.share == 1
+        is_late = self.kind is Kind.DELAY and strength.delay.seconds >= _ALARM_S
+        return is_of_all or is_late or self.kind in (Kind.CUT, Kind.READ_ONLY, Kind.CLOCK)
 
     @property
     def text(self) -> str:
@@ -279,7 +312,11 @@ def load_plan(path: Path) -> ChaosPlan:
 
 
 def expand(
-    plan: PlanConfig, islands: Mapping[str, int], syncers: Sequence[str] = (SYNCER,)
+    plan: PlanConfig,
+    islands: Mapping[str, int],
+    syncers: Sequence[str] = (SYNCER,),
+    *,
+    has_bucket: bool = False,
 ) -> tuple[TimedFault, ...]:
     """Give the faults of a run in the order of their times.
 
@@ -290,6 +327,7 @@ def expand(
         plan: The file.
         islands: Island -> its ranks.
         syncers: Their names.
+        has_bucket: Whether the run's state is in an object store.
 
     Raises:
         ConfigError: If a target is none of this run, or the kind is none for it.
@@ -299,7 +337,7 @@ def expand(
     free_from: dict[str, float] = {}
     timed = []
     for at_s, fault in faults:
-        _check_target(fault, islands, syncers)
+        _check_target(fault, islands, [*syncers, *([BUCKET] if has_bucket else [])])
         lasts_s = 0.0 if fault.kind in _AT_ONCE else fault.lasts.seconds
         if fault.kind.is_of_a_link:
             at_s = max(at_s, free_from.get(fault.target, 0.0))
@@ -367,7 +405,9 @@ def _chosen(weights: list[float], drawn: float) -> int:
 
 
 def _role_of(target: str) -> str:
-    return SYNCER if _SYNCER_NAME.fullmatch(target) else target if target == COORDINATOR else ""
+    if _SYNCER_NAME.fullmatch(target):
+        return SYNCER
+    return target if target in (COORDINATOR, BUCKET) else ""
 
 
 def _kinds_of(target: str) -> frozenset[Kind]:
@@ -376,16 +416,17 @@ def _kinds_of(target: str) -> frozenset[Kind]:
     return _KINDS_OF.get(_role_of(target), _KINDS_OF_AN_ISLAND)
 
 
-def _check_target(fault: FaultConfig, islands: Mapping[str, int], syncers: Sequence[str]) -> None:
+def _check_target(fault: FaultConfig, islands: Mapping[str, int], others: Sequence[str]) -> None:
     island, slash, rank = fault.target.partition("/")
-    is_there = fault.target in (COORDINATOR, *syncers) or (
+    is_there = fault.target in (COORDINATOR, *others) or (
         island in islands and (not slash or (rank.isdecimal() and int(rank) < islands[island]))
     )
     if not is_there:
         names = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in sorted(islands.items()))
         raise ConfigError(
             f"target {fault.target!r} of a fault of kind {fault.kind}: must be coordinator, "
-            f"{', '.join(syncers)}, an island, or ISLAND/RANK; islands of the run: {names}"
+            f"{', '.join(others)}, an island, or ISLAND/RANK; islands of the run: {names}"
+            + (", and run.state is no s3:// URL" if fault.target == BUCKET else "")
         )
     if fault.kind not in _kinds_of(fault.target):
         kinds = ", ".join(sorted(_kinds_of(fault.target)))

@@ -7,24 +7,30 @@ has begun to train.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from diloco.chaos.bucket import Bucket, serving_bucket
 from diloco.chaos.environment import ChaosEnvironment
 from diloco.chaos.fault_log import FaultLog
 from diloco.chaos.injector import Injector
 from diloco.chaos.injectors import injector_of
-from diloco.chaos.plan import ENDING, ChaosPlan, Kind, TimedFault, expand
+from diloco.chaos.plan import COORDINATOR, ENDING, SYNCER, ChaosPlan, Kind, TimedFault, expand
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import DilocoError
 from diloco.faults.process import LINES_VARIABLE, STEP_VARIABLE, VARIABLE
 from diloco.launch.local import LocalRun
+from diloco.launch.process.children import spawn
 from diloco.launch.process.ending import StopRequest
 from diloco.security.run_ca import RunCa
+from diloco.state_dir import StateDir
 
 _LOOK_S = 0.05
 #: Seconds for which what is still under way is awaited once the run is over.
@@ -33,11 +39,12 @@ _PATIENCE_S = 30.0
 _AFTERWARDS = 1.1
 FAULT_LOG = "faults.jsonl"
 _CERTIFICATE_DAYS = 30
+_S3 = "s3://"
 #: Told how many faults are over, of how many; of a run without, tokens.
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended:
     """The end of a run under chaos.
 
@@ -45,11 +52,13 @@ class Ended:
         config: The run as it was made.
         exit_codes: Island -> exit code of its last supervisor; None: it did not end by itself.
         problem: Why the run did not come to its end; empty: it did.
+        copy: Directory of what the object store held then; None: there is none.
     """
 
     config: Config
     exit_codes: dict[str, int | None]
     problem: str = ""
+    copy: Path | None = None
 
 
 def configured(plan: ChaosPlan, directory: Path) -> Config:
@@ -70,6 +79,7 @@ def faults_of(plan: ChaosPlan, config: Config) -> tuple[TimedFault, ...]:
         plan.config,
         {name: island.ranks for name, island in config.islands.items()},
         list(config.syncer_shares),
+        has_bucket=config.run.state.startswith(_S3),
     )
 
 
@@ -98,11 +108,32 @@ def drive(
         STEP_VARIABLE: str(plan.config.inner_step.seconds),
         LINES_VARIABLE: ",".join({f.target for f in faults if f.kind is Kind.THIN_LINE}),
     }
+    with _bucket_of(config) as there:
+        if there is not None:
+            environment |= there.environment
+        ended = _drive(plan, config, faults, request, on_progress, environment, there)
+        if there is not None:
+            there.end()  # of a run that was given up
+            ended.copy = _fetched(config, there)
+    return ended
+
+
+def _drive(
+    plan: ChaosPlan,
+    config: Config,
+    faults: Sequence[TimedFault],
+    request: StopRequest,
+    on_progress: Progress,
+    environment: Mapping[str, str],
+    there: Bucket | None,
+) -> Ended:
+    directory = Path(config.coordinator.state_dir)
     run = LocalRun(config, request, environment=environment, look_s=_LOOK_S)
     problem = ""
     with FaultLog(directory / FAULT_LOG, time.monotonic, time.time) as log, run:
         duration_s = plan.config.duration.seconds
-        director = Director(ChaosEnvironment(run, chaos_dir), log, faults, on_progress, duration_s)
+        around = ChaosEnvironment(run, Path(environment[VARIABLE]), bucket=there)
+        director = Director(around, log, faults, on_progress, duration_s)
         director.limit_s = plan.config.limit.seconds
         try:
             try:
@@ -122,6 +153,28 @@ def drive(
             problem = f"{type(error).__name__}: {error}"
         codes = {name: process.poll() for name, process in run.islands.items()}
     return Ended(config, codes, problem)
+
+
+@contextlib.contextmanager
+def _bucket_of(config: Config) -> Iterator[Bucket | None]:
+    """Serve the bucket of `run.state`: one of this machine, whatever the environment names."""
+    if not config.run.state.startswith(_S3):
+        yield None
+        return
+    log = Path(config.coordinator.state_dir) / "bucket.log"
+    with serving_bucket(urlsplit(config.run.state).netloc, log) as there:
+        yield there
+
+
+def _fetched(config: Config, there: Bucket) -> Path:
+    """Make a directory of what the object store holds, as another machine would; `fetch.log`."""
+    state = StateDir(Path(config.coordinator.state_dir))
+    copy = state.root / "copy"
+    command = ["env", *(f"{name}={value}" for name, value in there.environment.items())]
+    command += [sys.executable, "-m", "diloco", "fetch", str(state.local)]
+    command += ["--set", f"coordinator.state_dir={copy}"]
+    spawn(command, state.root / "fetch.log").wait()
+    return copy
 
 
 def _make_certificates(config: Config) -> None:
@@ -227,7 +280,8 @@ class Director:
             taken = [other.place for _, other in self._under_way if other.place is not None]
             if injector.place in taken:  # they would undo each other: one after the other
                 continue
-            pid = self._environment.pid(fault.target) if fault.role else None
+            is_process = fault.role in (COORDINATOR, SYNCER)
+            pid = self._environment.pid(fault.target) if is_process else None
             at_s = self._log.now_s
             if injector.begin():
                 self._log.write(
@@ -268,6 +322,7 @@ class Director:
             fired=injector.fired,
             note=injector.note,
             is_same=injector.is_same,
+            is_told=injector.is_told,
             had_chance=injector.had_chance,
             kept_s=round(injector.kept_s, 3),
         )

@@ -19,7 +19,7 @@ from diloco.config.schema import Config
 from diloco.durable import DiskFull, replicate
 from diloco.errors import ConfigError, Fenced
 from diloco.launch.process.ending import exit_at_once
-from diloco.objects.lease import RunState, lease_path, repeating
+from diloco.objects.lease import MEND_S, RunState, lease_path, repeating
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectLost, StoreAway
 from diloco.state_dir import StateDir, read_endpoint, stop_syncers
@@ -75,15 +75,16 @@ async def holding_state(
     except StoreAway as error:
         raise ConfigError(
             f"run.state = {config.run.state}: the state of the run cannot be taken from there: "
-            f"{error}. {error.remedy.capitalize()}, then start again"
+            f"{error}; {error.remedy}, then start again"
         ) from error
     held.replica = run.replica
     run.store.fails_fast = True  # calls wait for it, and there is a sign of life
     replicate(run.replica)
     held.lease = run.lease
-    beat, look = functools.partial(_beat, run, state, held), functools.partial(_look, run, held)
+    beat, look = functools.partial(_beat, run, state, held), functools.partial(_look, run)
+    mend = functools.partial(_mend, run, state, held)
     try:
-        async with repeating(beat, look):
+        async with repeating(beat, look), repeating(mend, every_s=MEND_S):
             yield held
     finally:
         replicate(None)
@@ -111,13 +112,16 @@ def _beat(run: RunState, state: StateDir, held: HeldState) -> None:
         held.away = ""
 
 
-def _look(run: RunState, held: HeldState) -> None:
-    """Find out, also when there is nothing to write, that another machine has taken over.
-
-    Or that objects were removed, so that no machine could.
-    """
-    try:
+def _look(run: RunState) -> None:
+    """Find out, also when there is nothing to write, that another machine has taken over."""
+    with contextlib.suppress(DiskFull, Fenced, ObjectLost):  # others say it; it ends this process
         run.replica.check()
+
+
+def _mend(run: RunState, state: StateDir, held: HeldState) -> None:
+    """Write again what was removed there, so that another machine can take over."""
+    try:
+        held.lost = run.replica.mend(state.journal.name)
     except ObjectLost as error:
         if not held.lost:
             logger.error("no other machine could take this run over: %s", error)

@@ -59,7 +59,14 @@ from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
 from diloco.loop_clock import loop_now
-from diloco.objects.lease import follows_path, lease_path, own_name, repeating, store_replica
+from diloco.objects.lease import (
+    MEND_S,
+    follows_path,
+    lease_path,
+    own_name,
+    repeating,
+    store_replica,
+)
 from diloco.objects.payload_shelf import payloads_by
 from diloco.objects.placed_syncer import PlacedSyncer
 from diloco.objects.replica import Replica
@@ -67,6 +74,7 @@ from diloco.objects.store import ObjectLost, ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
+from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.plan_bytes import unpacked
 from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
@@ -243,17 +251,9 @@ async def _take_store(
             with contextlib.suppress(DiskFull):  # who writes a version says it
                 place.beat(own, there.address if there else "")
 
-        lost: list[str] = []
-
-        def look() -> None:
-            try:
+        def look() -> None:  # others say it; `_end_fenced` ends this process
+            with contextlib.suppress(DiskFull, Fenced, ObjectLost):
                 replica.check()
-            except ObjectLost as error:
-                if not lost:
-                    lost.append(str(error))
-                    logger.error("no other machine could take this syncer's place: %s", error)
-            except (DiskFull, Fenced):  # said by who writes; `_end_fenced` has ended this process
-                pass
 
         await held.enter_async_context(repeating(beat, look))
     logger.info("%s: fetching what is not here", state.syncer_name)
@@ -276,6 +276,22 @@ async def _until_done(work: Callable[[], _T], stopping: asyncio.Event) -> _T:
             await first_of(asyncio.sleep(_AGAIN_S), stopping.wait())
             if stopping.is_set():
                 raise
+
+
+async def _mend(replica: Replica | None, reporter: Reporter) -> None:
+    """Write again what was removed from the object store, for ever; the run's status says so."""
+    while replica is not None:
+        try:
+            text = await asyncio.to_thread(replica.mend)
+        except ObjectLost as error:
+            text = f"no other machine could take this syncer's place: {error}"
+        except DiskFull as error:
+            text = f"{error.lack}: rounds of this syncer wait; {error.remedy}: {error}"
+        if text:
+            reporter.alarms.raise_(Alarm(AlarmKind.STATE_AWAY, bounded_text(text)), loop_now())
+        else:
+            reporter.alarms.clear(AlarmKind.STATE_AWAY)
+        await asyncio.sleep(MEND_S)
 
 
 def _end_fenced(error: Fenced) -> None:
@@ -400,6 +416,7 @@ class _Process:
         warming = asyncio.create_task(workers.transfers.run(lambda: _warm_up(config, plan)))
         reporting = asyncio.create_task(reporter.run(syncer, address))
         verifying = asyncio.create_task(syncer.verify_stores())
+        mending = asyncio.create_task(_mend(self.replica, reporter))
         try:
             async with self._serving_metrics(syncer, is_restart=bound != ""):
                 await first_of(
@@ -417,9 +434,9 @@ class _Process:
             await server.stop(_DRAIN_S)
             await syncer.stop()
             await reporter.drain(_LAST_REPORT_S)
-            for task in (reporting, verifying):
+            for task in (reporting, verifying, mending):
                 task.cancel()
-            await asyncio.gather(reporting, verifying, return_exceptions=True)
+            await asyncio.gather(reporting, verifying, mending, return_exceptions=True)
             await reporter.say_ended(_LAST_REPORT_S)
             events.close()
             await warming

@@ -1,8 +1,10 @@
 """A chain of objects that one writer at a time can lengthen: the order of what is durable.
 
-    CHAIN/log/0000000000000012                          entry 12, JSON; created, never replaced
+    CHAIN/log/0000000000000012                          entry 12; created, never replaced
     CHAIN/snapshot/0000000000000003-0000000000000010    of the writer that opened it with entry 3:
                                                         all that the entries up to 10 come to
+
+Each is JSON that ends with a digest of the rest; what does not agree with it is read again.
 
 Every entry has the number after the last one, and no store creates an object that is there: of two
 writers one finds that the number is taken, and is *fenced*. It has written nothing since, and can
@@ -38,7 +40,10 @@ OPENED, VOID, _SNAPSHOT = "opened", "void", "snapshot"
 #: Writer of an entry, and number of the entry with which it opened the chain.
 _BY, _OF = "by", "of"
 _ENTRY = re.compile(r"[0-9]{16}")
-#: Times that a chain is read again because its writer has put a snapshot in place of entries.
+#: What the digest comes after.
+_DIGEST = b', "digest": "'
+#: Times that a chain is read again because its writer has put a snapshot in place of entries, or
+#: other bytes came than were written.
 _ATTEMPTS = 20
 
 
@@ -72,9 +77,11 @@ class Chain:
         self._void: list[int] = []
         self._tried: set[bytes] = set()  # digests of what was tried at the next number
         self._openings: set[int] = set()
+        self._start, self._kept = -1, ""  # the last entry that a snapshot has, and its name
         # What was read, until the chain is open: entries, and a snapshot with its name.
-        self._known: dict[int, bytes] = {}
-        self._snapshot = "", b""
+        self._known: dict[int, dict[str, Any]] = {}  # JSON values
+        self._snapshot: tuple[str, dict[str, Any]] = "", {}
+        self._damaged = ""
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -86,8 +93,14 @@ class Chain:
             StoreAway: If the store does not give it.
         """
         for _ in range(_ATTEMPTS):
+            self._damaged = ""
             if (found := self._read()) is not None:
                 return found
+        if self._damaged:
+            raise ObjectLost(
+                f"{self._store.url}/{self._damaged} does not hold what was written: bring that "
+                f"object back from a copy or a version of it"
+            )
         raise ObjectLost(
             f"{self._store.url}/{self._name}/log lacks an entry: objects of the run were removed. "
             f"Bring them back (a version or a copy of the bucket)"
@@ -99,13 +112,13 @@ class Chain:
         new = [number for number in numbers if number not in self._known]
         bodies = self._store.get_all([self._entry(number) for number in new])
         for number, body in zip(new, bodies, strict=True):
-            if body is None:
+            if body is None or (content := self._read_as(self._entry(number), body)) is None:
                 return None
-            self._known[number] = body
-        entries = {number: self._parsed(number) for number in numbers}
+            self._known[number] = content
+        entries = {number: self._known[number] for number in numbers}
         void = {number for content in entries.values() for number in content.get(VOID, ())}
         counted = {n: content for n, content in entries.items() if n not in void}
-        self._known = {number: self._known[number] for number in numbers}
+        self._known = entries
         self._openings = {n for n, content in entries.items() if OPENED in content}
         start, name = -1, ""
         for content in counted.values():
@@ -114,15 +127,23 @@ class Chain:
         if [n for n in numbers if n > start] != [*range(start + 1, last + 1)]:
             return None
         if name and self._snapshot[0] != name:
-            if (there := self._store.get(f"{self._name}/snapshot/{name}")) is None:
+            there = self._store.get(where := f"{self._name}/snapshot/{name}")
+            if there is None or (content := self._read_as(where, there)) is None:
                 return None
-            self._snapshot = name, there
-        snapshot = self._snapshot[1] if name else b"{}"
+            self._snapshot = name, content
+        self._start, self._kept = start, name
+        snapshot = self._snapshot[1] if name else {}
         opener = entries.get(entries[last][_OF], {}) if numbers else {OPENED: {}}
         if OPENED not in opener:
             return None
         after = tuple((n, content) for n, content in counted.items() if n > start)
-        return Read(json.loads(snapshot), after, last, opener[OPENED])
+        return Read(snapshot, after, last, opener[OPENED])
+
+    def _read_as(self, name: str, body: bytes) -> dict[str, Any] | None:
+        """Read what an object holds; None if it is not what was written."""
+        if (content := unsealed(body)) is None:
+            self._damaged = name
+        return content
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -160,7 +181,7 @@ class Chain:
                     f"Choose a store that honours it, as S3, GCS, Azure, R2 and MinIO do"
                 )
             self._openings.add(self.opening)
-            self._known, self._snapshot = {}, ("", b"")
+            self._known, self._snapshot = {}, ("", {})
             return found
 
     def append(self, content: Mapping[str, Any]) -> int:
@@ -173,7 +194,7 @@ class Chain:
         while True:
             number = self.number + 1
             said = {**content, _BY: self._writer, _OF: self.opening}
-            body = json.dumps({**said, **({VOID: self._void} if self._void else {})}).encode()
+            body = sealed({**said, **({VOID: self._void} if self._void else {})})
             if self._is_created(number, body):
                 self.number = number
                 self._void.clear()
@@ -201,7 +222,7 @@ class Chain:
             if is_new and error.is_unsent:
                 self._tried.discard(digest)
             raise
-        if (there := self._store.get(name)) is None:
+        if (there := self._store.get(name)) is None or unsealed(there) is None:
             raise StoreAway(0, f"{self._store.url}/{name} is there, and cannot be read")
         if _digest(there) == digest:
             return True
@@ -231,7 +252,8 @@ class Chain:
             ObjectLost: If what this writer wrote is not there any more.
         """
         number, there, opening = looked
-        if there is not None and number == self.number and _digest(there) not in self._tried:
+        is_next = number == self.number
+        if there and is_next and _digest(there) not in self._tried and unsealed(there):
             name = self._entry(number + 1)
             raise Fenced(f"{self._store.url}/{name} is another writer's: {_who(there)}")
         if opening is None:
@@ -240,6 +262,21 @@ class Chain:
                 f"the run were removed. Bring them back (a version or a copy of the bucket); until "
                 f"then the run is on this machine's disk alone (diloco backup)"
             )
+
+    def lacks(self) -> str:
+        """Name what is gone of it, while another thread may write; empty: nothing is.
+
+        A snapshot of all so far makes up for that.
+
+        Raises:
+            StoreAway: If the store does not say.
+        """
+        start, kept, number = self._start, self._kept, self.number
+        gone = {*range(start + 1, number + 1)}.difference(self._numbers())
+        names = [self._entry(min(gone))] if gone else []
+        if kept and self._store.size(snapshot := f"{self._name}/snapshot/{kept}") is None:
+            names.append(snapshot)
+        return names[0] if names and kept == self._kept else ""
 
     def put_snapshot(self, content: Mapping[str, Any]) -> None:
         """Have a snapshot of all so far take the place of the entries, but for those that open it.
@@ -250,8 +287,9 @@ class Chain:
         """
         number, of = self.number, f"{self.opening:016d}"
         name = f"{of}-{number:016d}"
-        self._store.put(f"{self._name}/snapshot/{name}", json.dumps(content).encode())
+        self._store.put(f"{self._name}/snapshot/{name}", sealed(content))
         self.append({_SNAPSHOT: [number, name]})
+        self._start, self._kept = number, name
         kept = f"{self._name}/snapshot/{name}"
         older = [n for n in self._store.names(f"{self._name}/snapshot") if n < kept]
         done = [n for n in self._numbers() if n <= number and n not in self._openings]
@@ -265,22 +303,20 @@ class Chain:
         names = (name.rpartition("/")[2] for name in self._store.names(f"{self._name}/log"))
         return [int(name) for name in names if _ENTRY.fullmatch(name)]
 
-    def _parsed(self, number: int) -> dict[str, Any]:  # JSON values
-        """Read an entry.
 
-        Raises:
-            ObjectLost: If it is none.
-        """
-        try:
-            content: dict[str, Any] = json.loads(self._known[number])
-            if content[_OF] >= 0:
-                return content
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise ObjectLost(
-            f"{self._store.url}/{self._entry(number)} does not hold what was written: bring that "
-            f"object back from a copy or a version of it"
-        )
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Write what an object of a chain says, which is not nothing, with its digest."""
+    body = json.dumps(content).encode()
+    return body[:-1] + _DIGEST + _digest(body).hex().encode() + b'"}'
+
+
+def unsealed(body: bytes) -> dict[str, Any] | None:  # JSON values
+    """Read it; None if it does not hold what was written."""
+    start, _, told = body.rpartition(_DIGEST)
+    if told != _digest(start + b"}").hex().encode() + b'"}':
+        return None
+    content: dict[str, Any] = json.loads(start + b"}")
+    return content
 
 
 def _digest(body: bytes) -> bytes:

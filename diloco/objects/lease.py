@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 #: A holder that says nothing for so long is taken for dead; it says something so often.
 LEASE_S = 10.0
 BEAT_S = 2.0
+#: Seconds between two looks whether all that was written is there.
+MEND_S = 10.0
 _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
 _OF_RUN = ("resolved.toml", "fingerprint", "policy.json", "secret", "timeline.json")
@@ -237,11 +239,11 @@ class RunState:
 
         Raises:
             ConfigError: If another machine holds it, and this is no standby; or of another run.
-            StoreAway: If the store does not answer, and this is no standby.
+            StoreAway: If the store does not answer, and this is the first start, and no standby.
         """
         own = own_name(self._state)
         announce(f"run.state = {self.store.url}: looking who holds the run")
-        if not is_standby:  # which waits for the store, too
+        if not (is_standby or lease_path(self._state).exists()):  # which wait for the store, too
             await asyncio.to_thread(self.holder)  # what cannot be used is said at once
         while True:
             try:
@@ -449,12 +451,12 @@ async def until_nobody(
 
 
 @contextlib.asynccontextmanager
-async def repeating(*signs: Callable[[], None]) -> AsyncIterator[None]:
-    """Do each of some things every `BEAT_S` seconds in a thread, whatever the event loop does."""
+async def repeating(*signs: Callable[[], None], every_s: float = 0.0) -> AsyncIterator[None]:
+    """Do each of some things in a thread, whatever the event loop does; 0: every `BEAT_S`."""
     is_over = threading.Event()
 
     def again(sign: Callable[[], None]) -> None:
-        while not is_over.wait(BEAT_S):
+        while not is_over.wait(every_s or BEAT_S):
             try:
                 sign()
             except Exception:  # the next may do: without any this machine counts as dead

@@ -102,7 +102,7 @@ class Replica:
         self._rows: list[tuple[int, Any]] = []
         self._joined: list[str] = []
         self._journal_bytes = self._copy_bytes = 0
-        self._is_committing = False
+        self._is_committing = self._is_journal_lost = False
         self._dropped: set[str] = set()
         self._dropped_bytes = 0
         self._lost: list[str] = []  # by the last `restore`
@@ -168,10 +168,14 @@ class Replica:
             StoreAway: If the store does not answer.
         """
         for name in self._joined:
-            if (joined := self._store.get(f"{self.name}/data/{name}")) is None:
+            for _ in range(_ATTEMPTS):
+                joined = self._store.get(f"{self.name}/data/{name}") or b""
+                if name.endswith(blake3.blake3(joined).hexdigest()):
+                    break
+            else:
                 raise ObjectLost(
-                    f"{self._store.url}/{self.name}/data/{name}, transactions of the journal, is "
-                    f"gone: bring that object back from a copy or a version of it"
+                    f"{self._url_of(name)}, transactions of the journal, is gone or does not hold "
+                    f"what was written: bring that object back from a copy or a version of it"
                 )
             yield from ((n, rows) for n, rows in json.loads(joined) if n > number)
         yield from ((n, rows) for n, rows in self._rows if n > number)
@@ -265,16 +269,91 @@ class Replica:
             StoreAway: If the store does not say.
         """
         names = [name for name in self._files if _is_below(name, directory)]
-        for name in names:
-            ends: dict[str, int] = {}
-            for part in self._files[name].parts:
-                end = part.start + part.num_bytes
-                ends[part.object_name] = max(end, ends.get(part.object_name, 0))
-            for object_name, size in ends.items():
-                where = f"{self.name}/data/{object_name}"
-                if self._store.size(where) != size:
-                    return f"{self._store.url}/{where}, which is {name}, is gone or cut off"
+        parts = ((name, part) for name in names for part in self._files[name].parts)
+        for object_name, name in self._gone(parts).items():
+            return f"{self._url_of(object_name)}, which is {name}, is gone or cut off"
         return "" if names else f"{self._store.url}/{self.name} has no {directory}"
+
+    def _gone(self, parts: Iterable[tuple[str, Part]]) -> dict[str, str]:
+        """Find objects that are not there, or are cut off, each with a file that is in it."""
+        there = self._store.sizes(f"{self.name}/data")
+        return {
+            part.object_name: name
+            for name, part in parts
+            if there.get(f"{self.name}/data/{part.object_name}", -1) < part.start + part.num_bytes
+        }
+
+    def mend(self, journal: str = "") -> str:
+        """Write objects again that are gone, out of this directory.
+
+        Args:
+            journal: Name of the journal's file, where this chain has it: the next transaction
+                puts all of it there.
+
+        Returns:
+            What was gone, and what to do; empty: nothing was.
+
+        Raises:
+            Fenced: If another writer has taken over.
+            ObjectLost: If what is gone is not here either.
+            StoreAway: If the store does not answer.
+        """
+        self.check()
+        with self._lock:
+            files = dict(self._files)
+            parts = [(name, part) for name, file in files.items() for part in file.parts]
+            parts += [(journal, Part(joined, 0, 0)) for joined in self._joined]
+        gone, entry = self._gone(parts), self._chain.lacks()
+        with self._lock:
+            if entry and not self._is_committing:
+                self.put_snapshot()
+            self._is_journal_lost |= journal in gone.values()
+            again = {
+                object_name: (name, files[name])
+                for object_name, name in gone.items()
+                if name != journal and self._files.get(name) is files[name]  # it is still needed
+            }
+            self._uploading.update([*again])
+        failed = None
+        try:
+            for object_name, (name, file) in again.items():
+                try:
+                    self._write_again(object_name, name, file)
+                except ObjectLost as error:
+                    failed = error
+        finally:
+            self._uploading.subtract([*again])
+        if failed is not None:
+            raise failed
+        lost = [*map(self._url_of, gone), *([f"{self._store.url}/{entry}"] if entry else [])]
+        if not lost:
+            return ""
+        return (
+            f"{lost[0]} was gone, one of {len(lost)} objects of the run, and is written again from "
+            f"this machine's disk: find out who removes them (a rule of the bucket, a job that "
+            f"cleans up), since a machine that is lost now takes with it what they hold"
+        )
+
+    def _write_again(self, object_name: str, name: str, file: StoredFile) -> None:
+        """Write an object again out of a file that is in it."""
+        path, is_whole = self.root / name, False
+        with contextlib.suppress(FileNotFoundError):
+            is_whole = StoredFile.of(path).digest == file.digest
+        if not is_whole and self._files.get(name) is file:
+            raise ObjectLost(
+                f"{self._url_of(object_name)}, which is {name} of the run, is gone, and that file "
+                f"is not whole here: bring it back from a copy or a version of it"
+            )
+        if not is_whole:
+            return
+        pieces = file.places_of(object_name)
+        size = sum(part.num_bytes for _, part in pieces)
+        where = f"{self.name}/data/{object_name}"
+        self._store.put(where, gaps(path, pieces), num_bytes=size)
+        logger.warning("written again, it was gone: %s", self._url_of(object_name))
+
+    def _url_of(self, object_name: str) -> str:
+        return f"{self._store.url}/{self.name}/data/{object_name}"
 
     def has(self, name: str) -> bool:
         """Whether a file is kept."""
@@ -410,11 +489,13 @@ class Replica:
     @property
     def is_journal_due(self) -> bool:
         """Whether the whole journal is to take the place of its transactions."""
-        return self._journal_bytes > max(_SNAPSHOT_BYTES, self._copy_bytes)
+        is_long = self._journal_bytes > max(_SNAPSHOT_BYTES, self._copy_bytes)
+        return is_long or self._is_journal_lost
 
     def put_journal_off(self) -> None:
         """Have the whole journal due again once there are as many bytes of transactions more."""
         self._copy_bytes += max(_SNAPSHOT_BYTES, self._copy_bytes)
+        self._is_journal_lost = False  # until it is looked for again
 
     def put_snapshot(self, journal: Path | None = None) -> None:
         """Put a snapshot in place of the entries so far.
@@ -435,6 +516,7 @@ class Replica:
                 self._release(copy)
                 self._joined, self.rows_start = [], self.rows_until
                 self._journal_bytes, self._copy_bytes = 0, copy.num_bytes
+                self._is_journal_lost = False
             elif self._rows:
                 body = json.dumps(self._rows).encode()
                 name = f"{self._chain.opening:016d}-{blake3.blake3(body).hexdigest()}"

@@ -229,13 +229,21 @@ class ObjectStore:
         Raises:
             StoreAway: If the store does not list them.
         """
+        return sorted(self.sizes(prefix))
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """List objects whose name begins with `prefix`/, with how many bytes each has.
+
+        Raises:
+            StoreAway: If the store does not list them.
+        """
         import obstore
 
-        found: list[str] = []
+        found: dict[str, int] = {}
         with self._reaching(f"list {prefix}"):
             for page in obstore.list(self._quick, prefix):
-                found.extend(str(each["path"]) for each in page)
-        return sorted(found)
+                found.update((str(each["path"]), int(each["size"])) for each in page)
+        return found
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; one that is not there is no error.

@@ -62,6 +62,15 @@ class StoredFile:
         """Names of the objects that it is in."""
         return {part.object_name for part in self.parts}
 
+    def places_of(self, object_name: str) -> list[tuple[int, Part]]:
+        """Give where in the file an object's bytes are, of which part, in the object's order."""
+        at, found = 0, {}
+        for part in self.parts:
+            if part.object_name == object_name:
+                found[part.start] = at, part
+            at += part.num_bytes
+        return [found[start] for start in sorted(found)]
+
     def to_json(self) -> list[Any]:
         """Write it for an entry."""
         content = None if self.content is None else base64.b64encode(self.content).decode()

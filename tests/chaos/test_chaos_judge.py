@@ -144,7 +144,7 @@ def test_a_run_as_it_should_be_holds_everything() -> None:
     findings = judge(Run.good().evidence())
 
     assert [finding.text for finding in findings if not finding.holds] == []
-    assert len(findings) == 10
+    assert len(findings) == 12
 
 
 @pytest.mark.parametrize(
@@ -376,6 +376,24 @@ def test_what_the_run_itself_says_is_judged() -> None:
     ]
 
 
+def test_what_the_object_store_holds_and_what_was_said_of_it_is_judged() -> None:
+    evidence = Run.good().evidence()
+    cut = replace(KILL, kind=Kind.CUT, target="bucket", lasts_s=20.0)
+    there, older = Newest(NUM_VERSIONS, digest(NUM_VERSIONS)), Newest(3, digest(3))
+    stored = "what is published is in the object store"
+
+    def said(*, is_told: bool) -> Evidence:
+        fault = FaultHistory(cut, began_s=1.0, fired=True, is_told=is_told)
+        return replace(evidence, history=RunHistory([*evidence.history.faults, fault]))
+
+    assert broken(replace(evidence, stored={0: there})) == broken(said(is_told=True)) == []
+    assert broken(replace(evidence, stored={0: older})) == [stored]
+    assert broken(replace(evidence, stored={})) == [stored]
+    assert broken(said(is_told=False)) == [
+        "an object store that takes nothing is said in the status"
+    ]
+
+
 def test_only_the_islands_whose_links_were_corrupted_are_excused() -> None:
     run = Run.good()
     run.tell("east", 1, "digest_mismatch", 2, fragment_id=0, version=1)
@@ -473,6 +491,7 @@ def test_figures_are_of_what_was_done() -> None:
             "fired": True,
             "note": "",
             "is_same": True,
+            "is_told": True,
             "had_chance": True,
             "kept_s": 0.0,
         },

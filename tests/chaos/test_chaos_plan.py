@@ -112,10 +112,30 @@ def test_shipped_plans_load_and_their_runs_do(shipped: Path, tmp_path: Path) -> 
     assert config.coordinator.state_dir == str(tmp_path / "run")
 
 
-def test_the_quick_plan_has_every_kind() -> None:
-    quick = next(path for path in SHIPPED if path.stem == "quick")
+def test_the_quick_plan_and_that_of_a_bucket_have_every_kind() -> None:
+    plans = [load_plan(path).config for path in SHIPPED if path.stem in ("quick", "bucket")]
 
-    assert {fault.kind for fault in load_plan(quick).config.fault} == {*Kind}
+    faults = [fault for plan in plans for fault in plan.fault]
+    assert {fault.kind for fault in faults} == {*Kind}
+    met = {fault.kind for fault in faults if fault.target == "bucket"}
+    assert met >= {Kind.CUT, Kind.ERRORS, Kind.READ_ONLY, Kind.LOSE_OBJECT, Kind.CLOCK}
+
+
+def test_a_bucket_is_met_where_there_is_one() -> None:
+    cut = {"kind": "cut", "target": "bucket", "at": "1s", "lasts": "20s"}
+    slow = {"kind": "delay", "target": "bucket", "at": "2s", "lasts": "20s"}
+    late = {**slow, "delay": "60s", "at": "50s"}
+    some = {"kind": "errors", "target": "bucket", "at": "80s", "lasts": "20s"}
+    all_ = {**some, "at": "110s", "share": 1.0}
+
+    faults = expand(plan(fault=[cut, slow, late, some, all_]), ISLANDS, has_bucket=True)
+
+    assert [f.takes_nothing for f in faults] == [True, False, True, False, True]
+    assert {(f.role, f.island) for f in faults} == {("bucket", "")}
+    with pytest.raises(ConfigError, match=r"and run.state is no s3:// URL"):
+        expand(plan(fault=[cut]), ISLANDS)
+    with pytest.raises(ConfigError, match="kill cannot happen to bucket"):
+        expand(plan(fault=[{**cut, "kind": "kill"}]), ISLANDS, has_bucket=True)
 
 
 @pytest.mark.parametrize(

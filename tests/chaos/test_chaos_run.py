@@ -44,6 +44,23 @@ judge = { syncer_back = "60s" }
 """
 
 
+OF_A_BUCKET = """
+run = "run.toml"
+set = [
+  "run.state=s3://state/test", "outer.inner_steps_per_round=20", "outer.retained_versions=16",
+]
+duration = "20s"
+limit = "270s"
+inner_step = "60ms"
+fault = [
+  { kind = "cut-replies", target = "bucket", at = "0s", lasts = "3s", share = 0.5 },
+  { kind = "cut", target = "bucket", at = "4s", lasts = "10s" },
+  { kind = "kill", target = "syncer", at = "9s" },
+  { kind = "lose-object", target = "bucket", at = "15s" },
+]
+"""
+
+
 def chaos(plan: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco", "chaos", str(plan), *options]
     return subprocess.run(command, capture_output=True, text=True)
@@ -60,11 +77,29 @@ def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert [fault["fired"] for fault in report["faults"]] == [True] * 4
-    assert len(report["findings"]) == 10
+    assert len(report["findings"]) == 12
     assert all(finding["holds"] for finding in report["findings"])
     backs = {fault["fault"]["target"]: fault["back_s"] for fault in report["faults"]}
     assert backs["coordinator"] > 0 < backs["syncer"]
     assert [island["num_starts"] for island in report["islands"]] == [1, 2]
+
+
+@pytest.mark.timeout(400)
+def test_a_run_outlives_what_its_object_store_does(tmp_path: Path) -> None:
+    write_run(tmp_path, {"east": "", "west": ""}, inner_steps=240)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(OF_A_BUCKET)
+
+    done = chaos(plan, "--require", "--json", "-")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [fault["fired"] for fault in report["faults"]] == [True] * 4
+    found = {finding["invariant"]: finding for finding in report["findings"]}
+    assert all(finding["holds"] for finding in found.values())
+    stored = found["what is published is in the object store"]
+    assert stored["evidence"] == "another machine makes 2 fragments of it"
+    assert report["faults"][-1]["note"].endswith("written again")
 
 
 @pytest.mark.slow
@@ -103,7 +138,7 @@ def test_a_run_that_is_given_up_breaks_and_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plan", ["quick", "decoupled-quick"])
+@pytest.mark.parametrize("plan", ["quick", "decoupled-quick", "bucket"])
 def test_every_kind_of_fault_takes_effect_on_a_real_run(plan: str) -> None:
     done = chaos(PLANS / f"{plan}.toml", "--require")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import ConfigError, Fenced
-from diloco.objects.chain import Chain, Read
+from diloco.objects.chain import Chain, Read, sealed
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 
 
@@ -264,7 +263,7 @@ def test_one_that_died_after_such_a_number_is_not_taken_for_the_holder(store: Lo
         holder.append({"x": x})
     holder.put_snapshot({"until": holder.number})
     stray = {"opened": {"who": "dead"}, "by": "dead", "of": 1}
-    assert store.create("c/log/0000000000000001", json.dumps(stray).encode())
+    assert store.create("c/log/0000000000000001", sealed(stray))
 
     assert Chain(store, "c").read().opened["who"] == "holder"
     holder.append({"x": "more"})
@@ -304,3 +303,44 @@ def test_a_chain_whose_opening_is_gone_is_not_read(store: LosingStore) -> None:
 
     with pytest.raises(ObjectLost, match="lacks an entry"):
         Chain(store, "c").read()
+
+
+@pytest.mark.parametrize("what", ["log/0000000000000003", "snapshot/"])
+def test_other_bytes_on_the_way_are_read_again(store: LosingStore, what: str) -> None:
+    """And an entry that came so is no other writer's."""
+    chain, reader = opened(store, "one"), Chain(store, "c")
+    chain.append({"x": 1})
+    chain.put_snapshot({"until": 1})
+    chain.append({"x": 2})
+    get, num_flipped = store.get, 0
+
+    def flipped(name: str) -> bytes | None:
+        nonlocal num_flipped
+        there = get(name)
+        if there is None or what not in name or num_flipped > 2:
+            return there
+        num_flipped += 1
+        return there.replace(b"1", b"0").replace(b"2", b"3")
+
+    store.get = flipped  # type: ignore[method-assign]
+
+    found = reader.read()
+
+    assert num_flipped == 3
+    assert said(found) == [2] and found.snapshot == {"until": 1}
+
+
+def test_an_entry_that_comes_with_other_bytes_is_not_another_writers(store: LosingStore) -> None:
+    chain = opened(store, "one")
+    store.lost_answers, get = 1, store.get
+    with pytest.raises(StoreAway):
+        chain.append({"x": 1})
+    store.get = lambda name: (get(name) or b"").replace(b"1", b"0")  # type: ignore[method-assign]
+
+    with pytest.raises(StoreAway, match="cannot be read"):
+        chain.append({"x": 1})
+    chain.check(chain.look())
+
+    store.get = get  # type: ignore[method-assign]
+    chain.append({"x": 1})
+    assert said(Chain(store, "c").read()) == [1]

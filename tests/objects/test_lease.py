@@ -255,6 +255,29 @@ def test_a_standby_bears_with_a_store_that_is_away(
     assert two.run.lease > one.run.lease
 
 
+def test_a_restart_waits_for_a_store_that_is_away_and_a_first_start_says_so(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, new = machine("one"), machine("new")
+    names, num_failures = ObjectStore.names, 0
+
+    def away(store: ObjectStore, prefix: str) -> list[str]:
+        nonlocal num_failures
+        if num_failures < 3:
+            num_failures += 1
+            raise StoreAway(5, "503 Slow Down")
+        return names(store, prefix)
+
+    run(one.take())
+    monkeypatch.setattr(ObjectStore, "names", away)
+    with pytest.raises(StoreAway):
+        run(new.take())
+    assert num_failures == 1
+    again = machine("one")
+    run(again.take())
+    assert num_failures == 3 and again.run.lease > one.run.lease
+
+
 def test_the_working_copy_is_not_served_without_its_state(
     machine: Callable[..., Machine],
 ) -> None:

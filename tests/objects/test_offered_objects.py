@@ -197,3 +197,19 @@ def test_a_start_removes_what_earlier_ones_have_left_and_nothing_else(
     assert [name.split("/")[2] for name in store.names("payloads")] == [
         f"{epoch:016d}" for epoch in (2, 2, 3, 3)
     ]
+
+
+def test_each_object_of_a_record_is_written_again(store: Counting, tmp_path: Path) -> None:
+    replica = opened(store, tmp_path / "one")
+    durable.replicate(replica)
+    for payload in SENT[:2]:
+        taken(store, replica, payload)
+    write(tmp_path / "one" / "v1.record")
+    durable.replicate(None)
+    before = {name: store.get(name) for name in store.names("syncer/data")}
+    assert len(before) == 5
+    store.delete(before)
+
+    assert "one of 5 objects" in replica.mend()
+
+    assert {name: store.get(name) for name in store.names("syncer/data")} == before

@@ -12,7 +12,7 @@ import pytest
 from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.objects.replica import Replica
-from diloco.objects.store import ObjectStore, StoreAway
+from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 
 LARGE = os.urandom(100_000)
 
@@ -261,3 +261,62 @@ def test_an_earlier_writer_removes_nothing_of_a_later_one(store: Failing, tmp_pa
 
     replica_at(store, tmp_path / "three", at_work=False).restore()
     assert held(tmp_path / "three") == {"v2": LARGE}
+
+
+def test_an_object_that_is_gone_is_written_again_while_the_file_is_here(
+    store: Failing, tmp_path: Path
+) -> None:
+    root = tmp_path / "one"
+    replica = replica_at(store, root)
+    for name in ("v1", "v2"):
+        durable.write_durably(root / name, [LARGE, name.encode()])
+    assert not replica.mend()
+    one, two = store.names("syncer/data")
+    store.delete([one])
+    store.put(two, b"cut off")
+
+    said = replica.mend()
+
+    assert said.startswith(f"{store.url}/syncer/data/") and "one of 2 objects" in said
+    assert not replica.mend()
+    other = replica_at(store, tmp_path / "two", at_work=False)
+    other.restore()
+    assert held(tmp_path / "two") == held(root)
+
+
+def test_what_is_gone_there_and_here_is_named(store: Failing, tmp_path: Path) -> None:
+    root = tmp_path / "one"
+    replica = replica_at(store, root)
+    durable.write_durably(root / "v1", [LARGE])
+    store.delete(store.names("syncer/data"))
+    (root / "v1").write_bytes(LARGE[:-1] + b"!")
+
+    with pytest.raises(ObjectLost, match="which is v1 of the run, is gone, and that file is not"):
+        replica.mend()
+
+    assert not store.names("syncer/data")
+    durable.unlink(root / "v1")
+    assert not replica.mend()
+
+
+@pytest.mark.parametrize("after_snapshot", [False, True])
+def test_an_entry_or_snapshot_that_is_gone_is_made_up_for(
+    store: Failing, tmp_path: Path, after_snapshot: bool
+) -> None:
+    root = tmp_path / "one"
+    replica = replica_at(store, root)
+    for n in range(3):
+        durable.write_durably(root / f"v{n}", [b"small"])
+    if after_snapshot:
+        replica.put_snapshot()
+        (gone,) = store.names("syncer/snapshot")
+    else:
+        gone = store.names("syncer/log")[2]
+    store.delete([gone])
+
+    assert replica.mend().startswith(f"{store.url}/{gone} was gone")
+
+    assert not replica.mend()
+    other = replica_at(store, tmp_path / "two", at_work=False)
+    other.restore()
+    assert held(tmp_path / "two") == held(root)

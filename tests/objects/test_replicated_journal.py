@@ -186,3 +186,27 @@ def test_a_lost_copy_of_the_journal_takes_nothing_from_the_one_that_is_here(
     with sqlite3.connect(tmp_path / "one/journal.sqlite") as there:
         assert there.execute("SELECT key, value FROM entries").fetchall() == [("a", "1")]
     there.close()
+
+
+def test_a_journal_whose_objects_are_gone_is_put_there_with_the_next_transaction(
+    store: Failing, tmp_path: Path
+) -> None:
+    one = opened(store, tmp_path / "one")
+    replica = one._replica
+    assert replica is not None
+    one.write([("a", "1")])
+    one._put_snapshot(replica)
+    one.write([("b", "2")])
+    replica.put_snapshot()
+    gone = store.names("run/data")
+    assert len(gone) == 2
+    store.delete(gone)
+
+    assert "one of 2 objects" in replica.mend("journal.sqlite")
+    one.write([("c", "3")])
+
+    assert not replica.mend("journal.sqlite")
+    two = opened(store, tmp_path / "two")
+    assert two.entries() == {"a": "1", "b": "2", "c": "3"}
+    one.close()
+    two.close()

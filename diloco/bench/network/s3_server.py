@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ _KEYS = {
 }
 _START_S, _LOOK_S = 60.0, 0.05
 _READ_BYTES = 1 << 18
+_Join = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def s3_server(log: Path, host: str = "127.0.0.1") -> Iterator[S3Server]:
+def s3_server(log: Path, host: str = "127.0.0.1", bucket: str = BUCKET) -> Iterator[S3Server]:
     """Serve one empty bucket while the context lasts, at an address of this machine.
 
     Raises:
@@ -80,7 +81,7 @@ def s3_server(log: Path, host: str = "127.0.0.1") -> Iterator[S3Server]:
             aws_access_key_id=_KEYS["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=_KEYS["AWS_SECRET_ACCESS_KEY"],
             region_name=_KEYS["AWS_REGION"],
-        ).create_bucket(Bucket=BUCKET)
+        ).create_bucket(Bucket=bucket)
         yield server
     finally:
         process.kill()
@@ -96,9 +97,9 @@ def _is_up(host: str, port: int) -> bool:
 @contextlib.contextmanager
 def delayed(port: int, delay_s: float) -> Iterator[int]:
     """Serve a line to a port that delays every byte, each way; gives the port of this end."""
-    loop = asyncio.new_event_loop()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while piece := await reader.read(_READ_BYTES):
                 loop.call_later(delay_s, writer.write, piece)
@@ -111,6 +112,14 @@ def delayed(port: int, delay_s: float) -> Iterator[int]:
             there, back = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
 
+    with serving(join) as here:
+        yield here
+
+
+@contextlib.contextmanager
+def serving(join: _Join) -> Iterator[int]:
+    """Answer connections to a port of this machine, in a thread; gives the port."""
+    loop = asyncio.new_event_loop()
     server = loop.run_until_complete(asyncio.start_server(join, "127.0.0.1", 0))
     thread = threading.Thread(target=loop.run_forever, name="line", daemon=True)
     thread.start()

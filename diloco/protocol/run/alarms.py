@@ -40,7 +40,7 @@ class AlarmKind(StrEnum):
     TEXT_REPEATS = "text_repeats"  # a slot is drawn from the start: its position leads nowhere
     STORE_ROTS = "store_rots"  # a part of a store that is not served at the moment is damaged
     SYNCER_ENDS = "syncer_ends"  # it ended by itself, and is started again
-    STATE_AWAY = "state_away"  # the object store of the run's state does not answer
+    STATE_AWAY = "state_away"  # the object store of the run's state does not answer, or lost some
     CERTIFICATE = "certificate"  # the coordinator's or the CA's ends soon; or one is not renewed
     DAMAGED_ON_THE_WAY = "damaged_on_the_way"  # a link damages more than it should
 
