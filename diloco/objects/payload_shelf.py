@@ -81,11 +81,11 @@ class PayloadShelf:
         if method != KEPT_METHOD:
             return joined(self._read(written), num_bytes, digest)
         data = f"{self._replica.name}/data"
-        if offered := self._replica.offered(digest.hex()):  # asked for again
-            there = {f"{data}/{part.object_name}": part.num_bytes for part in offered}
+        if known := self._replica.objects_of(digest.hex()):  # asked for again
+            there = {f"{data}/{part.object_name}": part.num_bytes for part in known}
             with contextlib.suppress(ChecksumMismatch, PayloadLacking):  # it goes just now
                 return joined(self._read(there), num_bytes, digest)
-        of = f"{self._replica.opening:016d}-{secrets.token_hex(16)}"
+        of = f"{self._replica.opening:016d}-{digest.hex()}-{secrets.token_hex(8)}"
         copies = {f"{of}-{n}": size for n, size in enumerate(written.values())}
         there = {f"{data}/{copy}": size for copy, size in copies.items()}
         try:
@@ -96,7 +96,7 @@ class PayloadShelf:
         except BaseException:
             self._store.delete(there)
             raise
-        self._replica.offer(digest.hex(), copies)
+        self._replica.reuse(digest.hex(), copies)
         return payload
 
     def _read(self, objects: Mapping[str, int]) -> Iterator[bytes]:

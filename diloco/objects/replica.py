@@ -38,6 +38,7 @@ import blake3
 from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
+from diloco.objects.reusable import ReusableObjects
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 from diloco.objects.stored_file import Part, StoredFile, composed, gaps
 from diloco.versions.record import RecordSection
@@ -57,8 +58,6 @@ _LOOKS = 20
 _LEAST_DROPPED_BYTES = 64 << 20
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
-#: Seconds for which an object that no file is made of is kept.
-OFFERED_S = 3600.0
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
 
@@ -83,10 +82,10 @@ class Replica:
             root: The directory.
             is_tracked: Whether a path, relative to it, is of a file that is kept.
             on_fenced: Called, in whatever thread finds out, when another writer has taken over.
-            sections: Where in a file there is what may be in the store already (`offer`).
+            sections: Where in a file there is what may be in the store already (`reuse`).
         """
         self._sections = sections
-        self._offered: dict[str, tuple[Sequence[Part], float]] = {}  # by digest, oldest first
+        self._reusable = ReusableObjects()
         self._store = store
         self.name = name
         self.root = root
@@ -141,6 +140,9 @@ class Replica:
         self._journal_bytes, self._copy_bytes = told[3:]
         self._entries_since = len(found.entries)
         self._files, self._rows, self._said = _held_by(found), [], {}
+        self._reusable = ReusableObjects()
+        for file in self._files.values():
+            self._reusable.used(file.parts)
         for number, content in found.entries:
             if _ROWS in content:
                 self._rows.append((number, content[_ROWS]))
@@ -322,7 +324,8 @@ class Replica:
                 except ObjectLost as error:
                     failed = error
         finally:
-            self._uploading.subtract([*again])
+            with self._lock:
+                self._uploading -= Counter([*again])
         if failed is not None:
             raise failed
         lost = [*map(self._url_of, gone), *([f"{self._store.url}/{entry}"] if entry else [])]
@@ -529,9 +532,7 @@ class Replica:
             self._chain.put_snapshot({_FILES: files, OPENED: dict(self._opened), _JOURNAL: told})
             self._entries_since = self._bytes_since = 0
             gone = self._dropped - self._objects() - set(self._uploading)
-            for digest, (parts, _) in [*self._offered.items()]:
-                if not gone.isdisjoint(part.object_name for part in parts):
-                    del self._offered[digest]
+            self._reusable.removed(gone)
             self._delete(gone)
             self._dropped.clear()
             self._dropped_bytes = 0
@@ -564,8 +565,7 @@ class Replica:
         body = {**content, **({_FILES: said} if said else {})}
         with self._fencing():
             number = self._chain.append(body)
-        self._drop(files)
-        _apply(self._files, files)
+        self._hold(files)
         self._said = {}
         self._entries_since += 1
         num_bytes = len(str(body))
@@ -584,9 +584,18 @@ class Replica:
 
     def _say(self, files: Mapping[str, StoredFile | None]) -> None:
         """Change what is kept; the chain has it with the next entry."""
-        self._drop(files)
-        _apply(self._files, files)
+        self._hold(files)
         self._said.update(files)
+
+    def _hold(self, files: Mapping[str, StoredFile | None]) -> None:
+        """Have files, or have them no more, in place of what has their names."""
+        self._drop(files)
+        for file in filter(None, files.values()):
+            self._reusable.used(file.parts)
+        for name in files:
+            if (before := self._files.get(name)) is not None:
+                self._reusable.unused(before.parts)
+        _apply(self._files, files)
 
     def _drop(self, names: Iterable[str]) -> None:
         """Have the objects of files removed with the next snapshot, unless others are in them."""
@@ -611,10 +620,10 @@ class Replica:
     def _uploaded(self, path: Path) -> StoredFile:
         """Write what a file holds to the store; nothing forgets it meanwhile."""
         file = StoredFile.of(path, self._chain.opening)
-        found = [*self._sections(path)] if file.parts and self._offered else []
+        found = [*self._sections(path)] if file.parts else []
         with self._lock:
-            there = {s.start: s for s in found if s.digest in self._offered}
-            copied = {start: self._offered[s.digest][0] for start, s in there.items()}
+            copied = {s.start: self._reusable.of(s.digest) for s in found}
+            there = {s.start: s for s in found if copied[s.start]}
             file, own = composed(file, there, copied)
             self._uploading.update(file.objects)
         try:
@@ -632,30 +641,23 @@ class Replica:
         """Let the objects of a file go with what names them."""
         self._uploading -= Counter(file.objects)
 
-    def offered(self, digest: str) -> Sequence[Part]:
-        """Give the objects in which something is that was offered, and is not removed; or none."""
+    def objects_of(self, digest: str) -> Sequence[Part]:
+        """Give the objects of this chain in which something is, by blake3 in hex; or none."""
         with self._lock:
-            return self._offered.get(digest, ((), 0.0))[0]
+            return self._reusable.of(digest)
 
-    def offer(self, digest: str, objects: Mapping[str, int]) -> None:
+    def reuse(self, digest: str, objects: Mapping[str, int]) -> None:
         """Have files made of objects of this chain, which nobody else writes, where they can be.
 
-        Those that no file is made of for `OFFERED_S` go with a later snapshot.
+        Those that no file is made of for long go with a later snapshot.
 
         Args:
             digest: blake3, in hex, of their bytes, one after the other.
-            objects: Bytes of each, by name; in `opening`'s names.
+            objects: Bytes of each, by name (`reusable`).
         """
-        now = time.monotonic()
         parts = [Part(name, 0, num_bytes) for name, num_bytes in objects.items()]
         with self._lock:
-            old = [d for d, (_, until) in self._offered.items() if until < now]
-            unused = [part for d in old for part in self._offered.pop(d)[0]]
-            if digest in self._offered:  # as another one has sent it, too
-                unused += parts
-            else:
-                self._offered[digest] = parts, now + OFFERED_S
-            for part in unused:
+            for part in self._reusable.add(digest, parts, time.monotonic()):
                 if part.object_name not in self._dropped:
                     self._dropped.add(part.object_name)
                     self._dropped_bytes += part.num_bytes

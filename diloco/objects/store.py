@@ -167,6 +167,16 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
+    def get_large(self, name: str) -> bytes | None:
+        """Read an object of any size; None if it is not there.
+
+        Raises:
+            StoreAway: If the store does not give it.
+        """
+        if (size := self.size(name)) is None:
+            return None
+        return b"".join(self.read([(name, 0, size)]))
+
     def get_all(self, names: Sequence[str]) -> list[bytes | None]:
         """Read several objects, some at once."""
         with ThreadPoolExecutor(_REQUESTS, "objects") as pool:

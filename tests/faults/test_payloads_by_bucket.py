@@ -76,6 +76,9 @@ def test_a_lost_syncer_is_made_again_of_what_islands_wrote(
     assert run.published() == direct
     store = ObjectStore(f"s3://{BUCKET}/{run.directory.name}")
     assert not store.names("payloads")
+    # Records were made of what east wrote: those objects have a digest and a number in their names.
+    data = [name.rpartition("/")[2] for name in store.names("syncer-us/data")]
+    assert any(len(name.split("-")) == 4 for name in data)
     assert "X-Amz-Signature" not in run.said()
 
 
