@@ -29,17 +29,19 @@ class ObjectCall(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., method: _Optional[str] = ..., header: _Optional[bytes] = ..., transfer: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ..., is_written: _Optional[bool] = ..., is_received: _Optional[bool] = ..., lost: _Optional[bytes] = ...) -> None: ...
 
 class ObjectReply(_message.Message):
-    __slots__ = ("header", "put_urls", "piece_bytes", "get_url", "payload_bytes", "digest")
+    __slots__ = ("header", "put_urls", "is_lost", "piece_bytes", "get_url", "payload_bytes", "digest")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PUT_URLS_FIELD_NUMBER: _ClassVar[int]
+    IS_LOST_FIELD_NUMBER: _ClassVar[int]
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     GET_URL_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     header: bytes
     put_urls: _containers.RepeatedScalarFieldContainer[str]
+    is_lost: bool
     piece_bytes: int
     get_url: str
     payload_bytes: int
     digest: bytes
-    def __init__(self, header: _Optional[bytes] = ..., put_urls: _Optional[_Iterable[str]] = ..., piece_bytes: _Optional[int] = ..., get_url: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[bytes] = ..., put_urls: _Optional[_Iterable[str]] = ..., is_lost: _Optional[bool] = ..., piece_bytes: _Optional[int] = ..., get_url: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...

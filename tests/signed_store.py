@@ -11,11 +11,12 @@ import hashlib
 import hmac
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from diloco.transport.bucket.server import joined
+from diloco.transport.bucket.server import PayloadLacking, joined
 from diloco.transport.contracts import Buffer
 
 _KEY = b"of the store"
@@ -29,6 +30,7 @@ class SignedStore:
         requests: Method and path of each request, in order.
         statuses: To be answered to the next requests in place of what they ask for.
         cut_after: Bytes after which each body that is sent breaks off; 0: none does.
+        valid_s: Seconds for which an address is valid.
         is_away: Whether the server's own way to it fails.
         num_bytes_in: Bytes of bodies that were taken.
     """
@@ -40,6 +42,7 @@ class SignedStore:
         self.cut_after = 0
         self.is_away = False
         self.num_bytes_in = 0
+        self.valid_s = 3600.0
         self.num_written = 0
         self.port = 0
 
@@ -57,15 +60,17 @@ class SignedStore:
             thread.join()
             server.server_close()
 
-    def put_url(self, name: str) -> str:
-        return self._signed("PUT", name)
+    def put_urls(self, names: Sequence[str]) -> list[str]:
+        return [self._signed("PUT", name) for name in names]
 
     def get_url(self, name: str) -> str:
         return self._signed("GET", name)
 
     def _signed(self, method: str, name: str) -> str:
         self._check()
-        return f"http://127.0.0.1:{self.port}/{name}?signature={signature(method, name)}"
+        until = str(time.monotonic() + self.valid_s)
+        signed = signature(method, name, until)
+        return f"http://127.0.0.1:{self.port}/{name}?until={until}&signature={signed}"
 
     def write(self, name: str, payload: Buffer) -> None:
         self._check()
@@ -74,8 +79,15 @@ class SignedStore:
 
     def take(self, method: str, objects: Mapping[str, int], digest: bytes) -> Buffer:
         self._check()
-        found = [self.objects.get(name, b"") for name in objects]
+        if lacking := [name for name, size in objects.items() if self.size(name) != size]:
+            raise PayloadLacking(f"{lacking} are not there")
+        found = [self.objects[name] for name in objects]
         return joined(found, sum(objects.values()), digest)
+
+    def size(self, name: str) -> int | None:
+        self._check()
+        found = self.objects.get(name)
+        return None if found is None else len(found)
 
     def delete(self, names: Sequence[str]) -> None:
         self._check()
@@ -90,8 +102,8 @@ class SignedStore:
             raise OSError("the store is away")
 
 
-def signature(method: str, name: str) -> str:
-    return hmac.new(_KEY, f"{method} {name}".encode(), hashlib.sha256).hexdigest()
+def signature(method: str, name: str, until: str) -> str:
+    return hmac.new(_KEY, f"{method} {name} {until}".encode(), hashlib.sha256).hexdigest()
 
 
 def _handler(store: SignedStore) -> type[BaseHTTPRequestHandler]:
@@ -116,12 +128,17 @@ def _handler(store: SignedStore) -> type[BaseHTTPRequestHandler]:
 
         def _allowed(self) -> str | None:
             parts = urlsplit(self.path)
+            said = parse_qs(parts.query)
             name = parts.path.removeprefix("/")
             store.requests.append((self.command, name))
             if store.statuses:
                 self._answer(store.statuses.pop(0), b"<Code>Told</Code><Message>so</Message>")
-            elif parse_qs(parts.query)["signature"] != [signature(self.command, name)]:
+            elif said["signature"] != [signature(self.command, name, said["until"][0])]:
                 self._answer(403, b"<Code>SignatureDoesNotMatch</Code>")
+            elif float(said["until"][0]) < time.monotonic():
+                self._answer(
+                    403, b"<Code>AccessDenied</Code><Message>Request has expired</Message>"
+                )
             else:
                 return name
             return None

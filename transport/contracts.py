@@ -38,8 +38,8 @@ class Reply:
     A server calls `on_sent` when it has handed the last byte to the network: only what the windows
     of the way hold is under way then. Where an attempt is repeated it may be called again.
 
-    A reply with a `digest`, 16 bytes or more that tell its payload from any other, is not kept for
-    its caller: after a break the handler is asked again, and an equal payload goes on.
+    A reply with a `digest`, blake3 of its payload, is not kept for its caller: after a break the
+    handler is asked again, and an equal payload goes on.
     """
 
     header: bytes

@@ -47,7 +47,8 @@ class HivemindConfig(Section):
     initial_peers: Local[Annotated[tuple[str, ...], BeforeValidator(tuples)]] = Field(
         default=(),
         description="Multiaddrs (/ip4/.../tcp/.../p2p/IDENTITY) of peers through which others are "
-        "found, and which relay; the coordinator is always one",
+        "found, and which relay; the coordinator is always one. With transport.tokens an island "
+        "that is given no address finds it through them by the run's name",
     )
     relayed: Annotated[Local[bool], Needs("initial_peers")] = Field(
         default=False,
@@ -163,6 +164,17 @@ class TransportConfig(Section):
         return value
 
     @property
+    def open_listener(self) -> str:
+        """What is said of a listener beyond this machine; empty: callers there are known."""
+        if self.insecure:
+            return ""
+        if self.kind == "hivemind":
+            return "" if self.tokens else UNKNOWN_CALLERS
+        if self.kind not in OWN_TRANSPORTS:
+            return UNKNOWN_PROTECTION
+        return "" if self.certs else NOT_LOOPBACK
+
+    @property
     def num_channels(self) -> int:
         """Connections for payloads; 0: chosen by the loss."""
         return 0 if self.channels == "auto" else self.channels
@@ -195,7 +207,8 @@ class CoordinatorConfig(Section):
     address: Local[str] = Field(
         default="",
         description="HOST:PORT at which islands reach the coordinator, or several, separated by "
-        "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir",
+        "commas, that they try in order, or its multiaddr (hivemind); empty: from state_dir, or "
+        "for an island by the run's name, see transport.hivemind.initial_peers",
     )
     syncer_address: Local[str] = Field(
         default="",
@@ -240,7 +253,8 @@ class SyncerConfig(Section):
     address: Local[str] = Field(
         default="",
         description="HOST:PORT at which islands reach it, or several, separated by commas, that "
-        "they try in order; port 0: the one it listens on; empty: what it listens on",
+        "they try in order; port 0: the one it listens on; empty: what it listens on. Over libp2p "
+        "its identity is added",
     )
     share: Local[float] = Field(
         default=1.0,
@@ -285,12 +299,10 @@ def placed_problems(
         yield first, names, f"{text}{num_fragments}; at most {MOST_SYNCERS}"
     if transport is None:
         return
-    if transport.kind == "hivemind":
-        yield first, names, 'comes later with transport.kind = "hivemind": leave it out'
-    if not (transport.certs or transport.insecure):
+    if message := transport.open_listener:
         for name, each in sorted(value.items()):
             for key in beyond_loopback(each, ["listen"]):
-                yield f"{name}.{key}", each.listen, NOT_LOOPBACK
+                yield f"{name}.{key}", each.listen, message
 
 
 def own_syncer_problems(value: CoordinatorConfig) -> list[Problem]:
@@ -301,15 +313,16 @@ def own_syncer_problems(value: CoordinatorConfig) -> list[Problem]:
     return [(key, getattr(value, key), message) for key in said]
 
 
-def syncer_problems(value: CoordinatorConfig, num_fragments: int, kind: str) -> Iterator[Problem]:
+def syncer_problems(value: CoordinatorConfig, num_fragments: int) -> Iterator[Problem]:
     """Name what several syncers cannot be, and where they cannot listen."""
     if (num_syncers := value.num_syncers) == 1:
         return
     if num_syncers > num_fragments:
         message = f"each serves whole fragments, and outer.num_fragments = {num_fragments}"
         yield "num_syncers", num_syncers, message
-    if kind == "hivemind":
-        yield "num_syncers", num_syncers, 'comes later with transport.kind = "hivemind": leave it 1'
+    if is_peer_address(value.syncer_address):
+        message = f"names one peer, and each of {num_syncers} syncers is another: give HOST:PORT"
+        yield "syncer_address", value.syncer_address, message
         return
     for address in filter(None, value.syncer_address.split(",")):
         if message := _beyond_ports(address.strip(), num_syncers):

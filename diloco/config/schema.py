@@ -32,7 +32,6 @@ from diloco.config.network import (
     NO_TOKEN,
     NOT_LOOPBACK,
     OWN_TRANSPORTS,
-    UNKNOWN_CALLERS,
     UNKNOWN_PROTECTION,
     CoordinatorConfig,
     SyncerConfig,
@@ -265,12 +264,9 @@ class Config(Section):
     def _check_binds(cls, value: CoordinatorConfig, info: ValidationInfo) -> CoordinatorConfig:
         names = ("listen", "syncer_listen")
         transport = info.data.get("transport")
-        if transport is not None and transport.kind == "hivemind":
-            is_open = not (transport.tokens or transport.insecure)
-            beyond = beyond_loopback(value, names) if is_open else []
-            problems = [(name, getattr(value, name), UNKNOWN_CALLERS) for name in beyond]
-        else:
-            problems = _unprotected(value, names, info)
+        message = transport.open_listener if transport is not None else ""
+        beyond = beyond_loopback(value, names) if message else []
+        problems = [(name, getattr(value, name), message) for name in beyond]
         outer = info.data.get("outer")
         is_elsewhere = bool(info.data.get("syncers", True))  # or they have problems of their own
         if is_elsewhere:
@@ -281,8 +277,8 @@ class Config(Section):
                 f"listen = {value.listen} and would be sent here; give it a host like listen's"
             )
             problems = [("syncer_listen", value.syncer_listen, message)]
-        if outer is not None and transport is not None:
-            problems += syncer_problems(value, outer.num_fragments, transport.kind)
+        if outer is not None:
+            problems += syncer_problems(value, outer.num_fragments)
         problems += port_problems(_listeners(value))
         if problems:
             raise several_problems(problems)

@@ -43,6 +43,8 @@ from diloco.transport.libp2p.address import is_peer_address, is_relayed_route, p
 from diloco.transport.security.certificates import CertificateError
 from diloco.transport.security.tls import Tls
 
+#: Seconds for which a coordinator is looked for by the name of its run.
+_FIND_S = 10.0
 _PARAMETERS = Path("/proc/sys/net/ipv4")
 _CONNECT_S, _CALL_S, _PING_S = 5.0, 10.0, 0.5
 #: Sizes below the device's that tunnels leave.
@@ -116,7 +118,7 @@ def gather(config: Config | None, *, coordinator: str = "") -> Facts:
     if config is None:
         return Facts(tcp=read_tcp(), is_clock_kept=_is_clock_kept())
     try:
-        address = find_coordinator(config, coordinator)
+        address = find_coordinator(config, coordinator, wait_s=_FIND_S)
     except ConfigError:
         if config.island_id:
             raise

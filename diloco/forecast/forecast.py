@@ -174,9 +174,10 @@ def forecast(config: Config, ranks_per_host: dict[str, int] | None = None) -> Fo
     link = link_profile(config)
     fragments = tuple(_fragment(config, plan, fragment) for fragment in plan.fragments)
     largest = max(each.parameters for each in fragments)
+    num_lanes = sum(len(fragment.lanes) for fragment in plan.fragments)
     per_host = ranks_per_host or {n: each.usual_per_host for n, each in config.islands.items()}
     ranks = {
-        name: forecast_rank(config, island, largest, per_host[name])
+        name: forecast_rank(config, island, largest, per_host=per_host[name], num_lanes=num_lanes)
         for name, island in sorted(config.islands.items())
     }
     return Forecast(

@@ -86,7 +86,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class RankForecast:
     """Bytes of the rank of an island that takes most, and operations of each.
 
-    `carriers` are the ranks that hold what the outer loop keeps on hosts, and move payloads.
+    `carriers` are the ranks that hold what the outer loop keeps on hosts, and move payloads; of
+    `carrier_hosts` hosts.
     """
 
     parameter_bytes: int
@@ -97,13 +98,19 @@ class RankForecast:
     peak_bytes: int
     outer_host_bytes: int
     carriers: int
+    carrier_hosts: int
     outer_device_bytes: int
     checkpoint_copy_bytes: int
     flops_per_inner_step: float
 
 
 def forecast_rank(
-    config: Config, island: IslandConfig, largest_fragment: int, per_host: int = 0
+    config: Config,
+    island: IslandConfig,
+    largest_fragment: int,
+    *,
+    per_host: int = 0,
+    num_lanes: int = 0,
 ) -> RankForecast:
     """Compute what a rank takes.
 
@@ -112,6 +119,7 @@ def forecast_rank(
         island: Of the run.
         largest_fragment: Values of the largest fragment.
         per_host: Ranks of a host; 0: as usual.
+        num_lanes: Of all fragments; 0: as many as there are ranks, or more.
     """
     shape = shape_of(config.model)
     mesh, length = island.mesh, config.data.sequence_length
@@ -126,13 +134,18 @@ def forecast_rank(
     ]
     most = max(ranks, key=lambda rank: rank["peak_bytes"])
     num_values = sum(map(math.prod, shapes.values()))
-    carriers = island.carrier_hosts * (per_host or island.usual_per_host)
-    carriers = min(carriers or island.ranks, island.ranks)
+    per_host = per_host or island.usual_per_host
+    hosts = island.ranks // per_host
+    carriers = island.carrier_hosts * per_host
+    carriers = min(carriers or island.ranks, island.ranks, num_lanes or island.ranks)
+    # Whole lanes are dealt.
+    share = math.ceil(num_lanes / carriers) / num_lanes if num_lanes else 1 / carriers
     return RankForecast(
         **most,
-        outer_host_bytes=_outer_host_bytes(config, num_values, largest_fragment) // carriers
+        outer_host_bytes=round(_outer_host_bytes(config, num_values, largest_fragment) * share)
         + _added_bytes(config.outer, carriers, largest_fragment),
         carriers=carriers,
+        carrier_hosts=min(carriers, island.carrier_hosts or hosts, hosts),
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
         checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes) // island.ranks,
         flops_per_inner_step=flops_per_token(shape, length)

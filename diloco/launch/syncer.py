@@ -187,7 +187,7 @@ async def _run_held(state: StateDir, held: contextlib.AsyncExitStack) -> int:
         state.syncer_name, config.run.name, epoch, os.getpid(),
     )  # fmt: skip
     timeline = read_timeline(state.timeline)
-    security = Security.of(config, Role.SYNCER)
+    security = Security.of(config, Role.SYNCER, syncer=state.syncer_name)
     grant = Grant(run=config.run.name, timeline=timeline.number, roles=[ROLE_SYNCER])
     way = _Way(state, security)
     reporter = Reporter(

@@ -127,7 +127,7 @@ class Chain:
         if [n for n in numbers if n > start] != [*range(start + 1, last + 1)]:
             return None
         if name and self._snapshot[0] != name:
-            there = self._store.get(where := f"{self._name}/snapshot/{name}")
+            there = self._store.get_large(where := f"{self._name}/snapshot/{name}")
             if there is None or (content := self._read_as(where, there)) is None:
                 return None
             self._snapshot = name, content

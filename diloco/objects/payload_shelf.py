@@ -10,16 +10,17 @@ does not reach what its successor wrote.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Literal
 
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
-from diloco.transport.bucket.server import VALID_S, ObjectCalls, joined
+from diloco.transport.bucket.server import VALID_S, ObjectCalls, PayloadLacking, joined
 from diloco.transport.contracts import Buffer, Handlers
+from diloco.transport.errors import ChecksumMismatch
 
 
 @contextlib.contextmanager
@@ -40,6 +41,7 @@ def payloads_by(url: str, replica: Replica, epoch: int) -> Iterator[Callable[[Ha
 
 #: Of the calls whose payloads become part of what is durable.
 KEPT_METHOD = "fragment.submit"
+_COPIES = 16
 
 
 class PayloadShelf:
@@ -51,16 +53,18 @@ class PayloadShelf:
         self._all = f"payloads/{replica.name}"
         self._own = f"{self._all}/{epoch:016d}"
 
-    def put_url(self, name: str) -> str:
-        """Sign an address at which an object can be written."""
-        return self._signed("PUT", name)
+    def put_urls(self, names: Sequence[str]) -> list[str]:
+        """Sign addresses at which objects can be written."""
+        return self._signed("PUT", names)
 
     def get_url(self, name: str) -> str:
         """Sign an address at which an object can be read."""
-        return self._signed("GET", name)
+        (url,) = self._signed("GET", [name])
+        return url
 
-    def _signed(self, method: Literal["GET", "PUT"], name: str) -> str:
-        return self._store.sign(f"{self._own}/{name}", method, timedelta(seconds=VALID_S))
+    def _signed(self, method: Literal["GET", "PUT"], names: Sequence[str]) -> list[str]:
+        own = [f"{self._own}/{name}" for name in names]
+        return self._store.sign(own, method, timedelta(seconds=VALID_S))
 
     def write(self, name: str, payload: Buffer) -> None:
         """Write an object."""
@@ -72,31 +76,39 @@ class PayloadShelf:
         A contribution is first copied, by the store, to where nobody else writes: of the copy the
         files of its version are made, and nothing of it travels once more.
         """
-        chain, there = self._replica.name, {f"{self._own}/{n}": size for n, size in objects.items()}
-        copies: dict[str, int] = {}
-        if method == KEPT_METHOD:
-            of = f"{self._replica.opening:016d}-{secrets.token_hex(16)}"
-            copies = {f"{of}-{n}": size for n, size in enumerate(there.values())}
-            for source, copy in zip(there, copies, strict=True):
-                if not self._store.copy(source, f"{chain}/data/{copy}"):
-                    break
-            there = {f"{chain}/data/{copy}": size for copy, size in copies.items()}
-        pieces = itertools.chain.from_iterable(
-            self._store.pieces(name, size) for name, size in there.items()
-        )
+        written = {f"{self._own}/{name}": size for name, size in objects.items()}
+        num_bytes = sum(objects.values())
+        if method != KEPT_METHOD:
+            return joined(self._read(written), num_bytes, digest)
+        data = f"{self._replica.name}/data"
+        if known := self._replica.objects_of(digest.hex()):  # asked for again
+            there = {f"{data}/{part.object_name}": part.num_bytes for part in known}
+            with contextlib.suppress(ChecksumMismatch, PayloadLacking):  # it goes just now
+                return joined(self._read(there), num_bytes, digest)
+        of = f"{self._replica.opening:016d}-{digest.hex()}-{secrets.token_hex(8)}"
+        copies = {f"{of}-{n}": size for n, size in enumerate(written.values())}
+        there = {f"{data}/{copy}": size for copy, size in copies.items()}
         try:
-            payload = joined(pieces, sum(objects.values()), digest)
+            with ThreadPoolExecutor(_COPIES, "copies") as pool:
+                if not all(pool.map(self._store.copy, written, there)):
+                    raise PayloadLacking(f"of {num_bytes} bytes some are in no object")
+            payload = joined(self._read(there), num_bytes, digest)
         except BaseException:
-            if copies:
-                self._store.delete(there)
+            self._store.delete(there)
             raise
-        if copies:
-            self._replica.offer(digest.hex(), copies)
+        self._replica.reuse(digest.hex(), copies)
         return payload
+
+    def _read(self, objects: Mapping[str, int]) -> Iterator[bytes]:
+        return self._store.read((name, 0, size) for name, size in objects.items())
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects."""
         self._store.delete(f"{self._own}/{name}" for name in names)
+
+    def size(self, name: str) -> int | None:
+        """Look how many bytes an object has; None: it is not there."""
+        return self._store.size(f"{self._own}/{name}")
 
     def clear(self) -> None:
         """Remove what earlier starts have left.

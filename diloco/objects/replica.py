@@ -28,7 +28,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ import blake3
 from diloco import durable
 from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
+from diloco.objects.reusable import ReusableObjects
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
 from diloco.objects.stored_file import Part, StoredFile, composed, gaps
 from diloco.versions.record import RecordSection
@@ -57,8 +58,6 @@ _LOOKS = 20
 _LEAST_DROPPED_BYTES = 64 << 20
 #: Of a file that has not got its name yet.
 _UNFINISHED = ".tmp"
-#: Seconds for which an object that no file is made of is kept.
-OFFERED_S = 3600.0
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
 
@@ -83,10 +82,10 @@ class Replica:
             root: The directory.
             is_tracked: Whether a path, relative to it, is of a file that is kept.
             on_fenced: Called, in whatever thread finds out, when another writer has taken over.
-            sections: Where in a file there is what may be in the store already (`offer`).
+            sections: Where in a file there is what may be in the store already (`reuse`).
         """
         self._sections = sections
-        self._offered: dict[str, tuple[list[Part], float]] = {}  # by digest, oldest first
+        self._reusable = ReusableObjects()
         self._store = store
         self.name = name
         self.root = root
@@ -141,6 +140,9 @@ class Replica:
         self._journal_bytes, self._copy_bytes = told[3:]
         self._entries_since = len(found.entries)
         self._files, self._rows, self._said = _held_by(found), [], {}
+        self._reusable = ReusableObjects()
+        for file in self._files.values():
+            self._reusable.used(file.parts)
         for number, content in found.entries:
             if _ROWS in content:
                 self._rows.append((number, content[_ROWS]))
@@ -322,7 +324,8 @@ class Replica:
                 except ObjectLost as error:
                     failed = error
         finally:
-            self._uploading.subtract([*again])
+            with self._lock:
+                self._uploading -= Counter([*again])
         if failed is not None:
             raise failed
         lost = [*map(self._url_of, gone), *([f"{self._store.url}/{entry}"] if entry else [])]
@@ -400,12 +403,9 @@ class Replica:
     def _pieces(self, file: StoredFile) -> Iterator[bytes]:
         if file.content is not None:
             return iter([file.content])
-        return (
-            piece
+        return self._store.read(
+            (f"{self.name}/data/{part.object_name}", part.start, part.num_bytes)
             for part in file.parts
-            for piece in self._store.pieces(
-                f"{self.name}/data/{part.object_name}", part.num_bytes, part.start
-            )
         )
 
     # -- what becomes durable: called by diloco.durable -------------------------------------------
@@ -437,7 +437,7 @@ class Replica:
             try:
                 self._append({}, {name: file})
             finally:
-                self._uploading.subtract(file.objects)
+                self._release(file)
 
     def linked(self, source: Path, target: Path) -> None:
         """Keep one more name of a file."""
@@ -516,7 +516,7 @@ class Replica:
                 self._drop({journal.stem})
                 self._dropped.update(self._joined)
                 self._files[journal.stem] = copy
-                self._uploading.subtract(copy.objects)
+                self._release(copy)
                 self._joined, self.rows_start = [], self.rows_until
                 self._journal_bytes, self._copy_bytes = 0, copy.num_bytes
                 self._is_journal_lost = False
@@ -531,10 +531,8 @@ class Replica:
             told = [*numbers, self._joined, self._journal_bytes, self._copy_bytes]
             self._chain.put_snapshot({_FILES: files, OPENED: dict(self._opened), _JOURNAL: told})
             self._entries_since = self._bytes_since = 0
-            gone = self._dropped - self._objects() - set(+self._uploading)
-            for digest, (parts, _) in [*self._offered.items()]:
-                if not gone.isdisjoint(part.object_name for part in parts):
-                    del self._offered[digest]
+            gone = self._dropped - self._objects() - set(self._uploading)
+            self._reusable.removed(gone)
             self._delete(gone)
             self._dropped.clear()
             self._dropped_bytes = 0
@@ -567,8 +565,7 @@ class Replica:
         body = {**content, **({_FILES: said} if said else {})}
         with self._fencing():
             number = self._chain.append(body)
-        self._drop(files)
-        _apply(self._files, files)
+        self._hold(files)
         self._said = {}
         self._entries_since += 1
         num_bytes = len(str(body))
@@ -587,9 +584,18 @@ class Replica:
 
     def _say(self, files: Mapping[str, StoredFile | None]) -> None:
         """Change what is kept; the chain has it with the next entry."""
-        self._drop(files)
-        _apply(self._files, files)
+        self._hold(files)
         self._said.update(files)
+
+    def _hold(self, files: Mapping[str, StoredFile | None]) -> None:
+        """Have files, or have them no more, in place of what has their names."""
+        self._drop(files)
+        for file in filter(None, files.values()):
+            self._reusable.used(file.parts)
+        for name in files:
+            if (before := self._files.get(name)) is not None:
+                self._reusable.unused(before.parts)
+        _apply(self._files, files)
 
     def _drop(self, names: Iterable[str]) -> None:
         """Have the objects of files removed with the next snapshot, unless others are in them."""
@@ -614,10 +620,10 @@ class Replica:
     def _uploaded(self, path: Path) -> StoredFile:
         """Write what a file holds to the store; nothing forgets it meanwhile."""
         file = StoredFile.of(path, self._chain.opening)
-        found = [*self._sections(path)] if file.parts and self._offered else []
+        found = [*self._sections(path)] if file.parts else []
         with self._lock:
-            there = {s.start: s for s in found if s.digest in self._offered}
-            copied = {start: self._offered[s.digest][0] for start, s in there.items()}
+            copied = {s.start: self._reusable.of(s.digest) for s in found}
+            there = {s.start: s for s in found if copied[s.start]}
             file, own = composed(file, there, copied)
             self._uploading.update(file.objects)
         try:
@@ -626,25 +632,35 @@ class Replica:
                 size = sum(part.num_bytes for _, part in own)
                 self._store.put(name, gaps(path, own) if there else path, num_bytes=size)
         except StoreAway:
-            self._uploading.subtract(file.objects)
+            with self._lock:
+                self._release(file)
             raise
         return file
 
-    def offer(self, digest: str, objects: Mapping[str, int]) -> None:
+    def _release(self, file: StoredFile) -> None:
+        """Let the objects of a file go with what names them."""
+        self._uploading -= Counter(file.objects)
+
+    def objects_of(self, digest: str) -> Sequence[Part]:
+        """Give the objects of this chain in which something is, by blake3 in hex; or none."""
+        with self._lock:
+            return self._reusable.of(digest)
+
+    def reuse(self, digest: str, objects: Mapping[str, int]) -> None:
         """Have files made of objects of this chain, which nobody else writes, where they can be.
+
+        Those that no file is made of for long go with a later snapshot.
 
         Args:
             digest: blake3, in hex, of their bytes, one after the other.
-            objects: Bytes of each, by name; in `opening`'s names.
+            objects: Bytes of each, by name (`reusable`).
         """
-        now = time.monotonic()
+        parts = [Part(name, 0, num_bytes) for name, num_bytes in objects.items()]
         with self._lock:
-            parts = [Part(name, 0, num_bytes) for name, num_bytes in objects.items()]
-            self._offered[digest] = parts, now + OFFERED_S
-            old = [d for d, (_, until) in self._offered.items() if until < now]
-            gone = {part.object_name for d in old for part in self._offered.pop(d)[0]}
-            gone -= self._objects() | set(+self._uploading) | self._dropped if gone else set()
-        self._delete(gone)
+            for part in self._reusable.add(digest, parts, time.monotonic()):
+                if part.object_name not in self._dropped:
+                    self._dropped.add(part.object_name)
+                    self._dropped_bytes += part.num_bytes
 
     @property
     def opening(self) -> int:

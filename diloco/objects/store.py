@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9_000
 _REQUESTS = 16
-_PIECES = 4
+_PIECES = 8
 #: A request that takes longer is broken: of a part (16 MiB at 1.2 Mbit/s), of what one event loop
 #: or another may wait for, and of a sign of life.
 _BULK_TIMEOUT = timedelta(seconds=120)
@@ -167,41 +167,56 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
+    def get_large(self, name: str) -> bytes | None:
+        """Read an object of any size; None if it is not there.
+
+        Raises:
+            StoreAway: If the store does not give it.
+        """
+        if (size := self.size(name)) is None:
+            return None
+        return b"".join(self.read([(name, 0, size)]))
+
     def get_all(self, names: Sequence[str]) -> list[bytes | None]:
         """Read several objects, some at once."""
         with ThreadPoolExecutor(_REQUESTS, "objects") as pool:
             return list(pool.map(self.get, names))
 
-    def pieces(self, name: str, num_bytes: int, start: int | None = None) -> Iterator[bytes]:
-        """Read a large object, piece by piece; nothing of one that has not so many bytes.
+    def pieces(self, name: str, num_bytes: int) -> Iterator[bytes]:
+        """Read the beginning of an object; see `read`."""
+        return self.read([(name, 0, num_bytes)])
 
-        Some pieces are asked for at once, each again by itself where that breaks. With a `start` so
-        many bytes of it from there on.
+    def read(self, parts: Iterable[tuple[str, int, int]]) -> Iterator[bytes]:
+        """Read parts of objects (name, start, bytes), piece by piece, one after the other.
+
+        Some pieces are asked for at once, each again by itself where that breaks. It ends before an
+        object that is not there, or has fewer bytes.
 
         Raises:
-            StoreAway: If the store does not give it.
+            StoreAway: If the store does not give one.
         """
         import obstore
 
-        first = start or 0
-
-        def piece(begin: int) -> bytes:
-            end = min(begin + _PART_BYTES, first + num_bytes)
+        def piece(name: str, begin: int, end: int, needed: int) -> bytes:
+            """Read a piece; the first one of a part looks whether there is enough of it."""
+            if needed and obstore.head(self._quick, name)["size"] < needed:
+                raise FileNotFoundError(name)
             return bytes(obstore.get_range(self._bulk, name, start=begin, end=end))
 
-        starts = range(first, first + num_bytes, _PART_BYTES)
+        left = (
+            (name, begin, min(begin + _PART_BYTES, start + size), (start + size) * (begin == start))
+            for name, start, size in parts
+            for begin in range(start, start + size, _PART_BYTES)
+        )
         with (
-            self._reaching(f"read {name}"),
+            self._reaching("read objects"),
             contextlib.suppress(FileNotFoundError),
             ThreadPoolExecutor(_PIECES, "pieces") as pool,
         ):
-            if start is None and obstore.head(self._quick, name)["size"] != num_bytes:
-                return
-            left = iter(starts)
-            asked = deque(pool.submit(piece, begin) for begin in itertools.islice(left, _PIECES))
+            asked = deque(pool.submit(piece, *each) for each in itertools.islice(left, _PIECES))
             while asked:
                 here = asked.popleft().result()
-                asked.extend(pool.submit(piece, begin) for begin in itertools.islice(left, 1))
+                asked.extend(pool.submit(piece, *each) for each in itertools.islice(left, 1))
                 yield here
 
     def size(self, name: str) -> int | None:
@@ -252,16 +267,19 @@ class ObjectStore:
             with self._reaching("delete objects"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._quick, each)
 
-    def sign(self, name: str, method: Literal["GET", "PUT"], valid: timedelta) -> str:
-        """Sign an address at which anyone can read (GET) or write (PUT) an object for so long.
+    def sign(
+        self, names: Sequence[str], method: Literal["GET", "PUT"], valid: timedelta
+    ) -> list[str]:
+        """Sign addresses at which anyone can read (GET) or write (PUT) objects for so long.
 
         Raises:
             StoreAway: If the store is asked for it, and does not answer.
         """
         import obstore
 
-        with self._reaching(f"sign an address of {name}"):
-            return obstore.sign(cast("SignCapableStore", self._quick), method, name, valid)
+        with self._reaching(f"sign addresses of {names[0]}"):
+            store = cast("SignCapableStore", self._quick)
+            return list(obstore.sign(store, method, names, valid))
 
     @contextlib.contextmanager
     def _reaching(self, what: str, *, probes: bool = False) -> Iterator[None]:

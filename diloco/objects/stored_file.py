@@ -74,15 +74,14 @@ class StoredFile:
     def to_json(self) -> list[Any]:
         """Write it for an entry."""
         content = None if self.content is None else base64.b64encode(self.content).decode()
-        parts = [[part.object_name, part.start, part.num_bytes] for part in self.parts]
-        return [self.digest, self.num_bytes, self.mode, self.head, content, parts]
+        return [self.digest, self.num_bytes, self.mode, self.head, content, _series(self.parts)]
 
     @classmethod
     def from_json(cls, content: list[Any]) -> StoredFile:
         """Read what `to_json` wrote."""
         digest, num_bytes, mode, head, body, parts = content
         small = None if body is None else base64.b64decode(body)
-        return cls(digest, num_bytes, mode, head, small, tuple(Part(*each) for each in parts))
+        return cls(digest, num_bytes, mode, head, small, tuple(_parts(parts)))
 
     def is_at(self, path: Path) -> bool:
         """Whether a file here holds that: read, or by size and first bytes if it is large."""
@@ -95,6 +94,39 @@ class StoredFile:
                 return file.read(_HEAD_BYTES).hex() == self.head
         except OSError:
             return False
+
+
+def _series(parts: Sequence[Part]) -> list[list[Any]]:
+    """Write parts for an entry: name, start and bytes of each.
+
+    Or of whole objects NAME-0, NAME-1, ... together: NAME, bytes of each but the last, of all, and
+    how many there are. A contribution is in several, and a version is made of thousands.
+    """
+    found: list[list[Any]] = []
+    for part in parts:
+        name, _, number = part.object_name.rpartition("-")
+        if part.start == 0 and name and number == "0":
+            found.append([name, part.num_bytes, part.num_bytes, 1])
+            continue
+        last: list[Any] = found[-1] if found and len(found[-1]) == 4 else ["", 0, 0, 0]
+        goes_on = part.start == 0 and [name, number] == [last[0], str(last[3])]
+        if goes_on and last[2] == last[1] * last[3] and part.num_bytes <= last[1]:
+            last[2] += part.num_bytes
+            last[3] += 1
+        else:
+            found.append([part.object_name, part.start, part.num_bytes])
+    return found
+
+
+def _parts(series: Iterable[list[Any]]) -> Iterator[Part]:
+    """Read what `_series` wrote."""
+    for each in series:
+        if len(each) == 4:
+            name, piece_bytes, num_bytes, number = each
+            for n in range(number):
+                yield Part(f"{name}-{n}", 0, min(piece_bytes, num_bytes - n * piece_bytes))
+        else:
+            yield Part(*each)
 
 
 def composed(
@@ -113,9 +145,11 @@ def composed(
     own: list[tuple[int, Part]] = []
     parts: list[Part] = []
     at = written = 0
+    layout = [(start, each.num_bytes) for start, each in sorted(there.items())]
+    suffix = f"-{blake3.blake3(str(layout).encode()).hexdigest()[:16]}" if layout else ""
     for start in [*sorted(there), file.num_bytes]:
         if (gap := start - at) and file.parts:
-            own.append((at, Part(file.parts[0].object_name, written, gap)))
+            own.append((at, Part(file.parts[0].object_name + suffix, written, gap)))
             parts.append(own[-1][1])
             written += gap
         parts += copied.get(start, ())

@@ -17,6 +17,7 @@ from pathlib import Path
 from diloco.config.network import CoordinatorConfig, SyncerConfig
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.io_thread import IoThread
 from diloco.protocol.run.admission import MOST_LANES
 from diloco.protocol.run.peer_bounds import RunLimits
 from diloco.refusals import Cause
@@ -26,7 +27,9 @@ from diloco.state_dir import StateDir, read_endpoint
 from diloco.transport.addresses import is_wildcard, split_address, split_candidates
 from diloco.transport.calls.limits import Limits
 from diloco.transport.contracts import Handlers, Server
+from diloco.transport.errors import TransportError
 from diloco.transport.grpc.wire import ISSUE_METHOD
+from diloco.transport.identity import Role
 from diloco.transport.libp2p.address import (
     PeerAddress,
     is_peer_address,
@@ -207,14 +210,16 @@ def _port(bound: str) -> int:
     return split_address(bound)[1]
 
 
-def find_coordinator(config: Config, given: str) -> str:
+def find_coordinator(config: Config, given: str, *, wait_s: float | None = None) -> str:
     """Find out where a run's coordinator is reached.
 
     Args:
         config: The run.
         given: HOST:PORT, or several that are tried in order, or a peer's multiaddr; empty:
             `coordinator.address` of the run file, or what `coordinator.state_dir` records where
-            it runs on this machine.
+            it runs on this machine, or for an island over libp2p who proves to be it
+            (`transport.libp2p.rendezvous`).
+        wait_s: Seconds for which that is looked for; None: `transport.unreachable`.
 
     Raises:
         ConfigError: If nothing says so, or it is no address.
@@ -224,12 +229,16 @@ def find_coordinator(config: Config, given: str) -> str:
         state = StateDir(Path(config.coordinator.state_dir))
         endpoint = read_endpoint(state.coordinator)
         address = "" if endpoint is None else endpoint.address
+        if not address and config.island_id and config.transport.hivemind.initial_peers:
+            wait_s = config.transport.unreachable.seconds if wait_s is None else wait_s
+            address = _find_by_name(config, wait_s)
         if not address:
             raise ConfigError(
                 f"where is the coordinator? {state.coordinator} does not say, so none was started "
                 f"on this machine. Start it (diloco coordinator RUN.toml); on another machine give "
                 f"its HOST:PORT as it printed it: --coordinator, diloco.connect(config, ...) or "
-                f"coordinator.address"
+                f"coordinator.address; over libp2p an island needs none with transport.tokens and "
+                f"transport.hivemind.initial_peers"
             )
     if is_peer_address(address) != (config.transport.kind == "hivemind"):
         raise ConfigError(
@@ -246,3 +255,27 @@ def find_coordinator(config: Config, given: str) -> str:
             f"the coordinator's address {error}: as `diloco coordinator` printed it"
         ) from error
     return address
+
+
+def _find_by_name(config: Config, wait_s: float) -> str:
+    """Find the coordinator by the run's name; empty where nothing can prove to be it.
+
+    Raises:
+        ConfigError: If it is not found.
+    """
+    security = Security.of(config, Role.ISLAND, config.island_id)
+    if security.swarm is None or not security.token:
+        return ""
+    io = IoThread()
+    io.start()
+    try:
+        return io.run(security.found_by_name(config.run.name, wait_s=wait_s))
+    except TransportError as error:
+        raise ConfigError(
+            f"where is the coordinator? transport.hivemind.initial_peers = "
+            f"{', '.join(security.swarm.initial_peers)}: {error}. Is it started (diloco "
+            f"coordinator RUN.toml), with the same initial_peers, and its table of tokens of now? "
+            f"Or give its multiaddr as it printed it: --coordinator"
+        ) from error
+    finally:
+        io.stop()

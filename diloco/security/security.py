@@ -32,6 +32,7 @@ from diloco.transport.identity import SERVERS, Identity, Role
 from diloco.transport.libp2p.address import is_peer_address
 from diloco.transport.libp2p.client import HivemindTransport
 from diloco.transport.libp2p.daemon import HivemindMissing, Swarm, daemon_path
+from diloco.transport.libp2p.rendezvous import find_by_name
 from diloco.transport.libp2p.server import HivemindServer
 from diloco.transport.security.tls import LIFETIME_S, Tls
 from diloco.transport.security.tokens import TABLE_FILE, TokenTable, read_token
@@ -58,17 +59,19 @@ class Security:
     insecure: bool = False
     swarm: Swarm | None = None
     key: Path | None = None
+    run: str = ""  # as whose coordinator this process lets itself be found
     added: TransportKind | None = None  # of another package, in the place of gRPC
     pacer: Pacer = field(default_factory=Pacer, compare=False)  # of all payloads of this process
 
     @classmethod
-    def of(cls, config: Config, role: Role, island: str = "") -> Security:
+    def of(cls, config: Config, role: Role, island: str = "", *, syncer: str = "") -> Security:
         """Read the files that the run file names.
 
         Args:
             config: The run.
             role: What this process is.
             island: Of which island, for a role of islands.
+            syncer: Name of the syncer, for that role: each is a libp2p peer of its own.
 
         Raises:
             ConfigError: If a file is missing or cannot be used; says what to type.
@@ -90,9 +93,10 @@ class Security:
             is_relayed=chosen.relayed,
             maps_port=chosen.map_port,
         )
-        stem = Identity(config.run.name, role, island).file_stem
+        stem = syncer or Identity(config.run.name, role, island).file_stem
         key = Path(config.coordinator.state_dir).absolute() / f"{stem}.p2p-key"
-        return replace(security, swarm=swarm, key=key)
+        run = config.run.name if role is Role.COORDINATOR else ""
+        return replace(security, swarm=swarm, key=key, run=run)
 
     def knowing(self, coordinator: str) -> Security:
         """Find others through the coordinator, too, where its address is not empty.
@@ -219,6 +223,17 @@ class Security:
             proxy="" if is_local else _proxy(),
         )
 
+    async def found_by_name(self, run: str, *, wait_s: float) -> str:
+        """Return the address of who proves to be a run's coordinator; it needs swarm and token.
+
+        Raises:
+            TransportError: If nobody does within `wait_s` seconds.
+            ConfigError: If hivemind is not installed.
+        """
+        assert self.swarm is not None and self.token, "asked for where nothing can be proven"
+        _check_hivemind()
+        return await find_by_name(run, self.token, self.swarm, wait_s=wait_s)
+
     def server(self, bind: str, handlers: Handlers, *, limits: Limits) -> Server:
         """Make a server, over libp2p where the run file says so.
 
@@ -250,6 +265,7 @@ class Security:
                 identity=self.key,
                 swarm=self.swarm,
                 tokens=self.tokens,
+                run=self.run,
                 limits=limits,
                 pacer=self.pacer,
             )

@@ -689,7 +689,10 @@ def test_syncer_that_other_sites_cannot_reach_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["transport.kind=hivemind"], 'comes later with transport.kind = "hivemind"'),
+        (
+            [f"coordinator.syncer_address=/ip4/10.0.0.5/tcp/1/p2p/{'Qm' + 44 * 'a'}"],
+            "names one peer, and each of 2 syncers is another: give HOST:PORT",
+        ),
         (["coordinator.syncer_listen=127.0.0.1:65535"], "the last of 2 syncers has port 65536"),
         (["coordinator.syncer_address=host:65535"], "the last of 2 syncers has port 65536"),
         (["telemetry.syncer_metrics=127.0.0.1:65535"], "syncer_metrics.*has port 65536"),

@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 60
-#: Two lanes of 1.2 MB each.
+#: Of two fragments, each in a lane of 1.2 MB.
 LARGE = {"ffn_dim": 1024, "codec": "float32"}
 BY_BUCKET = ("--set", "transport.payloads=bucket")
 
@@ -38,11 +38,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+def in_one_lane(run_file: Path) -> Path:
+    run_file.write_text(run_file.read_text().replace("[outer]", "[outer]\nnum_lanes = 1"))
+    return run_file
+
+
 @pytest.fixture(scope="module")
 def direct(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
     """What the same run publishes without an object store."""
     directory = tmp_path_factory.mktemp("direct")
-    run_file = write_run(directory, dict.fromkeys(ISLANDS, ""), inner_steps=STEPS, **LARGE)
+    run_file = in_one_lane(
+        write_run(directory, dict.fromkeys(ISLANDS, ""), inner_steps=STEPS, **LARGE)
+    )
     command = [sys.executable, "-m", "diloco", "local", str(run_file)]
     subprocess.run(command, check=True, capture_output=True)
     state = StateDir(Path(load_config(run_file).coordinator.state_dir))
@@ -54,6 +61,7 @@ def run(tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> It
     for key, value in server.environment.items():
         monkeypatch.setenv(key, value)
     run = PlacedRun(tmp_path, server, STEPS, **LARGE)
+    in_one_lane(run.run_file)
     with contextlib.ExitStack() as ending:
         ending.callback(run.end)
         yield run
@@ -76,6 +84,9 @@ def test_a_lost_syncer_is_made_again_of_what_islands_wrote(
     assert run.published() == direct
     store = ObjectStore(f"s3://{BUCKET}/{run.directory.name}")
     assert not store.names("payloads")
+    # Records were made of what east wrote: those objects have a digest and a number in their names.
+    data = [name.rpartition("/")[2] for name in store.names("syncer-us/data")]
+    assert any(len(name.split("-")) == 4 for name in data)
     assert "X-Amz-Signature" not in run.said()
 
 

@@ -122,7 +122,7 @@ def test_ranks_of_a_mesh_share_what_one_rank_takes():
 
 
 def test_hosts_that_carry_share_what_all_would():
-    sharded = ("islands.east.ranks=4", "islands.east.mesh={dp_shard=4}")
+    sharded = ("islands.east.ranks=4", "islands.east.mesh={dp_shard=4}", "outer.num_fragments=4")
     config = load_config(DEMO, [*sharded, "islands.east.carrier_hosts=1"])
     per_host = read_ranks_per_host(["east=2"], config.islands)
 

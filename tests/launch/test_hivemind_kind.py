@@ -20,6 +20,7 @@ from diloco.security.address import (
 from diloco.security.security import Security
 from diloco.transport.identity import Role
 from diloco.transport.libp2p.client import HivemindTransport
+from diloco.transport.security.tokens import make_token
 from tests.run_files import write_run
 
 PEER = "12D3KooWN5P2Q2iiazQx4nT1YLy7dtk141rSerXCWfCod4awDsn9"
@@ -70,12 +71,33 @@ def test_a_coordinator_is_found_by_its_multiaddr(tmp_path: Path) -> None:
         find_coordinator(run(tmp_path, HIVEMIND), "/ip4/10.0.0.5/tcp/4711")
 
 
+def test_an_island_needs_a_token_and_a_peer_to_find_the_run_by_its_name(tmp_path: Path) -> None:
+    known = f"transport.hivemind.initial_peers=['/ip4/127.0.0.1/tcp/9/p2p/{PEER}']"
+    (tmp_path / "island-east.token").write_text(make_token())
+    (tmp_path / "island-east.token").chmod(0o600)
+
+    def found(*overrides: str) -> str:
+        config = load_config(write_run(tmp_path, {"east": ""}), overrides, island="east")
+        return find_coordinator(config, "", wait_s=0.5)
+
+    with pytest.raises(ConfigError, match=r"needs none with transport\.tokens"):
+        found(HIVEMIND, known)
+    with pytest.raises(ConfigError, match=r"needs none with transport\.tokens"):
+        found(HIVEMIND, f"transport.tokens={tmp_path}")
+    with pytest.raises(ConfigError, match=r"found within 0\.5 s: 0 peers.* Is it started"):
+        found(HIVEMIND, known, f"transport.tokens={tmp_path}")
+
+
 def test_listening_beyond_this_machine_needs_tokens(tmp_path: Path) -> None:
     beyond = ("coordinator.listen=0.0.0.0:4711", "coordinator.syncer_listen=0.0.0.0:0")
 
     with pytest.raises(ConfigError, match="knows no callers"):
         run(tmp_path, HIVEMIND, *beyond)
+    placed = (f"run.state=file://{tmp_path}", "syncers.eu.listen=0.0.0.0:4711")
+    with pytest.raises(ConfigError, match=r"syncers\.eu\.listen.* knows no callers"):
+        run(tmp_path, HIVEMIND, *placed)
     run(tmp_path, HIVEMIND, *beyond, "transport.tokens=tokens")
+    run(tmp_path, HIVEMIND, *placed, "transport.tokens=tokens")
 
 
 def test_without_hivemind_its_kind_is_refused_with_the_extra(

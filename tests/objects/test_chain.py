@@ -322,7 +322,7 @@ def test_other_bytes_on_the_way_are_read_again(store: LosingStore, what: str) ->
         num_flipped += 1
         return there.replace(b"1", b"0").replace(b"2", b"3")
 
-    store.get = flipped  # type: ignore[method-assign]
+    store.get = store.get_large = flipped  # type: ignore[method-assign]
 
     found = reader.read()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
 import pytest
 
 from diloco.protos.payload_pb2 import ObjectCall
+from diloco.transport.bucket import client as bucket_client
 from diloco.transport.bucket import server as bucket_server
 from diloco.transport.bucket.client import ObjectTransport
 from diloco.transport.bucket.server import PIECE_BYTES, ObjectCalls, _objects
@@ -35,6 +36,11 @@ PAYLOAD = random.Random(1).randbytes(3 * PIECE_BYTES + 5)
 def store() -> Iterator[SignedStore]:
     with SignedStore().serving() as store:
         yield store
+
+
+@pytest.fixture(autouse=True)
+def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_client, "_MOST_AGAIN_S", 0.0)
 
 
 async def take(call: IncomingCall) -> Reply:
@@ -135,6 +141,21 @@ def test_the_next_attempt_goes_on_with_the_first_piece_that_is_not_written(
     check(store, {"take": take}, claim)
 
 
+def test_a_store_with_too_much_to_do_is_asked_again_for_the_same_piece(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_client, "_MOST_AGAIN_S", 30.0)
+
+    async def claim(transport: ObjectTransport) -> None:
+        store.statuses = [503, 429, 500]
+        assert (await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)).header
+        assert len(store.requests) == 4 + 3
+        store.statuses = [503]
+        await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
+
+    check(store, {"take": take, "give": give}, claim)
+
+
 def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
     async def claim(transport: ObjectTransport) -> None:
         transfer = Transfer()
@@ -148,7 +169,7 @@ def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
         store.take = damaged  # type: ignore[method-assign]
         with pytest.raises(ChecksumMismatch, match="asked for again"):
             await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
-        assert transfer.acknowledged_bytes == 0
+        assert transfer.acknowledged_bytes == len(PAYLOAD)  # what moved has moved
         reply = await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
         assert reply.header == b"taken"
         assert len(store.requests) == 8
@@ -156,14 +177,72 @@ def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
     check(store, {"take": take}, claim)
 
 
-def test_who_says_that_nothing_is_written_is_not_believed(store: SignedStore) -> None:
+def test_what_is_not_there_any_more_is_written_again_and_is_no_damage(store: SignedStore) -> None:
     async def claim(transport: ObjectTransport) -> None:
         transfer = Transfer()
-        transfer.acknowledged_bytes = len(PAYLOAD)
-        with pytest.raises(ChecksumMismatch, match="0 of 25165829 bytes"):
-            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
+        transfer.acknowledged_bytes = len(PAYLOAD)  # at a server that is not there any more
+        reply = await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
+        assert reply.header == b"taken"
+        assert len(store.requests) == 4
+
+        store.statuses = [200, 200, 200, 200] * 3  # said to be written
+        with pytest.raises(PeerReset, match="written to the object store and are not there"):
+            await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
 
     check(store, {"take": take}, claim)
+
+
+def test_an_upload_that_takes_longer_than_addresses_are_valid_goes_on(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "VALID_S", 0.4)
+    monkeypatch.setattr(bucket_server, "_LOOK_S", 0.0)
+    store.valid_s = 0.4
+
+    async def claim(transport: ObjectTransport) -> None:
+        transfer = Transfer()
+        paced = transport._paced
+
+        async def slow(piece: memoryview, way: Transfer) -> AsyncIterator[bytes]:
+            async for chunk in paced(piece, way):
+                yield chunk
+            await asyncio.sleep(0.25)
+
+        transport._paced = slow  # type: ignore[method-assign]
+        num_refused = 0
+        while True:
+            try:
+                reply = await transport.call(
+                    "take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer
+                )
+                break
+            except PeerReset as error:
+                assert "Request has expired" in str(error)
+                num_refused += 1
+        assert reply.header == b"taken" and num_refused
+        assert store.num_bytes_in == len(PAYLOAD), "nothing is written twice"
+
+    check(store, {"take": take}, claim)
+
+
+def test_what_is_written_late_is_removed_once_its_address_has_ended(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "VALID_S", 0.3)
+    monkeypatch.setattr(bucket_server, "_LOOK_S", 0.0)
+
+    async def claim(transport: ObjectTransport) -> None:
+        await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        await asyncio.to_thread(wait_until, lambda: not store.objects)
+        store.objects[store.requests[0][1]] = b"late"
+        await asyncio.sleep(0.4)
+        await transport.call("refuse", b"", PAYLOAD, deadline_s=DEADLINE_S)
+        await asyncio.to_thread(wait_until, lambda: not store.objects)
+
+    async def refuse(call: IncomingCall) -> Reply:
+        return Reply(b"")
+
+    check(store, {"take": take, "refuse": refuse}, claim)
 
 
 def test_a_reply_is_written_once_for_all_who_take_it(store: SignedStore) -> None:
@@ -231,7 +310,7 @@ def test_copies_are_not_made_as_often_as_a_caller_says(store: SignedStore) -> No
         signed = store.get_url
         store.get_url = lambda name: signed("nowhere")  # type: ignore[method-assign]
         for _ in range(3):
-            with pytest.raises(ChecksumMismatch, match="answers 404 NoSuchKey"):
+            with pytest.raises(PeerReset, match="answers 404 NoSuchKey"):
                 await transport.call(
                     "give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD)
                 )
@@ -269,7 +348,7 @@ def test_nothing_stays_that_nobody_was_told_of_for_as_long_as_addresses_are_vali
             dict.fromkeys((name for method, name in store.requests if method == "PUT"), b"late")
         )
         assert len(store.objects) == 5
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.5)
         await transport.call("give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD))
         await asyncio.to_thread(wait_until, lambda: len(store.objects) == 1)
 
@@ -309,7 +388,9 @@ def test_no_address_is_in_a_log_or_an_error(
 
 def test_a_store_beyond_this_machine_is_reached_encrypted(store: SignedStore) -> None:
     async def claim(transport: ObjectTransport) -> None:
-        store.put_url = lambda name: f"http://192.0.2.1/{name}?signature=x"  # type: ignore[method-assign]
+        store.put_urls = lambda names: [  # type: ignore[method-assign]
+            f"http://192.0.2.1/{name}?signature=x" for name in names
+        ]
         with pytest.raises(Unauthorised, match="would not be encrypted: give it an https endpoint"):
             await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
 

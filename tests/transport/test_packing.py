@@ -17,6 +17,7 @@ from diloco.transport.shaping.packing import (
     LineTime,
     Packers,
     Packing,
+    Work,
 )
 
 MIB = 1 << 20
@@ -26,14 +27,14 @@ FIXED = random.Random(2).randbytes(MIB)
 
 
 def line(s_per_byte: float, num_bytes: int = UNKNOWN_BYTES) -> LineTime:
-    made = LineTime()
+    made = LineTime(Work())
     made.waits(0.0)
     made.moved(s_per_byte * num_bytes, num_bytes)
     return made
 
 
 def test_a_line_takes_as_long_as_it_keeps_anyone_waiting_by_what_it_took() -> None:
-    made = LineTime()
+    made = LineTime(Work())
     made.waits(10.0)
     made.waits(11.0)
     made.moved(12.0, UNKNOWN_BYTES // 2)
@@ -45,9 +46,9 @@ def test_a_line_takes_as_long_as_it_keeps_anyone_waiting_by_what_it_took() -> No
 
 
 def test_own_work_and_messages_that_never_left_are_no_waiting() -> None:
-    made = LineTime()
+    made = LineTime(Work())
     made.waits(0.0)
-    made.worked(1.5)
+    made.work.seconds += 1.5  # for whichever line
     made.moved(2.0, UNKNOWN_BYTES)
     made.waits(2.0)
     made.gave_up(50.0)

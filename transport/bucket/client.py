@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import random
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from urllib.parse import urlsplit
 
 import blake3
@@ -34,6 +36,7 @@ from diloco.transport.errors import (
     MessageTooLarge,
     Overloaded,
     PeerReset,
+    TransportClosed,
     TransportError,
     Unauthorised,
 )
@@ -43,8 +46,14 @@ from diloco.transport.transfer import NAME_BYTES, Partial, Transfer
 
 #: Seconds without a byte of a request, or until its connection is there.
 _STILL_S, _CONNECT_S = 60.0, 10.0
-_CONNECTIONS = 16
-_CHUNK_BYTES = 256 << 10
+#: Requests at once; of payloads that let others go first, and where a rate is to be kept: each of
+#: them is not still for long then.
+_CONNECTIONS, _FEW = 16, 2
+_CHUNK_BYTES = 128 << 10
+#: Times that one attempt writes a payload of which nothing is there any more, or reads one.
+_MOST_LOST = 2
+#: Seconds for which a request is made again that the store has refused for now; the first wait.
+_MOST_AGAIN_S, _AGAIN_S = 10.0, 0.2
 _GONE = (404, 410, 416)
 _LATER = (408, 425, 429, 500, 502, 503, 504)
 
@@ -68,7 +77,11 @@ class ObjectTransport:
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
         timeout = httpx.Timeout(_STILL_S, connect=_CONNECT_S, pool=None)
         self._http = httpx.AsyncClient(limits=limits, timeout=timeout)
+        self._sending = asyncio.Semaphore(_FEW if pacer.rate_bps else _CONNECTIONS)
+        self._bulk = asyncio.Semaphore(_FEW)
         self._telling: set[asyncio.Task[None]] = set()
+        self._damaged: set[bytes] = set()  # transfers that begin again
+        self._is_closed = False
 
     @property
     def peer(self) -> str:
@@ -104,6 +117,9 @@ class ObjectTransport:
             transfer=way.name,
             payload_bytes=size,
         )
+        if way.name in self._damaged:
+            self._damaged.discard(way.name)
+            way.acknowledged_bytes, way.reply = 0, None
         if size > WHOLE_BYTES:
             asked.digest = await asyncio.to_thread(_digest, payload)
         try:
@@ -119,6 +135,7 @@ class ObjectTransport:
 
     async def close(self) -> None:
         """Close the connections; calls in flight raise `TransportClosed`."""
+        self._is_closed = True
         for task in self._telling:
             task.cancel()
         await self._inner.close()
@@ -133,7 +150,7 @@ class ObjectTransport:
         way: Transfer,
     ) -> Reply:
         """Call until the handler has answered, and take the payload of its reply."""
-        size = asked.payload_bytes
+        size, num_lost = asked.payload_bytes, 0
         while True:
             asked.is_written = bool(asked.digest) and way.acknowledged_bytes == size
             try:
@@ -145,20 +162,27 @@ class ObjectTransport:
                     max_reply_bytes=min(max_reply_bytes, WHOLE_BYTES),
                 )
             except ChecksumMismatch:
-                way.acknowledged_bytes = 0
+                self._damaged.add(way.name)
                 raise
             told = ObjectReply.FromString(reply.header)
+            num_lost += told.is_lost
+            if told.is_lost:
+                way.acknowledged_bytes = 0
             if told.put_urls:
                 await self._put(payload, told, way)
             elif told.get_url:
                 try:
                     return Reply(told.header, await self._got(told, max_reply_bytes, way))
-                except _Gone:
-                    if asked.lost == told.digest:
+                except (_Gone, ChecksumMismatch):
+                    num_lost += 1
+                    if num_lost >= _MOST_LOST:
+                        self._damaged.add(way.name)
                         raise
-                    asked.lost = told.digest
+                    asked.lost, way.reply = told.digest, None
             else:
                 return Reply(told.header, reply.payload)
+            if num_lost > _MOST_LOST:
+                raise _Gone(f"{size} bytes were written to the object store and are not there")
 
     def _tell(self, received: ObjectCall, deadline_s: float) -> None:
         """Let the server know that a reply's payload has arrived, without waiting for it."""
@@ -186,20 +210,41 @@ class ObjectTransport:
             piece = whole[n * piece_bytes : (n + 1) * piece_bytes]
             if way.acknowledged_bytes >= n * piece_bytes + len(piece):
                 continue
-            headers = {
-                "Content-Length": str(len(piece)),
-                "x-ms-blob-type": "BlockBlob",  # Azure asks for it, others do not look
-            }
-            with self._pacer.moving(is_bulk=way.is_bulk), self._reaching(url):
-                content = self._paced(piece, way)
-                response = await self._http.put(url, content=content, headers=headers)
-            self._check(response, url, response.text)
+            async with self._bulk if way.is_bulk else self._sending:
+                if way.is_bulk:  # as a whole: a request that waits half way is ended by a store
+                    await self._pacer.admit(len(piece), is_bulk=True)
+                await self._again(functools.partial(self._write, piece, url, way))
             way.acknowledged_bytes = n * piece_bytes + len(piece)
+
+    async def _write(self, piece: memoryview, url: str, way: Transfer) -> None:
+        headers = {
+            "Content-Length": str(len(piece)),
+            "x-ms-blob-type": "BlockBlob",  # Azure asks for it, others do not look
+        }
+        with self._pacer.moving(is_bulk=way.is_bulk), self._reaching(url):
+            content = self._paced(piece, way)
+            response = await self._http.put(url, content=content, headers=headers)
+        self._check(response, url, response.text)
+
+    async def _again(self, request: Callable[[], Awaitable[None]]) -> None:
+        """Make a request again while the store has too much to do, for some seconds."""
+        began, cap_s = _now(), _AGAIN_S
+        while True:
+            try:
+                await request()
+                return
+            except Overloaded:
+                wait_s = random.uniform(0.0, cap_s)
+                if _now() + wait_s > began + _MOST_AGAIN_S:
+                    raise
+                await asyncio.sleep(wait_s)
+                cap_s *= 2
 
     async def _paced(self, piece: memoryview, way: Transfer) -> AsyncIterator[bytes]:
         for start in range(0, len(piece), _CHUNK_BYTES):
             chunk = bytes(piece[start : start + _CHUNK_BYTES])
-            await self._pacer.admit(len(chunk), is_bulk=way.is_bulk)
+            if not way.is_bulk:
+                await self._pacer.admit(len(chunk), is_bulk=False)
             way.sent_bytes += len(chunk)
             yield chunk
 
@@ -214,25 +259,32 @@ class ObjectTransport:
             way.reply, way.reply_name = Partial(bytearray(size)), name
         partial = way.reply
         if partial.filled < size:
-            headers = {"Range": f"bytes={partial.filled}-{size - 1}", "Accept-Encoding": "identity"}
-            with self._reaching(told.get_url):
-                async with self._http.stream("GET", told.get_url, headers=headers) as response:
-                    if not response.is_success:
-                        text = (await response.aread()).decode(errors="replace")
-                        self._check(response, told.get_url, text)
-                    if response.status_code != 206:
-                        partial.filled = 0  # all of it comes
-                    async for chunk in response.aiter_raw():
-                        chunk = chunk[: size - partial.filled]
-                        partial.payload[partial.filled : partial.filled + len(chunk)] = chunk
-                        partial.filled += len(chunk)
-                        way.received_bytes += len(chunk)
+            async with self._bulk if way.is_bulk else contextlib.nullcontext():
+                await self._again(functools.partial(self._fill, partial, told.get_url, way))
         if partial.filled < size:
             raise PeerReset(f"the object store ended after {partial.filled} of {size} bytes")
         if await asyncio.to_thread(_digest, partial.payload) != told.digest:
-            way.reply = None
-            raise _Gone(f"{size} bytes in the object store are not those that the server wrote")
+            raise ChecksumMismatch(
+                f"{size} bytes in the object store are not those that the server wrote"
+            )
         return partial.payload
+
+    async def _fill(self, partial: Partial, url: str, way: Transfer) -> None:
+        """Read what is not here of an object."""
+        size = len(partial.payload)
+        headers = {"Range": f"bytes={partial.filled}-{size - 1}", "Accept-Encoding": "identity"}
+        with self._reaching(url):
+            async with self._http.stream("GET", url, headers=headers) as response:
+                if not response.is_success:
+                    text = (await response.aread()).decode(errors="replace")
+                    self._check(response, url, text)
+                if response.status_code != 206:
+                    partial.filled = 0  # all of it comes
+                async for chunk in response.aiter_raw():
+                    chunk = chunk[: size - partial.filled]
+                    partial.payload[partial.filled : partial.filled + len(chunk)] = chunk
+                    partial.filled += len(chunk)
+                    way.received_bytes += len(chunk)
 
     @contextlib.contextmanager
     def _reaching(self, url: str) -> Iterator[None]:
@@ -247,11 +299,11 @@ class ObjectTransport:
             )
         try:
             yield
-        except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"{where}: {error!r}") from error
-        except httpx.NetworkError as error:
-            raise ConnectError(f"{where}: {error!r}") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except httpx.HTTPError as error:
+            if self._is_closed:
+                raise TransportClosed(f"closed while {where} was reached") from error
+            raise _as_transport_error(error, where) from error
+        except httpx.InvalidURL as error:
             raise PeerReset(f"{where}: {error!r}") from error
 
     def _check(self, response: httpx.Response, url: str, text: str) -> None:
@@ -266,8 +318,21 @@ class ObjectTransport:
         raise Overloaded(what) if code in _LATER else PeerReset(what)  # its time may be over
 
 
-class _Gone(ChecksumMismatch):
-    """What the server wrote is not in the store; it may write it again."""
+class _Gone(PeerReset):
+    """What was written is not in the store any more; it may be written again."""
+
+
+def _as_transport_error(error: httpx.HTTPError, where: str) -> TransportError:
+    """Say of a request what a call that fails so says."""
+    said = f"{where}: {error!r}"
+    if isinstance(error, httpx.TimeoutException):
+        return DeadlineExceeded(said)
+    return ConnectError(said) if isinstance(error, httpx.NetworkError) else PeerReset(said)
+
+
+def _now() -> float:
+    """Read the clock of the running loop."""
+    return asyncio.get_running_loop().time()
 
 
 def _digest(payload: Buffer) -> bytes:

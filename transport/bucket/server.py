@@ -6,8 +6,8 @@ written nowhere, and what has no room yet waits at the caller. A reply's payload
 however many callers take it, and each is told an address. Addresses are signed by this server: a
 caller has no credentials, reads what it was given, and writes what it was asked for.
 
-Objects are removed once they were read, or nobody was told of them for as long as addresses are
-valid.
+Objects are removed once they were read, or nobody has called about them for twice as long as an
+address is valid; at addresses that are still valid they are removed once more when these end.
 
 Source: PROTOCOL.md, "Payloads by object store".
 """
@@ -15,10 +15,13 @@ Source: PROTOCOL.md, "Payloads by object store".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,7 +30,7 @@ import blake3
 from diloco.protos.payload_pb2 import ObjectCall, ObjectReply
 from diloco.transport.calls.dispatch import handler_of
 from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply
-from diloco.transport.errors import ChecksumMismatch, NotYet, Overloaded
+from diloco.transport.errors import ChecksumMismatch, NotYet
 from diloco.transport.framing import WHOLE_BYTES
 from diloco.transport.identity import Identity
 
@@ -35,16 +38,19 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 METHOD = "payload.call"
-#: Seconds for which an address is valid, and what is at it kept after the last one was told.
+#: Seconds for which an address is valid.
 VALID_S = 3600.0
 #: Bytes of an object that a caller writes, more where that would be more than `_MOST_PIECES`.
 PIECE_BYTES = 8 << 20
-_MOST_PIECES = 256
-#: Payloads that one caller may have been told to write, and has not called again about.
-_MOST_UNREAD = 1 << 16
-#: Seconds between two looks for what is to be removed, and between two copies of one payload.
+_MOST_PIECES = 16
+#: Of one caller: payloads that it was told to write, and replies of which it has not said that they
+#: have arrived. Of all: replies that are in the store.
+_MOST_AWAITED, _MOST_SENT, _MOST_GIVEN = 1 << 16, 1 << 12, 1 << 16
+#: Seconds between two looks for what is to be removed, between two copies of a payload that is
+#: there, and between two words that the store does not answer; for which removing at the end lasts.
 _LOOK_S = 60.0
-_THREADS = 16
+_END_S = 10.0
+_THREADS, _QUICK_THREADS = 16, 4
 
 
 class Shelf(Protocol):
@@ -53,8 +59,8 @@ class Shelf(Protocol):
     What it does raises OSError while the store is away.
     """
 
-    def put_url(self, name: str) -> str:
-        """Sign an address at which an object can be written, for `VALID_S`."""
+    def put_urls(self, names: Sequence[str]) -> list[str]:
+        """Sign addresses at which objects can be written, for `VALID_S`."""
 
     def get_url(self, name: str) -> str:
         """Sign an address at which an object can be read, for `VALID_S`."""
@@ -71,8 +77,12 @@ class Shelf(Protocol):
             digest: blake3 of all of them, one after the other.
 
         Raises:
+            PayloadLacking: If one is not there, or has fewer bytes.
             ChecksumMismatch: If they are not that.
         """
+
+    def size(self, name: str) -> int | None:
+        """Look how many bytes an object has; None: it is not there."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; one that is not there is no error."""
@@ -93,9 +103,13 @@ class _Given:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A payload that a caller was told to write."""
+    """A payload that a caller was told to write.
 
-    names: Sequence[str]
+    `told_until`: when the last address ends; `until`: when its objects are removed.
+    """
+
+    objects: Mapping[str, int]
+    told_until: float
     until: float
 
 
@@ -107,13 +121,14 @@ class ObjectCalls:
         self._handlers: Handlers = {}
         self._shelf = shelf
         self._pool = ThreadPoolExecutor(_THREADS, "payloads")
+        self._quick = ThreadPoolExecutor(_QUICK_THREADS, "addresses")  # waits for no payload
         self._soon(shelf.clear)
         self._awaited: dict[str, dict[bytes, _Awaited]] = {}  # by caller and transfer
         self._given: dict[bytes, _Given] = {}  # by digest
-        #: What to call once a caller has its reply's payload.
-        self._sent: dict[tuple[str, bytes], tuple[Callable[[], None], float]] = {}
+        #: What to call once a caller has its reply's payload; by caller and transfer.
+        self._sent: dict[str, dict[bytes, Callable[[], None]]] = {}
         self._num_given = 0
-        self._looked_at = float("-inf")
+        self._looked_at = self._said_at = float("-inf")
 
     def around(self, handlers: Handlers) -> Handlers:
         """Answer by these, which have their rules of access before them; gives a handler more."""
@@ -130,53 +145,66 @@ class ObjectCalls:
         """
         asked = ObjectCall.FromString(call.header)
         caller = call.caller.uri if call.caller is not None else ""
-        key = caller, bytes(asked.transfer)
-        self._remove_expired(asyncio.get_running_loop().time())
+        transfer, now = bytes(asked.transfer), asyncio.get_running_loop().time()
+        awaited = self._awaited.get(caller, {}).get(transfer)
+        if awaited is not None:
+            awaited.until = now + 2 * VALID_S
+        self._remove_expired(now)
         if asked.is_received:
-            on_sent, _ = self._sent.pop(key, (_nothing, 0.0))
-            on_sent()
+            self._sent.get(caller, {}).pop(transfer, _nothing)()
             return Reply.of(ObjectReply())
         handler = handler_of(self._handlers, asked.method)
         try:
             reply = await handler(_Call(call, asked, functools.partial(self._read, caller, asked)))
-        except _Unwritten:
+        except PayloadLacking:
             return await self._ask(caller, asked)
-        if awaited := self._awaited.get(caller, {}).pop(key[1], None):
-            self._remove(awaited.names)
+        if awaited is not None:
+            awaited.until = awaited.told_until
+            self._remove(awaited.objects)
         size = memoryview(reply.payload).nbytes
         told = ObjectReply(header=reply.header)
         if size <= WHOLE_BYTES:
             return Reply(told.SerializeToString(), reply.payload, reply.on_sent, reply.digest)
-        told.digest, told.payload_bytes = await self._run(_digest, reply.payload), size
+        told.payload_bytes = size
+        told.digest = reply.digest or await self._run(_digest, reply.payload, pool=self._quick)
         told.get_url = await self._give(told.digest, reply.payload, is_lost=asked.lost)
-        self._sent[key] = reply.on_sent, asyncio.get_running_loop().time() + VALID_S
+        sent = self._sent.setdefault(caller, {})
+        sent[transfer] = reply.on_sent
+        if len(sent) > _MOST_SENT:  # of no matter but for a figure
+            del sent[next(iter(sent))]
         return Reply.of(told)
 
     def close(self) -> None:
-        """Remove what is left, in a thread, and answer no more."""
+        """Answer no more, and remove what is left, for some seconds at most."""
         names = [each.name for each in self._given.values()]
         for of_caller in self._awaited.values():
-            names += [name for awaited in of_caller.values() for name in awaited.names]
-        self._remove(names)
-        self._pool.shutdown(wait=False)
+            names += [name for awaited in of_caller.values() for name in awaited.objects]
+        for pool in (self._pool, self._quick):
+            pool.shutdown(wait=False, cancel_futures=True)
+        removing = threading.Thread(target=self._try, args=[lambda: self._shelf.delete(names)])
+        removing.daemon = True
+        removing.start()
+        removing.join(_END_S)
 
     # -- what a caller writes ----------------------------------------------------------------------
 
     async def _ask(self, caller: str, asked: ObjectCall) -> Reply:
         """Tell a caller where to write a payload that a handler wants."""
         of_caller = self._awaited.setdefault(caller, {})
-        if len(of_caller) >= _MOST_UNREAD:
-            raise Overloaded(f"{len(of_caller)} payloads of this caller are not written yet")
-        names = [*(objects := _objects(caller, asked))]
+        if len(of_caller) >= _MOST_AWAITED:  # it writes that again, if it has not been read
+            self._remove(of_caller.pop(next(iter(of_caller))).objects)
+        objects = _objects(caller, asked)
         until = asyncio.get_running_loop().time() + VALID_S
-        of_caller[bytes(asked.transfer)] = _Awaited(names, until)
-        urls = await self._run(lambda: [self._shelf.put_url(name) for name in names])
-        return Reply.of(ObjectReply(put_urls=urls, piece_bytes=objects[names[0]]))
+        of_caller[bytes(asked.transfer)] = _Awaited(objects, until, until + VALID_S)
+        urls = await self._run(self._shelf.put_urls, [*objects], pool=self._quick)
+        told = ObjectReply(put_urls=urls, piece_bytes=next(iter(objects.values())))
+        told.is_lost = asked.is_written
+        return Reply.of(told)
 
     async def _read(self, caller: str, asked: ObjectCall) -> Buffer:
         """Read the payload that a caller has written."""
         if not asked.is_written:
-            raise _Unwritten
+            raise PayloadLacking("it is not written yet")
         objects = _objects(caller, asked)
         return await self._run(self._shelf.take, asked.method, objects, asked.digest)
 
@@ -184,28 +212,42 @@ class ObjectCalls:
 
     async def _give(self, digest: bytes, payload: Buffer, *, is_lost: bytes) -> str:
         """Have a payload in the store, written once, and sign an address of it."""
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
         given = self._given.get(digest)
-        if given is not None and is_lost == digest and now >= given.began + _LOOK_S:
-            given = None  # somebody has removed it; the rest of it goes, too
-            self._remove([self._given.pop(digest).name])
+        if given is not None and is_lost == digest and given.writing.done():
+            size = await self._run(self._shelf.size, given.name, pool=self._quick)
+            is_there = size == memoryview(payload).nbytes
+            if not is_there or loop.time() >= given.began + _LOOK_S:
+                self._forget(digest, given)
+            given = self._given.get(digest)  # another one may have found it before
         if given is None:
+            if len(self._given) >= _MOST_GIVEN:
+                oldest = next(iter(self._given))
+                self._forget(oldest, self._given[oldest])
             self._num_given += 1
             name = f"given-{self._num_given}"
             writing = asyncio.ensure_future(self._run(self._shelf.write, name, payload))
-            given = self._given[digest] = _Given(name, writing, now, now)
-        given.until = now + VALID_S
+            given = self._given[digest] = _Given(name, writing, loop.time(), math.inf)
         try:
             await asyncio.shield(given.writing)
         except BaseException:
-            if given.writing.done() and self._given.get(digest) is given:
-                del self._given[digest]
+            if given.writing.done():
+                self._forget(digest, given)
             raise
-        return await self._run(self._shelf.get_url, given.name)
+        given.until = loop.time() + 2 * VALID_S
+        return await self._run(self._shelf.get_url, given.name, pool=self._quick)
+
+    def _forget(self, digest: bytes, given: _Given) -> None:
+        """Give a payload no more as it is in the store."""
+        if self._given.get(digest) is given:
+            del self._given[digest]
+            self._remove([given.name])
 
     # -- the store ---------------------------------------------------------------------------------
 
-    async def _run(self, work: Callable[..., _T], *arguments: object) -> _T:
+    async def _run(
+        self, work: Callable[..., _T], *arguments: object, pool: Executor | None = None
+    ) -> _T:
         """Do what waits for the store, or takes long, in a thread.
 
         Raises:
@@ -213,9 +255,13 @@ class ObjectCalls:
         """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._pool, work, *arguments)
+            return await loop.run_in_executor(pool or self._pool, work, *arguments)
         except OSError as error:
-            raise NotYet(f"the object store of payloads does not answer: {error}") from error
+            said = f"the object store of payloads does not answer: {error}"
+            if loop.time() >= self._said_at + _LOOK_S:
+                self._said_at = loop.time()
+                _log.error("%s. Islands with transport.payloads = bucket wait", said)
+            raise NotYet(said) from error
 
     def _remove_expired(self, now: float) -> None:
         if now < self._looked_at + _LOOK_S:
@@ -226,11 +272,9 @@ class ObjectCalls:
             names.append(self._given.pop(digest).name)
         for caller, of_caller in list(self._awaited.items()):
             for transfer in [t for t, awaited in of_caller.items() if awaited.until < now]:
-                names += of_caller.pop(transfer).names
+                names += of_caller.pop(transfer).objects
             if not of_caller:
                 del self._awaited[caller]
-        for key in [key for key, (_, until) in self._sent.items() if until < now]:
-            del self._sent[key]
         self._remove(names)
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -239,17 +283,18 @@ class ObjectCalls:
             self._soon(lambda: self._shelf.delete(each))
 
     def _soon(self, work: Callable[[], None]) -> None:
-        def do() -> None:
-            try:
-                work()
-            except OSError as error:
-                _log.warning("objects of payloads stay until the next start: %s", error)
+        with contextlib.suppress(RuntimeError):  # closed: what is left is removed there
+            self._pool.submit(self._try, work)
 
-        self._pool.submit(do)
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            _log.warning("objects of payloads stay until the next start: %s", error)
 
 
-class _Unwritten(Exception):
-    """A handler reads a payload that is not in the store yet."""
+class PayloadLacking(Exception):
+    """A handler reads a payload that is not in the store, or not all of it."""
 
 
 class _Call:
@@ -289,16 +334,19 @@ def joined(pieces: Iterable[bytes], num_bytes: int, digest: bytes) -> bytearray:
     """Join the pieces of a payload.
 
     Raises:
+        PayloadLacking: If they are fewer.
         ChecksumMismatch: If they are not those of its digest.
     """
     payload, at = bytearray(num_bytes), 0
     for piece in pieces:
         payload[at : at + len(piece)] = piece
         at += len(piece)
-    if at != num_bytes or _digest(payload) != digest:
+    if at < num_bytes:
+        raise PayloadLacking(f"{at} of {num_bytes} bytes are in the object store")
+    if _digest(payload) != digest:
         raise ChecksumMismatch(
-            f"{at} of {num_bytes} bytes of a payload are in the object store, or they are not "
-            f"those that were sent: they are asked for again"
+            f"{num_bytes} bytes of a payload in the object store are not those that were sent: "
+            f"they are asked for again"
         )
     return payload
 

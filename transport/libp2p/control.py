@@ -25,6 +25,7 @@ from diloco.transport.libp2p.address import (
 _MAX_BYTES = 1 << 20
 _MAX_VARINT_BYTES = 10
 _UNIX = 400
+_DHT_END = 2
 
 
 class DaemonRefused(Exception):
@@ -70,6 +71,21 @@ def bind_life_request() -> bytes:
     return _varint_field(1, 9)
 
 
+def provide_request(key: bytes, within_s: int) -> bytes:
+    """Ask for this daemon to be entered in the DHT under a key."""
+    return _dht_request(8, key, _varint_field(7, within_s))
+
+
+def providers_request(key: bytes, count: int, within_s: int) -> bytes:
+    """Ask which peers the DHT has entered under a key; `read_provider` reads each of them."""
+    return _dht_request(2, key, _varint_field(6, count) + _varint_field(7, within_s))
+
+
+def _dht_request(kind: int, key: bytes, bounds: bytes) -> bytes:
+    body = _varint_field(1, kind) + _fields([(3, key)]) + bounds
+    return _varint_field(1, 4) + _fields([(5, body)])
+
+
 async def write_request(writer: asyncio.StreamWriter, request: bytes) -> None:
     """Send a request."""
     writer.write(to_varint(len(request)) + request)
@@ -101,6 +117,19 @@ async def read_stream_peer(reader: asyncio.StreamReader) -> PeerAddress:
         ValueError: If it is no stream.
     """
     return _stream_peer(_parse(await _read(reader)))
+
+
+async def read_provider(reader: asyncio.StreamReader) -> str:
+    """Read the identity of the next peer that is entered under a key; empty: there is no more.
+
+    Raises:
+        EOFError: If the daemon ends.
+        ValueError: If it is none.
+    """
+    fields = _parse(await _read(reader))
+    if fields.get(1) == [_DHT_END]:
+        return ""
+    return peer_id_from_bytes(_bytes(_parse(_bytes(fields, 2)), 1))
 
 
 def parse_stream_peer(reply: bytes) -> PeerAddress:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
+import math
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -22,6 +25,7 @@ from diloco.transport.errors import (
     MessageTooLarge,
     PeerReset,
     TransportError,
+    Unauthorised,
 )
 from diloco.transport.framing import DEFAULT_CHUNK_BYTES, FrameReader, check_chunk_bytes
 from diloco.transport.identity import Identity
@@ -37,6 +41,13 @@ from diloco.transport.libp2p.address import (
 )
 from diloco.transport.libp2p.control import Whereabouts
 from diloco.transport.libp2p.daemon import Daemon, DaemonFailed, Swarm
+from diloco.transport.libp2p.rendezvous import (
+    NAME_BYTES,
+    NONCE_BYTES,
+    entry_of,
+    statement_of,
+)
+from diloco.transport.libp2p.rendezvous import PROTOCOL as RENDEZVOUS
 from diloco.transport.libp2p.wire import (
     ACCEPTED,
     Opening,
@@ -55,6 +66,8 @@ _log = logging.getLogger(__name__)
 #: Seconds between two looks whether the initial peers are connected.
 MEET_INTERVAL_S = 5.0
 _RESTART_WAIT_S = 0.5
+#: Seconds after which peers that have restarted have this one's entry again.
+_ENTRY_INTERVAL_S = 60.0
 #: Seconds within which a stream says what it wants, and a caller that was refused hangs up.
 _OPENING_S = 10.0
 
@@ -70,6 +83,7 @@ class HivemindServer:
         identity: Path,
         swarm: Swarm = Swarm(),  # noqa: B008 - frozen
         tokens: TokenTable | None = None,
+        run: str = "",
         limits: Limits | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         pacer: Pacer | None = None,
@@ -82,6 +96,8 @@ class HivemindServer:
             identity: File of the private key, made when missing.
             swarm: How it takes part in the network.
             tokens: What every call must carry; None: no token is asked for.
+            run: By whose name this one is found as its coordinator, by the initial peers and with
+                tokens; empty: it is not.
             limits: What is borne from callers; None: the usual limits.
             chunk_bytes: Chunk size of replies, at most.
             pacer: Of this process; None: one without a rate.
@@ -99,6 +115,8 @@ class HivemindServer:
         self._identity = identity
         self._swarm = swarm
         self._tokens = tokens
+        self._run = run if swarm.initial_peers and tokens is not None else ""
+        self._peer_id = ""
         self._limits = limits or Limits()
         self._turnstile = Turnstile(self._limits)
         self._refusals = Refusals(self._limits)
@@ -168,7 +186,10 @@ class HivemindServer:
         daemon = await Daemon.start(self._swarm, listen=self._listen, identity=self._identity)
         try:
             found = await daemon.whereabouts()
-            await daemon.accept(self._take)
+            self._peer_id = found.peer_id
+            await daemon.accept(functools.partial(self._take, self._serve))
+            if self._run:
+                await daemon.accept(functools.partial(self._take, self._prove), RENDEZVOUS)
         except BaseException:
             await daemon.stop()
             raise
@@ -177,8 +198,16 @@ class HivemindServer:
 
     async def _keep(self, daemon: Daemon) -> None:
         """Keep the daemon alive, and known to the initial peers."""
+        loop = asyncio.get_running_loop()
+        enter_at = loop.time() if self._run else math.inf
         while True:
             await daemon.meet()
+            if loop.time() >= enter_at:
+                try:
+                    await daemon.provide(entry_of(self._run))
+                    enter_at = loop.time() + _ENTRY_INTERVAL_S
+                except DaemonFailed as error:
+                    _log.debug("not entered under run=%s yet: %s", self._run, error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(daemon.wait(), MEET_INTERVAL_S)
             while not daemon.is_connected:
@@ -202,7 +231,11 @@ class HivemindServer:
             )
 
     def _take(
-        self, address: PeerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        serve: Callable[[_Stream], Coroutine[object, object, None]],
+        address: PeerAddress,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         peer = address.peer_id
         if self._is_stopping or not self._has_room(peer):
@@ -210,7 +243,7 @@ class HivemindServer:
             return
         movement = self._movements.setdefault(peer, Movement())
         stream = _Stream(address, reader, writer, movement)
-        task = asyncio.get_running_loop().create_task(self._serve(stream))
+        task = asyncio.get_running_loop().create_task(serve(stream))
         self._calls.add(task)
         self._peers[peer] += 1
         task.add_done_callback(lambda task: self._done(task, peer))
@@ -251,6 +284,21 @@ class HivemindServer:
             _log.info("call ended by its deadline peer=%s", stream.peer)
         except (EOFError, OSError, TransportError) as error:
             _log.debug("caller is gone peer=%s: %s", stream.peer, error)
+        finally:
+            stream.writer.transport.abort()
+
+    async def _prove(self, stream: _Stream) -> None:
+        """Prove to a site of the run that this is its coordinator; see `rendezvous`."""
+        assert self._tokens is not None
+        try:
+            async with asyncio.timeout(_OPENING_S):
+                name = await stream.reader.readexactly(NAME_BYTES)
+                nonce = await stream.reader.readexactly(NONCE_BYTES)
+                statement = statement_of(self._run, self._peer_id, nonce)
+                stream.writer.write(self._tokens.prove(name, statement))
+                await stream.reader.read(1)  # it hangs up when it has the answer
+        except (EOFError, OSError, TimeoutError, Unauthorised) as error:
+            _log.debug("nothing proven to peer=%s: %s", stream.peer, error)
         finally:
             stream.writer.transport.abort()
 

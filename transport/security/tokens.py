@@ -33,6 +33,19 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+def name_of(digest: str) -> bytes:
+    """Return by what a server finds the digest of a token that it is asked to prove.
+
+    It tells a stranger nothing: neither whose token it is nor anything else of it.
+    """
+    return proof_of(digest, b"diloco token")
+
+
+def proof_of(digest: str, statement: bytes) -> bytes:
+    """Prove a statement to the holder of a token, who has or makes the digest, too."""
+    return hmac.digest(bytes.fromhex(digest), statement, "sha256")
+
+
 def read_token(path: Path) -> str:
     """Read a token from its file.
 
@@ -85,6 +98,21 @@ class TokenTable:
         if found is None:
             raise Unauthorised("the token is not one of this run, or not any more")
         return found
+
+    def prove(self, name: bytes, statement: bytes) -> bytes:
+        """Prove a statement to the holder of the token that is called so (`name_of`).
+
+        Raises:
+            Unauthorised: If it is nobody's.
+        """
+        try:
+            self._refresh()
+        except ValueError as error:
+            raise Unauthorised(f"nothing is proven: {error}") from error
+        for digest in self._table:
+            if hmac.compare_digest(name, name_of(digest)):
+                return proof_of(digest, statement)
+        raise Unauthorised("nothing is proven to the holder of a token that is not of this run")
 
     def _refresh(self) -> None:
         """Read a changed table; one that cannot be read admits nobody."""

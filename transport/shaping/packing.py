@@ -18,6 +18,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zstandard
 
@@ -38,13 +39,24 @@ _LEVEL = 1
 _MOST_LINES = 1024
 
 
-class LineTime:
-    """Measures how long a line takes for a byte, by how long it keeps senders waiting."""
+@dataclass(slots=True)
+class Work:
+    """Seconds for which a process has packed chunks, for any line."""
 
-    def __init__(self) -> None:
+    seconds: float = 0.0
+
+
+class LineTime:
+    """Measures how long a line takes for a byte, by how long it keeps senders waiting.
+
+    While the process is at `work` nobody waits for a line.
+    """
+
+    def __init__(self, work: Work) -> None:
         """Begin with nothing measured."""
+        self.work = work
         self._num_waiting = 0
-        self._since = 0.0
+        self._since = self._packed_since = 0.0
         self._waited_s = 0.0
         self._bytes = 0
 
@@ -64,12 +76,8 @@ class LineTime:
 
     def gave_up(self, now: float) -> None:
         """Note that a message is waited for no more: a silence is not the line's rate."""
-        self._since = now
+        self._since, self._packed_since = now, self.work.seconds
         self._num_waiting -= 1
-
-    def worked(self, seconds: float) -> None:
-        """Note that this process was at work just now: not for so long was the line waited for."""
-        self._since += seconds
 
     @property
     def s_per_byte(self) -> float | None:
@@ -78,8 +86,9 @@ class LineTime:
 
     def _count(self, now: float) -> None:
         if self._num_waiting:
-            self._waited_s += max(now - self._since, 0.0)
-        self._since = now
+            packed_s = self.work.seconds - self._packed_since
+            self._waited_s += max(now - self._since - packed_s, 0.0)
+        self._since, self._packed_since = now, self.work.seconds
 
 
 class Packing:
@@ -139,7 +148,7 @@ class Packer:
         began = time.monotonic()
         packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
         seconds = time.monotonic() - began
-        self._line.worked(seconds)
+        self._line.work.seconds += seconds
         is_worth = self._packing.tried(len(data), len(packed), seconds, s_per_byte)
         return frame_chunk(data, packed if is_worth else b"")
 
@@ -155,6 +164,10 @@ class Packer:
         self._line.moved(time.monotonic(), len(message))
 
 
+#: Of this process, which packs in its event loop.
+_WORK = Work()
+
+
 class Packers:
     """The packers of one transport, or of a server: of each peer and method."""
 
@@ -168,7 +181,7 @@ class Packers:
 
         `method` is one of a few.
         """
-        line, packers = self._lines.setdefault(peer, (LineTime(), {}))
+        line, packers = self._lines.setdefault(peer, (LineTime(_WORK), {}))
         self._lines.move_to_end(peer)
         if len(self._lines) > _MOST_LINES:
             self._lines.popitem(last=False)

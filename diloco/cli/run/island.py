@@ -27,7 +27,8 @@ def island(
         str,
         option(
             "Where the coordinator listens; left out: coordinator.address of the file, or "
-            "what a coordinator on this machine recorded in state_dir.",
+            "what a coordinator on this machine recorded in state_dir, or over libp2p who proves "
+            "to coordinate the run (transport.hivemind.initial_peers).",
             "HOST:PORT",
         ),
     ] = "",

@@ -116,14 +116,13 @@ def _host_table(planned: Forecast) -> FittedTable:
     moved = planned.round_bytes_up + planned.round_bytes_down
     rows = []
     for name, rank in planned.ranks.items():
-        per_host = min(planned.per_host[name], rank.carriers)
         rows.append(
             [
                 name,
-                -(-rank.carriers // planned.per_host[name]),
+                rank.carrier_hosts,
                 format_bytes(rank.outer_host_bytes),
-                format_bytes(per_host * rank.outer_host_bytes),
-                format_bytes(moved * per_host // rank.carriers),
+                format_bytes(-(-rank.carriers // rank.carrier_hosts) * rank.outer_host_bytes),
+                format_bytes(moved // rank.carrier_hosts),
                 f"{rank.flops_per_inner_step:.3g}",
             ]
         )

@@ -52,7 +52,7 @@ def connect(config: Config, coordinator: str = "", *, record: Record | None = No
         config: From `diloco.load_config(path, island=...)`: an island must be selected.
         coordinator: HOST:PORT of the coordinator, or several to be tried in order; empty:
             `coordinator.address` of the run file, or what `coordinator.state_dir` records where the
-            coordinator runs on this machine.
+            coordinator runs on this machine, or over libp2p who proves to be it.
         record: In place of one of the run file's sinks, open for longer than the connection.
 
     Returns:

@@ -13,7 +13,10 @@ from diloco import durable
 from diloco.objects import replica as replica_module
 from diloco.objects.payload_shelf import KEPT_METHOD, PayloadShelf
 from diloco.objects.replica import Replica
+from diloco.objects.reusable import KEPT_S
 from diloco.objects.store import ObjectStore
+from diloco.objects.stored_file import Part, StoredFile
+from diloco.transport.bucket.server import PayloadLacking
 from diloco.transport.errors import ChecksumMismatch
 from diloco.versions.record import RecordDraft, contributions_in, locate
 
@@ -123,9 +126,10 @@ def test_what_no_file_is_made_of_is_removed(
     taken(store, replica, SENT[1])
     assert len(store.names("syncer/data")) == 5
 
-    now = replica_module.time.monotonic() + replica_module.OFFERED_S + 1
+    now = replica_module.time.monotonic() + KEPT_S + 1
     monkeypatch.setattr(replica_module.time, "monotonic", lambda: now)
     taken(store, replica, SENT[2])
+    replica.put_snapshot()
 
     assert len(store.names("syncer/data")) == 5  # those of the file, and the newest
     opened(store, tmp_path / "two").restore()
@@ -141,10 +145,46 @@ def test_what_is_not_what_was_sent_is_kept_nowhere(store: Counting, tmp_path: Pa
 
     with pytest.raises(ChecksumMismatch):
         shelf.take(KEPT_METHOD, {"a-0": 5}, blake3.blake3(b"right").digest())
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(PayloadLacking):
         shelf.take(KEPT_METHOD, {"a-0": 5, "nothing": 5}, blake3.blake3(b"otherright").digest())
+    with pytest.raises(PayloadLacking):
+        shelf.take(KEPT_METHOD, {"a-0": 6}, blake3.blake3(b"other1").digest())
 
     assert not store.names("syncer/data")
+
+
+def test_a_contribution_that_is_asked_for_again_is_copied_once(
+    store: Counting, tmp_path: Path
+) -> None:
+    replica = opened(store, tmp_path / "one")
+    for _ in range(3):
+        assert taken(store, replica, SENT[0]) == SENT[0]
+    assert len(store.names("syncer/data")) == 2
+
+    store.delete(store.names("syncer/data"))
+    assert taken(store, replica, SENT[0]) == SENT[0]  # copied once more
+    replica.put_snapshot()
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_an_object_that_was_cut_off_is_named(
+    store: Counting, tmp_path: Path, is_composed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = opened(store, tmp_path / "one")
+    durable.replicate(replica)
+    if is_composed:
+        taken(store, replica, SENT[0])
+    write(tmp_path / "one" / "v1.record", (0,))
+    durable.replicate(None)
+    cut = store.names("syncer/data")[-1]
+    ObjectStore.put(store, cut, b"".join(store.pieces(cut, 10)))
+
+    other = opened(store, tmp_path / "two")
+    assert cut in other.lacks("v1.record")
+    other.restore()
+
+    assert not (tmp_path / "two" / "v1.record").exists()
+    assert cut.rpartition("/")[2] in caplog.text
 
 
 def test_a_start_removes_what_earlier_ones_have_left_and_nothing_else(
@@ -175,3 +215,66 @@ def test_each_object_of_a_record_is_written_again(store: Counting, tmp_path: Pat
     assert "one of 5 objects" in replica.mend()
 
     assert {name: store.get(name) for name in store.names("syncer/data")} == before
+
+
+def test_an_entry_has_one_item_for_a_contribution_however_many_pieces_it_came_in(
+    store: Counting, tmp_path: Path
+) -> None:
+    replica = opened(store, tmp_path / "one")
+    durable.replicate(replica)
+    for payload in SENT:
+        taken(store, replica, payload)
+    write(tmp_path / "one" / "v1.record")
+    durable.replicate(None)
+
+    file = replica._files["v1.record"]
+    written = file.to_json()
+
+    assert len(file.parts) == 2 + 3 * 2  # header and state, the guard; two objects each
+    assert len(written[-1]) == 2 + 3
+    assert StoredFile.from_json(written) == file
+
+
+def test_what_is_in_a_file_is_known_for_as_long_and_after_a_restart(
+    store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = opened(store, tmp_path / "one")
+    durable.replicate(replica)
+    taken(store, replica, SENT[0])
+    write(tmp_path / "one" / "v1.record", (0,))
+    now = replica_module.time.monotonic() + KEPT_S + 1
+    monkeypatch.setattr(replica_module.time, "monotonic", lambda: now)
+    taken(store, replica, SENT[1])
+    for again in ("one", "two"):
+        before = store.num_bytes
+        write(tmp_path / again / "kept.record", (0,))  # as a pin of a frame does
+        assert store.num_bytes - before < len(STATE) + 1000
+        if again == "one":
+            replica = opened(store, tmp_path / "two")
+            replica.restore()
+            durable.replicate(replica)
+    for name in ("v1.record", "kept.record"):
+        durable.unlink(tmp_path / "two" / name)
+    durable.sync_directory(tmp_path / "two")
+    replica.put_snapshot()
+    durable.replicate(None)
+
+    assert not replica.objects_of(blake3.blake3(SENT[0]).hexdigest())
+    assert not store.names("syncer/data")
+
+
+def test_series_of_parts_are_written_and_read() -> None:
+    whole = [Part("0-a-b-0", 0, 8), Part("0-a-b-1", 0, 8), Part("0-a-b-2", 0, 3)]
+    for parts in (
+        whole,
+        whole[:1],
+        [Part("0-x", 0, 5), *whole, Part("0-x", 5, 2)],
+        [whole[0], whole[2]],
+        [*whole, *whole],
+        [Part("0-a-b-0", 2, 8), whole[1]],
+        [whole[0], whole[1], Part("0-a-b-2", 0, 9)],
+        [*whole, Part("0-a-b-3", 0, 8)],
+        [Part("plain", 0, 1)],
+    ):
+        file = StoredFile("", 0, 0, "", None, tuple(parts))
+        assert StoredFile.from_json(file.to_json()).parts == tuple(parts)
