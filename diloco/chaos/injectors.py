@@ -150,16 +150,19 @@ def _break_bucket(injector: Injector) -> Iterator[None]:
     injector.note, is_lost = bucket.lost, fault.kind is Kind.LOSE_OBJECT
     injector.is_unmet = lambda: not bucket.num_met
     yield
+    alarm = ""
     if fault.takes_nothing or (is_lost and bucket.lost_is == WRITTEN_AGAIN):
         until = time.monotonic() + _REPORTED_S
-        while environment.has_alarm(AlarmKind.STATE_AWAY) is False:
+        while (has := environment.has_alarm(AlarmKind.STATE_AWAY)) is False:
             if time.monotonic() > until:
-                injector.is_told = False
                 break
             yield
+        injector.is_told = has is not False  # a coordinator that was killed tells nothing
+        alarm = {None: ", no status", True: ", an alarm", False: ", no alarm"}[has]
     bucket.end()
     injector.fired = bucket.num_met > 0
-    injector.note = f"{bucket.lost}: {bucket.lost_is}" if is_lost else f"{bucket.num_met} requests"
+    met = f"{bucket.lost}: {bucket.lost_is}" if is_lost else f"{bucket.num_met} requests"
+    injector.note = met + alarm
 
 
 def _write_entry(

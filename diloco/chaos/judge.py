@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.chaos.evidence import Evidence
 from diloco.chaos.fault_log import FaultHistory
-from diloco.chaos.plan import BUCKET, COORDINATOR, ENDING, Kind
+from diloco.chaos.plan import COORDINATOR, ENDING, Kind
 from diloco.chaos.tokens import Headers, Send, TokenAccount, account, starts_of
 
 #: Violations shown of one invariant.
@@ -70,12 +70,13 @@ def judge(evidence: Evidence) -> tuple[CheckResult, ...]:
         ),
         _check(
             "an object store that takes nothing is said in the status",
-            [
-                f"{f.fault.text}: {f.note}, and no alarm"
+            [f"{f.fault.text}: {f.note}" for f in evidence.history.faults if not f.is_told],
+            "; ".join(
+                f"{f.fault.kind} {f.note}"
                 for f in evidence.history.faults
-                if not f.is_told
-            ],
-            f"{sum(f.fired for f in evidence.history.faults if f.fault.role == BUCKET)} faults",
+                if f.fired and (f.fault.takes_nothing or f.fault.kind is Kind.LOSE_OBJECT)
+            )
+            or "nothing of that",
         ),
         _check(
             "every contribution has exactly one outcome",

@@ -99,7 +99,9 @@ def test_a_run_outlives_what_its_object_store_does(tmp_path: Path) -> None:
     assert all(finding["holds"] for finding in found.values())
     stored = found["what is published is in the object store"]
     assert stored["evidence"] == "another machine makes 2 fragments of it"
-    assert report["faults"][-1]["note"].endswith("written again")
+    cut, lost = report["faults"][1], report["faults"][-1]
+    assert cut["note"].endswith("requests, an alarm")
+    assert lost["note"].endswith("written again, an alarm")
 
 
 @pytest.mark.slow

@@ -39,8 +39,9 @@ def chaos(
     """Make a whole run on this machine while its processes, files and links are broken on purpose.
 
     PLAN.toml names a run file and the faults: kills, freezes, restarts, damaged files, a full disk,
-    clocks that jump, links that are cut, late, slow or lie; one by one, or drawn from a seed. The
-    same file gives the same faults. Shipped ones are in configs/chaos.
+    clocks that jump, links that are cut, late, slow or lie, an object store that does the same,
+    refuses or loses; one by one, or drawn from a seed. The same file gives the same faults. Shipped
+    ones are in configs/chaos.
 
     Prints what was planned, what took effect, how long until the process was back and until every
     fragment had its next version; what faults of an island cost the others (their longest step over
