@@ -147,13 +147,16 @@ class _Here:
             before_start=self._before_start,
             last_codes=(0, Fenced.exit_code),
         )
-        following = asyncio.create_task(self._follow())
-        try:
+        code = 0
+
+        async def supervise() -> None:
+            nonlocal code
             code = await supervisor.run()
+
+        try:
+            await first_of(supervise(), self._follow())
         except _Over:
-            code = 0
-        finally:
-            following.cancel()
+            await asyncio.to_thread(stop_syncer, self._state)
         if code == Fenced.exit_code:
             raise Fenced(f"another machine serves as syncer {self._name} now: this one ends")
         if code == 0:
@@ -223,15 +226,24 @@ class _Here:
         self._write(found)
 
     async def _follow(self) -> None:
-        """Have the process find the coordinator that takes the run over, for ever."""
+        """Have the process find the coordinator that takes the run over.
+
+        Raises:
+            _Over: If the last one has ended, and the process has not been told: one that was
+                adopted, say, and started again because nobody knew how it had ended.
+        """
+        was_over = False
         while True:
             await asyncio.sleep(_FOLLOW_S)
             try:
-                lease, address = await asyncio.to_thread(self._run.newest)
+                found = await asyncio.to_thread(self._run.newest)
             except StoreAway:  # the process says so
                 continue
-            if lease > self._lease and address:
-                self._point_to(lease, address)
+            if found.lease > self._lease and found.address:
+                self._point_to(found.lease, found.address)
+            if found.is_over and was_over:
+                raise _Over
+            was_over = found.is_over
 
     def _point_to(self, lease: int, address: str) -> None:
         """Write for the process where the coordinator is."""

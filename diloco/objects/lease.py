@@ -154,8 +154,8 @@ class RunState:
         beat = self.store.get(_alive(opened["lease"]))
         return Holder(opened["lease"], opened["holder"], opened["host"], beat)
 
-    def newest(self) -> tuple[int, str]:
-        """Look where the newest holder listens: its lease and address, by its sign of life alone.
+    def newest(self) -> Holder:
+        """Look at the newest holder, whose name and host are not told: by its sign of life alone.
 
         Raises:
             StoreAway: If the store does not say.
@@ -163,7 +163,7 @@ class RunState:
         names = [name.rpartition("/")[2] for name in self.store.names("alive")]
         lease = max((int(name) for name in names if name.isdecimal()), default=-1)
         beat = self.store.get(_alive(lease)) if lease >= 0 else None
-        return lease, Holder(lease, "", "", beat).address
+        return Holder(lease, "", "", beat)
 
     def files(self) -> RunFiles | None:
         """Read what a syncer on another machine needs; None: no coordinator has begun the run.
