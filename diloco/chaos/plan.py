@@ -338,6 +338,11 @@ def expand(
     timed = []
     for at_s, fault in faults:
         _check_target(fault, islands, [*syncers, *([BUCKET] if has_bucket else [])])
+        if at_s >= plan.limit.seconds:
+            raise ConfigError(
+                f"fault.at = {fault.at} of {fault.kind} of {fault.target}: the run is given up "
+                f"after limit = {plan.limit}: give it an earlier time, or the run a longer one"
+            )
         lasts_s = 0.0 if fault.kind in _AT_ONCE else fault.lasts.seconds
         if fault.kind.is_of_a_link:
             at_s = max(at_s, free_from.get(fault.target, 0.0))

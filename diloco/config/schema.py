@@ -364,6 +364,9 @@ class Config(Section):
     def _check_across_sections(self) -> Config:
         if problems := list(unmet_needs(self)):
             raise several_problems(problems)
+        if self.transport.payloads == "bucket" and self.run.state and not self.run.has_bucket:
+            message = f"a directory signs no addresses, and run.state = {self.run.state}"
+            raise several_problems([("transport.payloads", "bucket", message)])
         if self.island_id and self.island_id not in self.islands:
             message = f"is not an island of this file; islands: {', '.join(sorted(self.islands))}"
             raise several_problems([("island_id", self.island_id, message)])

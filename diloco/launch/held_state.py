@@ -84,8 +84,10 @@ async def holding_state(
     beat, look = functools.partial(_beat, run, state, held), functools.partial(_look, run)
     mend = functools.partial(_mend, run, state, held)
     try:
-        async with repeating(beat, look), repeating(mend, every_s=MEND_S):
-            yield held
+        async with repeating(beat, look):
+            async with repeating(mend, every_s=MEND_S):
+                yield held
+            await asyncio.to_thread(mend)  # what was removed just now, nobody would see again
     finally:
         replicate(None)
     with contextlib.suppress(DiskFull):  # the next one waits a little

@@ -437,6 +437,9 @@ class _Process:
             for task in (reporting, verifying, mending):
                 task.cancel()
             await asyncio.gather(reporting, verifying, mending, return_exceptions=True)
+            if self.replica is not None:  # what was removed just now, nobody would see again
+                with contextlib.suppress(DilocoError, DiskFull):
+                    await asyncio.to_thread(self.replica.mend)
             await reporter.say_ended(_LAST_REPORT_S)
             events.close()
             await warming

@@ -79,9 +79,11 @@ class PayloadShelf:
         written = {f"{self._own}/{name}": size for name, size in objects.items()}
         num_bytes = sum(objects.values())
         if method != KEPT_METHOD:
+            self._check_sizes(written)
             return joined(self._read(written), num_bytes, digest)
         data = f"{self._replica.name}/data"
-        if known := self._replica.objects_of(digest.hex()):  # asked for again
+        known = self._replica.objects_of(digest.hex())  # where it is asked for again
+        if known and sum(part.num_bytes for part in known) == num_bytes:
             there = {f"{data}/{part.object_name}": part.num_bytes for part in known}
             with contextlib.suppress(ChecksumMismatch, PayloadLacking):  # it goes just now
                 return joined(self._read(there), num_bytes, digest)
@@ -89,15 +91,24 @@ class PayloadShelf:
         copies = {f"{of}-{n}": size for n, size in enumerate(written.values())}
         there = {f"{data}/{copy}": size for copy, size in copies.items()}
         try:
+            self._check_sizes(written)  # or what is copied is as large as the caller likes
             with ThreadPoolExecutor(_COPIES, "copies") as pool:
                 if not all(pool.map(self._store.copy, written, there)):
                     raise PayloadLacking(f"of {num_bytes} bytes some are in no object")
+            self._check_sizes(there)
             payload = joined(self._read(there), num_bytes, digest)
         except BaseException:
             self._store.delete(there)
             raise
         self._replica.reuse(digest.hex(), copies)
         return payload
+
+    def _check_sizes(self, objects: Mapping[str, int]) -> None:
+        with ThreadPoolExecutor(_COPIES, "sizes") as pool:
+            found = pool.map(self._store.size, objects)
+            for (name, size), there in zip(objects.items(), found, strict=True):
+                if there != size:
+                    raise PayloadLacking(f"{name} has {there} bytes in place of {size}")
 
     def _read(self, objects: Mapping[str, int]) -> Iterator[bytes]:
         return self._store.read((name, 0, size) for name, size in objects.items())

@@ -460,6 +460,7 @@ REFUSALS = [
     ("transport.hivemind.initial_peers=['/ip4/1.2.3.4/tcp/1']", ["the multiaddr of one peer"]),
     ("transport.link=../x", ['transport.link: "../x": must match']),
     ("coordinator.spool_memory=50", ["coordinator.spool_memory: 50:", NO_UNIT]),
+    ("transport.payloads=mail", ['transport.payloads: "mail":', '"direct" or "bucket"']),
     ("transport.rate=50", ["transport.rate: 50:", NO_UNIT]),
     ("transport.rate=0Mbit/s", ['transport.rate: "0Mbit/s":', "write a number over 0"]),
     ("transport.snapshot_rate=1MiB", ['transport.snapshot_rate: "1MiB":', "not a bandwidth"]),

@@ -242,3 +242,21 @@ def test_one_question_where_the_syncers_are_is_for_all_of_them(
 
     assert asyncio.run(run()) == ["127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:7"]
     assert asked == ["127.0.0.1:1,127.0.0.1:2", "127.0.0.1:2,127.0.0.1:1"]
+
+
+def test_an_environment_that_no_client_can_use_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "socks9://127.0.0.1:1")
+    site = wires(tmp_path, "transport.payloads=bucket")
+
+    async def open_them() -> None:
+        site.syncers(["127.0.0.1:1"], island_rank=0, carriers=[0])
+
+    with pytest.raises(ConfigError, match=r"no client of the object store.*See to HTTPS_PROXY"):
+        asyncio.run(open_them())
+
+
+def test_a_directory_signs_no_addresses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"transport\.payloads.*a directory signs no addresses"):
+        wires(tmp_path, "transport.payloads=bucket", f"run.state=file://{tmp_path}")

@@ -18,6 +18,7 @@ from diloco.transport.calls.loopback import LoopbackNetwork
 from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Handlers, IncomingCall, Reply
 from diloco.transport.errors import (
     ChecksumMismatch,
+    FrameError,
     NotYet,
     Overloaded,
     PeerReset,
@@ -378,7 +379,7 @@ def test_no_address_is_in_a_log_or_an_error(
     async def claim(transport: ObjectTransport) -> None:
         await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
         store.statuses = [403]
-        with pytest.raises(PeerReset, match=r"http://127.0.0.1/\S+ answers 403") as refused:
+        with pytest.raises(PeerReset, match=r"http://127.0.0.1:\d+/\S+ answers 403") as refused:
             await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
         assert "signature" not in str(refused.value)
 
@@ -393,6 +394,20 @@ def test_a_store_beyond_this_machine_is_reached_encrypted(store: SignedStore) ->
         ]
         with pytest.raises(Unauthorised, match="would not be encrypted: give it an https endpoint"):
             await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S)
+
+    check(store, {"take": take}, claim)
+
+
+@pytest.mark.parametrize(("num_bytes", "digest"), [(0, bytes(32)), (1 << 20, b"x")])
+def test_what_cannot_go_by_object_store_is_refused(
+    store: SignedStore, num_bytes: int, digest: bytes
+) -> None:
+    async def claim(transport: ObjectTransport) -> None:
+        asked = ObjectCall(
+            protocol_version=PROTOCOL_VERSION, method="take", payload_bytes=num_bytes, digest=digest
+        )
+        with pytest.raises(FrameError, match=f"payload of {num_bytes} bytes with a digest"):
+            await transport.call("payload.call", asked.SerializeToString(), deadline_s=DEADLINE_S)
 
     check(store, {"take": take}, claim)
 

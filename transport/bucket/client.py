@@ -290,10 +290,10 @@ class ObjectTransport:
     def _reaching(self, url: str) -> Iterator[None]:
         """Refuse an address that is not encrypted; say what fails there as of any transport."""
         parts = urlsplit(url)
-        where = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        where = _where(url)
         if parts.scheme != "https" and not (self._insecure or is_loopback(parts.hostname or "")):
             raise Unauthorised(
-                f"the server's object store is at {where}, where payloads would not be encrypted: "
+                f"{where}, where payloads would not be encrypted: "
                 f"give it an https endpoint, or set transport.insecure = true on a network that "
                 f"you trust"
             )
@@ -311,11 +311,17 @@ class ObjectTransport:
         if response.is_success:
             return
         said = " ".join(re.findall(r"<(?:Code|Message)>(.*?)</", text)[:2])
-        parts, code = urlsplit(url), response.status_code
-        what = f"{parts.scheme}://{parts.hostname}{parts.path} answers {code} {said[:200]}"
+        code = response.status_code
+        what = f"{_where(url)} answers {code} {said[:200]}"
         if code in _GONE:
             raise _Gone(what)
         raise Overloaded(what) if code in _LATER else PeerReset(what)  # its time may be over
+
+
+def _where(url: str) -> str:
+    """Give an address without its signature, for people."""
+    parts = urlsplit(url)
+    return f"the object store at {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 class _Gone(PeerReset):
@@ -324,7 +330,7 @@ class _Gone(PeerReset):
 
 def _as_transport_error(error: httpx.HTTPError, where: str) -> TransportError:
     """Say of a request what a call that fails so says."""
-    said = f"{where}: {error!r}"
+    said = f"{where} (HTTPS_PROXY, HTTP_PROXY, NO_PROXY of the environment count): {error!r}"
     if isinstance(error, httpx.TimeoutException):
         return DeadlineExceeded(said)
     return ConnectError(said) if isinstance(error, httpx.NetworkError) else PeerReset(said)

@@ -30,7 +30,7 @@ import blake3
 from diloco.protos.payload_pb2 import ObjectCall, ObjectReply
 from diloco.transport.calls.dispatch import handler_of
 from diloco.transport.contracts import Buffer, Handlers, IncomingCall, Reply
-from diloco.transport.errors import ChecksumMismatch, NotYet
+from diloco.transport.errors import ChecksumMismatch, FrameError, NotYet
 from diloco.transport.framing import WHOLE_BYTES
 from diloco.transport.identity import Identity
 
@@ -141,6 +141,7 @@ class ObjectCalls:
         Raises:
             NotYet: If the store does not answer.
             ChecksumMismatch: If what was written is not what was sent: it is to be written again.
+            FrameError: If such a payload does not go by object store.
             TransportError: What the handler raises.
         """
         asked = ObjectCall.FromString(call.header)
@@ -153,6 +154,11 @@ class ObjectCalls:
         if asked.is_received:
             self._sent.get(caller, {}).pop(transfer, _nothing)()
             return Reply.of(ObjectReply())
+        if asked.digest and (asked.payload_bytes <= WHOLE_BYTES or len(asked.digest) != 32):
+            raise FrameError(
+                f"a payload of {asked.payload_bytes} bytes with a digest of {len(asked.digest)}: "
+                f"more than {WHOLE_BYTES}, and 32, go by object store"
+            )
         handler = handler_of(self._handlers, asked.method)
         try:
             reply = await handler(_Call(call, asked, functools.partial(self._read, caller, asked)))

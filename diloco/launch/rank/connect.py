@@ -179,9 +179,17 @@ class _Wires:
         require('transport.payloads = "bucket"', "httpx", "leave it out")
         from diloco.transport.bucket.client import ObjectTransport
 
-        return lambda transport: ObjectTransport(
-            transport, pacer=security.pacer, insecure=chosen.insecure
-        )
+        def around(transport: Transport) -> Transport:
+            try:
+                return ObjectTransport(transport, pacer=security.pacer, insecure=chosen.insecure)
+            except (ImportError, OSError, ValueError) as error:  # of what the environment says
+                raise ConfigError(
+                    f'transport.payloads = "bucket": no client of the object store can be made: '
+                    f"{error}. See to HTTPS_PROXY, HTTP_PROXY, ALL_PROXY (for SOCKS: pip install "
+                    f"'httpx[socks]') and SSL_CERT_FILE in the environment"
+                ) from error
+
+        return around
 
     async def _find(self, syncer_id: int) -> str:
         """Find out where a syncer is now: on another machine perhaps.
