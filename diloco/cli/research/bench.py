@@ -292,7 +292,7 @@ def bucket() -> None:
     Read "ideal": a version to islands by bucket and once more in its frame, which is what is
     durable; "syncer sends": with direct payloads a version for each island, and their
     contributions in the frame. The last versions must have the same digests. What the syncer
-    receives it acknowledges, about 2 % of it: shown on its own, and not judged.
+    receives it acknowledges: an estimate of that, 2 %, is shown; what is judged has it.
 
     Example: diloco bench bucket --require
     """
