@@ -101,7 +101,7 @@ class Changes:
                     num_conflicts = await self._journal.commit(entries, rounds, told)
                 self._membership.apply(entries)
                 self._on_made(num_conflicts)
-            except Exception as error:  # each caller is told
+            except Exception as error:  # each caller gets it
                 for each in asked:
                     each.done.set_exception(error)
             else:
@@ -109,7 +109,7 @@ class Changes:
                     each.done.set_result(None)
 
     async def _decided(self, asked: list[_Asked]) -> tuple[list[tuple[str, str]], list[AuditEntry]]:
-        """Decide one after the other; who asks for what cannot be decided is told, and is out."""
+        """Decide one after the other; who asks for what cannot be decided gets that error."""
         entries, told = list[tuple[str, str]](), list[AuditEntry]()
         fork = self._membership.forked()
         for each in asked:

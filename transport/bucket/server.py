@@ -1,9 +1,9 @@
 """Answers calls whose payloads travel by an object store, for the handlers of any server.
 
 A handler sees an ordinary call. It is asked without the payload at first; where it reads one, the
-caller is told at which addresses to write it, and calls again. So what a handler refuses unread is
+caller gets addresses to write it at, and calls again. So what a handler refuses unread is
 written nowhere, and what has no room yet waits at the caller. A reply's payload is written once,
-however many callers take it, and each is told an address. Addresses are signed by this server: a
+however many callers take it, and each gets an address. Addresses are signed by this server: a
 caller has no credentials, reads what it was given, and writes what it was asked for.
 
 Objects are removed once they were read, or nobody has called about them for twice as long as an
