@@ -287,7 +287,7 @@ def bucket() -> None:
 
     Real runs of 2 and of 16 islands on emulated networks (namespaces; needs root), with an S3
     server (moto) at the core, where the kernel counts the line of the syncer's site. A run of 4
-    rounds less one of 1: bytes a round. About ten minutes on two cores.
+    rounds less one of 1: bytes a round. A quarter of an hour on two cores.
 
     Read "ideal": a version to islands by bucket and once more in its frame, which is what is
     durable; "syncer sends": with direct payloads a version for each island, and their
