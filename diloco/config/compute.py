@@ -104,16 +104,7 @@ def compute_problems(
             'it to "none", or the schedule to "1f1b", "gpipe", "bfs" or "interleaved-1f1b"',
         )
     if compute.compile_backend:
-        for other, is_set in (
-            ("model.experts", num_experts > 0),
-            ("mesh.tp above 1 and data parallelism", mesh.tp > 1 and mesh.dp_size > 1),
-            ("mesh.tp above 1 and activation checkpointing", mesh.tp > 1 and kind != "none"),
-            ("mesh.tp above 1 and this precision", mesh.tp > 1 and compute.is_cast),
-            ("mesh.cp above 1", mesh.cp > 1),
-            ("mesh.pp above 1", mesh.pp > 1),
-        ):
-            if is_set:
-                yield "compile", True, f"together with {other} comes later; set it to false"
+        yield from _compile_problems(compute, mesh, num_experts)
     if mesh.async_tp:
         for key, is_there in (
             ("mesh.tp above 1", mesh.tp > 1),
@@ -124,18 +115,34 @@ def compute_problems(
         ):
             if not is_there:
                 yield "mesh.async_tp", True, f"goes with {key} only: set that, or this to false"
-    if compute.precision in FLOAT8:
-        for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
-            if size > 1:
-                yield (
-                    "precision",
-                    compute.precision,
-                    f'together with mesh.{axis} above 1 comes later; set it to "bfloat16"',
-                )
+
+
+def _compile_problems(compute: Compute, mesh: MeshConfig, num_experts: int) -> Iterator[Problem]:
+    """Check what the compiler of PyTorch 2.13 does not take."""
+    if mesh.cp > 1 and mesh.context == "ring":
+        problem = (
+            "does not go with a ring of sends, which PyTorch 2.13 does not compile: set "
+            'mesh.context = "ulysses" or "all-gather", or this to false'
+        )
+        yield "compile", True, problem
+    if not num_experts:
+        return
+    if not compute.is_cast:
+        problem = (
+            "takes model.experts in 16 bits alone (PyTorch 2.13 does not compile their products in "
+            'float32): set precision = "bfloat16", or this to false'
+        )
+        yield "compile", True, problem
+    if compute.activation_checkpointing != "none":
+        problem = (
+            "does not go with activation_checkpointing of model.experts, whose routers count what "
+            'is computed again: set that to "none", or this to false'
+        )
+        yield "compile", True, problem
 
 
 def eight_bit_problems(
-    precision: Precision, *, device: str, tokens: int, dim: int
+    precision: Precision, *, device: str, tokens: int, dim: int, tp: int = 1
 ) -> Iterator[Problem]:
     """Check what matrix products in 8 bits ask of an island, as far as its file tells.
 
@@ -144,6 +151,7 @@ def eight_bit_problems(
         device: `islands.NAME.device`.
         tokens: Of a micro-batch on one rank.
         dim: Width of the model's residual stream; 0: unknown.
+        tp: Ranks that share matrices.
     """
     if (needed := FLOAT8.get(precision)) is None:
         return
@@ -154,12 +162,12 @@ def eight_bit_problems(
             f"needs CUDA devices ({needed.generation}), and device is cpu: set it to "
             '"bfloat16", or the device to "cuda"',
         )
-    if dim % needed.unit:
+    if dim % (unit := needed.unit * tp):
         yield (
             "precision",
             precision,
-            f"wants model.dim to be a multiple of {needed.unit}, not {dim}: set it to "
-            '"bfloat16", or change the width',
+            f"wants model.dim to be a multiple of {unit}, {needed.unit} on each rank of mesh.tp, "
+            f'not {dim}: set it to "bfloat16", or change the width',
         )
     if tokens % needed.unit:
         yield (

@@ -212,6 +212,7 @@ def island_problems(island: IslandConfig, data: Mapping[str, Any]) -> Iterator[P
         device=island.device,
         tokens=tokens // (mesh.dp_size * mesh.cp * island.micro_batches),
         dim=model_dim(data),
+        tp=mesh.tp,
     )
     yield from pipeline_problems(
         mesh.schedule, mesh.pp, mesh.stages_per_rank, island.micro_batches, data

@@ -117,8 +117,6 @@ class MeshConfig(Section):
                 f'reshard = "{self.reshard}" is not for pp = {self.pp}: stages keep parameters '
                 "gathered while micro-batches pass them; leave it out"
             )
-        if self.pp > 1 and self.cp > 1:
-            raise ValueError(f"pp = {self.pp} together with cp comes later; set either to 1")
         if self.reshard != "auto" and self.dp_shard * self.cp == 1:
             raise ValueError(
                 f'reshard = "{self.reshard}" is for parameters spread over dp_shard or cp, and '

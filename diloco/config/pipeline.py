@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -55,20 +56,14 @@ def pipeline_problems(
     if model.family != "llama":
         return
     stages = pp * stages_per_rank
-    if model.num_layers % stages:
-        counts = [n for n in range(pp, model.num_layers + 1, pp) if model.num_layers % n == 0]
-        numbers = [n for n in range(2, model.num_layers + 1) if model.num_layers % n == 0]
-        if counts:
-            near = min(counts, key=lambda n: abs(n - stages))
-            fitting = f"set stages_per_rank = {near // pp}"
-        else:
-            near = min(numbers, key=lambda n: abs(n - stages), default=1)
-            fitting = f"set pp x stages_per_rank to {near}"
+    if stages > model.num_layers:
+        most = model.num_layers // pp
         yield (
             "mesh.pp",
             pp,
-            f"pp x stages_per_rank = {stages} stages must divide model.num_layers = "
-            f"{model.num_layers}; {fitting}",
+            f"pp x stages_per_rank = {stages} stages must be at most model.num_layers = "
+            f"{model.num_layers}: set "
+            + (f"stages_per_rank = {most}" if most else f"pp to {model.num_layers} or less"),
         )
     if model.tie_embeddings and schedule in V_SCHEDULES:
         yield (
@@ -78,6 +73,26 @@ def pipeline_problems(
             'model.tie_embeddings = true; set schedule = "interleaved-zb", or tie_embeddings = '
             "false",
         )
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Deal neighbouring layers to stages, evenly or with one more for some before the last one.
+
+    Ends are light: the first stage has the embedding as well, the last one the head and its loss.
+    So 126 layers in 16 stages are 7, then 14 times 8, then 7.
+
+    Args:
+        num_layers: At least `num_stages`.
+        num_stages: Of the whole pipeline.
+
+    Source: Llama 3 (arXiv 2407.21783), section 3.3.2: a layer less in the first and last stage.
+    """
+    size, more = divmod(num_layers, num_stages)
+    sizes = [
+        size + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)
+    ]
+    ends = list(itertools.accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def micro_batches_problem(schedule: Schedule, pp: int, micro_batches: int) -> str | None:

@@ -64,6 +64,7 @@ from diloco.checkpoint.host_memory import check_memory
 from diloco.config.inner import InnerOptimizerConfig
 from diloco.config.island import IslandConfig
 from diloco.config.outer import OuterConfig
+from diloco.config.pipeline import stage_layers
 from diloco.config.schema import Config
 from diloco.forecast.disk import payload_bytes
 from diloco.island.lanes.routes import SLAB_BYTES
@@ -184,6 +185,9 @@ def memory_of(
     layers = sorted({layer for layer in map(layer_of, shapes) if layer is not None})
     blocks = [_block_bytes(shape, i, tokens, mesh.tp, value_bytes) for i in layers]
     kept_of = [getattr(block, island.activation_checkpointing) for block in blocks]
+    if island.activation_checkpointing == "full" and island.compile and mesh.tp > 1:
+        heads = tokens * shape.num_heads * (shape.head_dim * value_bytes + 4) // mesh.tp
+        kept_of = [kept + heads for kept in kept_of]  # of attention: see `recompute_of`
     stored, loss, logits = sum(kept_of), 0, 0
     if shape.num_layers - 1 in layers:  # the last stage
         columns = shape.vocab_size // (mesh.tp if mesh.loss_parallel else 1)
@@ -246,12 +250,16 @@ def _by_pp_rank(shape: Shape, shapes: Shapes, island: IslandConfig) -> list[Shap
         return [shapes]
     assert isinstance(shape, LlamaShape), "others have no pipelines"
     ranks = stage_ranks(mesh.schedule, mesh.pp, mesh.stages_per_rank)
-    size = shape.num_layers // len(ranks)
+    of_layer = [
+        ranks[stage]
+        for stage, layers in enumerate(stage_layers(shape.num_layers, len(ranks)))
+        for _ in layers
+    ]
     dealt: list[dict[str, tuple[int, ...]]] = [{} for _ in range(mesh.pp)]
     for name, each in shapes.items():
         top, *rest = name.split(".")
         if top == "layers":
-            dealt[ranks[int(rest[0]) // size]][name] = each
+            dealt[of_layer[int(rest[0])]][name] = each
         else:
             dealt[ranks[0 if top == "embed" else -1]][name] = each
             if top == "embed" and shape.tie_embeddings:

@@ -31,7 +31,7 @@ from diloco.trainer.optimizers.optimizer import (
     set_learning_rate_,
     step_bound,
 )
-from diloco.trainer.parallel.context import positions_of
+from diloco.trainer.parallel.context import positions_here
 from diloco.trainer.parallel.mesh import IslandMesh
 from diloco.trainer.parallel.parallelize import set_is_last_micro_batch_
 from diloco.trainer.parallel.pipeline import Pipeline, PipelineRunner, parts_of, sum_tied_gradients_
@@ -288,17 +288,9 @@ class InnerTrainer:
         Where another rank of a pipeline has the logits, they are None.
         """
         if self._pipeline is not None:
-            return self._pipeline.logits(tokens_BS1), tokens_BS1[:, 1:]
-        here_S = self._positions(tokens_BS1.shape[1] - 1)
+            return self._pipeline.logits(tokens_BS1)
+        here_S = positions_here(self._mesh, tokens_BS1.shape[1] - 1)
         return self.model(tokens_BS1[:, here_S], here_S), tokens_BS1[:, here_S + 1]
-
-    def _positions(self, num_positions: int) -> Tensor:
-        """Return the positions of a sequence that this rank computes."""
-        config, group = self._mesh.config, self._mesh.cp_group
-        if group is None:
-            return torch.arange(num_positions, device=self._mesh.device)
-        here_S = positions_of(dist.get_rank(group), config.cp, num_positions)
-        return here_S.to(self._mesh.device)
 
     def _micro_loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what a micro-batch adds to what is minimised, and of it to the loss told."""

@@ -65,6 +65,7 @@ HF_GPT2 = {
 MUON = {"name": "muon", "lr": 5e-3}
 FULL, SELECTIVE = Compute("full"), Compute("selective")
 BFLOAT16 = Compute(precision="bfloat16")
+COMPILED_BFLOAT16 = Compute("none", "aot_eager", "bfloat16")
 #: Large, so that it is felt within few steps.
 Z_LOSS = 0.01
 
@@ -125,6 +126,7 @@ CASES = [
     Case("gpipe-tied", MeshConfig(pp=2, schedule="gpipe"), model=TIED, micro_batches=2),
     Case("1f1b", MeshConfig(pp=2), micro_batches=4),
     Case("bfs-tied", looped("bfs"), model=TIED, micro_batches=2),
+    Case("bfs-uneven", looped("bfs"), model={"num_layers": 7}, micro_batches=2),
     Case("interleaved-1f1b", looped("interleaved-1f1b"), micro_batches=4),
     Case("interleaved-zb-tied", looped("interleaved-zb"), model=TIED, micro_batches=2),
     Case("zbv", looped("zbv"), micro_batches=2),
@@ -180,9 +182,36 @@ CASES = [
         "compiled-bfloat16-zero-3-accumulated",
         MeshConfig(dp_shard=2, fsdp_unit="block", reshard="always"),
         micro_batches=2,
-        compute=Compute("none", "aot_eager", "bfloat16"),
+        compute=COMPILED_BFLOAT16,
     ),
     Case("compiled-tp-tied", MeshConfig(tp=2), model=TIED, compute=Compute("none", "aot_eager")),
+    Case("compiled-full-tp", MeshConfig(tp=2), compute=Compute("full", "aot_eager")),
+    Case("compiled-selective-tp", MeshConfig(tp=2), compute=Compute("selective", "aot_eager")),
+    Case(
+        "compiled-full-1f1b",
+        MeshConfig(pp=2),
+        micro_batches=2,
+        compute=Compute("full", "aot_eager"),
+    ),
+    Case("compiled-zbv", looped("zbv"), micro_batches=2, compute=Compute("none", "aot_eager")),
+    Case(
+        "compiled-full-gathered",
+        MeshConfig(cp=2, context="all-gather"),
+        compute=Compute("full", "aot_eager"),
+    ),
+    Case(
+        "compiled-bfloat16-experts-latent-ulysses",
+        MeshConfig(cp=2, ep=2, context="ulysses"),
+        model={**EXPERTS, **LATENT},
+        compute=COMPILED_BFLOAT16,
+    ),
+    Case(
+        "compiled-bfloat16-1f1b-experts",
+        MeshConfig(pp=2),
+        model=EXPERTS,
+        micro_batches=2,
+        compute=COMPILED_BFLOAT16,
+    ),
     Case("bfloat16-fsdp", MeshConfig(dp_shard=2), model=TIED, compute=BFLOAT16),
     Case("bfloat16-replicated", MeshConfig(dp_replicate=2), compute=BFLOAT16),
     Case("bfloat16-ring", MeshConfig(cp=2), compute=BFLOAT16),
@@ -191,6 +220,7 @@ CASES = [
     Case("bfloat16-experts", MeshConfig(dp_shard=2), model=EXPERTS, compute=BFLOAT16),
     Case("bfloat16-ep", MeshConfig(dp_shard=2, ep=2), model=EXPERTS, compute=BFLOAT16),
     # -- 4 ranks
+    Case("pp-of-4-uneven-tied", MeshConfig(pp=4), model={**TIED, "num_layers": 6}, micro_batches=4),
     Case("ring-experts", MeshConfig(dp_shard=2, cp=2), model=EXPERTS, optimizer=MUON),
     Case("ring-fsdp", MeshConfig(dp_shard=2, cp=2), model=TIED, micro_batches=2),
     Case("ring-of-4-muon", MeshConfig(cp=4), optimizer=MUON),
@@ -216,6 +246,13 @@ CASES = [
         micro_batches=2,
     ),
     Case("zbv-fsdp-by-block", looped("zbv", dp_shard=2, fsdp_unit="block"), micro_batches=4),
+    Case("pp-ring-tied", MeshConfig(pp=2, cp=2), model=TIED, micro_batches=2),
+    Case(
+        "zbv-ulysses-experts-latent",
+        looped("zbv", cp=2, ep=2, context="ulysses"),
+        model={**EXPERTS, **LATENT},
+        micro_batches=2,
+    ),
     Case("pp-replicated", MeshConfig(pp=2, dp_replicate=2), micro_batches=2),
     Case("zbv-ep", looped("zbv", dp_shard=2, ep=2), model=EXPERTS, micro_batches=2),
     Case(
@@ -258,6 +295,13 @@ CASES = [
         compute=Compute("full", precision="bfloat16"),
     ),
     Case("hsdp-muon", MeshConfig(dp_replicate=2, dp_shard=2), optimizer=MUON, z_loss=Z_LOSS),
+    Case("compiled-fsdp-tp", MeshConfig(dp_shard=2, tp=2), compute=Compute("none", "aot_eager")),
+    Case(
+        "compiled-full-bfloat16-fsdp-tp",
+        MeshConfig(dp_shard=2, tp=2, loss_parallel=True),
+        micro_batches=2,
+        compute=Compute("full", "inductor", "bfloat16"),
+    ),
     # -- 8 ranks
     Case("hsdp-tp", MeshConfig(dp_replicate=2, dp_shard=2, tp=2), model=TIED),
     Case(
@@ -280,6 +324,7 @@ CASES = [
         optimizer=MUON,
         micro_batches=2,
     ),
+    Case("pp-ring-tp-compute", MeshConfig(pp=2, cp=2, tp=2), micro_batches=2, compute=SELECTIVE),
     Case("pp-fsdp-tp", MeshConfig(pp=2, dp_shard=2, tp=2), model=TIED, micro_batches=2),
     Case("zbv-fsdp-tp", looped("zbv", dp_shard=2, tp=2, fsdp_unit="block"), micro_batches=4),
     Case(

@@ -17,7 +17,7 @@ from diloco.data.corpus import TextCorpus, TextData
 from diloco.island.lanes.parameters import canonical_parameters
 from diloco.trainer.models.model import Llama, LlamaShape, initialise_
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
-from diloco.trainer.parallel.parallelize import parallelize
+from diloco.trainer.parallel.parallelize import compile_ahead, parallelize
 from diloco.trainer.parallel.pipeline import Pipeline, build_part, parts_of
 from diloco.trainer.trainer import InnerTrainer
 
@@ -82,15 +82,19 @@ def make_trainer(
     num_evaluated: int = 4,
     evaluation: Evaluation | None = None,
     compute: Compute = PLAIN,
+    is_compiled_ahead: bool = False,
 ) -> InnerTrainer:
     config = InnerConfig(
         optimizer=optimizer or InnerOptimizerConfig(name="adamw", lr=2e-3, warmup_steps=2),
         clip_norm=clip_norm,
         z_loss=z_loss,
     )
-    data = small_data()
+    data, model = small_data(), make_model(mesh, shape, compute)
+    if is_compiled_ahead:
+        size = batch_size // mesh.dp_size // micro_batches
+        compile_ahead(model, mesh, batch_size=size, sequence_length=SEQUENCE_LENGTH)
     return InnerTrainer(
-        make_model(mesh, shape, compute),
+        model,
         mesh=mesh,
         batches=data.batches(
             slots=(1,),

@@ -19,7 +19,8 @@ NORM_TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}  # relative
 
 #: Of two ranks: what another row below has too, of two ranks or of `PAIRS`.
 AGAIN = (
-    "fsdp-tied", "fsdp-by-block-accumulated", "replicated-by-block", "tp", "tp-tied-accumulated",
+    "bfs-tied", "fsdp-tied", "fsdp-by-block-accumulated", "replicated-by-block", "tp",
+    "tp-tied-accumulated",
     "1f1b", "1f1b-experts", "interleaved-zb-tied", "zbv", "dualpipev", "ring",
     "gathered-accumulated", "ulysses-experts-latent", "experts-fsdp", "ep", "full-tp",
     "selective-ep", "bfloat16-replicated", "bfloat16-experts", "bfloat16-ep",
@@ -55,7 +56,7 @@ def test_other_layout_agrees_with_one_rank(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", names(2, "compiler"))
+@pytest.mark.parametrize("name", [*names(2, "compiler"), *names(4, "compiler")])
 def test_compiled_layout_agrees_with_one_rank(name):
     check(name)
 

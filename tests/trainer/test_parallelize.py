@@ -14,12 +14,10 @@ from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from tests.distributed import run_ranks
 from tests.trainer.layouts import LARGEST_DIFFERENCES
 from tests.trainer.small_island import (
-    BATCH_SIZE,
     CPU,
     SEQUENCE_LENGTH,
     debug_shape,
     make_trainer,
-    one_rank,
 )
 
 REFUSED_UNDER_TP = {
@@ -113,13 +111,10 @@ def test_model_on_one_rank_is_materialised_and_tied_as_declared(is_tied):
     assert (model.head.weight is model.embed.weight) == is_tied
 
 
-def train_compiled_ahead(island_rank):
-    mesh = one_rank()
-    compute = Compute("none", "aot_eager")
-    ours, expected = make_trainer(mesh, micro_batches=2, compute=compute), make_trainer(mesh)
-    parallelize.compile_ahead(
-        ours.model, mesh, batch_size=BATCH_SIZE // 2, sequence_length=SEQUENCE_LENGTH
-    )
+def train_compiled_ahead(island_rank, axes):
+    mesh, compute = make_mesh(CPU, axes), Compute("none", "aot_eager")
+    ours = make_trainer(mesh, micro_batches=2, compute=compute, is_compiled_ahead=True)
+    expected = make_trainer(mesh, micro_batches=2)
     graphs = torch._dynamo.utils.counters["stats"]
     made = graphs["unique_graphs"]
     has_gradients = any(parameter.grad is not None for parameter in ours.model.parameters())
@@ -128,10 +123,16 @@ def train_compiled_ahead(island_rank):
 
 
 @pytest.mark.slow
-def test_what_is_compiled_ahead_is_not_compiled_in_the_first_inner_steps():
-    ((ahead, in_all, has_gradients, (losses, expected)),) = run_ranks(train_compiled_ahead, 1)
+@pytest.mark.parametrize(
+    "axes",
+    [MeshConfig(), MeshConfig(cp=2, context="all-gather"), MeshConfig(pp=2)],
+    ids=["one", "cp", "pp"],
+)
+def test_what_is_compiled_ahead_is_not_compiled_in_the_first_inner_steps(axes):
+    (*_, last) = run_ranks(train_compiled_ahead, axes.num_ranks, axes)
+    ahead, in_all, has_gradients, (losses, expected) = last
 
     assert ahead == in_all > 0
     assert not has_gradients
-    # Accumulated in two parts, which sums in another order.
+    # Compiled, which may sum in another order.
     assert losses == pytest.approx(expected, abs=LARGEST_DIFFERENCES["float32"])

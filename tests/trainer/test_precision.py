@@ -75,6 +75,23 @@ def test_float8_trains_close_to_bfloat16_and_keeps_float32_parameters():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("precision", FLOAT8)
+@pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=2, tp=2), MeshConfig(pp=2)], ids=["tp", "pp"])
+def test_float8_with_other_axes_trains_close_to_bfloat16(precision, mesh):
+    (expected,) = run_ranks(_train, 1, MeshConfig(), 2)
+
+    compute = Compute("full", "aot_eager", precision)
+    (*_, last) = run_ranks(_train, mesh.num_ranks, mesh, 2, compute, timeout_s=120)
+
+    losses, evaluation, _, dtypes = last
+    assert dtypes == {"torch.float32"}
+    assert losses != expected[0]
+    assert losses == pytest.approx(expected[0], abs=0.03)
+    assert evaluation == pytest.approx(expected[1], abs=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "compute",
     [
@@ -108,5 +125,6 @@ def test_layers_of_odd_widths_stay_and_a_model_of_them_is_refused():
     assert type(mixed["to-24"]) is nn.Linear and type(mixed["to-48"]) is not nn.Linear
     assert mixed["to-48"].weight is weight
     assert multiply_in_float8([block(48, 96)], "mxfp8", CPU) == ("to-96",)
+    assert multiply_in_float8([block(48, 96)], "float8-rowwise", CPU, tp=2) == ("to-96",)
     with pytest.raises(ConfigError, match="widths that are multiples of 16; set it to"):
         multiply_in_float8([odd], "float8-tensorwise", CPU)

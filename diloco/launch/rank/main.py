@@ -168,7 +168,6 @@ class _Rank:
         warm, start_step = find_beginning(self._config, self._coordinator_address, connection.io)
         model = self._build_model(shape, mesh, warm)
         if island.compute.compile_backend:
-            assert not isinstance(model, Pipeline), "stages are not compiled"
             self._compile(model, mesh, data)
         self._join(connection, model, data, start_step)
         check_optimizer_names(shape, self._config.inner.optimizer)  # the policy may be another
@@ -258,7 +257,7 @@ class _Rank:
             load_parameters_(model, warm.read)
         return model
 
-    def _compile(self, model: Model, mesh: IslandMesh, data: Data) -> None:
+    def _compile(self, model: Model | Pipeline, mesh: IslandMesh, data: Data) -> None:
         """Compile before the join, as long as nobody waits for this island."""
         island, began = self._config.island, time.monotonic()
         batch_size = island.tokens_per_inner_step // data.sequence_length

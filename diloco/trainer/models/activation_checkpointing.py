@@ -26,16 +26,19 @@ from diloco.trainer.models.experts import Router
 _aten = torch.ops.aten
 #: Kept by "selective": each costs far more to compute than its output takes to keep. Collectives
 #: of tensor parallelism are computed again, so that what they return need not be kept whole.
+_ATTENTION = [
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
 _KEPT = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
     _aten._scaled_mm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    *_ATTENTION,
 ]
 
 #: (function, inputs) -> what the function returns, with the backward computing it again.
@@ -43,7 +46,9 @@ Recompute = Callable[..., Tensor]
 _Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
-def recompute_of(block: nn.Module, kind: Literal["selective", "full"]) -> Recompute:
+def recompute_of(
+    block: nn.Module, kind: Literal["selective", "full"], *, keeps_attention: bool = False
+) -> Recompute:
     """Return how a block calls itself so that its backward computes it again.
 
     Nothing in a block is random, so no generator's state is kept. Routers count tokens once:
@@ -52,10 +57,15 @@ def recompute_of(block: nn.Module, kind: Literal["selective", "full"]) -> Recomp
     Args:
         block: Whose routers must not count twice.
         kind: What is computed again.
+        keeps_attention: Whether "full" keeps what attention returns as well. For compiled blocks
+            over tp: PyTorch 2.13 counts attention as random, and mixes up the state of a generator
+            with the mesh of a DTensor among what it keeps.
     """
     contexts: Callable[[], _Contexts] | None = None
     if kind == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _KEPT)
+    elif keeps_attention:
+        contexts = partial(create_selective_checkpoint_contexts, _ATTENTION)
     if routers := [module for module in block.modules() if isinstance(module, Router)]:
         contexts = partial(_counting_once, routers, contexts)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

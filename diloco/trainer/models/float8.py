@@ -7,7 +7,8 @@
 Scales are computed each time from what is multiplied, of all three products of a linear layer:
 forward, and both of its backward. Parameters are the same tensors as before: gathered and cast to
 bfloat16 by FSDP2, cast to 8 bits where they are used. Left in bfloat16 are embedding, norms, head,
-routers and routed experts, and layers with a width that is no multiple of `Float8.unit`.
+routers and routed experts, and layers with a width that is no multiple of `Float8.unit` on each of
+the ranks that share them.
 
 Source: FP8 formats (arXiv 2209.05433); OCP microscaling formats (MX) 1.0; torchao.
 """
@@ -28,15 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def multiply_in_float8(
-    blocks: Iterable[nn.Module], precision: Precision, device: torch.device
+    blocks: Iterable[nn.Module], precision: Precision, device: torch.device, *, tp: int = 1
 ) -> tuple[str, ...]:
     """Replace the linear layers of blocks by ones that multiply in 8 bits, in place.
 
     Args:
-        blocks: On the meta device; their parameters stay.
+        blocks: On the meta device, not split yet; their parameters stay.
         precision: A key of `FLOAT8`.
         device: Where they will compute; on a CPU 8 bits are emulated, for tests: slow, and rounded
             alike.
+        tp: Ranks that a matrix will be split over; the widths that each has count.
 
     Returns:
         Names of the layers in their blocks, sorted, each once.
@@ -44,7 +46,7 @@ def multiply_in_float8(
     Raises:
         ConfigError: If none has the widths that it takes.
     """
-    unit, is_emulated = FLOAT8[precision].unit, device.type == "cpu"
+    unit, is_emulated = FLOAT8[precision].unit * tp, device.type == "cpu"
     changed, left = set[str](), set[str]()
     for block in blocks:
         for name, layer in list(block.named_modules()):

@@ -31,6 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from diloco.trainer.parallel.mesh import IslandMesh
+
 Method = Literal["ring", "all-gather", "ulysses"]
 
 
@@ -52,6 +54,14 @@ def positions_of(rank: int, cp: int, num_positions: int) -> Tensor:
         raise ValueError(f"{num_positions} positions cannot be cut into 2 x {cp} equal chunks")
     chunks = torch.arange(num_positions).view(2 * cp, -1)
     return chunks[[rank, 2 * cp - 1 - rank]].flatten()
+
+
+def positions_here(mesh: IslandMesh, num_positions: int) -> Tensor:
+    """Return the positions of a sequence that this rank computes, on its device; all without cp."""
+    group = mesh.cp_group
+    if group is None:
+        return torch.arange(num_positions, device=mesh.device)
+    return positions_of(dist.get_rank(group), mesh.config.cp, num_positions).to(mesh.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from diloco.trainer.models.transformers_parallel import apply_transformers_tp
 from diloco.trainer.parallel.context import ContextAttention
 from diloco.trainer.parallel.expert_parallel import spread_experts
 from diloco.trainer.parallel.mesh import IslandMesh
+from diloco.trainer.parallel.pipeline import Pipeline, parts_of
 from diloco.trainer.parallel.tensor_parallel import (
     apply_tensor_parallel,
     await_embedding,
@@ -88,6 +89,8 @@ def parallelize(
         is_transformers=isinstance(model, TransformersModel),
     ):
         raise ConfigError(f"{name} = {value!r} {problem}")
+    if compute.precision in FLOAT8:  # before layers are split: they are replaced, hooks and all
+        multiply_in_float8(model.blocks, compute.precision, mesh.device, tp=mesh.config.tp)
     tp_mesh, keeps_logits_split = mesh.submesh("tp"), mesh.config.loss_parallel
     if isinstance(model, TransformersModel):
         _check_axes(mesh.config)
@@ -142,18 +145,20 @@ def _apply_context_parallel(model: Llama, mesh: IslandMesh, *, sequence_length: 
 
 
 def _apply_compute(model: Model, compute: Compute, mesh: IslandMesh) -> None:
-    """Let blocks multiply in 8 bits, compute again what they do not keep, and compile them.
+    """Let blocks compute again what they do not keep, and compile them.
 
     Each block is compiled by itself with its activation checkpointing, so that the compiler plans
     both. Blocks are alike and share one compiled graph; names of parameters do not change.
     """
     if compute.is_cast and isinstance(model, Llama):
         model.residual_dtype = torch.bfloat16
-    if compute.precision in FLOAT8:
-        multiply_in_float8(model.blocks, compute.precision, mesh.device)
     for block in model.blocks:
         if compute.activation_checkpointing != "none":
-            recompute = recompute_of(block, compute.activation_checkpointing)
+            recompute = recompute_of(
+                block,
+                compute.activation_checkpointing,
+                keeps_attention=bool(compute.compile_backend) and mesh.config.tp > 1,
+            )
             if isinstance(block, Block):
                 block.recompute = recompute
             else:
@@ -162,7 +167,9 @@ def _apply_compute(model: Model, compute: Compute, mesh: IslandMesh) -> None:
             block.compile(backend=compute.compile_backend, fullgraph=True)
 
 
-def compile_ahead(model: Model, mesh: IslandMesh, *, batch_size: int, sequence_length: int) -> None:
+def compile_ahead(
+    model: Model | Pipeline, mesh: IslandMesh, *, batch_size: int, sequence_length: int
+) -> None:
     """Make a forward and a backward of zeros, which compile what is compiled; collective.
 
     For a minute in which nobody waits for this island: its first inner step is one of the run, and
@@ -170,14 +177,22 @@ def compile_ahead(model: Model, mesh: IslandMesh, *, batch_size: int, sequence_l
     they are, and have no gradients.
 
     Args:
-        model: From `parallelize`, with values.
+        model: From `parallelize`, with values; of a pipeline, before it runs.
         mesh: The ranks that it was parallelised over.
         batch_size: Sequences of this rank's micro-batch.
         sequence_length: Tokens of each.
     """
-    tokens_BS = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=mesh.device)
-    logits_BSV = model(tokens_BS, torch.arange(sequence_length, device=mesh.device))
-    torch.autograd.backward(logits_BSV.float().mean())
+    num_positions = sequence_length // mesh.config.cp
+    positions_S = torch.arange(num_positions, device=mesh.device)
+    for part in parts_of(model):
+        if isinstance(part, Llama) and part.embed is None:
+            length, dtype = num_positions // mesh.config.tp, part.residual_dtype
+            x = torch.zeros(batch_size, length, part.shape.dim, dtype=dtype, device=mesh.device)
+            x.requires_grad_()
+        else:
+            x = torch.zeros(batch_size, num_positions, dtype=torch.int64, device=mesh.device)
+        out = part(x, positions_S)
+        torch.autograd.backward(out.float().mean())
     model.zero_grad(set_to_none=True)
 
 

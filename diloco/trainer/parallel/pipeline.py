@@ -3,9 +3,9 @@
     loop   stage s is on rank s mod pp          gpipe, 1f1b, bfs, interleaved-1f1b, interleaved-zb
     V      s and 2 pp - 1 - s are on one rank   zbv, dualpipev
 
-The embedding is with the first stage, norm and head with the last, layers are spread evenly. What
-travels between stages is the residual stream of a micro-batch, and its gradient back. Schedules are
-PyTorch's; an evaluation, which has no backward, goes its own straight way.
+The embedding is with the first stage, norm and head with the last; `stage_layers` deals the layers.
+What travels between stages is the residual stream of a micro-batch, and its gradient back.
+Schedules are PyTorch's; an evaluation, which has no backward, goes its own straight way.
 
 Source: GPipe (arXiv 1811.06965), 1F1B and interleaved stages (arXiv 2104.04473), breadth-first
 (arXiv 2211.05953), zero bubble (arXiv 2401.10241), DualPipe (arXiv 2412.19437).
@@ -30,12 +30,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from diloco.config.pipeline import V_SCHEDULES, Schedule
+from diloco.config.pipeline import V_SCHEDULES, Schedule, stage_layers
 from diloco.errors import ConfigError
 from diloco.island.lanes.boxes import stored
 from diloco.trainer.models.families import Model, Shape, build_model
 from diloco.trainer.models.model import Llama, LlamaShape
 from diloco.trainer.models.model import build_model as build_stage
+from diloco.trainer.parallel.context import positions_here
 from diloco.trainer.parallel.mesh import IslandMesh
 
 #: Logits and targets of a micro-batch -> what it adds to what is minimised, and to the loss told.
@@ -71,16 +72,16 @@ class Pipeline(nn.Module):
             mesh: With pp above 1.
 
         Raises:
-            ConfigError: If the stages do not divide the layers, or tied embeddings are on one rank.
+            ConfigError: If there are more stages than layers, or tied embeddings are on one rank.
         """
         super().__init__()
         config = mesh.config
         self.shape = shape
         self.ranks = stage_ranks(config.schedule, config.pp, config.stages_per_rank)
         num_stages = len(self.ranks)
-        if shape.num_layers % num_stages:
+        if num_stages > shape.num_layers:
             raise ConfigError(
-                f"pp x stages_per_rank = {num_stages} stages must divide model.num_layers = "
+                f"pp x stages_per_rank = {num_stages} stages must be at most model.num_layers = "
                 f"{shape.num_layers}"
             )
         if shape.tie_embeddings and self.ranks[0] == self.ranks[-1]:
@@ -88,11 +89,9 @@ class Pipeline(nn.Module):
                 f'schedule = "{config.schedule}" has first and last stage on one rank, which '
                 "cannot tie them yet: set model.tie_embeddings = false, or another schedule"
             )
-        size = shape.num_layers // num_stages
         here = [s for s, rank in enumerate(self.ranks) if rank == mesh.coordinate("pp")]
-        self.stages = nn.ModuleDict(
-            {str(s): build_stage(shape, range(s * size, (s + 1) * size)) for s in here}
-        )
+        layers = stage_layers(shape.num_layers, num_stages)
+        self.stages = nn.ModuleDict({str(s): build_stage(shape, layers[s]) for s in here})
         self.unnamed_modules = ("stages", *(f"stages.{s}" for s in here))
         self.tied_group = _tied_group(mesh) if shape.tie_embeddings else None
 
@@ -203,7 +202,8 @@ class PipelineRunner:
         self._micro_batch_size = micro_batch_size
         self._total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._schedule: Any = None  # PyTorch's two bases of schedules have no public name
-        self._positions_S = torch.empty(0, dtype=torch.int64, device=mesh.device)
+        self._positions_S = torch.empty(0, dtype=torch.int64)  # of the sequences that pass
+        self._num_positions = 0  # of all ranks along cp
         for stage in pipeline.parts:
             # Stages pass one tensor on; positions are the same for all and need not travel.
             stage.register_forward_pre_hook(self._with_positions)
@@ -229,7 +229,7 @@ class PipelineRunner:
         return self._total
 
     @torch.no_grad()
-    def logits(self, tokens_BS1: Tensor) -> Tensor | None:
+    def logits(self, tokens_BS1: Tensor) -> tuple[Tensor | None, Tensor]:
         """Run sequences forward alone; collective over the pipeline.
 
         All ranks go through stages and their edges in one order, so that none waits for another
@@ -239,9 +239,9 @@ class PipelineRunner:
             tokens_BS1: Equal on all ranks of the pipeline, shape [B, S + 1].
 
         Returns:
-            What the last stage returns, where that is; None on other ranks.
+            What the last stage returns, where that is, None on other ranks; and the targets.
         """
-        inputs_BS, _ = self._split(tokens_BS1)
+        inputs_BS, targets_BS = self._split(tokens_BS1)
         ranks, x, here = self._pipeline.ranks, inputs_BS, self._mesh.coordinate("pp")
         for index, rank in enumerate(ranks):
             before = ranks[index - 1] if index else rank
@@ -253,7 +253,7 @@ class PipelineRunner:
             x = self._pipeline.stages[str(index)](x)
             if index + 1 < len(ranks) and ranks[index + 1] != rank:
                 dist.send(x.contiguous(), group=self._mesh.pp_group, group_dst=ranks[index + 1])
-        return x if self._has(-1) else None
+        return x if self._has(-1) else None, targets_BS
 
     def gather_loads(self, loads: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
         """Tell every rank the loads of all stages' experts; collective where there are any.
@@ -280,15 +280,16 @@ class PipelineRunner:
 
     def _split(self, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
         num_positions = tokens_BS1.shape[1] - 1
-        if len(self._positions_S) != num_positions:
-            self._positions_S = torch.arange(num_positions, device=self._mesh.device)
-        return tokens_BS1[:, :-1], tokens_BS1[:, 1:]
+        if self._num_positions != num_positions:
+            self._num_positions = num_positions
+            self._positions_S = positions_here(self._mesh, num_positions)
+        return tokens_BS1[:, self._positions_S], tokens_BS1[:, self._positions_S + 1]
 
     def _with_positions(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (*inputs, self._positions_S)
 
     def _residual(self, num_sequences: int, **options: Any) -> Tensor:
-        """Return room for what travels: under tp every rank has its own positions of it."""
+        """Return room for what travels: under tp and cp every rank has its own positions of it."""
         length = len(self._positions_S) // self._mesh.config.tp
         dtype = self._pipeline.parts[0].residual_dtype
         options = {"device": self._mesh.device, "dtype": dtype, **options}
