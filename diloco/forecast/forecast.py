@@ -215,6 +215,16 @@ def forecast(config: Config, ranks_per_host: dict[str, int] | None = None) -> Fo
     )
 
 
+def forecast_syncers(config: Config) -> tuple[SyncerForecast, ...]:
+    """Foresee what each syncer of a run takes; allocates no parameter.
+
+    Raises:
+        ConfigError: If the model cannot be cut as `outer` says.
+    """
+    model = build_model(shape_of(config.model))
+    return _syncers(config, build_plan(config.outer, tensor_specs(canonical_parameters(model))))
+
+
 def _arrival(
     config: Config, fragments: Sequence[FragmentForecast], link: LinkProfile | None
 ) -> ArrivalForecast:

@@ -32,7 +32,7 @@ AT = (
 )
 #: Fields of a SkyPilot task, and of its resources: docs.skypilot.co, "SkyPilot YAML".
 TASK = {"name", "num_nodes", "resources", "file_mounts", "setup", "run"}
-RESOURCES = {"cpus", "ports", "accelerators", "infra", "use_spot"}
+RESOURCES = {"cpus", "memory", "disk_size", "ports", "accelerators", "infra", "use_spot"}
 
 
 @pytest.fixture
@@ -155,7 +155,9 @@ def test_skypilot_gets_documented_fields_and_a_task_for_each_job(run_file: str) 
     for task, nodes in ((coordinator, 1), (eu, 2), (us, 1)):
         assert set(task) == TASK and set(task["resources"]) <= RESOURCES
         assert task["num_nodes"] == nodes
-    assert coordinator["resources"] == {"cpus": "4+", "ports": [4711, 4712]}
+    assert coordinator["resources"] == {
+        "cpus": "4+", "memory": "5+", "disk_size": 100, "ports": [4711, 4712]
+    }  # fmt: skip
     assert eu["resources"] == {"accelerators": "H100:8", "use_spot": True, "infra": "aws"}
     assert us["resources"] == {"cpus": "8+"}
     assert eu["file_mounts"] == {
@@ -192,6 +194,27 @@ def test_a_syncer_of_its_own_is_a_job_of_its_own(placed: tuple[str, ...]) -> Non
     assert "run diloco syncer run.toml --name eu --standby --set" in eu
     assert "--resume-stopped --standby --set" in written("slurm", "coordinator", "sbatch")
     assert options(written("slurm", "syncer-us", "sbatch"))["nodelist"] == "gate.us"
+
+
+def test_a_server_asks_for_the_memory_and_disk_that_its_fragments_take(
+    placed: tuple[str, ...],
+) -> None:
+    """8B on two syncers: 12 bytes of state a parameter, payloads, and a merge; records and frames."""
+    sets = (*placed, "model.preset=llama3-8B")
+    for engine in ("slurm", "kubernetes"):
+        made = launch(engine, sets=sets)
+        assert made.exit_code == 0, (made.output, made.exception)
+
+    at, eu = (options(written("slurm", job, "sbatch")) for job in ("coordinator", "syncer-eu"))
+    _, job = yaml.safe_load_all(written("kubernetes", "syncer-eu", "yaml"))
+    pod = job["spec"]["template"]["spec"]
+    (state,) = (each["ephemeral"] for each in pod["volumes"] if each["name"] == "state")
+    asked = pod["containers"][0]["resources"]["requests"]
+    stored = state["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
+
+    assert at["mem"] == "2G"
+    assert 45 < int(eu["mem"].removesuffix("G")) == int(asked["memory"].removesuffix("Gi")) < 110
+    assert 100 < int(stored.removesuffix("Gi")) < 1000
 
 
 def test_pods_of_syncers_wait_for_the_one_before_and_lose_nothing(placed: tuple[str, ...]) -> None:
@@ -234,7 +257,9 @@ def test_machines_of_syncers_have_the_port_and_certificate_of_theirs(
     assert made.exit_code == 0, (made.output, made.exception)
     task = yaml.safe_load(written("skypilot", "syncer-eu", "yaml"))
     assert set(task) == TASK and task["num_nodes"] == 1
-    assert task["resources"] == {"cpus": "64+", "ports": [4800]}
+    assert task["resources"] == {
+        "cpus": "64+", "memory": "5+", "disk_size": 100, "ports": [4800]
+    }  # fmt: skip
     assert task["file_mounts"] == {
         "~/diloco/run.toml": "run.toml",
         "~/diloco/certs/ca.pem": "certs/ca.pem",

@@ -119,7 +119,12 @@ def kubernetes(
     image: Annotated[
         str, option("Of every container: one that Containerfile describes.", "NAME", "--image")
     ],
-    storage: Annotated[str, option("Of each volume.", "SIZE", "--storage")] = "100Gi",
+    storage: Annotated[
+        str,
+        option(
+            "Of each volume; left out: 100Gi, of servers what a plan foresees.", "SIZE", "--storage"
+        ),
+    ] = "",
     pod: Annotated[
         list[str] | None,
         option(

@@ -7,14 +7,16 @@ its own ([syncers.NAME]); other syncers are started by the coordinator.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
+from diloco.forecast.forecast import forecast_syncers
 from diloco.transport.addresses import is_loopback, is_wildcard, split_address, split_candidates
 
 COORDINATOR = "coordinator"
@@ -22,6 +24,8 @@ COORDINATOR = "coordinator"
 MEETING_PORT = 29400
 #: Of a Service, and of a cluster of SkyPilot.
 _DNS_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+#: Over what is foreseen; for an interpreter and its libraries; for a journal and for logs.
+_MARGIN, _GIB_OF_A_PROCESS, _GIB_OF_LOGS = 1.2, 2, 10
 #: Of a pod: RUN-ISLAND-INDEX, with a number of five digits.
 _LONGEST_NAME = 57
 
@@ -74,6 +78,8 @@ class ServerJob:
         key: Of the run file, where its address is.
         address: HOST:PORT as islands reach it; perhaps several.
         ports: At which it listens.
+        memory_gib: Of its host, as `diloco plan` foresees it; 0: it is not known.
+        disk_gib: Of its state, likewise.
     """
 
     name: str
@@ -81,6 +87,8 @@ class ServerJob:
     key: str
     address: str
     ports: tuple[int, ...]
+    memory_gib: int = 0
+    disk_gib: int = 0
 
     #: Of its certificate's file: syncers are trusted as the coordinator is, and issue theirs by it.
     certificate = COORDINATOR
@@ -182,6 +190,7 @@ class Jobs:
             ServerJob(COORDINATOR, "", "coordinator.address", at.address, ports),
             *(_syncer(config, name) for name in config.syncers),
         )
+        servers = _with_needs(config, servers)
         at_address: dict[tuple[str, int], ServerJob] = {}
         for each in servers:
             if each.name in config.islands:
@@ -343,6 +352,26 @@ def _syncer(config: Config, name: str) -> ServerJob:
             f'set it to "HOST:{port}" as they reach it'
         )
     return ServerJob(f"syncer-{name}", name, key, table.address or table.listen, (port,))
+
+
+def _with_needs(config: Config, servers: Sequence[ServerJob]) -> tuple[ServerJob, ...]:
+    """Add the memory and the disk that each takes by what its syncers take."""
+    if config.model.family == "own":  # only its own loop knows its parameters
+        return tuple(servers)
+    each = forecast_syncers(config)
+
+    def add(server: ServerJob) -> ServerJob:
+        here = [server.name] if server.syncer else config.own_syncers
+        held = [syncer for syncer in each if syncer.name in here]
+        merged = sum(syncer.memory_bytes for syncer in held)
+        stored = sum(syncer.store_bytes for syncer in held)
+        return replace(
+            server,
+            memory_gib=_GIB_OF_A_PROCESS * (1 + len(held)) + math.ceil(_MARGIN * merged / 2**30),
+            disk_gib=_GIB_OF_LOGS + math.ceil(_MARGIN * stored / 2**30),
+        )
+
+    return tuple(map(add, servers))
 
 
 def _island(config: Config, name: str, index: int, per_host: int) -> IslandJob:

@@ -15,7 +15,7 @@ from diloco.errors import ConfigError
 from diloco.launch.engines.jobs import IslandJob, Job, Jobs, read_values
 from diloco.launch.engines.templates import Written, render
 
-IMAGE, STORAGE = "example.org/diloco:latest", "100Gi"
+IMAGE, LEAST_GIB = "example.org/diloco:latest", 100
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?")
 #: Fields of a pod that are written here, and must not be given too.
 _OWN_FIELDS = frozenset(
@@ -48,7 +48,7 @@ def files(
     settings: Mapping[str, Mapping[str, str]],
     *,
     image: str = IMAGE,
-    storage: str = STORAGE,
+    storage: str = "",
 ) -> Iterator[Written]:
     """Write the objects, and the container file of their image.
 
@@ -56,14 +56,14 @@ def files(
         jobs: Of the run.
         settings: Fields of the pods by job, their values as JSON.
         image: Of every container.
-        storage: Of each volume.
+        storage: Of each volume; empty: 100Gi, of servers more where `diloco plan` foresees it.
 
     Raises:
         ConfigError: If an option is none that Kubernetes reads.
     """
     if not image.strip():
         raise ConfigError("--image: is empty; give the name of an image that Containerfile makes")
-    if not _QUANTITY.fullmatch(storage):
+    if storage and not _QUANTITY.fullmatch(storage):
         raise ConfigError(f"--storage {storage}: write it as Kubernetes does, such as 100Gi")
     yield Written("Containerfile", render("Containerfile", run=jobs))
     for job in jobs.each:
@@ -72,7 +72,7 @@ def files(
             run=jobs,
             site=job,
             image=image,
-            storage=storage,
+            storage=storage or f"{max(LEAST_GIB, getattr(job, 'disk_gib', 0))}Gi",
             pod=read_values(settings[job.name]),
         )
         yield Written(_objects_of(job), text, job=job.name)

@@ -9,6 +9,9 @@ from diloco.errors import ConfigError
 from diloco.launch.engines.jobs import IslandJob, Job, Jobs, read_values
 from diloco.launch.engines.templates import Written, render
 
+#: With the system, Python and torch.
+_LEAST_DISK_GIB = 100
+
 
 def check(jobs: Jobs, settings: Mapping[str, Mapping[str, str]]) -> None:
     """Require what its tasks cannot be without.
@@ -50,6 +53,9 @@ def files(
                 given["accelerators"] = f"{kind}:{devices}"
         if not isinstance(job, IslandJob):
             resources["ports"] = list(job.ports)
+            if job.memory_gib:
+                resources["memory"] = f"{job.memory_gib}+"
+                resources["disk_size"] = max(_LEAST_DISK_GIB, job.disk_gib)
         text = render(
             "sky.yaml",
             run=jobs,

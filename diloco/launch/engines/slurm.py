@@ -78,6 +78,7 @@ def _server_options(jobs: Jobs, server: ServerJob) -> dict[str, str]:
         "nodes": "1",
         "ntasks": "1",
         "cpus-per-task": str(server.cpus),
+        **({"mem": f"{server.memory_gib}G"} if server.memory_gib else {}),
         **_time_options(_CHECKPOINT_S),
     }
 
