@@ -199,7 +199,7 @@ def test_a_syncer_of_its_own_is_a_job_of_its_own(placed: tuple[str, ...]) -> Non
 def test_a_server_asks_for_the_memory_and_disk_that_its_fragments_take(
     placed: tuple[str, ...],
 ) -> None:
-    """8B on two syncers: 12 bytes of state a parameter, payloads, and a merge; records and frames."""
+    """8B on two: 12 bytes of state a parameter, payloads, and a merge; records and frames."""
     sets = (*placed, "model.preset=llama3-8B")
     for engine in ("slurm", "kubernetes"):
         made = launch(engine, sets=sets)
