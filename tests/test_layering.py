@@ -163,6 +163,7 @@ FORBIDDEN = [
             "diloco.durable",
             "diloco.simulations.emulate",
             "diloco.system",
+            "diloco.launch.rank.affinity",
             "diloco.telemetry.prometheus",
             "diloco.transport.tcp_counters",
         ),

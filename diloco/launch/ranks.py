@@ -102,13 +102,16 @@ class RankCommand:
     memory: HostMemory
 
     def environment(self, island_rank: int) -> Mapping[str, str]:
-        """Environment of one rank; what the user set for gloo wins."""
+        """Environment of one rank; what the user set for gloo and the allocator wins."""
         environment = {
             **os.environ,
             "RANK": str(island_rank),
             "WORLD_SIZE": str(self.num_ranks),
             "OMP_NUM_THREADS": str(self.threads),
         }
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Fragments come and go between blocks of other sizes: fixed segments would be torn.
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if self.interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", self.interface)
         return environment

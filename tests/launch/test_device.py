@@ -21,9 +21,10 @@ CROWDED = Job(70, 100, "", local_rank=70, num_local_ranks=100)
 
 
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
-def test_ranks_without_a_device_each_compute_on_the_processor(asked: str) -> None:
+def test_ranks_without_a_device_each_compute_on_the_processor(asked: str, caplog) -> None:
     device = rank_device(asked, CROWDED, island="east")
 
+    assert ("trains on CPUs; set it to" in caplog.text) == (asked == "auto")
     assert device == torch.device("cpu")
     assert backend_of(device) == "gloo"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import torch
@@ -11,6 +12,8 @@ from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.extras import require
 from diloco.launch.rank.job import Job
+
+logger = logging.getLogger(__name__)
 
 
 def rank_device(asked: Literal["auto", "cpu", "cuda"], job: Job, *, island: str) -> torch.device:
@@ -29,6 +32,16 @@ def rank_device(asked: Literal["auto", "cpu", "cuda"], job: Job, *, island: str)
     """
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_one_each = num_devices >= job.num_local_ranks
+    if asked == "auto":
+        what = f"this host has {num_devices} CUDA devices for {job.num_local_ranks} ranks"
+        if has_one_each:
+            logger.info("islands.%s.device = auto: %s, and each takes one", island, what)
+        else:
+            # Also where no device is found: a driver that is broken looks the same.
+            logger.warning(
+                'islands.%s.device = auto: %s, so it trains on CPUs; set it to "cuda" to end in '
+                'place of that, or to "cpu"', island, what,
+            )  # fmt: skip
     if asked == "cpu" or (asked == "auto" and not has_one_each):
         return torch.device("cpu")
     if not has_one_each:

@@ -48,6 +48,7 @@ from diloco.island.record import Record
 from diloco.island.session import DiLoCo
 from diloco.launch.process.ending import end_with_starter
 from diloco.launch.process.logs import log_to
+from diloco.launch.rank.affinity import bind_next_to
 from diloco.launch.rank.connect import connect
 from diloco.launch.rank.device import backend_of, check_async_tp, check_precision, rank_device
 from diloco.launch.rank.inputs import check_added
@@ -230,6 +231,7 @@ class _Rank:
         torch.set_num_threads(config.island.threads)
         torch.set_num_interop_threads(1)
         device = rank_device(config.island.device, job, island=config.island_id)
+        bind_next_to(device)
         check_async_tp(config.island.mesh, device, job, island=config.island_id)
         check_precision(config.island.precision, device, island=config.island_id)
         check_host_memory(
