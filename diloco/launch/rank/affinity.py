@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def bind_next_to(device: torch.device) -> None:
     """
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return
-    at = torch.cuda.get_device_properties(device)
+    at: Any = torch.cuda.get_device_properties(device)  # its type does not say all that it has
     address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
     if near := cpus_next_to(address, _SYSTEM) & allowed:
