@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # commands import what they need when they run
         SyncerForecast,
     )
 
+_T = TypeVar("_T")
+#: Of a table by fragments or by sends; --json has all.
+_MOST_ROWS = 32
+
 
 def show_forecast(console: Console, planned: Forecast) -> None:
     """Print what follows from the file alone."""
@@ -32,7 +36,9 @@ def show_forecast(console: Console, planned: Forecast) -> None:
     )
     tokens = ", ".join(f"{name} {number:,}" for name, number in planned.tokens.items())
     console.print(f"Tokens: {tokens}; together {sum(planned.tokens.values()):,}.\n")
-    console.print(FittedTable.of(planned.fragments, _FRAGMENTS))
+    console.print(FittedTable.of(_ends_of(planned.fragments), _FRAGMENTS))
+    if hidden := len(planned.fragments) - len(_ends_of(planned.fragments)):
+        console.print(f"{hidden} fragments between them are in --json alone.")
     console.print(
         f"A round of {planned.inner_steps_per_round} inner steps moves "
         f"{format_bytes(planned.round_bytes_up)} up and {format_bytes(planned.round_bytes_down)} "
@@ -179,6 +185,11 @@ def _arrival_text(planned: Forecast, arrival: ArrivalForecast) -> str:
     )
 
 
+def _ends_of(rows: Sequence[_T]) -> Sequence[_T]:
+    """Leave out what is between the first and the last ones of a long table."""
+    return rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 8], *rows[-8:]]
+
+
 def _send_table(planned: Forecast) -> FittedTable:
     rows: list[list[str]] = []
     previous = 0
@@ -191,7 +202,10 @@ def _send_table(planned: Forecast) -> FittedTable:
     if planned.is_flushed:
         last = str(planned.inner_steps)
         rows.append([last, last, "all (flush, published in float32)"])
-    return FittedTable.with_rows(["inner step", "merged after", "sent fragments"], rows)
+    shown = list(_ends_of(rows))
+    if len(shown) < len(rows):
+        shown.insert(-8, ["...", "...", "..."])
+    return FittedTable.with_rows(["inner step", "merged after", "sent fragments"], shown)
 
 
 def _link_text(planned: Forecast) -> str:
