@@ -84,6 +84,7 @@ def test_a_short_run_survives_a_kill_of_everybody_and_a_freeze(tmp_path: Path) -
     assert [island["num_starts"] for island in report["islands"]] == [1, 2]
 
 
+@pytest.mark.slow  # a minute; each kind of fault has tests of its own in test_bucket_faults
 @pytest.mark.timeout(400)
 def test_a_run_outlives_what_its_object_store_does(tmp_path: Path) -> None:
     write_run(tmp_path, {"east": "", "west": ""}, inner_steps=240)

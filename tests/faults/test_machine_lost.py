@@ -159,6 +159,7 @@ def run(tmp_path: Path, server: S3Server, request: pytest.FixtureRequest):  # ty
     run.end()
 
 
+@pytest.mark.slow  # half a minute; test_placed_syncers loses a machine in the default suite
 def test_a_lost_machine_takes_nothing_with_it(run: Run) -> None:
     first = run.one.start()
     wait_until(lambda: run.one.state.coordinator.exists(), what=lambda: run.one.said)

@@ -342,10 +342,10 @@ def test_what_the_disk_does_not_give_back_is_lost_and_a_lack_of_descriptors_is_n
     commit(store, 2)
     newest, opened = path_of(store, 2), Path.open
 
-    def failing(path: Path, *mode: Any) -> Any:
+    def failing(path: Path, *given: Any, **named: Any) -> Any:  # of other threads' files, too
         if path == newest:
             raise OSError(number, os.strerror(number))
-        return opened(path, *mode)
+        return opened(path, *given, **named)
 
     monkeypatch.setattr(Path, "open", failing)
     if is_lost:
