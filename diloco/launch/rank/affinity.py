@@ -2,8 +2,7 @@
 
 Linux says which NUMA node a PCI device hangs on. CPUs that this process was not given (taskset,
 cgroups, Slurm's binding) stay out; where none is left, or the node is not known, nothing changes.
-
-Source: `torchrun --numa-binding node` of PyTorch 2.9.
+`torchrun --numa-binding node` does so as well.
 """
 
 from __future__ import annotations
