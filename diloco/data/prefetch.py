@@ -7,12 +7,14 @@ cannot be read is an error at the inner step that needs it. What goes elsewhere 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diloco.data.batches import Batches
@@ -29,18 +31,20 @@ class _Cursor:
 
 
 class PrefetchedBatches:
-    """Another's batches, made ahead; its own thread is the only one that draws from those."""
+    """Another's batches, made ahead."""
 
-    def __init__(self, batches: Batches, *, is_pinned: bool) -> None:
+    def __init__(self, batches: Batches, device: torch.device) -> None:
         """Keep the batches; nothing is drawn before the first is wanted.
 
         Args:
             batches: Used by nobody else from here on.
-            is_pinned: Whether batches are put into memory that a CUDA device copies from by itself.
+            device: To which they go; for CUDA they are put into pinned memory.
         """
         self._batches = batches
-        self._is_pinned = is_pinned
-        self._thread = ThreadPoolExecutor(1, "batches")
+        self._is_pinned = device.type == "cuda"
+        # In memory that is pinned by way of that device, and not of the first one.
+        begin = functools.partial(torch.cuda.set_device, device) if self._is_pinned else None
+        self._thread = ThreadPoolExecutor(1, "batches", begin)
         self._ahead: deque[tuple[int, Future[tuple[Tensor, _Cursor]]]] = deque()
         self._has_failed = False
         self._note()

@@ -1,7 +1,7 @@
 """Tokenises sources of text into NAME.bin and NAME.idx: their documents in order, each once.
 
 Ids and lengths are appended to two part files. How far both are durable, and where the source goes
-on, is written beside them now and then; a start that finds this cuts the part files back to it and
+on, is written next to them now and then; a start that finds this cuts the part files back to it and
 goes on there. What is written depends on text and tokenizer only: not on processes, nor on kills.
 """
 

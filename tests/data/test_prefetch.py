@@ -13,6 +13,8 @@ from diloco.protocol.run.slots import SlotPosition
 from tests.data.test_streams import BATCH, open_batches
 from tests.data.text_files import LENGTH, SEED, open_streams, pieces, write_jsonl
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(params=["streams", "stdlib"])
 def start(request, tmp_path):
@@ -29,7 +31,7 @@ def start(request, tmp_path):
 
 @pytest.fixture
 def ahead(start):
-    batches = PrefetchedBatches(start(), is_pinned=False)
+    batches = PrefetchedBatches(start(), CPU)
     yield batches
     batches.close()
 
@@ -48,7 +50,7 @@ def test_every_cursor_is_that_of_the_batch_taken_and_leads_to_the_same_batches(s
         assert torch.equal(ahead.batch(step), taken[-1])
 
     for step, state in enumerate(states):  # killed after each step, and started again
-        again = PrefetchedBatches(start(), is_pinned=False)
+        again = PrefetchedBatches(start(), CPU)
         again.load_state_dict(json.loads(state))
         for later in range(step, min(step + 4, len(taken))):
             assert torch.equal(again.batch(later), taken[later])
@@ -91,7 +93,7 @@ def test_whatever_is_asked_between_two_batches_is_answered_as_if_none_was_ahead(
 def test_the_end_of_the_text_is_an_error_at_the_step_that_needs_more(tmp_path):
     path = str(write_jsonl(tmp_path / "a.jsonl", pieces(40)))
     plain, inner = (open_batches(open_streams({"a": {"files": path}})) for _ in range(2))
-    ahead, step = PrefetchedBatches(inner, is_pinned=False), 0
+    ahead, step = PrefetchedBatches(inner, CPU), 0
 
     with pytest.raises(ConfigError) as expected:
         while True:
@@ -122,7 +124,7 @@ def test_the_next_batches_are_made_while_nobody_asks_and_the_thread_ends(start):
         return draw(step)
 
     inner.batch = counted
-    ahead = PrefetchedBatches(inner, is_pinned=False)
+    ahead = PrefetchedBatches(inner, CPU)
 
     ahead.batch(0)
 

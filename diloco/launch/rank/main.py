@@ -315,7 +315,7 @@ class _Rank:
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,
         )
-        return PrefetchedBatches(batches, is_pinned=self._device.type == "cuda")
+        return PrefetchedBatches(batches, self._device)
 
     def _build_trainer(
         self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: PrefetchedBatches
