@@ -86,7 +86,7 @@ def too_few_documents(
     )
 
 
-class Group(Protocol):
+class DocumentGroup(Protocol):
     """Documents of a share that were read together, a separator after each.
 
     Attributes:
@@ -113,7 +113,7 @@ class Group(Protocol):
         ...
 
 
-class Groups(Protocol):
+class DocumentGroups(Protocol):
     """The documents of a share, in groups; where one ends depends on nothing but its beginning.
 
     Attributes:
@@ -138,7 +138,7 @@ class Groups(Protocol):
         """Go to a position, or to the start."""
         ...
 
-    def read(self) -> Group | None:
+    def read(self) -> DocumentGroup | None:
         """Read the next group; None at the end of the source.
 
         Raises:
@@ -187,7 +187,7 @@ class TextGroups:
         """Go to a position, or to the start."""
         self._reader.go_to(position)
 
-    def read(self) -> Group | None:
+    def read(self) -> DocumentGroup | None:
         """Read and tokenise the next documents that have text; at least one.
 
         Raises:
@@ -215,7 +215,7 @@ class PackedSequence:
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: list[tuple[Group, int, int]]) -> None:
+    def __init__(self, parts: list[tuple[DocumentGroup, int, int]]) -> None:
         """Keep (group, first token in it, number of tokens), in order."""
         self._parts = parts
 
@@ -238,7 +238,7 @@ class PackedSource:
         num_sequences: Sequences taken since the start.
     """
 
-    def __init__(self, groups: Groups, *, sequence_length: int, repeat: bool) -> None:
+    def __init__(self, groups: DocumentGroups, *, sequence_length: int, repeat: bool) -> None:
         """Stand at the start.
 
         Args:
@@ -255,7 +255,8 @@ class PackedSource:
         self.num_sequences = 0
         self._pass = 0
         self._has_text = False  # in this pass
-        self._groups: deque[tuple[dict[str, Any], Group]] = deque()  # and the position before each
+        #: With the position before each.
+        self._groups: deque[tuple[dict[str, Any], DocumentGroup]] = deque()
         self._offset = 0  # of the next sequence, in the first group
 
     def next_sequence(self) -> PackedSequence:
@@ -265,7 +266,7 @@ class PackedSource:
             SourceEndedError: If the source has no further sequence and does not repeat.
             ConfigError: If a document cannot be read, or the slot has no text in all of it.
         """
-        parts: list[tuple[Group, int, int]] = []
+        parts: list[tuple[DocumentGroup, int, int]] = []
         start, needed = self._offset, self._sequence_length + 1
         for index in itertools.count():
             if index == len(self._groups):
@@ -328,7 +329,7 @@ class PackedSource:
     def _position(self) -> dict[str, Any]:
         return {**self._reader.position(), "pass": self._pass}
 
-    def _read_group(self) -> tuple[dict[str, Any], Group]:
+    def _read_group(self) -> tuple[dict[str, Any], DocumentGroup]:
         """Read the slot's next documents that have text, and the position before them."""
         start = self._position()
         group = self._reader.read()

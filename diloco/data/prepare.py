@@ -10,10 +10,12 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -89,7 +91,7 @@ def prepare(
 
     Raises:
         ConfigError: If a source cannot be read or is no text, the directory has files of another
-            source, or there is no room.
+            source, there is no room, or a process was killed.
     """
     tokenizer = open_tokenizer(config.tokenizer, config.separator)
     with ProcessPoolExecutor(
@@ -104,6 +106,12 @@ def prepare(
                 jobs = _Jobs(pool, 2 * num_processes)
                 made[name] = _prepare(config, name, directory, tokenizer, jobs, show, sync_bytes)
             return made
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"{directory}: a process that tokenised was ended, perhaps for its memory; use "
+                f"fewer than --processes {num_processes} and type the same command again, it goes "
+                "on where it was"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -314,6 +322,7 @@ _tokenizer: Tokenizer | None = None
 def _begin(name: str, separator: str) -> None:
     """Open the tokenizer, and end with the process that started this one, however that ends."""
     global _tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter
     starter = multiprocessing.parent_process()
     assert starter is not None, "a process of a pool was started by another"
 

@@ -23,7 +23,7 @@ from diloco.data.batches import Evaluation, TextPosition, dp_slice, evaluation_s
 from diloco.data.documents import Source, open_source
 from diloco.data.files import TextFile, find_files, first_difference, kind_of
 from diloco.data.packing import (
-    Groups,
+    DocumentGroups,
     PackedSequence,
     PackedSource,
     Share,
@@ -391,7 +391,7 @@ def _open(name: str, config: SourceConfig, tokenizer: Tokenizer) -> Source | Tok
     return open_source(name, config)
 
 
-def _groups(source: Source | TokenSource, share: Share, tokenizer: Tokenizer) -> Groups:
+def _groups(source: Source | TokenSource, share: Share, tokenizer: Tokenizer) -> DocumentGroups:
     if isinstance(source, TokenSource):
         return TokenGroups(source, share)
     return TextGroups(source, share, tokenizer)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from diloco.data.files import TextFile, parts_of
-from diloco.data.packing import Group, Share, check_counts, too_few_documents
+from diloco.data.packing import DocumentGroup, Share, check_counts, too_few_documents
 from diloco.data.token_files import Offsets, TokenFile, index_of
 from diloco.data.tokenizer import Tokenizer, Tokens
 from diloco.errors import ConfigError
@@ -152,7 +152,7 @@ class TokenGroups:
         stream = position["stream"] if position else asdict(_Place())
         self._place = _Place(*check_counts(stream["file"], stream["document"], stream["token"]))
 
-    def read(self) -> Group | None:
+    def read(self) -> DocumentGroup | None:
         """Find the share's next documents that have tokens; None at the end."""
         most = _GROUP_DOCUMENTS * self.share.num_slots
         while (chunk := self._source.chunk(self._place, most)) is not None:

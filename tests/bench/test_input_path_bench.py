@@ -22,7 +22,7 @@ def test_every_source_is_timed_next_to_a_plain_copy_and_token_files_have_a_bar()
         ("token-files", 8),
         ("token-files", 64),
     ]
-    assert all(0 < row["ratio"] for row in report.rows)
+    assert all(row["ratio"] > 0 for row in report.rows)
     (missed,) = report.missed
     assert missed.what == "token-files-64: tokens a CPU second"
     assert missed.figure == report.rows[-1]["tokens_per_s"]
