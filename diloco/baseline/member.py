@@ -23,6 +23,7 @@ from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.config.schema import Config
 from diloco.data.open import open_data
+from diloco.data.prefetch import PrefetchedBatches
 from diloco.forecast.build import link_profile
 from diloco.security.security import Security
 from diloco.trainer.models.families import build_model, initialise_, shape_of
@@ -82,16 +83,20 @@ class _Member:
         else:
             self._hook = GradientSum(parameters, self._everywhere, weight=of_all)
         self._of_all = of_all
-        self._trainer = InnerTrainer(
-            model,
-            mesh=mesh,
-            batches=data.batches(
+        self._batches = PrefetchedBatches(
+            data.batches(
                 slots=(sorted(config.islands).index(place.own.island),),
                 num_slots=config.max_islands,
                 batch_size=batch_size,
                 dp_coordinate=place.own.island_rank,
                 dp_size=place.num_ranks,
             ),
+            device,
+        )
+        self._trainer = InnerTrainer(
+            model,
+            mesh=mesh,
+            batches=self._batches,
             evaluation=data.evaluation(config.evaluation.num_sequences),
             config=config.inner,
             batch_size=batch_size // place.num_ranks,
@@ -120,6 +125,7 @@ class _Member:
                 self._mean.average()
             averaging_s += time.monotonic() - averaging
         wall_s = time.monotonic() - began
+        self._batches.close()
         return {
             "losses": losses,
             "grad_norms": norms,

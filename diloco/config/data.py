@@ -31,7 +31,8 @@ class SourceConfig(Section):
     files: Local[Patterns] = Field(
         default=(),
         description="Paths or globs, in this order, a glob's matches sorted: *.parquet, *.jsonl, "
-        "*.json, and all others are text; .gz and .zst may follow",
+        "*.json, and all others are text; .gz and .zst may follow. Token ids: *.bin, next to "
+        "*.idx, and *.npy",
     )
     hub: Identity[str] = Field(
         default="", description="Data set of the hub, instead of files: OWNER/NAME"

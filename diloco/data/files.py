@@ -17,13 +17,16 @@ from blake3 import blake3
 
 from diloco.errors import ConfigError
 
-Kind: TypeAlias = Literal["parquet", "JSON lines", "JSON", "text"]
+Kind: TypeAlias = Literal["tokens", "parquet", "JSON lines", "JSON", "text"]
 
 #: Bytes hashed at the start, in the middle and at the end of a file.
 _PIECE_BYTES = 16 << 10
 #: Suffix -> what unpacks it.
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 _KINDS: dict[str, Kind] = {
+    ".bin": "tokens",
+    ".idx": "tokens",
+    ".npy": "tokens",
     ".parquet": "parquet",
     ".jsonl": "JSON lines",
     ".ndjson": "JSON lines",
@@ -112,6 +115,14 @@ def check_command(path: Path) -> str:
         case "JSON":
             return f"{unpack}python -m json.tool {file} > /dev/null"
     return f"{unpack}iconv -f UTF-8 -t UTF-8 {file} > /dev/null"
+
+
+def unpacked_bytes(files: Sequence[Path]) -> int:
+    """Add up the sizes of files of text; 0 where there are none, or one is packed."""
+    is_plain = all(
+        path.suffix.lower() not in _COMPRESSIONS and _kind(path) != "parquet" for path in files
+    )
+    return sum(path.stat().st_size for path in files) if is_plain else 0
 
 
 def parts_of(files: Sequence[Path], setting: str) -> list[TextFile]:

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diloco.data.packing import PackedSource, SourceEndedError, check_counts
-from diloco.data.tokenizer import Tokens
+from diloco.data.packing import PackedSequence, PackedSource, SourceEndedError, check_counts
 
 #: A sequence and its source.
-_Drawn: TypeAlias = tuple[str, Tokens]
+_Drawn: TypeAlias = tuple[str, PackedSequence]
 
 
 class Mixture:
@@ -40,7 +39,7 @@ class Mixture:
         self._shares = {name: weights[name] / total for name in self._sources}
         self.newest = ""
 
-    def next_sequence(self) -> Tokens:
+    def next_sequence(self) -> PackedSequence:
         """Take a sequence of the source that is furthest behind its share, the first by name.
 
         Raises:
@@ -98,7 +97,7 @@ class WindowShuffle:
         self.drawn = {name: source["sequences"] for name, source in next_cursor.items()}
         self._end: SourceEndedError | None = None
 
-    def take(self) -> Tokens:
+    def take(self) -> PackedSequence:
         """Take the next sequence.
 
         Raises:

@@ -18,12 +18,21 @@ from blake3 import blake3
 from torch import Tensor
 
 from diloco.config.classes import identity_difference, identity_json
-from diloco.config.data import DataConfig
+from diloco.config.data import DataConfig, SourceConfig
 from diloco.data.batches import Evaluation, TextPosition, dp_slice, evaluation_starts
 from diloco.data.documents import Source, open_source
-from diloco.data.files import TextFile, first_difference
-from diloco.data.packing import PackedSource, Share, SourceEndedError
+from diloco.data.files import TextFile, find_files, first_difference, kind_of
+from diloco.data.packing import (
+    DocumentGroups,
+    PackedSequence,
+    PackedSource,
+    Share,
+    SourceEndedError,
+    TextGroups,
+    too_few_documents,
+)
 from diloco.data.shuffle import Mixture, WindowShuffle
+from diloco.data.token_source import TokenGroups, TokenSource, open_token_source
 from diloco.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 from diloco.errors import ConfigError
 from diloco.protocol.run.slots import SlotPosition, furthest_behind
@@ -64,7 +73,8 @@ class StreamData:
         self._seed = seed
         self._tokenizer: Tokenizer = open_tokenizer(config.tokenizer, config.separator)
         self._sources = {
-            name: open_source(name, config.sources[name]) for name in sorted(config.sources)
+            name: _open(name, config.sources[name], self._tokenizer)
+            for name in sorted(config.sources)
         }
         self.sequence_length = config.sequence_length
         self.vocab_size = self._tokenizer.vocab_size
@@ -76,13 +86,17 @@ class StreamData:
         described = json.dumps([content["recipe"], content["parts"]])
         self.digest = blake3(described.encode()).hexdigest()
         self._held_out = [
-            text
+            document
             for source in self._sources.values()
-            for text in _held_out(source, config.held_out_documents, num_slots)
+            for document in _held_out(source, config.held_out_documents, num_slots)
         ]
 
     def content(self) -> dict[str, Any]:
         """Say what the text is: how it is cut, and what each source is made of; JSON values."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe,
             "parts": {
@@ -163,9 +177,7 @@ class StreamData:
         share = Share(config.held_out_documents, slot, num_slots)
         packed = {
             name: PackedSource(
-                source,
-                share,
-                self._tokenizer,
+                _groups(source, share, self._tokenizer),
                 sequence_length=self.sequence_length,
                 repeat=config.sources[name].repeat,
             )
@@ -181,10 +193,23 @@ class StreamData:
         """Ids of the held-out documents, and the bytes that each stands for."""
         ids: list[Tokens] = []
         num_bytes: list[Tokens] = []
-        for text in self._held_out:
-            tokens, widths = self._tokenizer.encode_measured(text)
-            ids += [tokens, np.array([self._tokenizer.separator], dtype=np.int32)]
-            num_bytes += [widths, np.zeros(1, dtype=np.int32)]
+        num_spread = 0
+        for document in self._held_out:
+            if isinstance(document, bytes):
+                tokens, widths = self._tokenizer.encode_measured(document)
+                ids += [tokens, np.array([self._tokenizer.separator], dtype=np.int32)]
+                num_bytes += [widths, np.zeros(1, dtype=np.int32)]
+            else:
+                widths, is_exact = _measured(document, self._tokenizer)
+                ids.append(document)
+                num_bytes.append(widths)
+                num_spread += not is_exact
+        if num_spread:
+            logger.warning(
+                "of %d of %d held-out documents of token files data.tokenizer makes other ids: "
+                "bytes are counted by document, and spread evenly over its tokens",
+                num_spread, len(self._held_out),
+            )  # fmt: skip
         if not ids:
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
         return np.concatenate(ids), np.concatenate(num_bytes)
@@ -227,9 +252,12 @@ class StreamBatches:
         """
         if inner_step != self._position.inner_step:
             self.seek(inner_step)
-        rows = np.stack([self._take() for _ in range(self._batch_size)][self._rows])
+        sequences = [self._take() for _ in range(self._batch_size)][self._rows]
+        rows = np.empty((len(sequences), self._data.sequence_length + 1), dtype=np.int64)
+        for row, sequence in zip(rows, sequences, strict=True):
+            sequence.copy(row)
         self._position = self._position.after(inner_step + 1, self._batch_size)
-        return torch.from_numpy(rows.astype(np.int64))
+        return torch.from_numpy(rows)
 
     def seek(self, inner_step: int) -> None:
         """Go to where `inner_step` completed steps lead, by reading all that lies between."""
@@ -312,7 +340,7 @@ class StreamBatches:
         self._ended.clear()
         self._position = TextPosition(state["inner_step"], state["samples"])
 
-    def _take(self) -> Tokens:
+    def _take(self) -> PackedSequence:
         while True:
             left = {
                 slot: text.num_drawn
@@ -354,7 +382,35 @@ def _recipe(config: DataConfig, seed: int, tokenizer: Tokenizer) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def _check_one_source_each(sources: Mapping[str, Source]) -> None:
+def _open(name: str, config: SourceConfig, tokenizer: Tokenizer) -> Source | TokenSource:
+    """Open a source of text, or of token files."""
+    setting = f"data.sources.{name}.files"
+    files = find_files(config.files, setting)
+    if files and kind_of(files, setting) == "tokens":
+        return open_token_source(setting, files, tokenizer)
+    return open_source(name, config)
+
+
+def _groups(source: Source | TokenSource, share: Share, tokenizer: Tokenizer) -> DocumentGroups:
+    if isinstance(source, TokenSource):
+        return TokenGroups(source, share)
+    return TextGroups(source, share, tokenizer)
+
+
+def _measured(ids: Tokens, tokenizer: Tokenizer) -> tuple[Tokens, bool]:
+    """Give the bytes that a document's ids stand for, and whether all are known."""
+    num_bytes, is_exact = np.zeros_like(ids), True
+    ends = [*np.flatnonzero(ids == tokenizer.separator).tolist(), len(ids)]
+    start = 0
+    for end in ends:
+        if end > start:
+            num_bytes[start:end], is_known = tokenizer.measure(ids[start:end])
+            is_exact &= is_known
+        start = end + 1
+    return num_bytes, is_exact
+
+
+def _check_one_source_each(sources: Mapping[str, Source | TokenSource]) -> None:
     """Refuse a text that two sources have: it would be trained on twice, and be held out once.
 
     Raises:
@@ -370,19 +426,18 @@ def _check_one_source_each(sources: Mapping[str, Source]) -> None:
                 )
 
 
-def _held_out(source: Source, num_held_out: int, num_slots: int) -> Iterator[bytes]:
+def _held_out(
+    source: Source | TokenSource, num_held_out: int, num_slots: int
+) -> Iterator[bytes | Tokens]:
     """Read the first documents and make sure that each slot has one after them."""
+    if isinstance(source, TokenSource):
+        yield from source.held_out(num_held_out, num_slots)
+        return
     reader = source.read()
     while reader.document < num_held_out + num_slots:
         is_held_out = reader.document < num_held_out
         text = reader.read()
-        if text is None and not reader.document:
-            raise ConfigError(f"{source.setting} is empty: it has no document")
         if text is None:
-            raise ConfigError(
-                f"{source.setting} has {reader.document} documents: data.held_out_documents = "
-                f"{num_held_out} are held out, and each of {num_slots} islands needs one more; "
-                "add text or lower data.held_out_documents"
-            )
+            raise too_few_documents(source.setting, reader.document, num_held_out, num_slots)
         if text and is_held_out:
             yield text

@@ -49,6 +49,13 @@ class Tokenizer(Protocol):
         """Give a document's ids and the bytes of text that each stands for, both int32 [n]."""
         ...
 
+    def measure(self, ids: Tokens) -> tuple[Tokens, bool]:
+        """Give the bytes of text that ids without a separator stand for, int32 [n], n > 0.
+
+        Their sum is that of the text that they stand for; and whether that of each is known.
+        """
+        ...
+
 
 class ByteTokenizer:
     """Bytes as ids; the separator is 255, a byte that no UTF-8 text has."""
@@ -65,6 +72,10 @@ class ByteTokenizer:
         """Give a document's bytes, each of which stands for itself."""
         tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int32)
         return tokens, np.ones_like(tokens)
+
+    def measure(self, ids: Tokens) -> tuple[Tokens, bool]:
+        """Give one for each."""
+        return np.ones_like(ids), True
 
 
 class HuggingFaceTokenizer:
@@ -106,6 +117,15 @@ class HuggingFaceTokenizer:
         ends = offset_of[np.array([end for _, end in encoding.offsets], dtype=np.int64)]
         num_bytes = np.diff(np.maximum.accumulate(ends), prepend=0)
         return np.array(encoding.ids, dtype=np.int32), num_bytes.astype(np.int32)
+
+    def measure(self, ids: Tokens) -> tuple[Tokens, bool]:
+        """Decode ids and encode their text again; bytes are spread evenly if other ids come out."""
+        text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False).encode()
+        again, num_bytes = self.encode_measured(text)
+        if np.array_equal(again, ids):
+            return num_bytes, True
+        bounds = np.arange(len(ids) + 1, dtype=np.int64) * len(text) // len(ids)
+        return np.diff(bounds).astype(np.int32), False
 
 
 def open_tokenizer(name: str, separator: str) -> Tokenizer:

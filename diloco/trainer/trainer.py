@@ -209,7 +209,7 @@ class InnerTrainer:
 
     def _backward(self, tokens_BS1: Tensor) -> Tensor:
         """Make the gradient of this rank's part of the batch; returns its mean loss, float64."""
-        tokens_BS1 = tokens_BS1.to(self._mesh.device)
+        tokens_BS1 = tokens_BS1.to(self._mesh.device, non_blocking=True)
         if self._pipeline is not None:
             with record_function("diloco/inner/pipeline"):
                 return self._pipeline.backward(tokens_BS1)

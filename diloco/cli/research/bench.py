@@ -396,6 +396,23 @@ def race(
     """
 
 
+@measured_by("training.input_path")
+def data(rows: Rows = None) -> None:
+    """Measure what a rank's text costs: from the source to the rows that it takes.
+
+    Text as bytes, text with a tokenizer, and token files prepared from the same text; islands of
+    one, 8 and 64 ranks, of which each keeps its rows of 128 sequences of 2,048 tokens. In one
+    thread, without the thread that makes batches ahead. A minute.
+
+    Read "tokens/s a core": tokens of the island's batch, the rows of other ranks too, a CPU second;
+    "plain copy": the same, where a rank's rows are copied from a mapped file and nothing else is
+    done; "/copy": the first over the second. A rank tokenises its island's whole batch whatever it
+    keeps; of token files it reads its own rows. The bar is for token files and 64 ranks.
+
+    Example: diloco bench data --require
+    """
+
+
 @measured_by("training.scaling")
 def scaling(
     ranks: Annotated[str, option("Numbers of ranks besides one.", "N,N")] = "2,4",

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _LINE_EVERY_S = 10.0
 _LOOK_S = 1.0
 
-#: Told (what is done, how much of it, of how much).
+#: Told (what is done, how much of it, of how much; 0: nobody knows).
 Show = Callable[[str, int, int], None]
 
 
@@ -83,7 +83,7 @@ def counting(console: Console) -> Iterator[Show]:
         def show(what: str, done: int, total: int) -> None:
             if done < progress.tasks[0].completed:  # the next work: its rate is another
                 progress.reset(task)
-            progress.update(task, description=what, completed=done, total=total)
+            progress.update(task, description=what, completed=done, total=total or None)
 
         yield show
 
@@ -95,7 +95,8 @@ def _lines(console: Console) -> Show:
         nonlocal last
         if time.monotonic() - last >= _LINE_EVERY_S:
             last = time.monotonic()
-            console.print(f"{what}: {done:,} of {total:,}", highlight=False, soft_wrap=True)
+            of_all = f" of {total:,}" if total else ""
+            console.print(f"{what}: {done:,}{of_all}", highlight=False, soft_wrap=True)
 
     return show
 

@@ -35,8 +35,9 @@ from diloco.config.hugging_face import check_version
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.coordinator.status import ask_run_state
-from diloco.data.batches import Batches, Data
+from diloco.data.batches import Data
 from diloco.data.open import open_data
+from diloco.data.prefetch import PrefetchedBatches
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
 from diloco.faults.training import rank_faults
@@ -108,6 +109,7 @@ def run_rank(config: Config, job: Job, *, coordinator_address: str, output_dir: 
         logger.exception("rank failed, island=%s rank=%d", config.island_id, job.island_rank)
         return rank.failed(error)
     finally:
+        rank.close()
         record.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -134,6 +136,11 @@ class _Rank:
         self._train()
         self._finish()
         self._checkpoints.close()
+
+    def close(self) -> None:
+        """End what makes batches."""
+        if hasattr(self, "_batches"):
+            self._batches.close()
 
     def failed(self, error: Exception) -> int:
         """Find out whether another rank is to blame, and who; returns the exit code."""
@@ -172,7 +179,7 @@ class _Rank:
             self._compile(model, mesh, data)
         self._join(connection, model, data, start_step)
         check_optimizer_names(shape, self._config.inner.optimizer)  # the policy may be another
-        batches = self._build_batches(mesh, data)
+        self._batches = batches = self._build_batches(mesh, data)
         self._trainer = self._build_trainer(model, mesh, data, batches)
         self._outer.loss_of = self._trainer.evaluate
         limit_collectives(island.collective_timeout.seconds)  # optimizers make groups, too
@@ -299,18 +306,19 @@ class _Rank:
     def _joined(self, reply: JoinReply) -> None:
         self._reply = reply
 
-    def _build_batches(self, mesh: IslandMesh, data: Data) -> Batches:
+    def _build_batches(self, mesh: IslandMesh, data: Data) -> PrefetchedBatches:
         config = self._config
-        return data.batches(
+        batches = data.batches(
             slots=(self._outer.island_slot,),
             num_slots=config.max_islands,
             batch_size=config.island.tokens_per_inner_step // data.sequence_length,
             dp_coordinate=mesh.dp_coordinate,
             dp_size=mesh.dp_size,
         )
+        return PrefetchedBatches(batches, self._device)
 
     def _build_trainer(
-        self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: Batches
+        self, model: Model | Pipeline, mesh: IslandMesh, data: Data, batches: PrefetchedBatches
     ) -> InnerTrainer:
         config = self._config
         job = self._job
