@@ -115,7 +115,7 @@ class _Member:
         began = time.monotonic()
         for step in range(self._config.run.inner_steps):
             self._choose(step)
-            metrics = self._trainer.inner_step(step)
+            metrics = self._trainer.inner_step(step).read()
             losses.append(metrics.loss)
             norms.append(metrics.grad_norm)
             step_s.append(metrics.duration_s)

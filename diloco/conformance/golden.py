@@ -21,7 +21,7 @@ from diloco.bench.run_values import run_values
 from diloco.config.load import config_of
 from diloco.config.schema import Config
 from diloco.launch.loopback_run import World, run_islands
-from diloco.trainer.trainer import InnerMetrics
+from diloco.trainer.launched_step import InnerMetrics
 
 #: What each island subtracts from the parameter in an inner step, and where that starts.
 DESCENT = {"a": 1.0, "b": 3.0}

@@ -30,8 +30,9 @@ from torch import Tensor
 from diloco.durable import read_json, write_json
 from diloco.faults.process import STEP_VARIABLE, VARIABLE, fired_path, training_name, training_path
 from diloco.island.lanes.boxes import stored
+from diloco.trainer.launched_step import LaunchedStep
 from diloco.trainer.state import training_tensors
-from diloco.trainer.trainer import InnerMetrics, InnerTrainer, Text
+from diloco.trainer.trainer import InnerTrainer, Text
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class RankFaults:
         """Wrap the text that the rank trains on."""
         return text
 
-    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> InnerMetrics:
-        """Make an inner step, see `InnerTrainer.inner_step`."""
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> LaunchedStep:
+        """Launch an inner step, see `InnerTrainer.inner_step`."""
         return trainer.inner_step(inner_step, schedule_step)
 
 
@@ -73,13 +74,15 @@ class PacedTraining(RankFaults):
         """See `RankFaults`."""
         return self._faults.around(text)
 
-    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> InnerMetrics:
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> LaunchedStep:
         """See `RankFaults`."""
-        metrics = self._faults.step(trainer, inner_step, schedule_step)
+        launched = self._faults.step(trainer, inner_step, schedule_step)
+        metrics = launched.read()
         if metrics.duration_s >= self._least_s:
-            return metrics
+            return launched
         time.sleep(self._least_s - metrics.duration_s)
-        return replace(metrics, duration_s=self._least_s)
+        slept = replace(metrics, duration_s=self._least_s)
+        return replace(launched, is_known=True, read=lambda: slept)
 
 
 class CorruptedTraining(RankFaults):
@@ -97,12 +100,12 @@ class CorruptedTraining(RankFaults):
         self._counts: Counter[str] = Counter()
         self._emit_state()
 
-    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> InnerMetrics:
+    def step(self, trainer: InnerTrainer, inner_step: int, schedule_step: float) -> LaunchedStep:
         """See `RankFaults`."""
         self._before_step(trainer)
-        metrics = trainer.inner_step(inner_step, schedule_step)
+        launched = trainer.inner_step(inner_step, schedule_step)
         self._after_step(trainer)
-        return metrics
+        return launched
 
     def _before_step(self, trainer: InnerTrainer) -> None:
         """Read what is to happen."""

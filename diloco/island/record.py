@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,6 +39,19 @@ from diloco.telemetry.wandb import WandbRun, WandbSink
 _LEAST_WATCHED = 10
 #: Inner steps between events of what each rank takes of memory.
 _MEMORY_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _StepMade:
+    """An inner step: its arguments to `Record.step`, the clock after it, what was logged of it."""
+
+    inner_step: int
+    num_tokens: int
+    is_quiet: bool
+    measured_s: float
+    wall_s: float
+    logged: dict[str, float]
+    later: Callable[[], Mapping[str, float]]
 
 
 class Record:
@@ -76,6 +90,8 @@ class Record:
         self._evaluation_s = self._aside_s = 0.0
         self._moved = (0, 0)
         self._logged: dict[str, float] = {}
+        self._later: Callable[[], Mapping[str, float]] | None = None
+        self._unread: _StepMade | None = None
         self._schedule_step = 0.0
         self._loss_watch = LossWatch(_LEAST_WATCHED)
         self.meter = StepMeter()
@@ -137,8 +153,12 @@ class Record:
         """Take figures of the inner step that is under way; `step` records them."""
         self._logged.update(values)
 
+    def log_later(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Take figures of the inner step that is under way, which `settle` asks for."""
+        self._later = figures
+
     def step(self, inner_step: int, num_tokens: int, *, is_quiet: bool) -> float | None:
-        """Record an inner step, just made.
+        """Record an inner step, just made, or with `log_later` launched: then `settle` records it.
 
         Args:
             inner_step: Completed ones, this one included.
@@ -146,13 +166,30 @@ class Record:
             is_quiet: Whether nothing was outstanding during it.
 
         Returns:
-            The loss that was logged of it; None: none was.
+            The loss that was logged of it; None: none was, or it is not known yet.
         """
         logged, self._logged = self._logged, {}
-        loss = logged.pop("loss", None)
+        later, self._later = self._later, None
         measured_s = self._clock() - self._stepped_at - self._aside_s
-        duration_s = logged.pop("duration_s", measured_s)
-        self.meter.add(duration_s, num_tokens, wall_s=self.wall_s, is_quiet=is_quiet)
+        self._unread = _StepMade(
+            inner_step, num_tokens, is_quiet, measured_s, self.wall_s, logged, later or dict
+        )
+        return None if later else self.settle()
+
+    def settle(self) -> float | None:
+        """Record the inner step that is only launched, once its figures are there.
+
+        Returns:
+            Its loss; None where it has none, or no step is to be recorded.
+        """
+        made, self._unread = self._unread, None
+        if made is None:
+            return None
+        inner_step, num_tokens = made.inner_step, made.num_tokens
+        logged = {**made.logged, **made.later()}
+        loss = logged.pop("loss", None)
+        duration_s = logged.pop("duration_s", made.measured_s)
+        self.meter.add(duration_s, num_tokens, wall_s=made.wall_s, is_quiet=made.is_quiet)
         if self._is_leader:
             self.write(
                 InnerStepDone(

@@ -39,6 +39,8 @@ class SelfCheck:
     Attributes:
         mend: What the last return asks of the inner optimizer; the outer loop's owner looks at it
             after each step.
+        late_loss: Asked for the loss of the last step where `begin_step` was not given it; None:
+            there is none that is not known yet.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class SelfCheck:
         self._trials = Trials()
         self._tried_at, self._tried = -1, ""  # the last trial that failed
         self._is_for_high = False  # it was for a loss that is high, as it may lawfully be
+        self._local_steps = 0
         self.mend = Mend.NOTHING
+        self.late_loss: Callable[[], float | None] = lambda: None
 
     @property
     def unsound(self) -> str:
@@ -86,12 +90,23 @@ class SelfCheck:
         return self._watch.is_astray or self._returns.is_recent(inner_step)
 
     def begin_step(self, loss: float | None, ledgers: Sequence[FragmentLedger]) -> None:
-        """Take the loss of the inner step that was just made; None: it is not known."""
+        """Take the loss of the inner step that was just made; None: it is not known (yet)."""
         self.mend = Mend.NOTHING
-        if loss is None:
-            return
+        self._local_steps = max(ledger.local_steps for ledger in ledgers)
+        if loss is not None:
+            self._note(loss)
+
+    def settle(self) -> None:
+        """Take the loss of the last step, if it was not known when that was begun.
+
+        Before the next one, a send, a return, and whatever waits for the device anyway.
+        """
+        if (loss := self.late_loss()) is not None:
+            self._note(loss)
+
+    def _note(self, loss: float) -> None:
         was_astray = self._watch.is_astray
-        self._watch.note(loss, max(ledger.local_steps for ledger in ledgers))
+        self._watch.note(loss, self._local_steps)
         if self._watch.is_astray and not was_astray:
             self._returns.was_vain()
             text = "with the published values, too: nothing is sent until it comes back"
@@ -108,6 +123,7 @@ class SelfCheck:
         whether the next one counts; a flush, whose direction nobody judges, is not, as long as
         there are others who send theirs.
         """
+        self.settle()
         fragment_id = ledger.fragment_id
         if reason := self._watch.reason:
             self._for_loss.add(fragment_id)
@@ -213,6 +229,7 @@ class SelfCheck:
         is_agreed = self._is_agreed or (agreed is not None and agreed.is_unsound)
         if not (is_agreed or (self._agreement.is_alone and self.unsound)):
             return
+        self.settle()  # the next loss will be one of the published values
         reason = self.unsound or "another rank of the island says so: see its log"
         yield self._exchange.verify_anchors()
         self._agreement.smallest([], self._exchange.failure)

@@ -257,6 +257,7 @@ class DiLoCo:
             total_tokens=(reply.total_tokens or config.total_tokens) if self._on_arrival else None,
         )
         self._loop.loss_of = self._trial_loss
+        self._loop.check.late_loss = self._record.settle
         self._loop.must_leave = lambda: self._graceful_stop.must_leave
         self._loop.asked_cut = lambda: self._graceful_stop.cut
 
@@ -395,6 +396,17 @@ class DiLoCo:
         """
         self._record.log(check_logged({"loss": loss, "duration_s": duration_s, **metrics}))
 
+    def log_later(self, figures: Callable[[], Mapping[str, float | None]]) -> None:
+        """Hand over figures of the inner step under way that an accelerator has yet to compute.
+
+        Args:
+            figures: Gives what `log` takes, and may wait for that step. Called once: within the
+                `step` after the next inner step was launched, or earlier where the loss must be
+                known or the device is waited for anyway: a send, an evaluation, a checkpoint, the
+                end. The event of the step is written then.
+        """
+        self._record.log_later(lambda: check_logged(figures()))
+
     def step(self, *, num_tokens: int = 0, bound: StepBound | None = None) -> list[Event]:
         """Account for one inner step, just made, then send and merge what is due; collective.
 
@@ -414,6 +426,7 @@ class DiLoCo:
         """
         self._check_training()
         check_tokens(num_tokens)
+        self._loop.check.settle()
         loss = self._record.step(self.inner_step + 1, num_tokens, is_quiet=not self.num_in_flight)
         due = self._is_due(self.inner_step + 1)
         if due:
@@ -447,6 +460,7 @@ class DiLoCo:
             DilocoError: If the island cannot go on.
         """
         self._check_training(is_stepping=False)
+        self._loop.check.settle()
         self._trained.settle(self.inner_step)
         is_stopping = self.is_stopping
         if is_stopping and not self._connection.has_kept(self.checkpoint_number):
@@ -483,6 +497,7 @@ class DiLoCo:
         """
         if not self._is_ready:
             self._check_training()
+        self._loop.check.settle()
         self._trained.settle(self.inner_step)
         with self._record.evaluating(), self._loop.global_parameters():
             try:
@@ -512,6 +527,7 @@ class DiLoCo:
             nats_per_byte: Equal text on all islands; another unit will do, if it is the same.
             parameters: Of which values: "published", or "local" for this island's own.
         """
+        self._loop.check.settle()
         self._record.evaluated(self.inner_step, parameters, nats_per_byte)
         if parameters == "published" and self._is_judged:
             self._connection.report_held_out(self.checkpoint_number, nats_per_byte)
@@ -617,6 +633,7 @@ class DiLoCo:
     def _begin_part(self, text_json: str) -> CheckpointPart:
         """Have the syncer keep the present versions; on arrival, say that a cut is being taken."""
         self._check_training(is_stepping=False)
+        self._loop.check.settle()
         if not self._on_arrival:
             self._connection.io.drive(self._loop.pinning())
             return CheckpointPart(self._connection, self.inner_step)

@@ -40,7 +40,7 @@ from diloco.protos.control_pb2 import ROLE_ISLAND, Grant
 from diloco.syncer.syncer import Syncer
 from diloco.syncer.worker import Workers
 from diloco.telemetry.events import Event
-from diloco.trainer.trainer import InnerMetrics
+from diloco.trainer.launched_step import InnerMetrics
 from diloco.transport.calls.loopback import LoopbackNetwork, run_virtual
 from diloco.transport.contracts import Server, Transport
 from diloco.transport.retry import RetryPolicy

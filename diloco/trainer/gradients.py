@@ -6,7 +6,6 @@ plain tensors together with DTensors, and DTensors of several meshes; this does 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -54,8 +53,10 @@ def clip_gradients_(
     *,
     copies: Sequence[Tensor] = (),
     group: dist.ProcessGroup | None = None,
-) -> float:
+) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; collective.
+
+    Nothing is read on the host: on an accelerator the caller goes on while the norm is computed.
 
     norm = sqrt(sum of squares of every element of the unsharded gradients), each element counted
     once: of the copies along a Replicate axis, the first coordinate's. Squares are added in float64
@@ -68,9 +69,10 @@ def clip_gradients_(
         group: Ranks that have other parameters: the stages of a pipeline.
 
     Returns:
-        The norm before scaling, equal to the bit on all ranks; NaN or infinite if a
-        gradient is, and then so is what the optimizer makes of it.
+        The norm before scaling, float64, without dimensions, on the device of the parameters, equal
+        to the bit on all ranks; NaN or infinite if a gradient is.
     """
+    parameters = list(parameters)
     local: list[Tensor] = []
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     elsewhere = {id(parameter) for parameter in copies}
@@ -85,28 +87,28 @@ def clip_gradients_(
             continue
         if not isinstance(grad, DTensor) or _is_first_copy(grad):
             owned.append(local[-1])
-    square = sum(_sum_of_squares(mesh, owned) for mesh, owned in groups.items())
+    device = _local(parameters[0]).device
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for mesh, owned in groups.items():
+        square += _sum_of_squares(mesh, owned, device)
     if group is not None:
-        total = torch.tensor(square, dtype=torch.float64, device=local[0].device)
-        dist.all_reduce(total, group=group)
-        square = total.item()
-    norm = math.sqrt(square)
-    factor = max_norm / (norm + 1e-6)
-    if factor < 1:
-        torch._foreach_mul_(local, factor)
+        dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    if local:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a product with 1 changes no bit
+        torch._foreach_mul_(local, factor.to(local[0].dtype))
     return norm
 
 
-def _sum_of_squares(mesh: DeviceMesh | None, owned: list[Tensor]) -> float:
+def _sum_of_squares(mesh: DeviceMesh | None, owned: list[Tensor], device: torch.device) -> Tensor:
     """Add the squares of this rank's owned parts, then over all axes of the mesh."""
-    device = owned[0].device if owned else torch.device(mesh.device_type if mesh else "cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     if owned:
         total = torch.stack(torch._foreach_norm(owned)).double().square().sum()
     if mesh is not None:
         for axis in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(axis))
-    return total.item()
+    return total
 
 
 def _is_first_copy(grad: DTensor) -> bool:
@@ -121,6 +123,6 @@ def _is_first_copy(grad: DTensor) -> bool:
     )
 
 
-def _local(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

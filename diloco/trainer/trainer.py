@@ -6,9 +6,9 @@ and writes between two steps. Knows nothing of that loop, of links or of other i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -20,12 +20,18 @@ from diloco.config.inner import InnerConfig
 from diloco.data.batches import Evaluation
 from diloco.errors import ConfigError
 from diloco.island.lanes.parameters import reshard_
-from diloco.protocol.island.soundness import StepBound
 from diloco.trainer.gradients import clip_gradients_, settle_gradients_
+from diloco.trainer.launched_step import (
+    HostCopy,
+    InnerMetrics,
+    LaunchedStep,
+    begin_measuring,
+)
 from diloco.trainer.models.cross_entropy import token_losses
 from diloco.trainer.models.experts import balance_
 from diloco.trainer.models.families import Model
 from diloco.trainer.optimizers.optimizer import (
+    apply_if_finite_,
     build_optimizer,
     learning_rate,
     set_learning_rate_,
@@ -37,35 +43,6 @@ from diloco.trainer.parallel.parallelize import set_is_last_micro_batch_
 from diloco.trainer.parallel.pipeline import Pipeline, PipelineRunner, parts_of, sum_tied_gradients_
 from diloco.trainer.parallel.tensor_parallel import partial_parameters
 from diloco.trainer.state import mend_moments_, new_moments_
-
-_UNBOUNDED = StepBound()
-
-
-@dataclass(frozen=True, slots=True)
-class InnerMetrics:
-    """Figures of one inner step of an island; equal on all its ranks, the duration excepted.
-
-    Attributes:
-        inner_step: Completed inner steps, this one included.
-        loss: Mean over the island's whole batch, in nats a token, before the update.
-        grad_norm: Global norm of the gradient before clipping; where it is not finite, no update
-            was made.
-        learning_rate: Rate used.
-        num_tokens: Predicted tokens of the island's whole batch.
-        duration_s: Seconds from the batch to the updated parameters, on this rank.
-        expert_loads: Tokens that chose each expert of a layer, over the island's whole batch, by
-            the name of the layer's router.
-        bound: How far the update can have moved a value, whatever the gradients.
-    """
-
-    inner_step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_tokens: int
-    duration_s: float
-    expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    bound: StepBound = _UNBOUNDED
 
 
 class Text(Protocol):
@@ -155,8 +132,12 @@ class InnerTrainer:
             else None
         )
 
-    def inner_step(self, step: int, schedule_step: float | None = None) -> InnerMetrics:
-        """Make the inner step that follows `step` completed ones; collective.
+    def inner_step(self, step: int, schedule_step: float | None = None) -> LaunchedStep:
+        """Launch the inner step that follows `step` completed ones; collective.
+
+        On an accelerator the host waits for nothing: clipping, and whether a gradient that is not
+        finite forbids the update, are the device's work; read the figures when the next step is
+        launched.
 
         The gradient is that of the mean loss over the island's batch, whatever the number of
         ranks and micro-batches. Gradients are freed before returning.
@@ -166,7 +147,7 @@ class InnerTrainer:
             schedule_step: Completed inner steps of the run, which choose the learning rate; None:
                 `step`.
         """
-        started = self._clock()
+        began = begin_measuring(self._mesh.device, self._clock)
         at = step if schedule_step is None else schedule_step
         rate = learning_rate(self._config.optimizer, at, self._inner_steps)
         set_learning_rate_(self.optimizer, rate)
@@ -178,23 +159,29 @@ class InnerTrainer:
         bound = step_bound(self.optimizer)
         with record_function("diloco/inner/optimizer"):
             # One value that is not finite would make all parameters and moments so.
-            if math.isfinite(grad_norm):
-                self.optimizer.step()
+            apply_if_finite_(self.optimizer, grad_norm)
             self.optimizer.zero_grad(set_to_none=True)
         with record_function("diloco/inner/balance"):
             expert_loads = self._balance()
-        return InnerMetrics(
-            inner_step=step + 1,
-            loss=self._sum_over_island(loss / self._mesh.config.loss_size),
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            num_tokens=self._batch_size * (tokens.shape[1] - 1),
-            duration_s=self._clock() - started,
-            expert_loads=expert_loads,
-            bound=replace(bound, update=max(bound.update, self._config.expert_bias_speed))
-            if expert_loads
-            else bound,
-        )
+        if expert_loads:
+            bound = replace(bound, update=max(bound.update, self._config.expert_bias_speed))
+        num_tokens = self._batch_size * (tokens.shape[1] - 1)
+        loss = self._sum_over_island(loss / self._mesh.config.loss_size)
+        sizes = {name: len(load_X) for name, load_X in expert_loads.items()}
+        copy = HostCopy(torch.cat([loss[None], grad_norm[None], *expert_loads.values()]), began)
+
+        def read() -> InnerMetrics:
+            (loss, grad_norm, *counts), duration_s = copy.read()
+            rest = iter(counts)
+            loads = {
+                name: tuple(int(count) for count in islice(rest, size))
+                for name, size in sizes.items()
+            }
+            return InnerMetrics(
+                step + 1, loss, grad_norm, rate, num_tokens, duration_s, loads, bound
+            )
+
+        return LaunchedStep(num_tokens, bound, copy.is_known, read)
 
     def mend(self, *, is_new: bool) -> int:
         """Repair the optimizer's state; returns how many values of it were not right.
@@ -231,7 +218,7 @@ class InnerTrainer:
                 self._gradient_hook.finish()
         return loss
 
-    def _clip(self) -> float:
+    def _clip(self) -> Tensor:
         """Give every gradient its whole value, and clip them; returns their norm before."""
         settle_gradients_(
             self.model.parameters(),
@@ -249,9 +236,9 @@ class InnerTrainer:
             group=self._mesh.pp_group,
         )
 
-    def _balance(self) -> dict[str, tuple[int, ...]]:
+    def _balance(self) -> dict[str, Tensor]:
         """Balance the experts of every layer; returns the loads of all layers."""
-        loads: dict[str, tuple[int, ...]] = {}
+        loads: dict[str, Tensor] = {}
         for part in parts_of(self.model):
             loads |= balance_(part, self._config.expert_bias_speed, self._mesh.loss_group)
         return loads if self._pipeline is None else self._pipeline.gather_loads(loads)
@@ -280,7 +267,7 @@ class InnerTrainer:
             losses, _ = self._losses(logits_BSV, targets_BS, z_loss=0.0)
             total += losses[: int((part < num_sequences).sum())].sum(dtype=torch.float64)
         reshard_(self.model.modules())  # else the next forward would use today's gathered values
-        return self._sum_over_island(total) / self._evaluation.num_bytes
+        return self._sum_over_island(total).item() / self._evaluation.num_bytes
 
     def _forward(self, tokens_BS1: Tensor) -> tuple[Tensor | None, Tensor]:
         """Compute logits and targets of this rank's S / cp positions, the last column aside.
@@ -313,9 +300,9 @@ class InnerTrainer:
         penalties_BS = None if penalties_N is None else penalties_N.view_as(targets_BS)
         return losses_N.view_as(targets_BS), penalties_BS
 
-    def _sum_over_island(self, value: Tensor) -> float:
+    def _sum_over_island(self, value: Tensor) -> Tensor:
         """Add a scalar over the ranks that took different tokens, and tell other stages."""
         for group in (self._mesh.loss_group, self._mesh.pp_group):
             if group is not None:
                 dist.all_reduce(value, group=group)  # of a pipeline, ranks of its end have it
-        return value.item()
+        return value

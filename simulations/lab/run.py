@@ -34,10 +34,10 @@ from diloco.simulations.lab.prune import prune_
 from diloco.simulations.lab.timeline import LabTimeline
 from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, IslandRejoined
 from diloco.trainer.island_trainer import island_trainer, load_training, save_training
+from diloco.trainer.launched_step import InnerMetrics
 from diloco.trainer.optimizers.optimizer import build_optimizer
 from diloco.trainer.parallel.mesh import make_mesh
 from diloco.trainer.state import load_moments_, moments, optimizer_step
-from diloco.trainer.trainer import InnerMetrics
 
 #: Result of a point: JSON values by name, hence `Any`.
 Result = dict[str, Any]
@@ -110,7 +110,7 @@ class LabTraining:
 
     def inner_step(self, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `loopback_run.Training`."""
-        metrics = self._trainer.inner_step(inner_step, schedule_step)
+        metrics = self._trainer.inner_step(inner_step, schedule_step).read()
         self._on_loss(metrics.loss)
         return metrics
 

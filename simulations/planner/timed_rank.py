@@ -38,7 +38,7 @@ def measure(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
     durations = []
     for step in range(order["warmup_steps"] + order["timed_steps"]):
         began = time.monotonic()
-        trainer.inner_step(step)
+        trainer.inner_step(step).read()
         durations.append(time.monotonic() - began)
     if dist.is_initialized():
         dist.barrier()  # nobody ends while another still needs its connections

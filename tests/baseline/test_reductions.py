@@ -148,7 +148,7 @@ def train(site, reduction, micro_batches=1):
         micro_batches,
         lambda parameters: GradientSum(parameters, reduction, weight=1 / 4),
     )
-    metrics = [trainer.inner_step(step) for step in range(INNER_STEPS)]
+    metrics = [trainer.inner_step(step).read() for step in range(INNER_STEPS)]
     losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
     return losses, norms, whole_parameters(trainer.model)
 
@@ -202,7 +202,7 @@ def all_members():
 @cache
 def one_process():
     trainer = make_trainer(UnionOfIslands(), 2 * BATCH_SIZE)
-    metrics = [trainer.inner_step(step) for step in range(INNER_STEPS)]
+    metrics = [trainer.inner_step(step).read() for step in range(INNER_STEPS)]
     return metrics, whole_parameters(trainer.model)
 
 

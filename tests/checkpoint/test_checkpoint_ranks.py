@@ -155,7 +155,7 @@ def reshard_at_four_ranks(island_rank: int, root: Path) -> dict[str, tuple[Any, 
         other: Any = reader.make_trainer(make_mesh(CPU, reader.mesh))
         load(other, root / name, 2)
         assert full_state(other) == written
-        found[name] = written, trainer.inner_step(2).loss, other.inner_step(2).loss
+        found[name] = written, trainer.inner_step(2).read().loss, other.inner_step(2).read().loss
     return found
 
 
@@ -167,7 +167,7 @@ def test_what_fsdp_and_tp_wrote_hsdp_and_one_rank_read_to_the_bit_and_train_on()
             alone: Any = replace(WRITTEN_BY.alone, optimizer=optimizer).make_trainer(one_rank())
             load(alone, root / name, 2)
             state = full_state(alone)
-            expected = alone.inner_step(2).loss
+            expected = alone.inner_step(2).read().loss
             for found in results:
                 written, loss, other_loss = found[name]
                 assert written == state

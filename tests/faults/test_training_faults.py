@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,8 @@ from diloco.faults.process import (
     training_path,
 )
 from diloco.faults.training import RankFaults, rank_faults
-from diloco.trainer.trainer import InnerMetrics
+from diloco.protocol.island.soundness import StepBound
+from diloco.trainer.launched_step import InnerMetrics, LaunchedStep
 
 WHO = training_name("east")
 
@@ -112,15 +115,16 @@ def test_tokens_come_in_another_order(tmp_path: Path, faults: RankFaults) -> Non
 
 
 def test_inner_steps_take_as_long_as_a_plan_asks_for() -> None:
-    short, long = (InnerMetrics(1, 0.0, 0.0, 0.0, 8, duration_s=s) for s in (0.01, 0.5))
+    made = (InnerMetrics(1, 0.0, 0.0, 0.0, 8, duration_s=s) for s in (0.01, 0.5))
+    short, long = (LaunchedStep(8, StepBound(), True, functools.partial(replace, m)) for m in made)
     faults = rank_faults({STEP_VARIABLE: "0.1"}, "east", island_rank=0, num_ranks=1)
 
-    def step(made: InnerMetrics) -> InnerMetrics:
+    def step(made: LaunchedStep) -> LaunchedStep:
         trainer: Any = SimpleNamespace(inner_step=lambda inner_step, schedule_step: made)
         return faults.step(trainer, 0, 0)
 
     began = time.monotonic()
 
-    assert step(short).duration_s == 0.1
+    assert step(short).read().duration_s == 0.1
     assert step(long) is long
     assert time.monotonic() - began >= 0.09

@@ -35,7 +35,7 @@ from diloco.bench.training.byte_model import SLOT, ByteTask, ByteTraining, byte_
 from diloco.island.outer_loop import OuterLoop
 from diloco.launch.loopback_run import World, run_islands
 from diloco.telemetry.events import Event
-from diloco.trainer.trainer import InnerMetrics
+from diloco.trainer.launched_step import InnerMetrics
 
 TASK = ByteTask(
     inner_steps=160,

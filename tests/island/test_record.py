@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,3 +212,26 @@ def test_a_training_loss_that_rises_for_rounds_is_an_alarm_until_it_falls(rank: 
     assert [e["kind"] for e in rank.events() if e["kind"].startswith("alarm")] == [
         event.kind for event in heard
     ]
+
+
+def test_figures_that_come_late_are_recorded_with_their_step_once(rank: Rank) -> None:
+    asked = []
+
+    def later(step: int) -> dict[str, float]:
+        asked.append(step)
+        return {"loss": 3.0 - step, "duration_s": 0.5}
+
+    losses = []
+    for step in (1, 2):
+        losses.append(rank.record.settle())
+        rank.record.log_later(functools.partial(later, step))
+        losses.append(rank.step(step, 2.0))
+        assert asked == list(range(1, step)), "the host would wait for the step just launched"
+    losses += [rank.record.settle(), rank.record.settle()]
+    rank.step(3, 2.0, loss=0.5, duration_s=2.0)
+    rank.record.close()
+
+    assert losses == [None, None, 2.0, None, 1.0, None]
+    steps = [(e["inner_step"], e["loss"], e["duration_s"]) for e in rank.events("inner_step")]
+    assert steps == [(1, 2.0, 0.5), (2, 1.0, 0.5), (3, 0.5, 2.0)]
+    assert rank.record.meter.inner_s == 3.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -190,3 +191,17 @@ def test_where_others_were_merged_they_are_not() -> None:
     site.check.take_end(FragmentLedger(0, 0), Verdict.EXPIRED, 26)
 
     assert not site.events
+
+
+def test_a_loss_that_comes_late_is_asked_for_before_a_send_and_counts_for_its_own_step() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    coming = [math.nan]
+    site.check.late_loss = lambda: coming.pop() if coming else None
+    ledger.local_steps = 1
+
+    site.check.begin_step(None, [ledger])
+
+    assert site.check.unsound == ""
+    assert "the loss of this island is nan" in site.check.before_send(ledger, 1, is_flush=False)
+    assert "the loss of this island is nan" in site.check.unsound
+    assert coming == []

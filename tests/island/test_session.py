@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -136,6 +137,31 @@ def test_what_is_sent_is_tried_by_the_loss_that_a_loop_gives(served: ServedRun) 
     first, *others = [event.declined for event in sent if event.weight_tokens]
     assert first.startswith("half of its contribution to fragment ")
     assert others and not any(others)
+
+
+def test_figures_that_come_late_are_asked_for_at_the_next_step_or_before_a_send(
+    served: ServedRun,
+) -> None:
+    model, asked_at = make_model(), dict[int, int]()
+    optimizer = make_optimizer(model)
+    with joined(served, model) as outer:
+
+        def figures(step: int) -> dict[str, float]:
+            asked_at[step] = launched
+            return {"loss": 1.0}
+
+        sent = []
+        for launched in range(1, outer.inner_steps + 1):
+            train_step(model, optimizer, launched)
+            outer.log_later(functools.partial(figures, launched))
+            events = outer.step(num_tokens=TOKENS)
+            phases = [event.phase for event in events if isinstance(event, PhaseDone)]
+            sent += [launched] * ("gather" in phases)
+        outer.finish()
+
+    assert sent
+    last = outer.inner_steps
+    assert asked_at == {n: n if n in (*sent, last) else n + 1 for n in range(1, last + 1)}
 
 
 def test_global_parameters_are_put_back_exactly(served: ServedRun) -> None:

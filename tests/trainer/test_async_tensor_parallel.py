@@ -49,7 +49,7 @@ def _train(rank, is_async):
         config.patch(post_grad_custom_post_pass=counter),
     ):
         trainer = make_trainer(mesh, compute=compute)
-        losses = [trainer.inner_step(step).loss for step in range(INNER_STEPS)]
+        losses = [trainer.inner_step(step).read().loss for step in range(INNER_STEPS)]
     return losses, sorted(counter.fused), counter.num_alone
 
 

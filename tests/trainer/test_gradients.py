@@ -47,7 +47,7 @@ def clip_everything(max_norm):
         parameters[name].grad = grad
     unused = nn.Parameter(torch.zeros(2))
     norm = clip_gradients_([*parameters.values(), unused], max_norm)
-    return norm, {name: whole(p.grad) for name, p in parameters.items()}
+    return norm.item(), {name: whole(p.grad) for name, p in parameters.items()}
 
 
 def settle_by_hand(island_rank):

@@ -118,7 +118,7 @@ def train_compiled_ahead(island_rank, axes):
     graphs = torch._dynamo.utils.counters["stats"]
     made = graphs["unique_graphs"]
     has_gradients = any(parameter.grad is not None for parameter in ours.model.parameters())
-    losses = [[trainer.inner_step(n).loss for n in range(2)] for trainer in (ours, expected)]
+    losses = [[trainer.inner_step(n).read().loss for n in range(2)] for trainer in (ours, expected)]
     return made, graphs["unique_graphs"], has_gradients, losses
 
 

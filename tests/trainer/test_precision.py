@@ -24,7 +24,7 @@ def _train(rank, mesh, micro_batches, compute=BFLOAT16):
         micro_batches=micro_batches,
         clip_norm=1e9,
     )
-    losses = [trainer.inner_step(step).loss for step in range(INNER_STEPS)]
+    losses = [trainer.inner_step(step).read().loss for step in range(INNER_STEPS)]
     dtypes = {str(parameter.dtype) for parameter in trainer.model.parameters()}
     moments = {
         str(value.dtype)

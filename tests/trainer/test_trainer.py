@@ -27,7 +27,7 @@ def test_accumulated_micro_batches_equal_one_batch(micro_batches):
     one, many = make_trainer(one_rank()), make_trainer(one_rank(), micro_batches=micro_batches)
 
     for step in range(4):
-        expected, metrics = one.inner_step(step), many.inner_step(step)
+        expected, metrics = one.inner_step(step).read(), many.inner_step(step).read()
 
         # Float32 sums in another order, as between layouts.
         assert metrics.loss == pytest.approx(expected.loss, abs=5e-6)
@@ -47,7 +47,7 @@ def test_first_steps_are_those_of_a_plain_loop():
     optimizer.add_param_group({"params": norms, "weight_decay": 0.0})
 
     for step in range(3):
-        metrics = trainer.inner_step(step)
+        metrics = trainer.inner_step(step).read()
 
         tokens = data.batch(1, step, BATCH_SIZE)
         logits = model(tokens[:, :-1], torch.arange(SEQUENCE_LENGTH))
@@ -63,7 +63,7 @@ def test_first_steps_are_those_of_a_plain_loop():
 
 
 def test_metrics_count_completed_steps_tokens_and_time():
-    metrics = make_trainer(one_rank()).inner_step(3)
+    metrics = make_trainer(one_rank()).inner_step(3).read()
 
     assert metrics.inner_step == 4
     assert metrics.num_tokens == BATCH_SIZE * SEQUENCE_LENGTH
@@ -83,7 +83,7 @@ def test_same_trainer_twice_is_the_same_to_the_bit():
     runs = []
     for _ in range(2):
         trainer = make_trainer(one_rank())
-        metrics = [trainer.inner_step(step) for step in range(3)]
+        metrics = [trainer.inner_step(step).read() for step in range(3)]
         runs.append((metrics, whole_parameters(trainer.model)))
 
     (metrics, parameters), (other_metrics, other_parameters) = runs
@@ -119,8 +119,8 @@ def test_evaluation_changes_nothing():
 
     trainer.evaluate()
 
-    assert dataclasses.replace(trainer.inner_step(0), duration_s=0) == dataclasses.replace(
-        undisturbed.inner_step(0), duration_s=0
+    assert dataclasses.replace(trainer.inner_step(0).read(), duration_s=0) == dataclasses.replace(
+        undisturbed.inner_step(0).read(), duration_s=0
     )
 
 

@@ -57,7 +57,7 @@ def train(case: Case, mesh: IslandMesh) -> dict[str, Any]:
     lanes = _Lanes(trainer)
     initial = lanes.digest()
     evaluations = [trainer.evaluate()]
-    metrics = [trainer.inner_step(step) for step in range(INNER_STEPS)]
+    metrics = [trainer.inner_step(step).read() for step in range(INNER_STEPS)]
     evaluations.append(trainer.evaluate())
     trained = whole_parameters(trainer.model)
     lanes.write(lambda values: values * 0.5)
@@ -66,7 +66,7 @@ def train(case: Case, mesh: IslandMesh) -> dict[str, Any]:
     collectives = Collectives()
     # Nothing is compiled under a dispatch mode.
     with contextlib.nullcontext() if case.is_compiled else collectives:
-        metrics.append(trainer.inner_step(INNER_STEPS))
+        metrics.append(trainer.inner_step(INNER_STEPS).read())
     return {
         "initial": initial,
         "metrics": metrics,

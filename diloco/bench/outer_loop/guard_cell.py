@@ -33,7 +33,7 @@ from diloco.outer.fragments import Fragment
 from diloco.protocol.run.alarms import Alarm, AlarmKind, Alarms, suspect
 from diloco.protocol.run.loss_history import LossWatch
 from diloco.telemetry.events import AlarmRaised, Event, FragmentSent
-from diloco.trainer.trainer import InnerMetrics
+from diloco.trainer.launched_step import InnerMetrics
 
 #: Section [outer] of each mode; H and P are the setting's.
 MODES: Mapping[str, Mapping[str, Any]] = {

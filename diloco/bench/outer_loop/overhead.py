@@ -309,7 +309,7 @@ class _Loop:
         cpu_before = time.process_time()
         for _ in range(self._block_steps):
             began, began_cpu = time.perf_counter(), time.thread_time()
-            metrics = self._trainer.inner_step(self._inner_step)
+            metrics = self._trainer.inner_step(self._inner_step).read()
             trained_cpu = time.thread_time()
             trained_cpu_s += trained_cpu - began_cpu
             if has_outer:

@@ -249,7 +249,7 @@ class _RealStep:
             initialise_(part, config.run.seed)
 
     def __call__(self) -> float:
-        return self._trainer.inner_step(next(self._batches)).duration_s
+        return self._trainer.inner_step(next(self._batches)).read().duration_s
 
 
 def train(config: Config, step: _SleepingStep | _RealStep) -> Timed:

@@ -17,7 +17,7 @@ from diloco.data.batches import Data
 from diloco.data.open import open_data
 from diloco.island.lanes.parameters import canonical_parameters
 from diloco.trainer.island_trainer import island_trainer, load_training, save_training
-from diloco.trainer.trainer import InnerMetrics
+from diloco.trainer.launched_step import InnerMetrics
 
 #: Names of islands, by slot.
 SLOT = "island-{}"
@@ -99,7 +99,7 @@ class ByteTraining:
 
     def inner_step(self, inner_step: int, schedule_step: float) -> InnerMetrics:
         """See `loopback_run.Training`."""
-        return self._trainer.inner_step(inner_step, schedule_step)
+        return self._trainer.inner_step(inner_step, schedule_step).read()
 
     def mend(self, *, is_new: bool) -> int:
         """See `loopback_run.Training`."""

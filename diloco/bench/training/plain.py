@@ -212,7 +212,7 @@ def measure(config: Config, *, block_steps: int, num_cycles: int) -> MeasuredLoo
     ready = [batches.batch(step) for step in range(block_steps * num_cycles)]
     loop = PlainLoop(model, config.inner)
     steps: dict[str, Step] = {
-        "native": lambda step: trainer.inner_step(step).loss,
+        "native": lambda step: trainer.inner_step(step).read().loss,
         "plain": lambda step: loop.step(ready[step]),
     }
     cycles = []

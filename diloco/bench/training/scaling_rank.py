@@ -86,13 +86,13 @@ def measure(
     )
     trainer = island_trainer(config, data, batches, mesh)
     for step in range(warmup_steps):
-        trainer.inner_step(step)
+        trainer.inner_step(step).read()
     if dist.is_initialized():
         dist.barrier()
     carried = carried_bytes(interface) if interface else (0, 0)
     began, cpu, own_cpu, delay = _clocks()
     for step in range(warmup_steps, warmup_steps + timed_steps):
-        loss = trainer.inner_step(step).loss
+        loss = trainer.inner_step(step).read().loss
     ended, cpu_end, own_cpu_end, delay_end = _clocks()
     carried_end = carried_bytes(interface) if interface else (0, 0)
     wall_s = ended - began

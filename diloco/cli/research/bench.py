@@ -413,6 +413,26 @@ def data(rows: Rows = None) -> None:
     """
 
 
+@measured_by("training.device")
+def device(rows: Rows = None) -> None:
+    """Count what a training thread waits for its accelerator, without one.
+
+    Real inner steps of a model of 0.1M parameters, on 1, 2 (FSDP2, TP) and 4 ranks over gloo, and
+    the outer loop's part of the same thread, scheduled and decoupled, with a real coordinator and
+    syncer. Tensors are labelled as the device's or the host's, and what would wait on CUDA counts.
+    About a minute. Rows are operations: step, idle (of the outer loop, nothing due), send,
+    merge, both (after one inner step, where no island waits).
+
+    Read "syncs": times at which the host asks for a value of the device; "sync copies": copies that
+    block it; "late waits": figures of the step before, read once the next was launched; "/value":
+    bytes of all ranks over the values of the fragment; "new/lane": the largest storage that was
+    made after the first round, over the largest lane. Bars: 0 and 0; of a send and a merge also 0.6
+    bytes a value each way, and nothing larger than a lane.
+
+    Example: diloco bench device --rows step --require
+    """
+
+
 @measured_by("training.scaling")
 def scaling(
     ranks: Annotated[str, option("Numbers of ranks besides one.", "N,N")] = "2,4",

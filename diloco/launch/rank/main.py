@@ -14,6 +14,7 @@ Source: PROTOCOL.md, "Agreement of ranks", "Return of an island" and "Words for 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -61,6 +62,7 @@ from diloco.protos.control_pb2 import Grant, JoinReply, RunStateReply
 from diloco.security.security import Security
 from diloco.telemetry.meter import ComputeWork
 from diloco.trainer.flops import flops_per_token, peak_flops
+from diloco.trainer.launched_step import LaunchedStep
 from diloco.trainer.models.experts import imbalances
 from diloco.trainer.models.families import (
     Model,
@@ -375,15 +377,12 @@ class _Rank:
         outer, faults = self._outer, self._faults
         while not outer.is_over:
             self._checkpoints.check()
-            metrics = faults.step(self._trainer, outer.inner_step, outer.schedule_step)
-            outer.log(
-                loss=metrics.loss,
-                duration_s=metrics.duration_s,
-                grad_norm=metrics.grad_norm,
-                learning_rate=metrics.learning_rate,
-                **{f"expert_imbalance/{n}": v for n, v in imbalances(metrics.expert_loads).items()},
-            )
-            outer.step(num_tokens=metrics.num_tokens, bound=metrics.bound)
+            launched = faults.step(self._trainer, outer.inner_step, outer.schedule_step)
+            if launched.is_known:
+                outer.log(**_figures(launched))
+            else:
+                outer.log_later(functools.partial(_figures, launched))
+            outer.step(num_tokens=launched.num_tokens, bound=launched.bound)
             if outer.mend is not Mend.NOTHING:
                 self._checkpoints.mend(outer.mend)
             if self._text is not None:
@@ -414,6 +413,19 @@ class _Rank:
     def _evaluate_published(self) -> None:
         with self._outer.global_parameters():
             self._outer.evaluated(self._trainer.evaluate())
+
+
+def _figures(launched: LaunchedStep) -> dict[str, float]:
+    """Read the figures of an inner step, named as `DiLoCo.log` takes them."""
+    metrics = launched.read()
+    loads = imbalances(metrics.expert_loads)
+    return {
+        "loss": metrics.loss,
+        "duration_s": metrics.duration_s,
+        "grad_norm": metrics.grad_norm,
+        "learning_rate": metrics.learning_rate,
+        **{f"expert_imbalance/{name}": value for name, value in loads.items()},
+    }
 
 
 # -- beginning and manifest ----------------------------------------------------------------------

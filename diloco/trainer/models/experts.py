@@ -158,7 +158,9 @@ class ExpertLayer(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         weights_TK, chosen_TK = self.router(x_TD)
         chosen_R, order_R = chosen_TK.flatten().sort(stable=True)
-        num_rows_X = torch.bincount(chosen_R, minlength=self.router.load.numel())
+        # Counted without `bincount`, for which the host waits until it knows the largest index.
+        num_rows_X = chosen_R.new_zeros(self.router.load.numel())
+        num_rows_X.scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
         if self.training and torch.is_grad_enabled() and self.router.is_counting:
             self.router.load += num_rows_X
         token_R = order_R // chosen_TK.shape[1]
@@ -176,9 +178,7 @@ def imbalances(loads: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def balance_(
-    model: nn.Module, speed: float, group: dist.ProcessGroup | None
-) -> dict[str, tuple[int, ...]]:
+def balance_(model: nn.Module, speed: float, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Move the bias of every expert against its load since the last call; the counts begin again.
 
     bias_x <- bias_x + speed * sign(mean(load) - load_x), load_x the tokens that chose expert x in
@@ -190,7 +190,8 @@ def balance_(
         group: The ranks that took different tokens through the same layers; None: this one alone.
 
     Returns:
-        Load of every expert by the name of its router, equal on all ranks of the group.
+        Load of every expert by the name of its router, shape [X], float64, equal on all ranks of
+        the group.
 
     Source: arXiv 2408.15664, Algorithm 1.
     """
@@ -203,5 +204,4 @@ def balance_(
     for router, load_X in zip(routers.values(), loads, strict=True):
         router.expert_bias += speed * (load_X.mean() - load_X).sign().float()
         router.load.zero_()
-    counts = loads.long().tolist()
-    return {name: tuple(count) for name, count in zip(routers, counts, strict=True)}
+    return dict(zip(routers, loads, strict=True))

@@ -97,6 +97,9 @@ def update_scale(scale: MuonScale, shape: Sequence[int]) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon for matrices and AdamW for everything else, under one list of groups and one state.
 
+    As PyTorch's fused optimizers do with `GradScaler`, a step looks at `found_inf` on the device:
+    where it is 1, no bit of parameters and state changes, and the host does not wait to know.
+
     Computed in bfloat16 on an accelerator, as published, and in float32 on a CPU, where that is
     faster. Making one and `step` are collective over the ranks that share a matrix.
 
@@ -107,6 +110,10 @@ class Muon(torch.optim.Optimizer):
         momentum: mu, in [0, 1).
         nesterov: Whether the gradient counts once more.
         scale: Of updates.
+
+    Attributes:
+        found_inf: float32, without dimensions: 1 where the next steps are to change nothing, else
+            0; on the device of the parameters.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class Muon(torch.optim.Optimizer):
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
                 by_mesh.setdefault(mesh, []).append(parameter)
         self._scale: MuonScale = scale
+        self.found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
         self._shared = [_Shared(mesh, parameters, scale) for mesh, parameters in by_mesh.items()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -157,25 +165,28 @@ class Muon(torch.optim.Optimizer):
         assert closure is None, "the loss is not computed again"
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if "moments" not in g]
+        self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
+        is_made = self.found_inf == 0
         settings = {p: (g["lr"], g["weight_decay"]) for g in self._groups() for p in g["params"]}
         for parameter in settings:
-            self._advance_(parameter)
+            self._advance_(parameter, is_made)
         for shared in self._shared:
-            shared.step_(self._update, settings.__getitem__)
+            shared.step_(self._update, settings.__getitem__, is_made)
 
-    def _advance_(self, parameter: Tensor) -> None:
+    def _advance_(self, parameter: Tensor, is_made: Tensor) -> None:
         """Let the moment take in the gradient, element by element."""
         state = self.state[parameter]
         if not state:
             age = torch.zeros((), device=parameter.device)
             state |= {"step": age, MOMENT: torch.zeros_like(parameter)}
-        state["step"] += 1
+        state["step"] += is_made
         moment, grad = stored(state[MOMENT]), parameter.grad
         if grad is None:
-            moment.mul_(self._momentum)
+            advanced = moment * self._momentum
         else:
-            moment.lerp_(stored(grad), 1 - self._momentum)
+            advanced = moment.lerp(stored(grad), 1 - self._momentum)
+        torch.where(is_made, advanced, moment, out=moment)
 
     def _update(self, parameter: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a part of what is to be made orthogonal, `part` of what this rank stores."""
@@ -334,16 +345,19 @@ class _Shared:
         self,
         update: _Update,
         settings: _Settings,
+        is_made: Tensor,
     ) -> None:
         """Update the parameters; collective.
 
         Args:
             update: Gives what is to be made orthogonal, as far as this rank stores it.
             settings: Gives learning rate and weight decay.
+            is_made: Where it is false, parameters keep their bits.
         """
+        weight = is_made.double()
         for parameter in self._parameters:
             lr, decay = settings(parameter)
-            stored(parameter).mul_(1 - lr * decay)
+            stored(parameter).mul_(1 - weight * (lr * decay))
         coming = self._gather(self._buckets[0], update)
         going: tuple[_ParameterBucket, _AllToAll] | None = None
         for number, bucket in enumerate(self._buckets):
@@ -352,10 +366,10 @@ class _Shared:
                 coming = self._gather(self._buckets[number + 1], update)
             returned = self._scatter(bucket, gathered)
             if going is not None:
-                self._apply_(*going, settings)
+                self._apply_(*going, settings, is_made)
             going = bucket, returned
         assert going is not None
-        self._apply_(*going, settings)
+        self._apply_(*going, settings, is_made)
 
     def _gather(self, bucket: _ParameterBucket, update: _Update) -> _AllToAll:
         """Begin to send the parts of a bucket to the owners."""
@@ -397,13 +411,15 @@ class _Shared:
         bucket: _ParameterBucket,
         returned: _AllToAll,
         settings: _Settings,
+        is_made: Tensor,
     ) -> None:
         matrices = [matrix for end in bucket.taken for matrix in end]
         for matrix, result in zip(matrices, self._split(returned.wait(), matrices), strict=True):
             parameter = self._parameters[matrix.key[0]]
             lr, _ = settings(parameter)
             part = self._part(matrix, stored(parameter))
-            part.add_(result, alpha=-lr * update_scale(self._scale, matrix.shape))
+            updated = part.add(result, alpha=-lr * update_scale(self._scale, matrix.shape))
+            torch.where(is_made, updated, part, out=part)
 
     def _part(self, matrix: _Matrix, values: Tensor) -> Tensor:
         """Return this rank's box of a matrix, of what it stores of the parameter."""

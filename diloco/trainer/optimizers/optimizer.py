@@ -101,6 +101,20 @@ def build_optimizer(
     )
 
 
+def apply_if_finite_(optimizer: torch.optim.AdamW | Muon, grad_norm: Tensor) -> None:
+    """Update parameters and state, or change no bit of them where the norm is not finite.
+
+    The device decides. The attribute is the one through which PyTorch's `GradScaler` has fused
+    optimizers skip a step.
+
+    Args:
+        optimizer: From `build_optimizer`.
+        grad_norm: Of all gradients, without dimensions.
+    """
+    optimizer.found_inf = grad_norm.isfinite().logical_not().float()  # type: ignore[union-attr]
+    optimizer.step()
+
+
 def step_bound(optimizer: torch.optim.Optimizer) -> StepBound:
     """Bound how far the optimizer's next step can move a value, whatever the gradients.
 

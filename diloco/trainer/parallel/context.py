@@ -36,24 +36,27 @@ from diloco.trainer.parallel.mesh import IslandMesh
 Method = Literal["ring", "all-gather", "ulysses"]
 
 
-def positions_of(rank: int, cp: int, num_positions: int) -> Tensor:
+def positions_of(
+    rank: int, cp: int, num_positions: int, device: torch.device | None = None
+) -> Tensor:
     """Return the positions that a rank holds, in the order in which it holds them.
 
     Args:
         rank: Of the group.
         cp: Ranks of the group.
         num_positions: S, a multiple of 2 cp.
+        device: Of the result; None: the CPU.
 
     Returns:
-        Shape [S / cp], int64, CPU, ascending.
+        Shape [S / cp], int64, ascending.
 
     Raises:
         ValueError: If S is not a multiple of 2 cp.
     """
     if num_positions % (2 * cp):
         raise ValueError(f"{num_positions} positions cannot be cut into 2 x {cp} equal chunks")
-    chunks = torch.arange(num_positions).view(2 * cp, -1)
-    return chunks[[rank, 2 * cp - 1 - rank]].flatten()
+    chunks = torch.arange(num_positions, device=device).view(2 * cp, -1)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
 
 def positions_here(mesh: IslandMesh, num_positions: int) -> Tensor:
@@ -61,7 +64,7 @@ def positions_here(mesh: IslandMesh, num_positions: int) -> Tensor:
     group = mesh.cp_group
     if group is None:
         return torch.arange(num_positions, device=mesh.device)
-    return positions_of(dist.get_rank(group), mesh.config.cp, num_positions).to(mesh.device)
+    return positions_of(dist.get_rank(group), mesh.config.cp, num_positions, mesh.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ class PipelineRunner:
                 dist.send(x.contiguous(), group=self._mesh.pp_group, group_dst=ranks[index + 1])
         return x if self._has(-1) else None, targets_BS
 
-    def gather_loads(self, loads: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    def gather_loads(self, loads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tell every rank the loads of all stages' experts; collective where there are any.
 
         Args:
@@ -269,11 +269,13 @@ class PipelineRunner:
         names = [f"layers.{layer}.feed_forward.router" for layer in layers]
         if not names:
             return {}
-        none = [0] * shape.experts.num_experts
-        rows = [list(loads.get(name, none)) for name in names]
-        table = torch.tensor(rows, device=self._mesh.device)
+        size = len(names), shape.experts.num_experts
+        table = torch.zeros(size, dtype=torch.float64, device=self._mesh.device)
+        for row, name in zip(table, names, strict=True):
+            if name in loads:
+                row.copy_(loads[name])
         dist.all_reduce(table, group=self._mesh.pp_group)
-        return {name: tuple(row) for name, row in zip(names, table.tolist(), strict=True)}
+        return dict(zip(names, table, strict=True))
 
     def _has(self, stage: int) -> bool:
         return self._pipeline.ranks[stage] == self._mesh.coordinate("pp")

@@ -1,0 +1,339 @@
+"""Counts what a training thread waits for its accelerator in inner steps, sends and merges.
+
+Real trainers, sessions, coordinator and syncer, on ranks joined by gloo, under `DeviceCounter`,
+whose docstring says what counts and what it cannot see. A figure is the largest of a row's sections
+and ranks; bytes are the sum over the ranks. Sections of the first round are left out, because
+memory may be taken then.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import diloco
+from diloco.bench.processes import run_jobs
+from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
+from diloco.bench.syncer.control_plane import control_plane
+from diloco.bench.training.device_counter import DeviceCounter, DeviceCounts
+from diloco.config.load import resolved_toml
+from diloco.config.schema import Config
+from diloco.data.open import open_data
+from diloco.report.rows import Column, Report, Requirement, Watch, matching
+from diloco.telemetry.events import Event, FragmentMerged, PhaseDone
+from diloco.trainer.island_trainer import island_trainer, own_batches
+from diloco.trainer.launched_step import LaunchedStep
+from diloco.trainer.parallel.mesh import make_mesh
+
+#: "both": a merge and then a send after one inner step, as they happen where no island waits.
+OPERATIONS = ("step", "idle", "send", "merge", "both")
+#: Steps of the trainer that are not counted: state and groups are made then.
+_WARM_STEPS = 2
+_MOST_BYTES = 0.6
+
+_COLUMNS = (
+    Column("operation", "operation"),
+    Column("layout", "layout"),
+    Column("mode", "mode"),
+    Column("syncs", "syncs"),
+    Column("sync_copies", "sync copies"),
+    Column("late_waits", "late waits"),
+    Column("down", "bytes down", ",.0f"),
+    Column("up", "bytes up", ",.0f"),
+    Column("down_per_value", "down/value", ".2f"),
+    Column("up_per_value", "up/value", ".2f"),
+    Column("new_per_lane", "new/lane", ".2f"),
+    Column("launches", "launches"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSetting:
+    """What is trained and how it is synchronised.
+
+    Attributes:
+        layouts: Name -> mesh of the island.
+        synchronised: Mode -> those of the layouts whose sends and merges are counted.
+    """
+
+    layouts: Mapping[str, Mapping[str, int]] = field(
+        default_factory=lambda: {
+            "one": {},
+            "fsdp-2": {"dp_shard": 2},
+            "tp-2": {"tp": 2},
+            "fsdp-tp-4": {"dp_shard": 2, "tp": 2},
+        }
+    )
+    synchronised: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {
+            "scheduled": ("one", "fsdp-2", "tp-2"),
+            "decoupled": ("one", "fsdp-2"),
+        }
+    )
+    inner_steps: int = 40
+    inner_steps_per_round: int = 8
+    sequences: int = 4
+    model: Mapping[str, int] = field(
+        default_factory=lambda: {
+            "dim": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "ffn_dim": 192,
+        }
+    )
+
+
+SETTING = DeviceSetting()
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one rank did between two points of its loop.
+
+    Attributes:
+        operation: Of `OPERATIONS`.
+        counts: What was counted.
+        num_sent: Values of the fragments that were sent.
+        num_merged: Of those that were merged.
+        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop.
+    """
+
+    operation: str
+    counts: DeviceCounts
+    num_sent: int = 0
+    num_merged: int = 0
+    lane_bytes: int = 0
+
+
+def run(watch: Watch, rows: Sequence[str] = (), *, setting: DeviceSetting = SETTING) -> Report:
+    """Train, count and judge.
+
+    Args:
+        watch: See `Watch`.
+        rows: Operations, with `*` and `?`; none of them: all.
+        setting: What is trained.
+
+    Raises:
+        ConfigError: If a pattern matches no operation.
+        DilocoError: If coordinator, syncer or island fail.
+    """
+    wanted = matching(OPERATIONS, rows, what="operation")
+    runs = [("", name) for name in setting.layouts if "step" in wanted]
+    if set(wanted) != {"step"}:
+        runs += [(mode, name) for mode, names in setting.synchronised.items() for name in names]
+    found: list[dict[str, Any]] = []
+    for (mode, layout), ranks in zip(runs, _measure(setting, runs, watch), strict=True):
+        found += [row for row in figures(mode, layout, ranks) if row["operation"] in wanted]
+    found.sort(key=lambda row: OPERATIONS.index(row["operation"]))
+    return Report("device", asdict(setting), _COLUMNS, found, requirements(found))
+
+
+def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[dict[str, Any]]:
+    """Compute the rows of one run: JSON values by name.
+
+    Args:
+        mode: "scheduled" or "decoupled"; empty: without an outer loop.
+        layout: Of the island.
+        ranks: Sections of each rank, in the same order on all.
+    """
+    by_operation: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sections in zip(*ranks, strict=True):
+        first, counts = sections[0], [section.counts for section in sections]
+        down, up = (sum(getattr(c, f"bytes_{way}") for c in counts) for way in ("down", "up"))
+        by_operation[first.operation].append(
+            {
+                **{
+                    key: max(getattr(each, key) for each in counts)
+                    for key in ("syncs", "sync_copies", "late_waits", "launches")
+                },
+                "down": down,
+                "up": up,
+                "down_per_value": down / first.num_sent if first.num_sent else None,
+                "up_per_value": up / first.num_merged if first.num_merged else None,
+                "new_per_lane": max(each.largest_bytes for each in counts) / first.lane_bytes
+                if first.lane_bytes
+                else None,
+            }
+        )
+    return [
+        {
+            "operation": operation,
+            "layout": layout,
+            "mode": mode or "any",
+            "num_sections": len(each),
+            **{key: max(one[key] for one in each) if each[0][key] is not None else None
+               for key in each[0]},
+        }
+        for operation, each in by_operation.items()
+    ]  # fmt: skip
+
+
+def requirements(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
+    """Judge the worst row of each operation that has happened."""
+    bars = {"syncs": (0.0, "synchronisations"), "sync_copies": (0.0, "synchronous copies")}
+    of_fragments = {
+        "down_per_value": (_MOST_BYTES, "bytes a value, to the host"),
+        "up_per_value": (_MOST_BYTES, "bytes a value, to the device"),
+        "new_per_lane": (1.0, "largest new storage, in lanes"),
+    }
+    found = []
+    for operation in OPERATIONS:
+        own = [row for row in rows if row["operation"] == operation]
+        if not own:
+            continue
+        late = {"late_waits": (1.0, "waits for the step before")} if operation == "step" else {}
+        for key, (limit, unit) in {**bars, **late, **of_fragments}.items():
+            if own[0][key] is None:
+                continue
+            worst = max(own, key=lambda row: row[key])
+            at = f"{operation}, {worst['layout']}, {worst['mode']}"
+            found.append(Requirement(at, worst[key], limit, unit))
+    return found
+
+
+def _measure(
+    setting: DeviceSetting, runs: Sequence[tuple[str, str]], watch: Watch
+) -> list[list[list[Section]]]:
+    """Make all runs, one after the other in the same processes; gives sections by run and rank."""
+    with tempfile.TemporaryDirectory(prefix="diloco-device-") as directory, ExitStack() as serving:
+        prepared, most_ranks = [], 0
+        for number, (mode, layout) in enumerate(runs):
+            watch("starts", number, len(runs))
+            config = config_of(setting, mode, layout, f"{directory}/{number}-state")
+            run_file = Path(directory, f"{number}.toml")
+            run_file.write_text(resolved_toml(config), encoding="utf-8")
+            if mode:
+                serving.enter_context(control_plane(config))
+            prepared.append(run_file)
+            most_ranks = max(most_ranks, config.islands[ISLAND].ranks)
+        has_outer = [bool(mode) for mode, _ in runs]
+        jobs = {r: functools.partial(measure, prepared, has_outer, r) for r in range(most_ranks)}
+        look = functools.partial(watch, "runs", 0, len(runs))
+        by_rank = run_jobs(jobs, lambda _: look(), most_ranks).values()
+        return [[sections for sections in run if sections] for run in zip(*by_rank, strict=True)]
+
+
+def config_of(setting: DeviceSetting, mode: str, layout: str, state_dir: str) -> Config:
+    """Write the run of an island."""
+    mesh = setting.layouts[layout]
+    ranks = 1
+    for size in mesh.values():
+        ranks *= size
+    rounds = {
+        "num_fragments": 2,
+        "inner_steps_per_round": setting.inner_steps_per_round,
+        "overlap_steps": 2,  # no step both sends and merges
+    }
+    presets = {"scheduled": "streaming", "decoupled": "decoupled"}
+    values = run_values(
+        "device",
+        setting.model,
+        {"preset": presets[mode], **rounds} if mode else NO_OUTER,
+        inner_steps=setting.inner_steps,
+        tokens=32 * setting.sequences,
+        island={"ranks": ranks, "mesh": dict(mesh)},
+        state_dir=state_dir,
+    )
+    return Config.model_validate(values)
+
+
+# -- a rank, in a process of its own ---------------------------------------------------------------
+
+
+def measure(run_files: Sequence[Path], has_outer: Sequence[bool], rank: int) -> list[list[Section]]:
+    """Train as one rank of the only island of several runs, and count.
+
+    Args:
+        run_files: The runs; their island is `ISLAND`.
+        has_outer: Whether each has an outer loop.
+        rank: Of the island.
+
+    Returns:
+        Sections of each run; none where the island has no such rank.
+    """
+    found: list[list[Section]] = []
+    for run_file, is_synchronised in zip(run_files, has_outer, strict=True):
+        config = diloco.load_config(run_file, island=ISLAND)
+        num_ranks = config.island.ranks
+        if rank >= num_ranks:
+            found.append([])
+            continue
+        if num_ranks > 1:
+            at = f"file://{run_file.with_suffix('.store')}"
+            dist.init_process_group("gloo", at, rank=rank, world_size=num_ranks)
+        found.append(_synchronise(config) if is_synchronised else _train(config))
+        if num_ranks > 1:
+            dist.barrier()  # nobody ends while another still needs its connections
+            dist.destroy_process_group()
+    return found
+
+
+class _CountedTrainer:
+    """A trainer whose inner steps are counted."""
+
+    def __init__(self, config: Config) -> None:
+        mesh = make_mesh(torch.device("cpu"), config.island.mesh)
+        data = open_data(config)
+        self._trainer = island_trainer(config, data, own_batches(config, data, 0, mesh), mesh)
+        self.model = self._trainer.model
+        self.counter = DeviceCounter()
+        self.counter.place([*self.model.parameters(), *self.model.buffers()])
+        self._before: LaunchedStep | None = None
+
+    def step(self, inner_step: int, schedule_step: float) -> tuple[LaunchedStep, DeviceCounts]:
+        """Launch a step, then read the one before, as a session does on an accelerator."""
+        with self.counter.counting() as counts:
+            launched = self._trainer.inner_step(inner_step, schedule_step)
+            if self._before is not None:
+                self._before.read()
+        self._before = launched
+        return launched, counts
+
+
+def _train(config: Config) -> list[Section]:
+    trainer = _CountedTrainer(config)
+    counts = [trainer.step(number, number)[1] for number in range(_WARM_STEPS + 2)]
+    return [Section("step", each) for each in counts[_WARM_STEPS:]]
+
+
+def _synchronise(config: Config) -> list[Section]:
+    trainer = _CountedTrainer(config)
+    sections = []
+    with diloco.connect(config) as connection:
+        outer = diloco.DiLoCo(trainer.model, config.outer, transport=connection)
+        while not outer.is_over:
+            launched, _ = trainer.step(outer.inner_step, outer.schedule_step)
+            with trainer.counter.counting() as counts:
+                events = outer.step(num_tokens=launched.num_tokens, bound=launched.bound)
+            if (section := _section(outer, counts, events)) is not None:
+                sections.append(section)
+        outer.finish()
+    return sections
+
+
+def _section(outer: diloco.DiLoCo, counts: DeviceCounts, events: Sequence[Event]) -> Section | None:
+    """Say what a step of the outer loop did; None: something of the first round."""
+    sent = [e for e in events if isinstance(e, PhaseDone) and e.phase == "gather"]
+    merged = [e for e in events if isinstance(e, FragmentMerged)]
+    if not sent and not merged:
+        return Section("idle", counts)
+    if any(e.version < 1 for e in sent) or any(e.version < 2 for e in merged):
+        return None
+    fragments = outer.plan.fragments
+    return Section(
+        "both" if sent and merged else "send" if sent else "merge",
+        counts,
+        sum(fragments[e.fragment_id].numel for e in sent),
+        sum(fragments[e.fragment_id].numel for e in merged),
+        4 * max(lane.numel for fragment in fragments for lane in fragment.lanes),
+    )
