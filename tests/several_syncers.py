@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 
 #: Seconds that a killed syncer is away each time.
 AWAY_S = 7.0
+#: Seconds that a fragment that moves is at no syncer, and until islands are told.
+MOVING_S = 2.0
 
 
 class Stamped(list[Mapping[str, Any]]):
@@ -42,6 +45,8 @@ class Several:
             )
             for number, own in enumerate(assign_fragments(setting.plan(), (1.0,) * num_syncers))
         ]
+        #: Number of the part that each fragment is at, as islands that ask are told.
+        self.owners = [self.parts.index(self.of(p)) for p in range(setting.num_fragments)]
 
     @property
     def kept(self) -> VirtualRun:
@@ -79,9 +84,30 @@ class Several:
             for p in self.parts
         ]
         unused, timeline = self.network.connect("nobody"), self.kept.timeline
-        return VirtualIsland(
+        island = VirtualIsland(
             name, self.setting, unused, unused, incarnation, timeline, connections=connections
         )
+
+        async def find() -> None:
+            island.exchange.reassign(self.owners)
+
+        island.exchange._find_syncers = find
+        return island
+
+    async def move(self, fragment_id: int, target: int) -> None:
+        """Move a fragment to another part: let go of, for a while at neither, then taken."""
+        source, to = self.parts[self.owners[fragment_id]], self.parts[target]
+        await source.kill_syncer()
+        source.own = [p for p in source.own if p != fragment_id]
+        await source.start_syncer()
+        await asyncio.sleep(MOVING_S)
+        await to.kill_syncer()
+        name = f"fragment-{fragment_id:04d}"
+        shutil.move(source.setting.directory / name, to.setting.directory / name)
+        to.own = sorted([*to.own, fragment_id])
+        await to.start_syncer()
+        await asyncio.sleep(MOVING_S)  # islands are told the old place, and ask again
+        self.owners[fragment_id] = target
 
     async def run(
         self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None
