@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Several:
             )
             for number, own in enumerate(assign_fragments(setting.plan(), (1.0,) * num_syncers))
         ]
+        self.made: list[VirtualIsland] = []
         #: Number of the part that each fragment is at, as islands that ask are told.
         self.owners = [self.parts.index(self.of(p)) for p in range(setting.num_fragments)]
 
@@ -92,22 +93,38 @@ class Several:
             island.exchange.reassign(self.owners)
 
         island.exchange._find_syncers = find
+        self.made.append(island)
         return island
 
     async def move(self, fragment_id: int, target: int) -> None:
         """Move a fragment to another part: let go of, for a while at neither, then taken."""
-        source, to = self.parts[self.owners[fragment_id]], self.parts[target]
+        source = self.parts[self.owners[fragment_id]]
         await source.kill_syncer()
         source.own = [p for p in source.own if p != fragment_id]
         await source.start_syncer()
+        await self._take([fragment_id], source, target)
+
+    async def lose(self, number: int, target: int) -> None:
+        """Kill a part for good, and move what it has to another."""
+        source = self.parts[number]
+        await source.kill_syncer()
+        own, source.own = source.own, []
+        await self._take(own, source, target)
+        for island in self.made:  # whose calls to it break: each asks where it is
+            island.exchange.reassign(self.owners)
+
+    async def _take(self, fragment_ids: Sequence[int], source: VirtualRun, target: int) -> None:
+        to = self.parts[target]
         await asyncio.sleep(MOVING_S)
         await to.kill_syncer()
-        name = f"fragment-{fragment_id:04d}"
-        shutil.move(source.setting.directory / name, to.setting.directory / name)
-        to.own = sorted([*to.own, fragment_id])
+        for p in fragment_ids:
+            name = f"fragment-{p:04d}"
+            shutil.move(source.setting.directory / name, to.setting.directory / name)
+        to.own = sorted([*to.own, *fragment_ids])
         await to.start_syncer()
         await asyncio.sleep(MOVING_S)  # islands are told the old place, and ask again
-        self.owners[fragment_id] = target
+        for p in fragment_ids:
+            self.owners[p] = target
 
     async def run(
         self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None
