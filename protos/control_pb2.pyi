@@ -513,7 +513,7 @@ class SyncerHelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest", "takes")
+    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest", "takes", "elsewhere")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -525,6 +525,7 @@ class SyncerHelloReply(_message.Message):
     ENDS_FIELD_NUMBER: _ClassVar[int]
     POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TAKES_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -536,7 +537,8 @@ class SyncerHelloReply(_message.Message):
     ends: bool
     policy_digest: str
     takes: _containers.RepeatedCompositeFieldContainer[FragmentSource]
-    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ..., takes: _Optional[_Iterable[_Union[FragmentSource, _Mapping]]] = ...) -> None: ...
+    elsewhere: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ..., takes: _Optional[_Iterable[_Union[FragmentSource, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FragmentSource(_message.Message):
     __slots__ = ("fragment_id", "syncer")

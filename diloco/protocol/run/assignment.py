@@ -102,6 +102,11 @@ class FragmentAssignment:
         kept = [p for p in self.of(syncer_id, plan_json) if p not in self.moves]
         return sorted([*kept, *self.taken_by(syncer_id)])
 
+    def elsewhere(self, syncer_id: int) -> list[int]:
+        """Fragments that others have, and that do not move to a syncer."""
+        others = (own for n, own in enumerate(self.fragments) if n != syncer_id)
+        return sorted({p for own in others for p in own} - self.taken_by(syncer_id).keys())
+
     def is_given_up(self, syncer_id: int) -> bool:
         """Whether a syncer is to have no fragment any more: all that it has move."""
         own = self.fragments[syncer_id]
