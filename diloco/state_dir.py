@@ -219,6 +219,11 @@ class StateDir:
         return self.store / "plan.json"
 
     @property
+    def moved(self) -> Path:
+        """What the syncer has taken so far of a fragment that moves to it; no part of its store."""
+        return self.store / "moved"
+
+    @property
     def fragments(self) -> Path:
         """Fragments of the plan that are this syncer's, where it is one of several."""
         return self.store / "fragments.json"

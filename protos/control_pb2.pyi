@@ -376,7 +376,7 @@ class RefusalCount(_message.Message):
     def __init__(self, service: _Optional[str] = ..., island: _Optional[str] = ..., cause: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers", "alarms", "exit_code", "away")
+    __slots__ = ("run", "timeline", "islands", "fragments", "syncer_address", "syncer_epoch", "state", "message", "inner_steps", "checkpoint_steps", "start_step", "has_published", "refusals", "generation", "is_paused", "total_tokens", "syncers", "alarms", "exit_code", "away", "moves")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class StatusReply(_message.Message):
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     islands: _containers.RepeatedCompositeFieldContainer[IslandStatus]
@@ -417,7 +418,8 @@ class StatusReply(_message.Message):
     alarms: _containers.RepeatedCompositeFieldContainer[AlarmStatus]
     exit_code: int
     away: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ..., alarms: _Optional[_Iterable[_Union[AlarmStatus, _Mapping]]] = ..., exit_code: _Optional[int] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
+    moves: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., islands: _Optional[_Iterable[_Union[IslandStatus, _Mapping]]] = ..., fragments: _Optional[_Iterable[_Union[FragmentStatus, _Mapping]]] = ..., syncer_address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., inner_steps: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., refusals: _Optional[_Iterable[_Union[RefusalCount, _Mapping]]] = ..., generation: _Optional[int] = ..., is_paused: _Optional[bool] = ..., total_tokens: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerStatus, _Mapping]]] = ..., alarms: _Optional[_Iterable[_Union[AlarmStatus, _Mapping]]] = ..., exit_code: _Optional[int] = ..., away: _Optional[_Iterable[str]] = ..., moves: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SyncerStatus(_message.Message):
     __slots__ = ("syncer_id", "address", "syncer_epoch", "fragment_ids", "age_s", "name")
@@ -469,7 +471,7 @@ class RunStateRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., island: _Optional[str] = ...) -> None: ...
 
 class RunStateReply(_message.Message):
-    __slots__ = ("run", "timeline", "state", "start_step", "has_published", "inner_steps", "island", "syncer_addresses")
+    __slots__ = ("run", "timeline", "state", "start_step", "has_published", "inner_steps", "island", "syncer_addresses", "fragment_syncers")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -478,6 +480,7 @@ class RunStateReply(_message.Message):
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
     ISLAND_FIELD_NUMBER: _ClassVar[int]
     SYNCER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_SYNCERS_FIELD_NUMBER: _ClassVar[int]
     run: str
     timeline: int
     state: str
@@ -486,7 +489,8 @@ class RunStateReply(_message.Message):
     inner_steps: int
     island: IslandStatus
     syncer_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    fragment_syncers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_addresses: _Optional[_Iterable[str]] = ..., fragment_syncers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
     __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id", "has_ended", "reason")
@@ -509,7 +513,7 @@ class SyncerHelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest")
+    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest", "takes", "elsewhere")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -520,6 +524,8 @@ class SyncerHelloReply(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -530,7 +536,17 @@ class SyncerHelloReply(_message.Message):
     lease: int
     ends: bool
     policy_digest: str
-    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ...) -> None: ...
+    takes: _containers.RepeatedCompositeFieldContainer[FragmentSource]
+    elsewhere: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ..., takes: _Optional[_Iterable[_Union[FragmentSource, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FragmentSource(_message.Message):
+    __slots__ = ("fragment_id", "syncer")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SYNCER_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    syncer: str
+    def __init__(self, fragment_id: _Optional[int] = ..., syncer: _Optional[str] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import shutil
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 
 #: Seconds that a killed syncer is away each time.
 AWAY_S = 7.0
+#: Seconds that a fragment that moves is at no syncer, and until islands are told.
+MOVING_S = 2.0
 
 
 class Stamped(list[Mapping[str, Any]]):
@@ -42,6 +45,9 @@ class Several:
             )
             for number, own in enumerate(assign_fragments(setting.plan(), (1.0,) * num_syncers))
         ]
+        self.made: list[VirtualIsland] = []
+        #: Number of the part that each fragment is at, as islands that ask are told.
+        self.owners = [self.parts.index(self.of(p)) for p in range(setting.num_fragments)]
 
     @property
     def kept(self) -> VirtualRun:
@@ -79,9 +85,46 @@ class Several:
             for p in self.parts
         ]
         unused, timeline = self.network.connect("nobody"), self.kept.timeline
-        return VirtualIsland(
+        island = VirtualIsland(
             name, self.setting, unused, unused, incarnation, timeline, connections=connections
         )
+
+        async def find() -> None:
+            island.exchange.reassign(self.owners)
+
+        island.exchange._find_syncers = find
+        self.made.append(island)
+        return island
+
+    async def move(self, fragment_id: int, target: int) -> None:
+        """Move a fragment to another part: let go of, for a while at neither, then taken."""
+        source = self.parts[self.owners[fragment_id]]
+        await source.kill_syncer()
+        source.own = [p for p in source.own if p != fragment_id]
+        await source.start_syncer()
+        await self._take([fragment_id], source, target)
+
+    async def lose(self, number: int, target: int) -> None:
+        """Kill a part for good, and move what it has to another."""
+        source = self.parts[number]
+        await source.kill_syncer()
+        own, source.own = source.own, []
+        await self._take(own, source, target)
+        for island in self.made:  # whose calls to it break: each asks where it is
+            island.exchange.reassign(self.owners)
+
+    async def _take(self, fragment_ids: Sequence[int], source: VirtualRun, target: int) -> None:
+        to = self.parts[target]
+        await asyncio.sleep(MOVING_S)
+        await to.kill_syncer()
+        for p in fragment_ids:
+            name = f"fragment-{p:04d}"
+            shutil.move(source.setting.directory / name, to.setting.directory / name)
+        to.own = sorted([*to.own, *fragment_ids])
+        await to.start_syncer()
+        await asyncio.sleep(MOVING_S)  # islands are told the old place, and ask again
+        for p in fragment_ids:
+            self.owners[p] = target
 
     async def run(
         self, meanwhile: Callable[[Several], Coroutine[Any, Any, None]] | None = None

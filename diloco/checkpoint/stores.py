@@ -39,7 +39,7 @@ def part_of(state: StateDir, plan: Plan) -> StorePart:
     with contextlib.suppress(ValueError):
         own = read_json(state.fragments)
     there = [fragment.fragment_id for fragment in plan.fragments]
-    if isinstance(own, list) and own and all(p in there for p in own):
+    if isinstance(own, list) and all(p in there for p in own):
         return StorePart(state, tuple(plan.fragments[p] for p in own))
     raise ConfigError(
         f"{state.fragments}, which says which fragments {state.syncer_name} has, is missing or "
@@ -51,7 +51,7 @@ def part_of(state: StateDir, plan: Plan) -> StorePart:
 def assigned_parts(
     state: StateDir, plan: Plan, assignment: FragmentAssignment
 ) -> tuple[StorePart, ...]:
-    """Give each syncer's part.
+    """Give each syncer's part; one whose fragments have all moved has none.
 
     Raises:
         ConfigError: If nothing says which fragments each of several syncers has.
@@ -62,7 +62,7 @@ def assigned_parts(
         )
         for each in state.syncers
     )
-    if not all(part.fragments for part in parts):
+    if not any(part.fragments for part in parts):
         raise ConfigError(
             f"{state.journal}, which says which fragments each of {len(parts)} syncers has, is "
             f"missing or does not say it: bring it back from a copy of that day"

@@ -110,6 +110,7 @@ _PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "drain": operate.drain,
         "kick": operate.kick,
         "set": operate.set_,
+        "move": operate.move,
         "stop": operate.stop,
         "backup": operate.backup,
         "repair": repair.repair,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco.bounded_text import MOST_ENDING, bounded_text
 from diloco.config.schema import Config
 from diloco.coordinator.changes import Changes
+from diloco.coordinator.fragment_moves import FragmentMoves, SyncerStores
 from diloco.coordinator.grants import is_valid
 from diloco.coordinator.island_service import IslandService
 from diloco.coordinator.journal import AuditEntry, Journal
@@ -211,6 +212,10 @@ class Coordinator:
             with contextlib.suppress(DiskFull):  # the journal has said so
                 await self._look()
             self._tell_away()
+
+    async def move_fragments(self, stores: SyncerStores) -> None:
+        """See moves of fragments between syncers through; watches for ever."""
+        await FragmentMoves(self._membership, self.run_status, self._change, stores).watch()
 
     def _tell_away(self) -> None:
         """Say in a line who is away, and what comes of it, once it is so."""

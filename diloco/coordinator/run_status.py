@@ -34,7 +34,7 @@ from diloco.protos.control_pb2 import (
 from diloco.refusals import Cause
 
 #: Seconds after which a syncer, which says something every two, is said to be silent.
-_SILENT_S = 15.0
+SILENT_S = 15.0
 #: Seconds between looks for who is away, as long as nobody comes or goes.
 _AWAY_LOOK_S = 0.5
 #: What an island ends with that was told to.
@@ -147,14 +147,39 @@ class RunStatus:
 
     @property
     def have_syncers_ended(self) -> bool:
-        """Whether the last word of each was that it has."""
-        return all(word.has_ended for _, word in self._words)
+        """Whether the last word of each was that it has; one given up for lost says none."""
+        return all(
+            word.has_ended
+            for number, word in self._words
+            if not self._is_idle(number) or self.silent_s(number) < SILENT_S
+        )
 
     @property
     def are_syncers_heard(self) -> bool:
         """Whether there are syncers at work that were heard of a moment ago."""
         now = loop_now()
-        return any(now - w.at < _SILENT_S and not w.has_ended for _, w in self._words)
+        return any(now - w.at < SILENT_S and not w.has_ended for _, w in self._words)
+
+    def silent_s(self, syncer_id: int) -> float:
+        """Seconds since a syncer's last word, or since this start where there was none."""
+        word = self.syncers.get(syncer_id, SyncerWord())
+        return loop_now() - max(word.at, self._began)
+
+    def _is_idle(self, syncer_id: int) -> bool:
+        """Whether all fragments of a syncer have moved to others."""
+        return bool(self._membership.assignment.fragments) and not self._fragments_of(syncer_id)
+
+    @property
+    def moves(self) -> list[str]:
+        """Say which fragments are moving, and which syncer each waits for."""
+        return [
+            f"fragment {p} moves from {self._name(source)} to {self._name(target)}; last words: "
+            + ", ".join(
+                f"{self._name(number)} {self.silent_s(number):.0f} s ago"
+                for number in (source, target)
+            )
+            for p, (source, target) in sorted(self._membership.assignment.moves.items())
+        ]
 
     def syncer_says(
         self,
@@ -173,18 +198,18 @@ class RunStatus:
         self.alarms.reported(reporter, alarms, islands=members, now=loop_now(), most=most)
 
     def assignments(self) -> list[SyncerAssignment]:
-        """Give the route to every fragment; none while a syncer has not said where it is.
+        """Give all syncers; none while one that has fragments has not said where it is.
 
         None, too, while the run goes back to a checkpoint: anyone who joins waits for that.
         """
         assignments = [
-            SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(syncer_id))
-            for syncer_id, word in sorted(self.syncers.items())
-            if word.address
+            SyncerAssignment(address=word.address, fragment_ids=self._fragments_of(number))
+            for number, word in self._words
         ]
         if self._membership.is_returning:
             return []
-        return assignments if len(assignments) == self._membership.assignment.num_syncers else []
+        is_missing = any(not w.address and not self._is_idle(n) for n, w in self._words)
+        return [] if is_missing else assignments
 
     def island_says(self, island: str, report: ReportRequest) -> None:
         """Record a report."""
@@ -295,8 +320,9 @@ class RunStatus:
             )
             + ". Rounds of its fragments wait for it; its log says what it did last"
             for number, word in self._words
+            if not self._is_idle(number)
             if word.has_ended
-            or loop_now() - (word.at if word.at > -math.inf else unheard) > _SILENT_S
+            or loop_now() - (word.at if word.at > -math.inf else unheard) > SILENT_S
         ]
 
     @property
@@ -341,6 +367,7 @@ class RunStatus:
             total_tokens=self.terms.total_tokens,
             exit_code=membership.fatal_exit_code,
             away=[*self.away, *self.silent_syncers],
+            moves=self.moves,
         )
         reply.islands.extend(map(self.island_status, membership.members))
         for _, seen in sorted(self._fragments.items()):
@@ -390,6 +417,7 @@ class RunStatus:
             has_published=self.has_published,
             inner_steps=self.inner_steps,
             syncer_addresses=[word.address for _, word in self._words],
+            fragment_syncers=membership.assignment.owners,
         )
 
     def island_status(self, island: str) -> IslandStatus:

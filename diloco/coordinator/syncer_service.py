@@ -23,6 +23,7 @@ from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.repairs import LostVersion
 from diloco.protos.control_pb2 import (
     Expiry,
+    FragmentSource,
     FragmentStatus,
     Grant,
     RefusalCount,
@@ -103,7 +104,9 @@ class SyncerService:
             raise FrameError(
                 f"an address of {len(request.address)} characters; {MOST_TEXT} are allowed"
             )
-        fragment_ids = self._fragments_of(request.syncer_id)
+        self._check_number(request.syncer_id)
+        assignment, plan_json = self._membership.assignment, self._membership.plan_json
+        fragment_ids = assignment.served_by(request.syncer_id, plan_json)
         self._run_status.syncer_is_at(
             request.syncer_id,
             request.address,
@@ -114,7 +117,7 @@ class SyncerService:
         indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(
-                plan=packed(self._membership.plan_json),
+                plan=packed(plan_json),
                 islands=self._membership.members,
                 fragment_ids=fragment_ids,
                 num_indexed=[num_versions for num_versions, _ in indexed],
@@ -124,6 +127,11 @@ class SyncerService:
                 lease=self._lease,
                 ends=self._run_status.ends_syncers,
                 policy_digest=self._policy_digest,
+                takes=[
+                    FragmentSource(fragment_id=p, syncer=list(assignment.shares)[source])
+                    for p, source in assignment.taken_by(request.syncer_id).items()
+                ],
+                elsewhere=assignment.elsewhere(request.syncer_id),
             )
         )
 
@@ -261,11 +269,16 @@ class SyncerService:
             )
 
     def _fragments_of(self, syncer_id: int) -> list[int]:
-        """Give the fragments of one of the run's syncers; none before the first join."""
+        """Give the fragments that one of the run's syncers may speak of; none before a join."""
+        self._check_number(syncer_id)
         assignment = self._membership.assignment
-        if syncer_id >= assignment.num_syncers:
-            raise FrameError(f"a word of syncer {syncer_id}; the run has {assignment.num_syncers}")
-        return assignment.of(syncer_id, self._membership.plan_json)
+        # Of a fragment that moves either may: the one has it still, or the other has it already.
+        own = assignment.of(syncer_id, self._membership.plan_json)
+        return [*own, *assignment.taken_by(syncer_id)]
+
+    def _check_number(self, syncer_id: int) -> None:
+        if syncer_id >= (number := self._membership.assignment.num_syncers):
+            raise FrameError(f"a word of syncer {syncer_id}; the run has {number}")
 
     def _bounded(self, fragment: FragmentStatus) -> FragmentStatus:
         """Cut what a report says of a fragment to what can be true of it."""

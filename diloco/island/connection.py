@@ -64,7 +64,12 @@ _UNFINISHED = (
 
 
 class Wires(Protocol):
-    """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link."""
+    """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link.
+
+    `on_found` is called with the syncer of each fragment, by number, whenever that was asked.
+    """
+
+    on_found: Callable[[Sequence[int]], None]
 
     def coordinator(self) -> Transport:
         """Open the channel to the coordinator."""
@@ -73,6 +78,9 @@ class Wires(Protocol):
         self, addresses: Sequence[str], *, island_rank: int, carriers: Collection[int]
     ) -> list[tuple[Transport, Transport]]:
         """Open the channels to the run's syncers: to each for control, and for data."""
+
+    async def look(self) -> None:
+        """Ask where the syncers are, and which fragments each has."""
 
 
 class Connection:
@@ -283,7 +291,9 @@ class Connection:
             rng=self._rng,
             on_event=on_event,
             is_leader=island_rank == 0,
+            find_syncers=self._wires.look,
         )
+        self._wires.on_found = self._exchange.reassign
         return self._exchange
 
     def start_reporting(self, graceful_stop: GracefulStop) -> None:

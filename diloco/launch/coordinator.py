@@ -57,6 +57,8 @@ from diloco.launch.process.ending import StopRequest, first_of, note_signals_asy
 from diloco.launch.process.logs import bound_output
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
+from diloco.objects.moved_fragment import let_go_for_lost, served_from
+from diloco.objects.store import ObjectStore
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.peer_bounds import limits_of
@@ -385,6 +387,7 @@ class _Run:
                 bound_output(),
                 _asked_to_stop(coordinator, membership, self.signals, self.announce),
                 *(s.run() for s in supervisors),
+                *([coordinator.move_fragments(self._syncer_stores)] if config.syncers else []),
             )
             if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
                 await _linger(membership, self.linger_s)
@@ -399,6 +402,11 @@ class _Run:
         if membership.is_returning and not self.signals.asked.is_set():
             return 0  # it goes on
         return self._show_end(coordinator.run_status)
+
+    @property
+    def _syncer_stores(self) -> _SyncerStores:
+        run = self.config.run
+        return _SyncerStores(ObjectStore(run.state), self.state.syncers, self.held.lease, run.name)
 
     def _good(self) -> int | None:
         return choose_good(self.config, self.state, self.membership, self.announce)
@@ -491,6 +499,22 @@ class _Run:
                 + (", it goes on stopping" if membership.is_stopping else "")
             )
         return self.signals.exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class _SyncerStores:
+    """The stores of syncers on machines of their own; see `fragment_moves.SyncerStores`."""
+
+    store: ObjectStore
+    syncers: tuple[StateDir, ...]
+    lease: int
+    run: str
+
+    def served_from(self, syncer_id: int) -> list[int]:
+        return served_from(self.store, self.syncers[syncer_id])
+
+    def let_go_for_lost(self, syncer_id: int) -> None:
+        let_go_for_lost(self.store, self.syncers[syncer_id], self.lease, self.run)
 
 
 def _write_again(contents: Mapping[Path, bytes]) -> None:

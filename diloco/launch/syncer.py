@@ -7,9 +7,9 @@ coordinator, whose address, configuration and timeline it finds in the state dir
 itself once neither that nor any island has spoken to it for `transport.unreachable`, or once the
 coordinator says that all end. A store of an earlier timeline is first taken back to the checkpoint
 that the run was resumed from. One of several serves the fragments that the coordinator gave it with
-the plan, once and for all.
+the plan; where that moves some it ends, and its next start serves the others.
 
-Source: PROTOCOL.md, "Syncer epoch", "Restart of a syncer" and "Resume".
+Source: PROTOCOL.md, "Syncer epoch", "Restart of a syncer", "Resume" and "Moves of fragments".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -67,6 +67,7 @@ from diloco.objects.lease import (
     repeating,
     store_replica,
 )
+from diloco.objects.moved_fragment import forget, let_go, serve, stored_fragments, take
 from diloco.objects.payload_shelf import payloads_by
 from diloco.objects.placed_syncer import PlacedSyncer
 from diloco.objects.replica import Replica
@@ -126,6 +127,7 @@ EXIT_STORE_HELD = 75
 #: Exit code of a syncer with a machine of its own that a signal has stopped.
 _STOPPED = 143
 
+_MOVES_LOOK_S = 1.0
 _DRAIN_S = 0.5
 _AGAIN_S = 1.0
 _LAST_REPORT_S = 2.0
@@ -326,7 +328,8 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
 
     def keep() -> None:
         if state.syncer_name != ONLY_SYNCER:
-            write_json(state.fragments, list(reply.fragment_ids))
+            to_take = {each.fragment_id for each in reply.takes}
+            write_json(state.fragments, [p for p in reply.fragment_ids if p not in to_take])
         write_durably(state.plan, [unpacked(reply.plan).encode()])
 
     await retry_disk_full_async("the plan", keep, given_up=stopping)
@@ -347,36 +350,71 @@ class _Process:
     replica: Replica | None
 
     async def serve(self) -> int:
-        """Serve until the end; returns the exit code."""
-        config, state, stopping = self.config, self.state, self.stopping
-        plan = stored_plan(state)
+        """Serve until the end, or until the next start is to serve other fragments.
+
+        Returns:
+            The exit code.
+        """
+        plan = stored_plan(self.state)
+        moves = _Moves(self.config, self.state, plan, self.timeline, self.reporter)
         with syncer_workers(usable_cpus()) as workers:
-            await workers.notes.run(lambda: take_to_timeline(state, plan, self.timeline))
-            if not any(state.store.glob("fragment-*")):  # a restart goes on, however full it is
-                num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
-                check_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
-                if not any(path for s in state.syncers for path in s.store.glob("fragment-*")):
-                    # Later, others may have taken theirs.
-                    check_syncer_memory(config, plan, state.syncer_id)
-            clock = wall_clock(os.environ, state.syncer_name)
-            events = self._open_events(clock)
-            syncer = self._build_syncer(plan, workers, events, clock)
-            # It waits for room on its disk, and for the coordinator if its store lacks a fragment.
-            await first_of(
-                _start(syncer, self.reporter, config.transport.unreachable.seconds),
-                stopping.wait(),
-                self.reporter.ends.wait(),
-            )
-            if stopping.is_set() or self.reporter.ends.is_set():
-                await self.reporter.say_ended(_LAST_REPORT_S)
-                await syncer.stop()
-                events.close()
-                return _good_end(config, self.reporter)
-            payloads = None
-            if self.replica is not None and config.run.has_bucket:
-                payloads = payloads_by(config.run.state, self.replica, self.epoch)
-            with payloads or contextlib.nullcontext() as around:
-                return await self._serve(plan, workers, syncer, events, around)
+            state, timeline = self.state, self.timeline
+            await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
+            if part_of(state, plan).fragments:
+                code = await self._serve_all(plan, workers, moves)
+            else:
+                code = await self._wait_for_fragments(moves)
+        await moves.settle(self.stopping)
+        return code
+
+    async def _wait_for_fragments(self, moves: _Moves) -> int:
+        """Have nothing to serve until a fragment has moved here, or until the end."""
+        logger.info("this syncer has no fragment: it waits until one moves to it")
+
+        async def ask() -> None:
+            while True:
+                await self.reporter.learn_plan()
+                await asyncio.sleep(HELLO_INTERVAL_S)
+
+        unreachable_s = self.config.transport.unreachable.seconds
+        await first_of(
+            moves.due(),
+            ask(),
+            self.stopping.wait(),
+            self.reporter.ends.wait(),
+            end_when_unreachable(lambda: self.reporter.num_answers, unreachable_s),
+        )
+        await self.reporter.say_ended(_LAST_REPORT_S)
+        return _good_end(self.config, self.reporter)
+
+    async def _serve_all(self, plan: Plan, workers: Workers, moves: _Moves) -> int:
+        """Serve the fragments that are this syncer's; returns the exit code."""
+        config, state, stopping = self.config, self.state, self.stopping
+        if not any(state.store.glob("fragment-*")):  # a restart goes on, however full it is
+            num_parameters = sum(fragment.numel for fragment in part_of(state, plan).fragments)
+            check_room(config, num_parameters, islands=(), is_new=True, own_store=state.store)
+            if not any(path for s in state.syncers for path in s.store.glob("fragment-*")):
+                # Later, others may have taken theirs.
+                check_syncer_memory(config, plan, state.syncer_id)
+        clock = wall_clock(os.environ, state.syncer_name)
+        events = self._open_events(clock)
+        syncer = self._build_syncer(plan, workers, events, clock)
+        # It waits for room on its disk, and for the coordinator if its store lacks a fragment.
+        await first_of(
+            _start(syncer, self.reporter, config.transport.unreachable.seconds),
+            stopping.wait(),
+            self.reporter.ends.wait(),
+        )
+        if stopping.is_set() or self.reporter.ends.is_set():
+            await self.reporter.say_ended(_LAST_REPORT_S)
+            await syncer.stop()
+            events.close()
+            return _good_end(config, self.reporter)
+        payloads = None
+        if self.replica is not None and config.run.has_bucket:
+            payloads = payloads_by(config.run.state, self.replica, self.epoch)
+        with payloads or contextlib.nullcontext() as around:
+            return await self._serve(plan, workers, syncer, events, around, moves)
 
     async def _serve(
         self,
@@ -385,6 +423,7 @@ class _Process:
         syncer: Syncer,
         events: Sink,
         around: Callable[[Handlers], Handlers] | None,
+        moves: _Moves,
     ) -> int:
         """Answer islands and report to the coordinator, until either says that this ends."""
         config, state, reporter, stopping = self.config, self.state, self.reporter, self.stopping
@@ -424,6 +463,7 @@ class _Process:
                     stopping.wait(),
                     reporter.ends.wait(),
                     asyncio.shield(reporting),
+                    moves.due(),
                     end_when_unreachable(
                         lambda: reporter.num_answers + syncer.num_calls,
                         config.transport.unreachable.seconds,
@@ -570,6 +610,65 @@ async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> No
         syncer.indexed(*indexed_of(await reporter.learn_plan()))
 
     await first_of(ask(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
+
+
+@dataclass(slots=True)
+class _Moves:
+    """The fragments that this start lets go of, and those that it takes for the next one to serve.
+
+    Source: PROTOCOL.md, "Moves of fragments".
+    """
+
+    config: Config
+    state: StateDir
+    plan: Plan
+    timeline: Timeline
+    reporter: Reporter
+    let_go_of: set[int] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+
+    async def due(self) -> None:
+        """Return once the next start is to serve other fragments than this one does."""
+        store = ObjectStore(self.config.run.state) if self.config.syncers else None
+        own = {fragment.fragment_id for fragment in part_of(self.state, self.plan).fragments}
+        while not (self.let_go_of or self.taken):
+            await asyncio.sleep(_MOVES_LOOK_S)
+            if store is None or (told := self.reporter.assigned) is None:
+                continue
+            self.let_go_of = own.difference(told.fragment_ids)
+            there = stored_fragments(self.state).intersection(told.elsewhere)
+            for p in there - own:
+                with contextlib.suppress(DiskFull, FileNotFoundError):  # a pin may go meanwhile
+                    await asyncio.to_thread(forget, self.state, p)
+            for each in () if self.let_go_of else told.takes:
+                if each.fragment_id not in own:  # else the coordinator is to find that it is here
+                    await self._take(store, each.fragment_id, each.syncer)
+
+    async def _take(self, store: ObjectStore, fragment_id: int, source: str) -> None:
+        """Take a fragment if it was let go of; what is in the way is said, then tried again."""
+        fragment = self.plan.fragments[fragment_id]
+        try:
+            if await asyncio.to_thread(take, store, self.state, fragment, source, self.timeline):
+                self.taken.add(fragment_id)
+        except (ConfigError, DiskFull) as error:
+            text = f"fragment {fragment_id} cannot be taken from {source} yet: {error}"
+            logger.error("%s", text)
+            self.reporter.alarms.raise_(Alarm(AlarmKind.STATE_AWAY, bounded_text(text)), loop_now())
+
+    async def settle(self, given_up: asyncio.Event) -> None:
+        """Have the next start serve the others; nothing of this one writes any more."""
+        told = self.reporter.assigned
+        if told is None or not (self.let_go_of or self.taken):
+            return
+        granted = dict(zip(told.islands, told.incarnations, strict=True))
+
+        def settle() -> None:
+            if self.let_go_of:
+                let_go(self.state, self.let_go_of)
+            if self.taken:
+                serve(self.state, self.taken, granted)
+
+        await retry_disk_full_async("the fragments of this syncer", settle, given_up=given_up)
 
 
 def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:

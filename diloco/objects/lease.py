@@ -48,7 +48,7 @@ _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
 _OF_RUN = ("resolved.toml", "fingerprint", "policy.json", "secret", "timeline.json")
 #: Of a syncer's store: a lock, where one process listened, and what only that process reads.
-NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers"})
+NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers", "moved"})
 
 
 @dataclass(frozen=True, slots=True)

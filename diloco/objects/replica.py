@@ -182,11 +182,12 @@ class Replica:
             yield from ((n, rows) for n, rows in json.loads(joined) if n > number)
         yield from ((n, rows) for n, rows in self._rows if n > number)
 
-    def restore(self, *, without: str = "") -> int:
+    def restore(self, *, without: str = "", only: Callable[[str], bool] = lambda name: True) -> int:
         """Make the directory hold what the chain does; returns the bytes that were fetched.
 
         Args:
             without: A file that is left as it is.
+            only: Whether a file is to be here; others are not fetched.
 
         An object that is lost, or holds other bytes, is named in the log; who reads that file finds
         that it is not here, and makes it again or says what to do.
@@ -212,9 +213,12 @@ class Replica:
             logger.info("removed, the state in %s has no %s", self._store.url, name)
             durable.unlink(kept[name])
         with ThreadPoolExecutor(_FETCHES, "fetch") as pool:
-            return sum(pool.map(self._restore_file, sorted(self._files.keys() - {without})))
+            wanted = sorted(filter(only, self._files.keys() - {without}))
+            return sum(pool.map(self._restore_file, wanted))
 
-    def fetch_all(self, *, without: str = "") -> int:
+    def fetch_all(
+        self, *, without: str = "", only: Callable[[str], bool] = lambda name: True
+    ) -> int:
         """Look and restore until nothing was replaced meanwhile; returns the bytes fetched.
 
         Raises:
@@ -225,7 +229,7 @@ class Replica:
         num_bytes = 0
         for _ in range(_LOOKS):
             self.look()
-            num_bytes += self.restore(without=without)
+            num_bytes += self.restore(without=without, only=only)
             if not self._lost:
                 return num_bytes
         raise ObjectLost(self._lost[0])

@@ -1,14 +1,14 @@
 """Which syncer serves which fragments of a plan. Pure; imports no torch.
 
-A fragment's place is decided once in the life of a run: what is decided here is journalled, and
-read from there ever after.
+What is decided here is journalled, and read from there ever after: with the first join, and where
+an operator moves fragments.
 
 Source: PROTOCOL.md, "Fragments and lanes".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from diloco.errors import ConfigError
 from diloco.outer.fragments import Plan
@@ -53,3 +53,31 @@ def assign_fragments(plan: Plan, shares: Sequence[float]) -> tuple[tuple[int, ..
         assigned[lightest].append(fragment.fragment_id)
         numels[lightest] += fragment.padded_numel
     return tuple(tuple(sorted(fragment_ids)) for fragment_ids in assigned)
+
+
+def deal_fragments(
+    plan: Plan,
+    shares: Sequence[float],
+    assigned: Sequence[Collection[int]],
+    moving: Collection[int],
+    targets: Collection[int],
+) -> Mapping[int, int]:
+    """Spread some fragments over syncers that keep what they have, by size and share.
+
+    Args:
+        plan: Of the run.
+        shares: Of each syncer, above 0.
+        assigned: Fragments of each, those that move among them.
+        moving: Fragments that are dealt, the largest first.
+        targets: Syncers that they may go to, by number; at least one.
+
+    Returns:
+        Fragment -> syncer: that which would then have least by its share, the first of equals.
+    """
+    sizes = {f.fragment_id: f.padded_numel for f in plan.fragments}
+    numels = {n: sum(sizes[p] for p in assigned[n] if p not in moving) for n in sorted(targets)}
+    dealt: dict[int, int] = {}
+    for p in sorted(moving, key=lambda p: (-sizes[p], p)):
+        dealt[p] = min(numels, key=lambda n: (numels[n] + sizes[p]) / shares[n])
+        numels[dealt[p]] += sizes[p]
+    return dealt

@@ -65,6 +65,7 @@ class Polls:
         steps: StepTimes,
         spool: Spool,
         *,
+        num_fragments: int,
         syncer_epoch: int,
         founded_by: Callable[[str], Collection[int]],
         fatal: Callable[[], wire.Fatal | None],
@@ -76,6 +77,7 @@ class Polls:
             admission: Has the rules of now, and knows which starts count.
             steps: Is told how long inner steps take.
             spool: Says whether what is due has room.
+            num_fragments: Of the run's plan.
             syncer_epoch: Of the syncer's start.
             founded_by: Fragments whose first parameters an island, by name, is to give.
             fatal: Gives why the run cannot go on; None: it can.
@@ -84,6 +86,7 @@ class Polls:
         self._admission = admission
         self._steps = steps
         self._spool = spool
+        self._num_fragments = num_fragments
         self._epoch = syncer_epoch
         self._founded_by = founded_by
         self._fatal = fatal
@@ -125,11 +128,11 @@ class Polls:
         request = wire.PollRequest.FromString(call.header)
         if not await self._admission.accept(request.grant, request.protocol_version):
             return Reply.of(self._fenced(NOT_CURRENT))
-        keys = keys_of(request.outstanding, len(self._services))
-        if len(request.known) > len(self._services):
+        keys = keys_of(request.outstanding, self._num_fragments)
+        if len(request.known) > self._num_fragments:
             raise FrameError(
                 f"{len(request.known)} fragments are known to the caller; there are "
-                f"{len(self._services)}"
+                f"{self._num_fragments}"
             )
         for known in request.known:
             if (service := self._services.get(known.fragment_id)) is not None:
@@ -141,6 +144,8 @@ class Polls:
             most_s = min(most_s, rules.lease_s / 2)
             most_s = most_s if request.step_s > 0 else min(most_s, UNTIMED_POLL_S)
         about = fragments_of(request, self._services)
+        if len(about) < len(request.known):
+            most_s = 0.0  # the others are here no more: the caller is to ask where they are
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(request.wait_s, most_s))):
                 await self._wait_for_news(request, keys, about)

@@ -171,6 +171,8 @@ class Reporter:
         self._lease, self._policy_digest, self._on_stale = lease, policy_digest, on_stale
         #: Set when the coordinator says that all end.
         self.ends = asyncio.Event()
+        #: The newest answer that names this syncer's fragments; None: there was none.
+        self.assigned: SyncerHelloReply | None = None
         self.alarms = Alarms()
         self._news = asyncio.Event()
         self._told = asyncio.Event()
@@ -309,6 +311,8 @@ class Reporter:
             )
         if reply.ends:
             self.ends.set()
+        if reply.plan:
+            self.assigned = reply
         return reply
 
     async def _send_report(self, rounds: ReportedRounds, address: str) -> None:

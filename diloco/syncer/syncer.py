@@ -53,7 +53,7 @@ from diloco.syncer.worker import Workers
 from diloco.telemetry.events import Event
 from diloco.telemetry.syncer_meter import SyncerMeter
 from diloco.transport.contracts import Buffer, Handler, Handlers, IncomingCall, Reply
-from diloco.transport.errors import Overloaded
+from diloco.transport.errors import NotYet, Overloaded
 from diloco.versions.store import FragmentStore, PinRefused
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ class Syncer:
             self._admission,
             self._steps,
             self._spool,
+            num_fragments=len(plan.fragments),
             syncer_epoch=syncer_epoch,
             founded_by=self._founded_by,
             fatal=lambda: self.fatal,
@@ -159,6 +160,10 @@ class Syncer:
         self.fatal: wire.Fatal | None = None
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        return len(self._services) < len(self._plan.fragments)
 
     def _build_service(
         self, store: FragmentStore, rules: SyncerRules, hooks: Hooks
@@ -343,7 +348,7 @@ class Syncer:
             reply.message = NOT_CURRENT
         elif service is None:
             reply.status = SUBMIT_STATUS[Admission.INVALID]
-            reply.message = self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT)
+            reply.message = self._lacks(header.grant, header.key.fragment_id)
         else:
             service.check_whole()
             lane = arrival_of(header)
@@ -362,7 +367,7 @@ class Syncer:
         if not await self._admission.accept(grant, request.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
-            return self._ack(self._refuse(grant, Cause.KEY, _NO_FRAGMENT))
+            return self._ack(self._lacks(grant, request.key.fragment_id))
         service.check_whole()
         # Before its round is open a decline does nothing: the island repeats it until the outcome.
         reason = f"declined: {request.reason}"
@@ -375,7 +380,7 @@ class Syncer:
         if not await self._admission.accept(header.grant, header.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         if service is None:
-            return self._ack(self._refuse(header.grant, Cause.KEY, _NO_FRAGMENT))
+            return self._ack(self._lacks(header.grant, header.fragment_id))
         if header.is_published:
             return self._ack(await service.take_published(header, call, self._admission))
         service.check_whole()
@@ -395,7 +400,8 @@ class Syncer:
         if not await self._admission.accept(header.grant, header.protocol_version):
             reply = wire.FetchReply(status=wire.FETCH_STATUS_FENCED, message=NOT_CURRENT)
         elif service is None:
-            reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=_NO_FRAGMENT)
+            lacks = self._lacks(header.grant, header.fragment_id)
+            reply = wire.FetchReply(status=wire.FETCH_STATUS_UNKNOWN, message=lacks)
         else:
             service.check_readable(header.version)
             reply, payload = await service.fetch(header)
@@ -410,6 +416,8 @@ class Syncer:
         if not await self._admission.accept(request.grant, request.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
+        if versions.keys() != self._services.keys() and self._is_one_of_several:
+            raise NotYet(f"fragments have moved, and {sorted(self._services)[:8]} are here")
         if versions.keys() != self._services.keys():
             problem = (
                 f"a checkpoint holds a version of each of the {len(self._services)} fragments, "
@@ -451,6 +459,16 @@ class Syncer:
         """Count a refusal of what an island says with a good grant; returns the words."""
         self.meter.refusal(grant.island, cause)
         return words
+
+    def _lacks(self, grant: Grant, fragment_id: int) -> str:
+        """Refuse what is said of a fragment that is not here; returns the words.
+
+        Raises:
+            NotYet: If another syncer of the run has it, as far as is known here.
+        """
+        if fragment_id < len(self._plan.fragments):
+            raise NotYet(f"fragment {fragment_id} is at another syncer, or moves to one: ask again")
+        return self._refuse(grant, Cause.KEY, _NO_FRAGMENT)
 
     def _founded_by(self, island: str) -> frozenset[int]:
         """Fragments whose version 0 an island founds."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,56 @@ def test_a_scheduled_run_waits_for_the_lost_syncer_alone_and_comes_to_the_same_b
         if event["blocked_s"] > 1.0 and not event["is_flush"]
     }
     assert waited and waited <= set(run.parts[1].own)
+
+
+def moving(
+    every_s: float, *moves: tuple[int, int]
+) -> Callable[[Several], Coroutine[Any, Any, None]]:
+    """Move fragments, one after the other, each to a part by number; then lose the second."""
+
+    async def move(run: Several) -> None:
+        for fragment_id, target in moves:
+            await asyncio.sleep(every_s)
+            await asyncio.shield(run.move(fragment_id, target))
+        await asyncio.sleep(every_s)
+        await asyncio.shield(run.lose(1, 0))
+
+    return move
+
+
+@pytest.mark.parametrize(
+    ("is_scheduled", "num_moves"),
+    [(True, 2), (False, 2), (True, 0)],
+    ids=["scheduled", "on-arrival", "lost-with-what-had-come"],
+)
+def test_fragments_move_between_syncers_while_islands_go_on_to_the_same_end(
+    scheduled: Setting, on_arrival: Setting, is_scheduled: bool, num_moves: int
+) -> None:
+    setting, every_s = (scheduled, 3.0) if is_scheduled else (on_arrival, 1.0)
+    if is_scheduled:  # of what the others have sent, syncers wait for the slow one
+        setting = replace(setting, steps_s={"c": 2.5})
+    alone = VirtualRun(replace(setting, directory=setting.directory / "one"))
+    undisturbed, run = run_virtual(alone.run()), Several(setting)
+    run.parts[1].epoch = 100  # counts nothing at the other
+    kept, other = (list(part.own) for part in run.parts)
+    moves = (other[0], 0), (kept[0], 1)
+
+    islands = run_virtual(run.run(moving(every_s, *moves[:num_moves])))
+
+    assert run.parts[0].own == list(range(setting.num_fragments))
+    assert len({island.session.digests for island in islands.values()}) == 1
+    made = [(r["fragment_id"], r["version"], r["digest"]) for r in run.records]
+    assert len({each[:2] for each in made}) == len(set(made)), "no version is two things"
+    if is_scheduled:
+        assert values(islands) == values(undisturbed)
+        assert not any(r["attempt"] for r in run.records), "what had come was sent again in time"
+    else:
+        assert all(island.session.blocked_s == 0.0 for island in islands.values())
+        for p in range(setting.num_fragments):
+            headers = {r["version"]: r for r in run.records if r["fragment_id"] == p}
+            assert sorted(headers) == list(range(len(headers))), "none is lost"
+            merged = sum(c["weight_tokens"] for h in headers.values() for c in h["contributors"])
+            assert merged >= setting.total_tokens
 
 
 def test_on_arrival_the_loss_of_a_syncer_holds_up_its_own_fragments_alone(

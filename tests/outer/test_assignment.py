@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.outer.assignment import assign_fragments
+from diloco.outer.assignment import assign_fragments, deal_fragments
 from diloco.outer.fragments import Plan, TensorSpec, make_plan
 
 
@@ -67,3 +67,12 @@ def test_fragments_are_dealt_in_proportion_to_the_shares() -> None:
 
     assert [len(own) for own in assign_fragments(eight, (1.0, 3.0))] == [2, 6]
     assert [len(own) for own in assign_fragments(eight, (1.0, 1.0, 2.0))] == [2, 2, 4]
+
+
+def test_what_moves_is_dealt_by_size_and_share_and_everything_else_stays() -> None:
+    plan = plan_of([128 * blocks for blocks in (8, 2, 4, 1, 1, 3)])
+    assigned = ((0, 1, 3), (2,), (4, 5))
+
+    assert deal_fragments(plan, (1.0, 1.0, 1.0), assigned, {0, 1, 3}, {1, 2}) == {0: 1, 1: 2, 3: 2}
+    assert deal_fragments(plan, (1.0, 1.0, 4.0), assigned, {0, 1, 3}, {1, 2}) == {0: 2, 1: 2, 3: 2}
+    assert deal_fragments(plan, (1.0, 1.0, 1.0), assigned, {5, 2}, {0}) == {2: 0, 5: 0}

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from diloco.cli.terminal.tables import fragments_table, run_text, syncers_table
+from diloco.config.load import load_config
+from diloco.coordinator.fragment_moves import FragmentMoves
 from diloco.coordinator.grants import sign
+from diloco.coordinator.run_status import SILENT_S
 from diloco.outer.fragments import Plan
 from diloco.protocol.run import assignment
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
 from diloco.transport.errors import FrameError
-from tests.coordinator_in_memory import SECRET, CoordinatorInMemory
+from tests.coordinator_in_memory import SECRET, CoordinatorInMemory, tell
+from tests.run_files import write_run
 
 
 async def hello(
@@ -28,7 +32,7 @@ async def hello(
     return control.SyncerHelloReply.FromString(await coord.call("syncer_hello", request))
 
 
-def test_fragments_stay_where_they_were_first_put(
+def test_fragments_stay_where_they_were_put_unless_an_operator_moves_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
@@ -53,6 +57,99 @@ def test_fragments_stay_where_they_were_first_put(
         await coord.close()
 
     asyncio.run(story())
+
+
+class Stores:
+    """What syncers have in the object store, as they put it there."""
+
+    def __init__(self, served: dict[int, list[int]]) -> None:
+        self.served = served
+
+    def served_from(self, syncer_id: int) -> list[int]:
+        return self.served[syncer_id]
+
+    def let_go_for_lost(self, syncer_id: int) -> None:
+        self.served[syncer_id] = []
+
+
+def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_killed_coordinator(
+    tmp_path: Path,
+) -> None:
+    placed = [f"run.state=file://{tmp_path}/objects", "syncers.eu={}", "syncers.us={}"]
+    config = load_config(write_run(tmp_path / "run", {"east": "", "west": ""}), placed)
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        async def told(number: int) -> tuple[list[int], list[tuple[int, str]]]:
+            reply = await hello(coord, number, f"127.0.0.1:{number}")
+            return list(reply.fragment_ids), [(t.fragment_id, t.syncer) for t in reply.takes]
+
+        async def routes() -> list[int]:
+            request = control.RunStateRequest(protocol_version=PROTOCOL_VERSION)
+            reply = control.RunStateReply.FromString(await coord.call("standing", request))
+            return list(reply.fragment_syncers)
+
+        def moves() -> FragmentMoves:
+            status = coord.coordinator.run_status
+            change = coord.coordinator._changes.make
+            return FragmentMoves(coord.membership, status, change, stores)
+
+        early = await coord.operate("move", fragments="0", to="us")
+        assert not early.is_done and "no island has joined" in early.message
+        await coord.join("east")
+        (a,), (b,) = (await told(0))[0], (await told(1))[0]
+        stores = Stores({0: [a], 1: [b]})
+        for arguments, words in (
+            ({"fragments": "0"}, "name what moves where"),
+            ({"from": "eu", "to": "eu"}, "name what moves where"),
+            ({"from": "mars"}, "there is no syncer 'mars' in this run; it has eu, us"),
+            ({"fragments": "0,2", "to": "us"}, "there is no fragment 2; the run has 0 to 1"),
+        ):
+            refused = await coord.operate("move", **arguments)
+            assert not refused.is_done and words in refused.message
+        done = await coord.operate("move", fragments=str(b), to="us")
+        assert done.is_done and "nothing to move" in done.message
+
+        done = await coord.operate("move", fragments=str(a), to="us")
+        assert (
+            done.is_done and f"fragment {a} (" in done.message and "from eu to us" in done.message
+        )
+        await coord.restart()
+        assert await told(0) == ([], [])
+        assert await told(1) == ([0, 1], [(a, "syncer-0")])
+        assert a not in (await hello(coord, 0)).elsewhere, "it may not be taken yet"
+        again = await coord.operate("move", fragments=str(a), to="us")
+        assert not again.is_done and "moves from eu to us already" in again.message
+        (said,) = coord.coordinator.status().moves
+        assert f"fragment {a} moves from syncer-0 to syncer-1" in said
+        await moves().look()  # it is let go of, and was not taken yet
+        stores.served[0] = []
+        await moves().look()
+        assert await routes() == [int(p == b) for p in (0, 1)], "islands ask who had it, and again"
+        for number in (0, 1):  # one has it still, the other has it already
+            mine = [control.FragmentStatus(fragment_id=a, version=4)]
+            await coord.round_report(syncer_id=number, fragments=mine)
+
+        stores.served[1] = [0, 1]
+        await moves().look()
+        await coord.restart()
+        assert await told(1) == ([0, 1], []) and await told(0) == ([], [])
+        assert await routes() == [1, 1]
+        assert list((await hello(coord, 0)).elsewhere) == [0, 1]
+        assert [list(s.fragment_ids) for s in (await coord.join("east")).syncers] == [[], [0, 1]]
+        assert not coord.coordinator.status().moves
+
+        assert (await coord.operate("move", **{"from": "us"})).is_done
+        await moves().look()
+        assert stores.served[1], "it is not lost, and lets go itself"
+        await asyncio.sleep(SILENT_S)
+        await hello(coord, 0)
+        await moves().look()
+        assert stores.served[1] == [] and await told(0) == (
+            [0, 1],
+            [(p, "syncer-1") for p in (0, 1)],
+        )
+
+    tell(tmp_path, story, config=config, num_syncers=2)
 
 
 def test_an_island_is_sent_to_all_syncers_or_to_none(tmp_path: Path) -> None:

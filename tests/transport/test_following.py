@@ -57,10 +57,11 @@ def run(
     story: Callable[[FollowingTransport, Peers], Awaitable[None]],
     find: Callable[[], Awaitable[str]],
     *here: str,
+    first: str = "old",
 ) -> Peers:
     async def main() -> Peers:
         peers = Peers(*here)
-        transport = FollowingTransport("old", peers.open_at, find)
+        transport = FollowingTransport(first, peers.open_at, find)
         await story(transport, peers)
         await transport.close()
         return peers
@@ -81,6 +82,16 @@ def test_a_call_that_is_made_again_reaches_the_peer_where_it_is_now() -> None:
         assert transport.peer == "new"
 
     assert run(story, at_new, "new").opened == ["old", "new"]
+
+
+def test_a_peer_that_is_nowhere_yet_is_called_once_somebody_knows_where_it_is() -> None:
+    async def story(transport: FollowingTransport, peers: Peers) -> None:
+        with pytest.raises(ConnectError, match="nobody knows where it is"):
+            await transport.call("m", b"", deadline_s=1.0)
+        await asyncio.sleep(0.01)
+        assert (await transport.call("m", b"", deadline_s=1.0)).header == b"new"
+
+    assert run(story, at_new, "new", first="").opened == ["new"]
 
 
 def test_calls_under_way_to_where_it_was_are_to_be_made_again() -> None:

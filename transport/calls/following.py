@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from diloco.transport.contracts import Buffer, Reply, Transport
-from diloco.transport.errors import PeerReset, TransportClosed, TransportError
+from diloco.transport.errors import ConnectError, PeerReset, TransportClosed, TransportError
 from diloco.transport.transfer import Transfer
 
 #: Seconds between two questions where the peer is: at first, and at most.
@@ -29,14 +29,14 @@ class FollowingTransport:
         """Open the transport to where the peer is now.
 
         Args:
-            address: As `open_at` takes it.
+            address: As `open_at` takes it; empty: it is not known yet.
             open_at: Makes a transport.
             find: Says where the peer is; empty: nobody knows. What it raises is no answer.
         """
         self._address = address
         self._open_at = open_at
         self._find = find
-        self._inner = open_at(address)
+        self._inner = open_at(address) if address else None
         self._looking: asyncio.Task[None] | None = None
         self._looked_at, self._again_s = float("-inf"), _AGAIN_S
         self._is_closed = False
@@ -44,7 +44,7 @@ class FollowingTransport:
     @property
     def peer(self) -> str:
         """Address of the peer."""
-        return self._inner.peer
+        return self._inner.peer if self._inner is not None else "nowhere yet"
 
     async def call(
         self,
@@ -58,6 +58,9 @@ class FollowingTransport:
     ) -> Reply:
         """Call `method`; see `contracts.Transport`."""
         inner = self._inner
+        if inner is None:
+            self._look()
+            raise ConnectError("nobody knows where it is", peer=self.peer, method=method)
         try:
             reply = await inner.call(
                 method,
@@ -96,7 +99,8 @@ class FollowingTransport:
             self._again_s = min(2 * self._again_s, _MOST_S)
         if address and address != self._address and not self._is_closed:
             left, self._address, self._inner = self._inner, address, self._open_at(address)
-            await left.close()
+            if left is not None:
+                await left.close()
 
     async def close(self) -> None:
         """Close the transport; calls in flight raise `TransportClosed`."""
@@ -105,4 +109,5 @@ class FollowingTransport:
             self._looking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._looking
-        await self._inner.close()
+        if self._inner is not None:
+            await self._inner.close()

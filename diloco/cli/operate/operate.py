@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from diloco.cli.run.control import send_operation
-from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens, flag, with_options
+from diloco.cli.terminal.options import Address, Certs, Insecure, Tokens, flag, option, with_options
 from diloco.errors import ConfigError
 from diloco.transport.addresses import is_loopback, split_address
 
@@ -124,6 +124,26 @@ def stop(
     Example: diloco stop 127.0.0.1:29400
     """
     return {"now": "true"} if now else {}
+
+
+@_operation
+def move(
+    address: Address,
+    fragments: Annotated[str, option("Numbers of fragments.", "P,P,...", "--fragments")] = "",
+    from_: Annotated[str, option("All fragments of this syncer.", "NAME", "--from")] = "",
+    to: Annotated[str, option("Which syncer they go to; of --from: all others.", "NAME")] = "",
+) -> Arguments:
+    """Move fragments from one syncer to another while the run goes on; islands go on, too.
+
+    For syncers with machines of their own. The one lets go of a fragment, the other takes it, with
+    its versions and pins, out of the object store; no version is lost, and what is published is the
+    same. A syncer that is lost for good needs no process any more: --from takes all that it has,
+    and deals it over the others by size and share.
+
+    Example: diloco move 127.0.0.1:29400 --from eu-west
+    """
+    given = {"fragments": fragments, "from": from_, "to": to}
+    return {name: value for name, value in given.items() if value}
 
 
 @_operation

@@ -22,8 +22,9 @@ _RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> Group:
-    """Show all: run, islands, fragments, several syncers, what was refused, who is away, alarms."""
+    """Show all: run, islands, fragments, several syncers, refusals, moves, who is away, alarms."""
     texts = [refusals_line(reply)] if reply.refusals else []
+    texts += [Text(line, style="yellow") for line in reply.moves]
     texts += [Text(line, style="red") for line in reply.away]
     texts += [Text(line, style="bold red") for line in alarm_lines(reply)]
     tables = [islands_table(reply), fragments_table(reply)]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import blake3
 
@@ -30,6 +31,7 @@ from diloco.transport.contracts import PROTOCOL_VERSION, Buffer, Transport
 from diloco.transport.retry import RetryPolicy
 
 _POLL_WAIT_S = 20.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,15 +278,93 @@ class SyncerCalls:
         return wire.FetchReply.FromString(reply.header), reply.payload
 
 
+class FragmentCalls:
+    """Calls about fragments, each made to the syncer that has the fragment, if it moves again."""
+
+    def __init__(self, grant: Grant, syncers: Mapping[int, SyncerCalls]) -> None:
+        """Assign only; `syncers` has those of each fragment."""
+        self._grant = grant
+        self._syncers = dict(syncers)
+        self._under_way: dict[int, set[asyncio.Task[Any]]] = {p: set() for p in syncers}
+
+    def of(self, fragment_id: int) -> SyncerCalls:
+        """Return those to the syncer that has a fragment now."""
+        return self._syncers[fragment_id]
+
+    def move(self, fragment_id: int, calls: SyncerCalls) -> None:
+        """Make all calls about a fragment to another syncer, those under way again."""
+        self._syncers[fragment_id] = calls
+        for each in self._under_way[fragment_id]:
+            each.cancel()
+
+    def fenced(self, refusal: str) -> Fenced:
+        """Return the error of an island whose calls are refused because of their grant."""
+        return fenced_error("the syncer", self._grant, refusal)
+
+    async def submit(
+        self, sent: Outstanding, lane_id: int, *, codec: str, digest: bytes, payload: Buffer
+    ) -> wire.SubmitReply:
+        """See `SyncerCalls`."""
+        return await self._made(
+            sent.key.fragment_id,
+            lambda to: to.submit(sent, lane_id, codec=codec, digest=digest, payload=payload),
+        )
+
+    async def decline(self, key: RoundKey, reason: str) -> None:
+        """See `SyncerCalls`."""
+        await self._made(key.fragment_id, lambda to: to.decline(key, reason))
+
+    async def upload(
+        self, fragment_id: int, lane_id: int, payload: Buffer, *, published: int | None = None
+    ) -> wire.Ack:
+        """See `SyncerCalls`."""
+        return await self._made(
+            fragment_id, lambda to: to.upload(fragment_id, lane_id, payload, published=published)
+        )
+
+    async def fetch(
+        self,
+        fragment_id: int,
+        version: int,
+        lane_ids: Sequence[int],
+        kind: wire.FetchKind,
+        *,
+        max_reply_bytes: int,
+    ) -> tuple[wire.FetchReply, Buffer]:
+        """See `SyncerCalls`."""
+        return await self._made(
+            fragment_id,
+            lambda to: to.fetch(
+                fragment_id, version, lane_ids, kind, max_reply_bytes=max_reply_bytes
+            ),
+        )
+
+    async def _made(
+        self, fragment_id: int, call: Callable[[SyncerCalls], Coroutine[Any, Any, _T]]
+    ) -> _T:
+        under_way, task = self._under_way[fragment_id], asyncio.current_task()
+        assert task is not None, "outside of any task"
+        while True:
+            to, num_cancelled = self._syncers[fragment_id], task.cancelling()
+            under_way.add(task)
+            try:
+                return await call(to)
+            except asyncio.CancelledError:
+                if to is self._syncers[fragment_id] or task.uncancel() > num_cancelled:
+                    raise
+            finally:
+                under_way.discard(task)
+
+
 @dataclass(frozen=True, slots=True)
 class LinkParts:
-    """The things that all parts of a rank's link to one syncer share.
+    """The things that all parts of a rank's exchange share.
 
     Args:
         plan: Of the run.
         grant: Of this start of the island.
         rules: Of the exchange.
-        calls: To the syncer.
+        calls: To the syncers of the fragments.
         tasks: Of the exchange: the first failure ends all of it.
         on_event: Called with each event.
     """
@@ -292,6 +372,6 @@ class LinkParts:
     plan: Plan
     grant: Grant
     rules: ExchangeRules
-    calls: SyncerCalls
+    calls: FragmentCalls
     tasks: Tasks
     on_event: Callable[[Event], None]

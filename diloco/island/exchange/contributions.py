@@ -269,7 +269,8 @@ class Contributions:
         """Have the lane received by whichever syncer runs, until the contribution is settled."""
         while fragment.outstanding is sent and self._tasks.failure is None:
             news = self._tasks.news
-            if fragment.outcome is not None or lane.received_epoch >= self._calls.epoch:
+            calls = self._calls.of(sent.key.fragment_id)
+            if fragment.outcome is not None or lane.received_epoch >= calls.epoch:
                 await news.wait()
                 continue
             began = loop_now()
@@ -281,7 +282,9 @@ class Contributions:
                 payload=lane.payload,
             )
             self._emit_phase("send", sent.key, lane_id, began)
-            if fragment.outstanding is not sent or reply.syncer_epoch < self._calls.epoch:
+            if self._calls.of(sent.key.fragment_id) is not calls:
+                continue  # it has moved meanwhile
+            if fragment.outstanding is not sent or reply.syncer_epoch < calls.epoch:
                 continue  # settled, or the word of a syncer that is gone
             self._take_submit_reply(fragment, sent, lane_id, lane, reply)
             if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:

@@ -51,7 +51,7 @@ class FragmentEntry:
         operator's matter.
         """
         state, p = fragment.state, fragment.fragment_id
-        asked = self._calls.epoch, state.asked
+        asked = self._calls.of(p).epoch, state.asked
         if not (state.is_damaged and state.asked) or self._given.get(p) == asked:
             return
         lanes = fragment.lanes_of(state.wanted_version)
@@ -152,8 +152,9 @@ class FragmentEntry:
                 state = self._fragments[p].state
                 for lane_id, values in initial[p].items():
                     wanted = state.wants_initial and not state.is_founded
-                    if wanted and uploads.get((p, lane_id)) != self._calls.epoch:
-                        uploads[p, lane_id] = self._calls.epoch
+                    epoch = self._calls.of(p).epoch
+                    if wanted and uploads.get((p, lane_id)) != epoch:
+                        uploads[p, lane_id] = epoch
                         self._tasks.spawn(self._upload(p, lane_id, values))
             await wait_for(news, _TELL_WAITING_S)
             if not news.is_set():

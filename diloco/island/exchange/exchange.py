@@ -10,19 +10,22 @@ Source: PROTOCOL.md, "Agreement of ranks", "Contributions" and "Staging".
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from diloco.errors import DilocoError
-from diloco.island.exchange.calls import ExchangeRules, LinkParts, SyncerCalls
+from diloco.island.exchange.calls import ExchangeRules, FragmentCalls, LinkParts, SyncerCalls
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
-from diloco.island.exchange.entry import check_restored
+from diloco.island.exchange.contributions import Contributions
+from diloco.island.exchange.entry import FragmentEntry, check_restored
 from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.retried_calls import SyncerReach
+from diloco.island.exchange.staging import Stager
 from diloco.island.exchange.syncer_link import SyncerLink
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
@@ -32,6 +35,9 @@ from diloco.tasks import Tasks, wait_for
 from diloco.telemetry.events import AnchorMended, Event
 from diloco.transport.contracts import Transport
 
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 1.0
 #: Limits of what is sent where nothing is known of the steps that made it.
 ANYWHERE = (math.inf, 0.0)
 
@@ -66,10 +72,12 @@ class Exchange:
         rng: random.Random,
         on_event: Callable[[Event], None],
         is_leader: bool = True,
+        find_syncers: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
         Each fragment is that of one of the `connections`. `is_leader`: of the island's ranks.
+        `find_syncers` asks which of them each fragment is that of now, and has `reassign` called.
         """
         self.rules = rules
         self.layout = StateLayout(plan, lanes, rules.uplink_codec, rules.error_feedback)
@@ -83,31 +91,48 @@ class Exchange:
         self._views = {p: fragment.view() for p, fragment in self._fragments.items()}
         self._tasks = Tasks(self._show)
         self._reach = SyncerReach()
-        self._links = [self._link(each, rng) for each in connections]
-        self._link_of = {
-            p: link
-            for each, link in zip(connections, self._links, strict=True)
-            for p in each.fragment_ids
-        }
+        self._find_syncers = find_syncers
+        to = [self._calls_to(each, rng) for each in connections]
+        syncers = dict(
+            sorted(
+                (p, calls)
+                for each, calls in zip(connections, to, strict=True)
+                for p in each.fragment_ids
+            )
+        )
+        self._calls = FragmentCalls(grant, syncers)
+        parts = LinkParts(plan, grant, rules, self._calls, self._tasks, on_event)
+        self._contributions, self._stager = Contributions(parts), Stager(parts)
+        followed = {p: each for p, each in self._fragments.items() if each.is_followed}
+        self._entry = FragmentEntry(parts, followed)
+        self._links = [
+            SyncerLink(
+                calls,
+                parts,
+                {p: each for p, each in followed.items() if syncers[p] is calls},
+                lambda: self.step_s,
+                contributions=self._contributions,
+                stager=self._stager,
+                entry=self._entry,
+                on_lacking=self._look_for_syncers,
+            )
+            for calls in to
+        ]
+        self._pin: tuple[int, Sequence[int]] = (-1, ())
         self.step_s = 0.0
         self.num_heard = 0
 
-    def _link(self, connection: SyncerConnection, rng: random.Random) -> SyncerLink:
-        rules, grant = self.rules, self._grant
-        calls = SyncerCalls(
+    def _calls_to(self, connection: SyncerConnection, rng: random.Random) -> SyncerCalls:
+        return SyncerCalls(
             connection.control,
             connection.data,
-            grant,
-            rpc_deadline_s=rules.rpc_deadline_s,
-            policy=rules.policy,
+            self._grant,
+            rpc_deadline_s=self.rules.rpc_deadline_s,
+            policy=self.rules.policy,
             rng=rng,
             reach=self._reach,
             on_event=self._on_event,
         )
-        parts = LinkParts(self._plan, grant, rules, calls, self._tasks, self._on_event)
-        own = {p: self._fragments[p] for p in sorted(connection.fragment_ids)}
-        followed = {p: fragment for p, fragment in own.items() if fragment.is_followed}
-        return SyncerLink(parts, followed, lambda: self.step_s)
 
     # -- read by the training thread -----------------------------------------------------------
 
@@ -138,13 +163,12 @@ class Exchange:
 
     def calls_of(self, fragment_id: int) -> SyncerCalls:
         """Return the connection to the syncer of a fragment."""
-        return self._link_of[fragment_id].calls
+        return self._calls.of(fragment_id)
 
     @property
     def unsound(self) -> tuple[int, str]:
         """Inner step of the last send whose values could not be right, and why; -1: of none."""
-        found = (link.contributions for link in self._links)
-        return max((each.unsound_at, each.unsound) for each in found)
+        return self._contributions.unsound_at, self._contributions.unsound
 
     @property
     def island(self) -> str:
@@ -200,9 +224,8 @@ class Exchange:
     def resume(self, sent: Outstanding, lanes: LaneCheckpoint) -> None:
         """Submit again what a checkpoint had in flight; ask of what is of an earlier timeline."""
         is_asking = sent.key.timeline != self._grant.timeline
-        p = sent.key.fragment_id
-        contributions = self._link_of[p].contributions
-        contributions.resume(self._fragments[p], sent, lanes, is_asking=is_asking)
+        fragment = self._fragments[sent.key.fragment_id]
+        self._contributions.resume(fragment, sent, lanes, is_asking=is_asking)
         self._tasks.notify()
 
     def follow(self, fragment_id: int, version: int) -> None:
@@ -247,35 +270,32 @@ class Exchange:
             limits: How far from their anchor values may lie (`farthest`).
             is_tried: Whether it is held back until `release`.
         """
-        p = sent.key.fragment_id
-        contributions = self._link_of[p].contributions
-        contributions.send(self._fragments[p], sent, local, limits, is_tried=is_tried)
+        fragment = self._fragments[sent.key.fragment_id]
+        self._contributions.send(fragment, sent, local, limits, is_tried=is_tried)
 
     async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         """Put the lanes with half of what is held back into `into`, after what was posted."""
-        link = self._link_of[fragment_id]
-        into.update(link.contributions.tried(self._fragments[fragment_id]))
+        into.update(self._contributions.tried(self._fragments[fragment_id]))
 
     def release(self, fragment_id: int, reason: str) -> None:
         """Submit what `send` has held back; where there is a reason not to, decline it."""
-        self._link_of[fragment_id].contributions.release(self._fragments[fragment_id], reason)
+        self._contributions.release(self._fragments[fragment_id], reason)
 
     def decline(self, sent: Outstanding, reason: str) -> None:
         """Tell the syncer that the island has nothing valid to contribute to this attempt."""
-        p = sent.key.fragment_id
-        self._link_of[p].contributions.decline(self._fragments[p], sent, reason)
+        self._contributions.decline(self._fragments[sent.key.fragment_id], sent, reason)
 
     def settle(self, fragment_id: int, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding, after the island agreed on its end."""
-        fragment, link = self._fragments[fragment_id], self._link_of[fragment_id]
-        link.contributions.settle(fragment_id)
+        fragment = self._fragments[fragment_id]
+        self._contributions.settle(fragment_id)
         fragment.settle(is_merged=is_merged, is_included=is_included)
-        link.stager.look(fragment)
+        self._stager.look(fragment)
         self._tasks.notify()
 
     def aim(self, fragment_id: int, version: int) -> None:
         """Stage the version that the ranks agreed on, whatever this one has begun."""
-        self._link_of[fragment_id].stager.aim(self._fragments[fragment_id], version)
+        self._stager.aim(self._fragments[fragment_id], version)
         self._tasks.notify()
 
     @property
@@ -295,7 +315,7 @@ class Exchange:
         """Put the state of every fragment's lanes into `into`, after what was posted before."""
         for p, fragment in self._fragments.items():
             for lane_id in fragment.lanes:  # a start that goes on from this could not tell
-                self._link_of[p].contributions.forget_flipped(fragment, lane_id)
+                self._contributions.forget_flipped(fragment, lane_id)
             into[p] = fragment.captured(
                 self._plan.fragments[p],
                 self.rules.uplink_codec,
@@ -306,7 +326,7 @@ class Exchange:
         """Hold all anchors against their digests; what memory has changed is fetched again."""
         try:
             for p, fragment in self._fragments.items():
-                for lane_id in await self._link_of[p].entry.verify(fragment):
+                for lane_id in await self._entry.verify(fragment):
                     self._on_event(AnchorMended(p, fragment.anchor_version, lane_id))
         except DilocoError as error:
             self._tasks.fail(error)
@@ -316,9 +336,9 @@ class Exchange:
 
         Done when `pinned_step` is that step.
         """
+        self._pin = inner_step, versions
         for link in self._links:
-            link.pinned_step = -1
-            self._tasks.spawn(link.pin(inner_step, versions))
+            link.begin_pin(inner_step, versions)
 
     async def wait_until_pinned(self, inner_step: int, at_most_s: float) -> None:
         """Wait until `pin` is done (or failed)."""
@@ -336,24 +356,23 @@ class Exchange:
     # -- entering the run ------------------------------------------------------------------------
 
     async def _enter(self, own: Mapping[int, Mapping[int, Tensor]]) -> None:
-        entries = [link.entry for link in self._links]
+        entry = self._entry
         # A version that one syncer has lost does not hold up the other fragments.
-        await asyncio.gather(*(e.until_steady(own, but_damaged=True) for e in entries))
+        await entry.until_steady(own, but_damaged=True)
         while True:
-            for entry in entries:
-                await entry.take(own)
-            if not any(entry.waits_for_repair for entry in entries):
+            await entry.take(own)
+            if not entry.waits_for_repair:
                 break
             self._tasks.notify()
-            await asyncio.gather(*(entry.until_steady(own) for entry in entries))
+            await entry.until_steady(own)
         self._entered()
 
     async def _follow(self, fragment: IslandFragment, version: int) -> None:
-        await self._link_of[fragment.fragment_id].entry.follow(fragment, version)
+        await self._entry.follow(fragment, version)
         self._entered()
 
     async def _restore(self, fragments: Sequence[FragmentCheckpoint]) -> None:
-        await asyncio.gather(*(link.entry.until_whole() for link in self._links))
+        await self._entry.until_whole()
         for fragment, restored in zip(self._fragments.values(), fragments, strict=True):
             if fragment.is_followed:
                 check_restored(fragment, restored)
@@ -365,9 +384,46 @@ class Exchange:
             link.start(sent_by)
 
     def _entered(self) -> None:
-        for link in self._links:
-            link.look()
+        for fragment in self._fragments.values():
+            if fragment.is_followed:
+                self._stager.look(fragment)
         self._tasks.notify()
+
+    # -- moves of fragments ----------------------------------------------------------------------
+
+    def reassign(self, syncers: Sequence[int]) -> None:
+        """Go on with each fragment at the syncer that has it now, by its place in `connections`.
+
+        What is outstanding is sent again, with the same bytes.
+        """
+        changed = set[int]()
+        for (p, fragment), n in zip(self._fragments.items(), syncers, strict=False):
+            before, calls = self._calls.of(p), self._links[n].calls
+            if before is calls:
+                continue
+            logger.info("fragment %d has moved to syncer %d", p, n)
+            for number, link in enumerate(self._links):
+                if link.fragments.pop(p, None) is not None or number == n:
+                    changed.add(number)
+            if fragment.is_followed:
+                self._links[n].fragments[p] = fragment
+            fragment.has_moved()
+            self._calls.move(p, calls)
+        for number in changed:
+            self._links[number].poll_again()
+            if self._pin[0] != self.pinned_step:
+                self._links[number].begin_pin(*self._pin)
+        if changed:
+            self._tasks.notify()
+
+    async def _look_for_syncers(self) -> None:
+        """Find out where fragments are now; the next question comes no sooner than in a second."""
+        await asyncio.sleep(_LOOK_AGAIN_S)
+        if self._find_syncers is not None:
+            try:
+                await self._find_syncers()
+            except DilocoError as error:  # the coordinator is away
+                logger.warning("where fragments are is not known: %s", error)
 
     # -- plumbing --------------------------------------------------------------------------------
 

@@ -124,6 +124,13 @@ class IslandFragment:
         for version in sorted(self.announced)[:-_MOST_ANNOUNCED]:
             del self.announced[version]
 
+    def has_moved(self) -> None:
+        """Forget what the syncer had only in memory, from which the fragment has moved."""
+        for lane in self.sending.values():
+            lane.received_epoch = -1
+        if self.outcome in NOT_DURABLE:
+            self.outcome = None
+
     @property
     def is_steady(self) -> bool:
         """Whether this version stays the newest until this island contributes, or for good.

@@ -22,7 +22,7 @@ from diloco.compression.base import from_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
-from diloco.island.exchange.calls import LinkParts, SyncerCalls
+from diloco.island.exchange.calls import FragmentCalls, LinkParts
 from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
@@ -47,7 +47,7 @@ class VersionGone(CoordinatorUnavailable):
 
 
 async def stage_lanes(
-    calls: SyncerCalls,
+    calls: FragmentCalls,
     anchor: Mapping[int, Tensor],
     *,
     fragment: Fragment,
@@ -63,7 +63,7 @@ async def stage_lanes(
     syncer's was) is reported and taken as a whole instead.
 
     Args:
-        calls: Way to the syncer.
+        calls: Way to the fragment's syncer.
         anchor: Lane id -> the lane at `base`, float32; unchanged.
         fragment: The lanes' fragment, as planned.
         base: Version of the anchor.
@@ -126,7 +126,7 @@ def grouped(fragment: Fragment, lane_ids: Iterable[int]) -> list[list[int]]:
 
 
 async def _stage_together(
-    calls: SyncerCalls,
+    calls: FragmentCalls,
     anchor: Mapping[int, Tensor],
     fragment: Fragment,
     base: int | None,
@@ -165,7 +165,7 @@ async def _stage_together(
 
 
 async def _stepped(
-    calls: SyncerCalls,
+    calls: FragmentCalls,
     anchor: Mapping[int, Tensor],
     fragment: Fragment,
     base: int,
@@ -195,7 +195,7 @@ async def _stepped(
 
 
 async def fetch_lane(
-    calls: SyncerCalls,
+    calls: FragmentCalls,
     fragment_id: int,
     version: int,
     lane_id: int,
@@ -206,7 +206,7 @@ async def fetch_lane(
     """Take one published lane as a whole: `numel` float32 values.
 
     Args:
-        calls: Way to the syncer.
+        calls: Way to the fragment's syncer.
         fragment_id: The lane's fragment.
         version: Version to fetch.
         lane_id: The lane.
@@ -232,7 +232,7 @@ async def fetch_lane(
 
 
 async def _fetch(
-    calls: SyncerCalls,
+    calls: FragmentCalls,
     fragment_id: int,
     version: int,
     lane_ids: Sequence[int],

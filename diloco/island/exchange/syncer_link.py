@@ -1,18 +1,20 @@
-"""A carrier's connection to one syncer: its epoch, its polls, and the rounds of its fragments.
+"""A carrier's connection to one syncer: its epoch, and its polls about the fragments it has now.
 
 Belongs to the exchange and its loop. A syncer that is away holds up nothing but its own fragments,
 as long as anybody else answers (`retried_calls.SyncerReach`); what it says that ends this rank,
-such as a fence, ends the exchange with all syncers.
+such as a fence, ends the exchange with all syncers. A fragment that it does not mention when it is
+asked about it has moved, or moves.
 
-Source: PROTOCOL.md, "Syncer epoch" and "One fragment, one round".
+Source: PROTOCOL.md, "Syncer epoch", "One fragment, one round" and "Moves of fragments".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from diloco.errors import IslandFailed, error_of_exit_code
-from diloco.island.exchange.calls import LinkParts
+from diloco.island.exchange.calls import LinkParts, SyncerCalls
 from diloco.island.exchange.contributions import Contributions
 from diloco.island.exchange.entry import FragmentEntry
 from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment
@@ -26,55 +28,78 @@ class SyncerLink:
     """One rank's link to one syncer; it polls from `start` until its tasks are stopped.
 
     Where there is nothing to ask about it does not poll: what the syncer says the island's other
-    ranks know.
+    ranks know. `fragments` are the syncer's, those that this rank follows.
     `pinned_step` is the inner step of the last `pin`, once the syncer has done it; -1 before.
     """
 
     def __init__(
         self,
+        calls: SyncerCalls,
         parts: LinkParts,
         fragments: Mapping[int, IslandFragment],
         step_s: Callable[[], float],
+        *,
+        contributions: Contributions,
+        stager: Stager,
+        entry: FragmentEntry,
+        on_lacking: Callable[[], Awaitable[None]],
     ) -> None:
         """Assign only.
 
         Args:
-            parts: Shared by all that this rank does with the syncer.
+            calls: To the syncer.
+            parts: Shared by all that this rank exchanges.
             fragments: The syncer's, those that this rank follows.
             step_s: Gives the duration of recent inner steps, in seconds; 0: not known yet.
+            contributions: Of the rank.
+            stager: Of the rank.
+            entry: Of the rank.
+            on_lacking: Finds out where fragments are that the syncer does not mention; takes a
+                while.
         """
-        self.fragments = fragments
-        self.calls = parts.calls
+        self.fragments = dict(fragments)
+        self.calls = calls
         self.pinned_step = -1
         self._grant = parts.grant
         self._tasks = parts.tasks
         self._step_s = step_s
         self._on_event = parts.on_event
         self._sent_by = 0
-        self.contributions = Contributions(parts)
-        self.stager = Stager(parts)
-        self.entry = FragmentEntry(parts, fragments)
+        self.contributions, self.stager, self.entry = contributions, stager, entry
+        self._on_lacking = on_lacking
+        self._polling: asyncio.Task[None] | None = None
+        self._pinning: asyncio.Task[None] | None = None
 
     def start(self, sent_by: int) -> None:
         """Begin to poll; `sent_by` is the incarnation that sent what a checkpoint has in flight."""
         self._sent_by = sent_by
-        if self.fragments:
-            self._tasks.spawn(self._poll_forever())
+        self.poll_again()
 
-    def look(self) -> None:
-        """Begin to stage whatever can be."""
-        for fragment in self.fragments.values():
-            self.stager.look(fragment)
+    def poll_again(self) -> None:
+        """Ask about the fragments that there are now, whatever is being asked."""
+        if self._polling is not None:
+            self._polling.cancel()
+        self._polling = self._tasks.spawn(self._poll_forever()) if self.fragments else None
 
-    async def pin(self, inner_step: int, versions: Sequence[int]) -> None:
-        """Have the syncer keep a version of each of its fragments; `versions` are those of all.
+    def begin_pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        """Have the syncer keep a version of each of its fragments; done when `pinned_step` says so.
+
+        Whatever pin is under way is not waited for; `versions` are those of all fragments.
+        """
+        if self._pinning is not None:
+            self._pinning.cancel()
+        self.pinned_step = -1
+        self._pinning = self._tasks.spawn(self._pin(inner_step, versions))
+
+    async def _pin(self, inner_step: int, versions: Sequence[int]) -> None:
+        """Pin; where no fragment is the syncer's that is done.
 
         Raises:
             IslandFailed: If it has no such version, or keeps another.
             Fenced: If this start of the island is not the newest.
         """
         own = {p: versions[p] for p in self.fragments}
-        ack = await self.calls.pin(inner_step, own)
+        ack = await self.calls.pin(inner_step, own) if own else wire.Ack(is_accepted=True)
         if ack.is_fenced:
             raise self.calls.fenced(ack.message)
         if not ack.is_accepted:
@@ -101,6 +126,8 @@ class SyncerLink:
                 known, undecided, step_s=self._step_s(), sent_by=self._sent_by
             )
             self._take(reply)
+            if len(reply.fragments) < len(known):
+                await self._on_lacking()
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
@@ -118,7 +145,7 @@ class SyncerLink:
             self.contributions.take(self.fragments[outcome.key.fragment_id], outcome)
         for fragment in self.fragments.values():
             self.entry.give(fragment)
-        self.look()
+            self.stager.look(fragment)
         self._tasks.notify()
 
     def _take_epoch(self, epoch: int) -> None:

@@ -25,6 +25,7 @@ from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
 from diloco.island.record import Record
 from diloco.protocol.run.alarms import AlarmKind
+from diloco.protos.control_pb2 import RunStateReply
 from diloco.security.address import find_coordinator
 from diloco.security.security import Security
 from diloco.state_dir import StateDir, holder
@@ -129,7 +130,8 @@ class _Wires:
     ) -> None:
         self._config = config
         self._address = self._finding = address
-        self._asking: asyncio.Task[Sequence[str]] | None = None
+        self._asking: asyncio.Task[RunStateReply] | None = None
+        self.on_found: Callable[[Sequence[int]], None] = lambda syncers: None
         self._security = security
         self._profile = profile
         self._faults = link_faults(os.environ, config.island_id, address)
@@ -192,15 +194,19 @@ class _Wires:
         return around
 
     async def _find(self, syncer_id: int) -> str:
-        """Find out where a syncer is now: on another machine perhaps.
+        """Find out where a syncer is now: on another machine perhaps."""
+        return (await self._asked()).syncer_addresses[syncer_id]
 
-        One question to the coordinator is for all syncers and connections of this rank.
-        """
+    async def look(self) -> None:
+        await self._asked()
+
+    async def _asked(self) -> RunStateReply:
+        """Ask the coordinator once for all syncers and connections of this rank."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
-        return (await asyncio.shield(self._asking))[syncer_id]
+        return await asyncio.shield(self._asking)
 
-    async def _ask(self) -> Sequence[str]:
+    async def _ask(self) -> RunStateReply:
         """Ask the coordinator where the syncers are; ranks that ask at once do so one by one."""
         await asyncio.sleep(random.uniform(0.0, _SPREAD_S))
         asked = self._finding
@@ -214,7 +220,8 @@ class _Wires:
             raise
         finally:
             await transport.close()
-        return known.syncer_addresses
+        self.on_found(known.fragment_syncers)
+        return known
 
     def _seed(self, island_rank: int) -> int:
         name = f"{self._config.run.seed}/{self._config.island_id}/{island_rank}"

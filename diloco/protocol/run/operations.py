@@ -17,10 +17,13 @@ from diloco.config.classes import ConfigClass, class_of, field_at, policy_json
 from diloco.config.load import with_setting
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, Fenced, RunHalted
+from diloco.outer.assignment import deal_fragments
+from diloco.outer.fragments import Plan
 from diloco.protocol.run.admission import Entries
 from diloco.protocol.run.leases import Lease
 from diloco.protocol.run.membership import Membership
 from diloco.transport.identity import Identity
+from diloco.transport.units import format_bytes
 
 #: The syncer asks so often.
 _HEARD = "the syncer hears it within 2 s"
@@ -264,6 +267,76 @@ def _repair(arguments: Mapping[str, str], membership: Membership, config: Config
     )
 
 
+def _move(arguments: Mapping[str, str], membership: Membership, config: Config) -> Decision:
+    """Move the fragments that are named, or all of a syncer, to one syncer or to all others."""
+    assignment, names = membership.assignment, sorted(config.syncers)
+    if len(names) < 2:
+        return _refused(
+            "fragments move between syncers with tables of their own, [syncers.NAME], two at least "
+            "(see diloco/coordinator/README.md, Syncers at sites)"
+        )
+    if not assignment.fragments:
+        return _refused("no island has joined: no syncer has fragments yet")
+    source, target = arguments.get("from", ""), arguments.get("to", "")
+    numbers = [each.strip() for each in arguments.get("fragments", "").split(",") if each.strip()]
+    for name in filter(None, (source, target)):
+        if name not in names:
+            there = ", ".join(names)
+            return _refused(
+                f"there is no syncer {bounded_text(name)!r} in this run; it has {there}"
+            )
+    if bool(numbers) == bool(source) or (numbers and not target) or (source and source == target):
+        return _refused(
+            "name what moves where: --fragments 3,4 --to NAME, or --from NAME (all that it has, "
+            "over all others) and perhaps --to ANOTHER"
+        )
+    plan = Plan.from_json(membership.plan_json)
+    if unknown := [n for n in numbers if not n.isdecimal() or int(n) >= len(plan.fragments)]:
+        return _refused(
+            f"there is no fragment {bounded_text(unknown[0])}; the run has 0 to "
+            f"{len(plan.fragments) - 1}"
+        )
+    of_source = assignment.fragments[names.index(source)] if source else ()
+    asked = {int(number) for number in numbers} or set(of_source)
+    coming = set(assignment.taken_by(names.index(source))) if source else set()
+    if under_way := sorted((asked if numbers else coming) & assignment.moves.keys()):
+        p = under_way[0]
+        before, after = (names[n] for n in assignment.moves[p])
+        return _refused(
+            f"fragment {p} moves from {before} to {after} already: once that is done it may move "
+            f"again (diloco status HOST:PORT). If {after} is lost: diloco syncer RUN.toml --name "
+            f"{after}, on any machine, goes on with it"
+        )
+    if damaged := sorted(asked & membership.repairs.damaged.keys()):
+        return _refused(f"fragment {damaged[0]} is damaged, and moves once it is repaired")
+    to = [names.index(target)] if target else [
+        n for n, name in enumerate(names) if name != source and not assignment.is_given_up(n)
+    ]  # fmt: skip
+    moving = {p for p in asked - assignment.moves.keys() if assignment.owner(p) not in to}
+    if not moving:
+        return Decision("nothing to move: they are there, or on their way, already")
+    if not to:
+        return _refused("all other syncers are given up, too: name one of these with --to")
+    shares = tuple(assignment.shares.values())
+    dealt = deal_fragments(plan, shares, assignment.fragments, moving, to)
+    sizes = {p: format_bytes(4 * plan.fragments[p].numel) for p in dealt}
+    said = ", ".join(
+        f"fragment {p} ({sizes[p]}) from {names[assignment.owner(p)]} to {names[dealt[p]]}"
+        for p in sorted(dealt)
+    )
+    lost = (
+        f". If {source} is not heard of, its place is taken for good 15 s after its last word"
+        if source
+        else ""
+    )
+    return Decision(
+        f"moving, with what belongs to it in the object store, {said}: each is served by one of "
+        f"the two at any moment or by none, islands go on, and diloco status HOST:PORT says when "
+        f"it is done{lost}",
+        entries=assignment.moving(dealt),
+    )
+
+
 _Decide = Callable[[Mapping[str, str], Membership, Config], Decision]
 _COMMANDS: Mapping[str, tuple[_Decide, frozenset[str]]] = {
     "pause": (_pause, frozenset()),
@@ -271,6 +344,7 @@ _COMMANDS: Mapping[str, tuple[_Decide, frozenset[str]]] = {
     "drain": (_drain, frozenset({"island"})),
     "kick": (_kick, frozenset({"island", "reason", "undo"})),
     "revoke": (_revoke, frozenset({"identity", "serials", "earlier"})),
+    "move": (_move, frozenset({"fragments", "from", "to"})),
     "repair": (_repair, frozenset({"fragment", "island"})),
     "set": (_set, frozenset({"key", "value"})),
     "stop": (_stop, frozenset({"now"})),

@@ -1,0 +1,93 @@
+"""Fragments move between syncers at work, and away from one that is lost for good.
+
+Real processes, each with directories of its own, a real S3 server. The published values are those
+of a run with one syncer next to its coordinator, bit for bit, and no island starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.bench.network.s3_server import s3_server
+from diloco.checkpoint.published import read_published
+from diloco.config.load import load_config
+from diloco.state_dir import StateDir
+from tests.placed_run import ISLANDS, PlacedRun
+from tests.run_files import write_run
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS = 240
+
+
+def move(run: PlacedRun, *arguments: str) -> str:
+    address = load_config(run.run_file).coordinator.address
+    command = [sys.executable, "-m", "diloco", "move", address, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr + run.said()
+    return done.stdout
+
+
+def served(run: PlacedRun, name: str, where: str = "") -> list[int]:
+    path = run.syncer(where or name, name).fragments
+    return list(json.loads(path.read_text())) if path.exists() else []
+
+
+def num_starts(run: PlacedRun) -> list[int]:
+    """How often each island has started, as the journal has it."""
+    with contextlib.closing(sqlite3.connect(run.directory / "control/journal.sqlite")) as journal:
+        rows = journal.execute("SELECT value FROM entries WHERE key LIKE 'island/%'").fetchall()
+    return [max(json.loads(value)["incarnations"].values()) for (value,) in rows]
+
+
+def test_fragments_move_at_work_and_from_a_lost_syncer_and_nothing_else_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tmp_path / "one"
+    one.mkdir()
+    run_file = write_run(one, dict.fromkeys(ISLANDS, ""), inner_steps=STEPS, num_fragments=4)
+    subprocess.run([sys.executable, "-m", "diloco", "local", str(run_file)], check=True)
+    undisturbed = read_published(StateDir(Path(load_config(run_file).coordinator.state_dir)))
+    (tmp_path / "placed").mkdir()
+    with s3_server(tmp_path / "s3.log") as server:
+        for key, value in server.environment.items():
+            monkeypatch.setenv(key, value)
+        run = PlacedRun(tmp_path / "placed", server, STEPS, num_fragments=4)
+        try:
+            started = run.start_all("--set", "checkpoint.every_inner_steps=40")
+            wait_until(lambda: run.num_versions("eu", "eu") >= 3, what=run.said)
+
+            eu, us = served(run, "eu"), served(run, "us")
+            assert f"fragment {eu[0]} (" in move(run, "--fragments", str(eu[0]), "--to", "us")
+            wait_until(lambda: served(run, "us") == sorted([eu[0], *us]), what=run.said)
+            assert served(run, "eu") == eu[1:]
+            before = run.num_versions("us", "us")
+            wait_until(lambda: run.num_versions("us", "us") > before + 1, what=run.said)
+
+            run.signal("eu", "eu", signal.SIGKILL)
+            shutil.rmtree(run.directory / "eu")
+            assert f"fragment {eu[1]} (" in move(run, "--from", "eu")
+            wait_until(lambda: served(run, "us") == sorted([*eu, *us]), what=run.said)
+
+            other = run.start("other", "syncer", "--name", "eu")  # which has nothing any more
+            assert f"fragment {us[0]} (" in move(run, "--fragments", str(us[0]), "--to", "eu")
+            wait_until(lambda: served(run, "eu", "other") == [us[0]], what=run.said)
+
+            for process in (*(started[name] for name in (*ISLANDS, "coordinator", "us")), other):
+                assert process.wait(200) == 0, run.said()
+            assert served(run, "us") == sorted([*eu, us[1]])
+            there = [(each.version, each.digest) for each in undisturbed.fragments]
+            assert run.published() == there
+            assert num_starts(run) == [1, 1]
+        finally:
+            run.end()

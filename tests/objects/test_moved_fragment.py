@@ -1,0 +1,203 @@
+"""A fragment goes from one syncer's store to another's, with each killed at any moment."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco import durable
+from diloco.durable import replicate
+from diloco.errors import Fenced
+from diloco.objects.lease import store_replica
+from diloco.objects.moved_fragment import forget, let_go, let_go_for_lost, serve, served_from, take
+from diloco.objects.replica import Replica
+from diloco.objects.store import ObjectStore
+from diloco.outer.fragments import TensorSpec, make_plan
+from diloco.protocol.rounds.terms import RoundKey
+from diloco.state_dir import StateDir, Timeline
+from diloco.versions.publication import LaneState, lane_digest
+from diloco.versions.store import FragmentStore
+from diloco.versions.version import VersionRecord
+
+PLAN = make_plan([TensorSpec(name, (3,)) for name in "uvw"], num_fragments=3)
+#: What the first syncer has of the fragment that moves, and of the one that stays.
+FILES = {
+    "fragment-0000/v000000000004.record": b"kept",
+    "fragment-0001/v000000000007.record": b"seven",
+    "fragment-0001/v000000000008.frame": b"eight",
+    "fragment-0001/attempt.json": b"[1]",
+    "pins/step-000000000020/fragment-0000/v000000000003.record": b"three",
+    "pins/step-000000000020/fragment-0001/v000000000007.record": b"seven",
+    "pins/step-000000000020/east.asked": b"",
+}
+MOVED = {name: content for name, content in FILES.items() if "fragment-0000" not in name}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@dataclass
+class Machine:
+    """A syncer's machine: its process may be killed at a change of its disk, and starts again."""
+
+    store: ObjectStore
+    state: StateDir
+    replica: Replica | None = None
+
+    def start(self) -> None:
+        replicate(None)
+        self.state.create([self.state.syncer_name])
+        self.replica = store_replica(self.store, self.state, 1, "test")
+        self.replica.restore()
+        replicate(self.replica)
+
+    def files(self) -> dict[str, bytes]:
+        """What any other machine would find of the store."""
+        there = Replica(self.store, self.state.syncer_name, self.state.store, lambda path: True)
+        there.look()
+        return there.contents(there._files)
+
+
+@pytest.fixture
+def machines(tmp_path: Path):  # type: ignore[no-untyped-def]
+    store = ObjectStore(f"file://{tmp_path}/objects")
+    made = [
+        Machine(store, StateDir(tmp_path / name).placed(name, n))
+        for n, name in enumerate(("eu", "us"))
+    ]
+    for machine, own, files in zip(made, ([0, 1], [2]), (FILES, {}), strict=True):
+        machine.start()
+        for name, content in files.items():
+            path = machine.state.store / name
+            durable.make_directory_durably(path.parent)
+            durable.write_durably(path, [content])
+        durable.write_json(machine.state.fragments, own)
+        durable.write_json(machine.state.incarnations, {"east": 2})
+    yield made
+    replicate(None)
+
+
+def dying_at(patch: pytest.MonkeyPatch, num_calls: int) -> None:
+    """Let the process die before its n-th change of the disk."""
+    left = iter(range(num_calls))
+
+    def dying(change: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            if next(left, None) is None:
+                raise Killed
+            return change(*arguments, **options)
+
+        return call
+
+    for name in ("rename", "unlink", "remove_tree", "sync_directory"):
+        patch.setattr(durable, name, dying(getattr(durable, name)))
+
+
+def until_done(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]
+) -> int:
+    """Do work that is killed at one change of the disk after the other; returns how many."""
+    num_calls = 0
+    while True:
+        machine.start()
+        with monkeypatch.context() as patch:
+            dying_at(patch, num_calls)
+            try:
+                work()
+                return num_calls
+            except Killed:
+                num_calls += 1
+
+
+def test_a_move_that_is_killed_anywhere_is_done_again_to_the_same_end(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eu, us = machines
+    source, fragment = eu.state.syncer_name, PLAN.fragments[1]
+
+    def taken() -> None:
+        if 1 in served_from(us.store, us.state):
+            return  # killed once that was durable
+        assert take(us.store, us.state, fragment, source, Timeline())
+        serve(us.state, [1], {"east": 5, "west": 0})
+
+    us.start()
+    assert not take(us.store, us.state, fragment, source, Timeline()), "it was not let go of"
+    assert until_done(eu, monkeypatch, lambda: let_go(eu.state, {1})) >= 3
+    assert served_from(eu.store, eu.state) == [0]
+    assert until_done(us, monkeypatch, taken) > 20
+
+    shutil.rmtree(us.state.root)
+    us.start()
+    own = {name: content for name, content in us.files().items() if "/" in name}
+    assert own == MOVED
+    assert json.loads(us.files()["fragments.json"]) == [1, 2]
+    assert json.loads(us.files()["incarnations.json"]) == {"east": 5}
+    assert {name: eu.files()[name] for name in FILES} == FILES, "nothing is lost there"
+    eu.start()
+    forget(eu.state, 1)
+    assert not [name for name in eu.files() if "fragment-0001" in name]
+
+
+def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
+    machines: list[Machine],
+) -> None:
+    eu, us = machines
+    assert eu.replica is not None
+    replicate(None)
+
+    let_go_for_lost(eu.store, eu.state, 1, "test")
+
+    with pytest.raises(Fenced):
+        eu.replica.check()
+    assert served_from(eu.store, eu.state) == []
+    us.start()
+    for p in (0, 1):
+        assert take(us.store, us.state, PLAN.fragments[p], eu.state.syncer_name, Timeline())
+    assert {n: c for n, c in us.files().items() if "/" in n} == FILES
+    eu.start()  # a machine that comes back has what the object store says
+    assert durable.read_json(eu.state.fragments) == []
+
+
+def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
+    machines: list[Machine],
+) -> None:
+    eu, us = machines
+    replicate(eu.replica)
+    forget(eu.state, 1)
+    kept = FragmentStore(eu.state.store, PLAN.fragments[1], 4)
+    kept.recover()
+    for version in range(4):
+        kept.commit(record(version))
+    kept.pin(40, 2)
+    let_go(eu.state, {1})
+
+    us.start()
+    assert take(us.store, us.state, PLAN.fragments[1], eu.state.syncer_name, Timeline(1, 40))
+
+    found = FragmentStore(us.state.store, PLAN.fragments[1], 4).recover()
+    assert found is not None and found.record.version == 2 and found.attempt == 0
+
+
+def record(version: int) -> VersionRecord:
+    values = [torch.full((lane.numel,), float(version)) for lane in PLAN.fragments[1].lanes]
+    return VersionRecord(
+        version=version,
+        fragment_id=1,
+        timeline=0,
+        key=RoundKey(0, 1, version - 1, 0) if version else None,
+        is_flush=False,
+        payload_codec="float32",
+        lane_digests=tuple(map(lane_digest, values)),
+        lanes=tuple(LaneState(each, each, each) for each in values),
+        payloads=tuple(bytes(4) for _ in values) if version else (),
+        contributors=(),
+        contributions={},
+    )
