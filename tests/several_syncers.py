@@ -38,7 +38,7 @@ class Several:
         self.network = LoopbackNetwork()
         self.parts = [
             VirtualRun(
-                replace(setting, directory=setting.directory / f"syncer-{number}"),
+                replace(setting, directory=setting.directory / f"syncer-{number}", has_others=True),
                 name=f"syncer-{number}",
                 own=own,
                 network=self.network,

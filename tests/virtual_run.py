@@ -147,6 +147,7 @@ class Setting:
     total_tokens: int = 0
     merges_at_once: int = 1
     weights: Weights = field(default_factory=Weights)
+    has_others: bool = False
     #: Names of those that are no parameters but buffers.
     buffers: tuple[str, ...] = ()
     #: Seconds of an inner step of islands that differ from `step_s`.
@@ -213,6 +214,7 @@ class Setting:
             spool_bytes=self.spool_bytes,
             merges_at_once=self.merges_at_once,
             weights=self.weights,
+            has_others=self.has_others,
         )
 
 

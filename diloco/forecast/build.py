@@ -82,6 +82,7 @@ def build_syncer_rules(
         has_flush=outer.flush,
         policy_revision=policy_revision,
         weights=weights_of(config),
+        has_others=len(config.syncer_shares) > 1,
     )
 
 

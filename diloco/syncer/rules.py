@@ -70,6 +70,7 @@ class SyncerRules:
         has_flush: Whether a flush is its end.
         policy_revision: Of the policy that these come from.
         weights: What a contribution may count.
+        has_others: Whether the run has other syncers, to which fragments move.
     """
 
     timeline: int
@@ -88,6 +89,7 @@ class SyncerRules:
     has_flush: bool = True
     policy_revision: int = 0
     weights: Weights = field(default_factory=Weights)
+    has_others: bool = False
 
     def of_fragment(self, fragment: Fragment, num_fragments: int) -> FragmentRules:
         """Give those of one fragment; where times are measured, fragments take turns."""

@@ -161,10 +161,6 @@ class Syncer:
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
 
-    @property
-    def _is_one_of_several(self) -> bool:
-        return len(self._services) < len(self._plan.fragments)
-
     def _build_service(
         self, store: FragmentStore, rules: SyncerRules, hooks: Hooks
     ) -> FragmentService:
@@ -416,7 +412,7 @@ class Syncer:
         if not await self._admission.accept(request.grant, request.protocol_version):
             return self._ack(NOT_CURRENT, is_fenced=True)
         versions = {pinned.fragment_id: pinned.version for pinned in request.versions}
-        if versions.keys() != self._services.keys() and self._is_one_of_several:
+        if versions.keys() != self._services.keys() and self._rules.has_others:
             raise NotYet(f"fragments have moved, and {sorted(self._services)[:8]} are here")
         if versions.keys() != self._services.keys():
             problem = (

@@ -17,7 +17,8 @@ from diloco.island.exchange.exchange import SyncerConnection
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.contracts import Transport
 from diloco.transport.errors import ConnectError
-from tests.several_syncers import Several, killing
+from diloco.versions.pins import valid_pins
+from tests.several_syncers import MOVING_S, Several, killing
 from tests.virtual_run import Setting, VirtualIsland, VirtualRun
 
 DESCENT = {"a": 1.0, "b": 3.0, "c": 2.0}
@@ -135,6 +136,29 @@ def test_fragments_move_between_syncers_while_islands_go_on_to_the_same_end(
             assert sorted(headers) == list(range(len(headers))), "none is lost"
             merged = sum(c["weight_tokens"] for h in headers.values() for c in h["contributors"])
             assert merged >= setting.total_tokens
+
+
+def test_a_pin_waits_for_who_asks_too_few_of_a_syncer_to_which_all_fragments_have_moved(
+    scheduled: Setting,
+) -> None:
+    run, pinned = Several(scheduled), list[int]()
+
+    async def pinning(run: Several) -> None:
+        await asyncio.sleep(3.0)
+        losing = asyncio.create_task(run.lose(1, 0))
+        await asyncio.sleep(1.5 * MOVING_S)  # all are there, and no island knows
+        exchange = run.made[0].exchange
+        views = map(exchange.view, range(scheduled.num_fragments))
+        exchange.pin(8, [view.anchor_version for view in views])
+        await exchange.wait_until_pinned(8, 60.0)
+        pinned.append(exchange.pinned_step)
+        await losing
+
+    islands = run_virtual(run.run(pinning))
+
+    assert pinned == [8]
+    assert valid_pins(run.kept.setting.directory, scheduled.plan()) == [8]
+    assert len({island.session.digests for island in islands.values()}) == 1
 
 
 def test_on_arrival_the_loss_of_a_syncer_holds_up_its_own_fragments_alone(
