@@ -19,7 +19,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -510,11 +510,12 @@ class _SyncerStores:
     lease: int
     run: str
 
-    def served_from(self, syncer_id: int) -> list[int]:
+    def served_from(self, syncer_id: int) -> list[int] | None:
         return served_from(self.store, self.syncers[syncer_id])
 
-    def let_go_for_lost(self, syncer_id: int) -> None:
-        let_go_for_lost(self.store, self.syncers[syncer_id], self.lease, self.run)
+    def let_go_for_lost(self, syncer_id: int, fragment_ids: Collection[int]) -> None:
+        state = self.syncers[syncer_id]
+        let_go_for_lost(self.store, state, self.lease, self.run, fragment_ids)
 
 
 def _write_again(contents: Mapping[Path, bytes]) -> None:

@@ -67,7 +67,14 @@ from diloco.objects.lease import (
     repeating,
     store_replica,
 )
-from diloco.objects.moved_fragment import forget, let_go, serve, stored_fragments, take
+from diloco.objects.moved_fragment import (
+    forget,
+    let_go,
+    serve,
+    stored_fragments,
+    take,
+    was_let_go,
+)
 from diloco.objects.payload_shelf import payloads_by
 from diloco.objects.placed_syncer import PlacedSyncer
 from diloco.objects.replica import Replica
@@ -327,10 +334,14 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
     reply = await reporter.learn_plan()
 
     def keep() -> None:
+        plan_json = unpacked(reply.plan)
         if state.syncer_name != ONLY_SYNCER:
-            to_take = {each.fragment_id for each in reply.takes}
-            write_json(state.fragments, [p for p in reply.fragment_ids if p not in to_take])
-        write_durably(state.plan, [unpacked(reply.plan).encode()])
+            others = {*reply.elsewhere, *(each.fragment_id for each in reply.takes)}
+            there = (fragment.fragment_id for fragment in Plan.from_json(plan_json).fragments)
+            # One that moves away is among them until it was let go of.
+            own = [p for p in there if p not in others and not was_let_go(state, p)]
+            write_json(state.fragments, own)
+        write_durably(state.plan, [plan_json.encode()])
 
     await retry_disk_full_async("the plan", keep, given_up=stopping)
 

@@ -48,8 +48,8 @@ class _One:
     fragments: tuple[Fragment, ...]
 
 
-def served_from(store: ObjectStore, state: StateDir) -> list[int]:
-    """Read which fragments are in a syncer's store, as the object store has it.
+def served_from(store: ObjectStore, state: StateDir) -> list[int] | None:
+    """Read which fragments a syncer serves, as the object store has it; None: it has none of it.
 
     Raises:
         ObjectLost: If objects are gone.
@@ -77,8 +77,17 @@ def let_go(state: StateDir, fragment_ids: Collection[int]) -> None:
     logger.info("fragments %s are let go of, timeline=%d", sorted(fragment_ids), timeline)
 
 
-def let_go_for_lost(store: ObjectStore, state: StateDir, lease: int, run: str) -> None:
+def was_let_go(state: StateDir, fragment_id: int) -> bool:
+    """Whether a fragment was let go of here, and not taken back since."""
+    return (fragment_directory(state.store, fragment_id) / _LET_GO).exists()
+
+
+def let_go_for_lost(
+    store: ObjectStore, state: StateDir, lease: int, run: str, assigned: Collection[int]
+) -> None:
     """Have a syncer that is lost for good serve no fragment, nor write anything any more.
+
+    One that never began has let go of those that it was `assigned`.
 
     Raises:
         Fenced: If another coordinator has taken the run over.
@@ -91,7 +100,8 @@ def let_go_for_lost(store: ObjectStore, state: StateDir, lease: int, run: str) -
         contents = replica.contents([there.fragments.name, there.store_timeline.name])
         for name, content in contents.items():
             durable.write_durably(there.store / name, [content])
-        let_go(there, _served(replica, there))
+        served = _served(replica, there)
+        let_go(there, assigned if served is None else served)
         replica.adopt()
 
 
@@ -118,7 +128,8 @@ def take(
         durable.remove_tree(staging)
     replica = Replica(store, source, staging, is_of_store)
     replica.look()
-    if p in _served(replica, state):
+    served = _served(replica, state)
+    if served is None or p in served:
         return False
     durable.make_directory_durably(staging)
     num_bytes = replica.fetch_all(only=lambda name: _belongs(Path(name), p))
@@ -175,9 +186,9 @@ def forget(state: StateDir, fragment_id: int) -> None:
         durable.sync_directory(directory.parent)
 
 
-def _served(replica: Replica, state: StateDir) -> list[int]:
-    name = state.fragments.name
-    return list(json.loads(replica.contents([name]).get(name, b"[]")))
+def _served(replica: Replica, state: StateDir) -> list[int] | None:
+    found = replica.contents([state.fragments.name])
+    return next((list(json.loads(content)) for content in found.values()), None)
 
 
 def _belongs(path: Path, fragment_id: int) -> bool:

@@ -15,11 +15,12 @@ from diloco.config.load import load_config, with_settings
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_syncer_rules
 from diloco.launch.syncer import _keep_plan, _Orders
+from diloco.objects.moved_fragment import let_go
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.run.plan_bytes import packed
-from diloco.protos.control_pb2 import SyncerHelloReply
+from diloco.protos.control_pb2 import FragmentSource, SyncerHelloReply
 from diloco.state_dir import StateDir
 from diloco.syncer.reporter import Reporter
 from tests.run_files import write_run
@@ -91,22 +92,28 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 def test_one_of_several_syncers_learns_its_fragments_with_the_plan_and_again_without_them(
     tmp_path: Path,
 ) -> None:
-    specs = [TensorSpec(name, (3,)) for name in "uvwx"]
-    plan_json = make_plan(specs, num_fragments=4).to_json()
+    specs = [TensorSpec(name, (3,)) for name in "uvwxy"]
+    plan_json = make_plan(specs, num_fragments=5).to_json()
     asked = 0
 
     class Told:
         async def learn_plan(self) -> SyncerHelloReply:
             nonlocal asked
             asked += 1
-            return SyncerHelloReply(plan=packed(plan_json), fragment_ids=[1, 3])
+            return SyncerHelloReply(  # 1 and 4 are to move from here, 2 to here
+                plan=packed(plan_json),
+                fragment_ids=[2, 3],
+                takes=[FragmentSource(fragment_id=2, syncer="syncer-0")],
+                elsewhere=[0],
+            )
 
     state = StateDir(tmp_path, "syncer-1")
     state.create(["syncer-0", "syncer-1"])
-    for rotten in ("", "[0,", "[7]", '["x"]', "[]", "{}", "[1, 3]"):
+    let_go(state, [4])
+    for rotten in ("", "[0,", "[7]", '["x"]', "{}", "[1, 3]"):
         state.fragments.write_text(rotten)
         asyncio.run(_keep_plan(state, cast(Reporter, Told()), asyncio.Event()))
 
         assert state.plan.read_text() == plan_json
         assert json.loads(state.fragments.read_text()) == [1, 3]
-    assert asked == 6, "not where nothing is wrong"
+    assert asked == 5, "not where nothing is wrong"

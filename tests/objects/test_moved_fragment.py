@@ -15,7 +15,15 @@ from diloco import durable
 from diloco.durable import replicate
 from diloco.errors import Fenced
 from diloco.objects.lease import store_replica
-from diloco.objects.moved_fragment import forget, let_go, let_go_for_lost, serve, served_from, take
+from diloco.objects.moved_fragment import (
+    forget,
+    let_go,
+    let_go_for_lost,
+    serve,
+    served_from,
+    take,
+    was_let_go,
+)
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import TensorSpec, make_plan
@@ -123,7 +131,7 @@ def test_a_move_that_is_killed_anywhere_is_done_again_to_the_same_end(
     source, fragment = eu.state.syncer_name, PLAN.fragments[1]
 
     def taken() -> None:
-        if 1 in served_from(us.store, us.state):
+        if 1 in (served_from(us.store, us.state) or ()):
             return  # killed once that was durable
         assert take(us.store, us.state, fragment, source, Timeline())
         serve(us.state, [1], {"east": 5, "west": 0})
@@ -153,7 +161,7 @@ def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
     assert eu.replica is not None
     replicate(None)
 
-    let_go_for_lost(eu.store, eu.state, 1, "test")
+    let_go_for_lost(eu.store, eu.state, 1, "test", [0, 1, 2])
 
     with pytest.raises(Fenced):
         eu.replica.check()
@@ -164,6 +172,23 @@ def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
     assert {n: c for n, c in us.files().items() if "/" in n} == FILES
     eu.start()  # a machine that comes back has what the object store says
     assert durable.read_json(eu.state.fragments) == []
+
+
+def test_a_syncer_that_never_began_is_waited_for_until_it_was_given_up(
+    machines: list[Machine], tmp_path: Path
+) -> None:
+    _, us = machines
+    asia = Machine(us.store, StateDir(tmp_path / "asia").placed("asia", 2))
+    arguments = us.store, us.state, PLAN.fragments[0], asia.state.syncer_name, Timeline()
+    us.start()
+    assert served_from(asia.store, asia.state) is None and not take(*arguments)
+
+    let_go_for_lost(asia.store, asia.state, 1, "test", [0])
+
+    assert served_from(asia.store, asia.state) == []
+    assert take(*arguments), "with no version: it is founded where it is now"
+    asia.start()
+    assert was_let_go(asia.state, 0) and not was_let_go(asia.state, 1)
 
 
 def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from diloco.config.load import load_config
 from diloco.coordinator.fragment_moves import FragmentMoves
 from diloco.coordinator.grants import sign
 from diloco.coordinator.run_status import SILENT_S
+from diloco.objects.store import ObjectLost
 from diloco.outer.fragments import Plan
 from diloco.protocol.run import assignment
 from diloco.protos import control_pb2 as control
@@ -59,16 +61,23 @@ def test_fragments_stay_where_they_were_put_unless_an_operator_moves_them(
     asyncio.run(story())
 
 
+#: In place of the fragments of a syncer of which the object store has lost something.
+LOST = -1
+
+
 class Stores:
     """What syncers have in the object store, as they put it there."""
 
     def __init__(self, served: dict[int, list[int]]) -> None:
         self.served = served
 
-    def served_from(self, syncer_id: int) -> list[int]:
-        return self.served[syncer_id]
+    def served_from(self, syncer_id: int) -> list[int] | None:
+        if self.served.get(syncer_id) == [LOST]:
+            raise ObjectLost("an entry is gone")
+        return self.served.get(syncer_id)
 
-    def let_go_for_lost(self, syncer_id: int) -> None:
+    def let_go_for_lost(self, syncer_id: int, fragment_ids: Collection[int]) -> None:
+        self.let_go = sorted(fragment_ids)
         self.served[syncer_id] = []
 
 
@@ -143,7 +152,10 @@ def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_kill
         assert stores.served[1], "it is not lost, and lets go itself"
         await asyncio.sleep(SILENT_S)
         await hello(coord, 0)
+        stores.served[0] = [LOST]  # which holds up nobody else
+        del stores.served[1]  # it has never said what it serves
         await moves().look()
+        assert stores.let_go == [0, 1]
         assert stores.served[1] == [] and await told(0) == (
             [0, 1],
             [(p, "syncer-1") for p in (0, 1)],
