@@ -85,7 +85,7 @@ from diloco.protocol.rounds.terms import Roster
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.plan_bytes import unpacked
-from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
+from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant, SyncerHelloReply
 from diloco.security.address import listen, of_syncer, placed_address, syncer_address
 from diloco.security.security import Security, metrics_protection
 from diloco.state_dir import (
@@ -642,6 +642,7 @@ class _Moves:
         """Return once the next start is to serve other fragments than this one does."""
         store = ObjectStore(self.config.run.state) if self.config.syncers else None
         own = {fragment.fragment_id for fragment in part_of(self.state, self.plan).fragments}
+        told: SyncerHelloReply | None = None
         while not (self.let_go_of or self.taken):
             await asyncio.sleep(_MOVES_LOOK_S)
             if store is None or (told := self.reporter.assigned) is None:
@@ -654,6 +655,9 @@ class _Moves:
             for each in () if self.let_go_of else told.takes:
                 if each.fragment_id not in own:  # else the coordinator is to find that it is here
                     await self._take(store, each.fragment_id, each.syncer)
+        # Whoever called the other syncer before it let go, a later answer of the coordinator names.
+        while self.taken and self.reporter.assigned is told:
+            await asyncio.sleep(_MOVES_LOOK_S)
 
     async def _take(self, store: ObjectStore, fragment_id: int, source: str) -> None:
         """Take a fragment if it was let go of; what is in the way is said, then tried again."""

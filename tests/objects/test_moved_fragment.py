@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from diloco import durable
+from diloco.config.load import load_config
 from diloco.durable import replicate
 from diloco.errors import Fenced
+from diloco.launch import syncer
 from diloco.objects.lease import store_replica
 from diloco.objects.moved_fragment import (
     forget,
@@ -28,10 +33,13 @@ from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.rounds.terms import RoundKey
+from diloco.protos.control_pb2 import FragmentSource, SyncerHelloReply
 from diloco.state_dir import StateDir, Timeline
+from diloco.syncer.reporter import Reporter
 from diloco.versions.publication import LaneState, lane_digest
 from diloco.versions.store import FragmentStore
 from diloco.versions.version import VersionRecord
+from tests.run_files import write_run
 
 PLAN = make_plan([TensorSpec(name, (3,)) for name in "uvw"], num_fragments=3)
 #: What the first syncer has of the fragment that moves, and of the one that stays.
@@ -189,6 +197,43 @@ def test_a_syncer_that_never_began_is_waited_for_until_it_was_given_up(
     assert take(*arguments), "with no version: it is founded where it is now"
     asia.start()
     assert was_let_go(asia.state, 0) and not was_let_go(asia.state, 1)
+
+
+def test_starts_that_the_first_syncer_knew_when_it_let_go_are_known_to_the_second(
+    machines: list[Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eu, us = machines
+    monkeypatch.setattr(syncer, "_MOVES_LOOK_S", 0.01)
+    placed = [f"run.state=file://{tmp_path}/objects", "syncers.eu={}", "syncers.us={}"]
+    config = load_config(write_run(tmp_path / "run", {"east": "", "west": ""}), placed)
+
+    def told(incarnation: int) -> SyncerHelloReply:
+        takes = [FragmentSource(fragment_id=1, syncer=eu.state.syncer_name)]
+        answer = SyncerHelloReply(fragment_ids=[1, 2], takes=takes)
+        answer.islands.append("east")
+        answer.incarnations.append(incarnation)
+        return answer
+
+    replicate(eu.replica)
+    let_go(eu.state, [1])
+    us.start()
+    reporter = SimpleNamespace(assigned=told(3))
+    moves = syncer._Moves(config, us.state, PLAN, Timeline(), cast(Reporter, reporter))
+
+    async def move() -> None:
+        due = asyncio.create_task(moves.due())
+        while not moves.taken:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not due.done(), "the coordinator may know of a start after that answer"
+        reporter.assigned = told(4)
+        await due
+        await moves.settle(asyncio.Event())
+
+    asyncio.run(move())
+
+    assert durable.read_json(us.state.incarnations) == {"east": 4}
+    assert durable.read_json(us.state.fragments) == [1, 2]
 
 
 def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
