@@ -78,11 +78,9 @@ class PacedTraining(RankFaults):
         """See `RankFaults`."""
         launched = self._faults.step(trainer, inner_step, schedule_step)
         metrics = launched.read()
-        if metrics.duration_s >= self._least_s:
-            return launched
-        time.sleep(self._least_s - metrics.duration_s)
-        slept = replace(metrics, duration_s=self._least_s)
-        return replace(launched, is_known=True, read=lambda: slept)
+        time.sleep(max(0.0, self._least_s - metrics.duration_s))
+        paced = replace(metrics, duration_s=max(metrics.duration_s, self._least_s))
+        return replace(launched, is_known=True, read=lambda: paced)  # on all ranks alike
 
 
 class CorruptedTraining(RankFaults):
