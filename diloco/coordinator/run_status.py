@@ -157,8 +157,13 @@ class RunStatus:
     @property
     def are_syncers_heard(self) -> bool:
         """Whether there are syncers at work that were heard of a moment ago."""
+        return any(not self.syncers[number].has_ended for number in self.heard_syncers)
+
+    @property
+    def heard_syncers(self) -> set[int]:
+        """Syncers that were heard of a moment ago."""
         now = loop_now()
-        return any(now - w.at < SILENT_S and not w.has_ended for _, w in self._words)
+        return {number for number, word in self.syncers.items() if now - word.at < SILENT_S}
 
     def silent_s(self, syncer_id: int) -> float:
         """Seconds since a syncer's last word, or since this start where there was none."""

@@ -106,7 +106,6 @@ class SyncerService:
             )
         self._check_number(request.syncer_id)
         assignment, plan_json = self._membership.assignment, self._membership.plan_json
-        fragment_ids = assignment.served_by(request.syncer_id, plan_json)
         self._run_status.syncer_is_at(
             request.syncer_id,
             request.address,
@@ -114,6 +113,8 @@ class SyncerService:
             has_ended=request.has_ended,
             reason=bounded_text(request.reason, MOST_ENDING),
         )
+        heard = self._run_status.heard_syncers
+        fragment_ids = assignment.served_by(request.syncer_id, plan_json, heard)
         indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(

@@ -655,7 +655,7 @@ class _Moves:
             for each in () if self.let_go_of else told.takes:
                 if each.fragment_id not in own:  # else the coordinator is to find that it is here
                     await self._take(store, each.fragment_id, each.syncer)
-        # Whoever called the other syncer before it let go, a later answer of the coordinator names.
+        # A start that called the other syncer before it let go is in a later answer to this one.
         while self.taken and self.reporter.assigned is told:
             await asyncio.sleep(_MOVES_LOOK_S)
 

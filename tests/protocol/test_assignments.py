@@ -123,8 +123,9 @@ def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_kill
             done.is_done and f"fragment {a} (" in done.message and "from eu to us" in done.message
         )
         await coord.restart()
-        assert await told(0) == ([], [])
+        assert await told(0) == ([a], []), "it keeps it until the other one is heard of"
         assert await told(1) == ([0, 1], [(a, "syncer-0")])
+        assert await told(0) == ([], [])
         assert a not in (await hello(coord, 0)).elsewhere, "it may not be taken yet"
         again = await coord.operate("move", fragments=str(a), to="us")
         assert not again.is_done and "moves from eu to us already" in again.message

@@ -97,9 +97,13 @@ class FragmentAssignment:
         """Fragments that a syncer is to take, each with the syncer that has it still."""
         return {p: source for p, (source, target) in self.moves.items() if target == syncer_id}
 
-    def served_by(self, syncer_id: int, plan_json: str) -> list[int]:
-        """Fragments that a syncer is to serve, as soon as it has them; those let go are not."""
-        kept = [p for p in self.of(syncer_id, plan_json) if p not in self.moves]
+    def served_by(self, syncer_id: int, plan_json: str, heard: Collection[int]) -> list[int]:
+        """Fragments that a syncer is to serve, as soon as it has them.
+
+        What moves from it is not one of them once the other syncer is `heard` of.
+        """
+        leaving = {p for p, (_, target) in self.moves.items() if target in heard}
+        kept = [p for p in self.of(syncer_id, plan_json) if p not in leaving]
         return sorted([*kept, *self.taken_by(syncer_id)])
 
     def elsewhere(self, syncer_id: int) -> list[int]:
