@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import diloco
 from diloco.errors import ConfigError
 from diloco.launch.rank.connect import _Wires
+from diloco.protos.control_pb2 import RunStateReply
 from diloco.security.security import Security
 from diloco.simulations.emulate.namespaces import Namespaces, inside
 from diloco.state_dir import Endpoint, StateDir
@@ -225,12 +227,15 @@ def test_one_question_where_the_syncers_are_is_for_all_of_them(
     site = wires(tmp_path)
     site._finding = "127.0.0.1:1,127.0.0.1:2"
     asked: list[str] = []
+    found: list[Sequence[int]] = []
+    site.on_found = found.append
 
-    async def answer(transport: Transport, island: str) -> SimpleNamespace:
+    async def answer(transport: Transport, island: str) -> RunStateReply:
         asked.append(transport.peer)
         if len(asked) == 1:
             raise diloco.CoordinatorUnavailable("silent")
-        return SimpleNamespace(syncer_addresses=["127.0.0.1:7", "127.0.0.1:8"])
+        addresses = ["127.0.0.1:7", "127.0.0.1:8"]
+        return RunStateReply(syncer_addresses=addresses, fragment_syncers=[1, 0, 1])
 
     async def run() -> list[object]:
         first = await asyncio.gather(*map(site._find, (0, 1, 0)), return_exceptions=True)
@@ -242,6 +247,7 @@ def test_one_question_where_the_syncers_are_is_for_all_of_them(
 
     assert asyncio.run(run()) == ["127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:7"]
     assert asked == ["127.0.0.1:1,127.0.0.1:2", "127.0.0.1:2,127.0.0.1:1"]
+    assert [*map(list, found)] == [[1, 0, 1]], "fragments have perhaps moved, too"
 
 
 def test_an_environment_that_no_client_can_use_is_named(
