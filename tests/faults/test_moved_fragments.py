@@ -30,10 +30,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 240
 
 
-def move(run: PlacedRun, *arguments: str) -> str:
+def operate(run: PlacedRun, command: str, *arguments: str) -> str:
     address = load_config(run.run_file).coordinator.address
-    command = [sys.executable, "-m", "diloco", "move", address, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command_line = [sys.executable, "-m", "diloco", command, address, *arguments]
+    done = subprocess.run(command_line, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr + run.said()
     return done.stdout
 
@@ -68,7 +68,9 @@ def test_fragments_move_at_work_and_from_a_lost_syncer_and_nothing_else_changes(
             wait_until(lambda: run.num_versions("eu", "eu") >= 3, what=run.said)
 
             eu, us = served(run, "eu"), served(run, "us")
-            assert f"fragment {eu[0]} (" in move(run, "--fragments", str(eu[0]), "--to", "us")
+            assert f"fragment {eu[0]} (" in operate(
+                run, "move", "--fragments", str(eu[0]), "--to", "us"
+            )
             wait_until(lambda: served(run, "us") == sorted([eu[0], *us]), what=run.said)
             assert served(run, "eu") == eu[1:]
             before = run.num_versions("us", "us")
@@ -76,12 +78,15 @@ def test_fragments_move_at_work_and_from_a_lost_syncer_and_nothing_else_changes(
 
             run.signal("eu", "eu", signal.SIGKILL)
             shutil.rmtree(run.directory / "eu")
-            assert f"fragment {eu[1]} (" in move(run, "--from", "eu")
+            assert f"fragment {eu[1]} (" in operate(run, "move", "--from", "eu")
             wait_until(lambda: served(run, "us") == sorted([*eu, *us]), what=run.said)
 
+            operate(run, "pause")  # the run would not wait for a machine that is not there yet
             other = run.start("other", "syncer", "--name", "eu")  # which has nothing any more
-            assert f"fragment {us[0]} (" in move(run, "--fragments", str(us[0]), "--to", "eu")
+            arguments = "--fragments", str(us[0]), "--to", "eu"
+            assert f"fragment {us[0]} (" in operate(run, "move", *arguments)
             wait_until(lambda: served(run, "eu", "other") == [us[0]], what=run.said)
+            operate(run, "unpause")
 
             for process in (*(started[name] for name in (*ISLANDS, "coordinator", "us")), other):
                 assert process.wait(200) == 0, run.said()
