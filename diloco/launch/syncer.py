@@ -134,7 +134,8 @@ EXIT_STORE_HELD = 75
 #: Exit code of a syncer with a machine of its own that a signal has stopped.
 _STOPPED = 143
 
-_MOVES_LOOK_S = 1.0
+#: Seconds between looks at moves, and at most after one that failed.
+_MOVES_LOOK_S, _MOVES_WAIT_S = 1.0, 300.0
 _DRAIN_S = 0.5
 _AGAIN_S = 1.0
 _LAST_REPORT_S = 2.0
@@ -637,6 +638,8 @@ class _Moves:
     reporter: Reporter
     let_go_of: set[int] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
+    #: Of fragments that could not be taken: seconds to wait, and until when. Each look fetches all.
+    waits: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     async def due(self) -> None:
         """Return once the next start is to serve other fragments than this one does."""
@@ -662,10 +665,15 @@ class _Moves:
     async def _take(self, store: ObjectStore, fragment_id: int, source: str) -> None:
         """Take a fragment if it was let go of; what is in the way is said, then tried again."""
         fragment = self.plan.fragments[fragment_id]
+        wait_s, until = self.waits.get(fragment_id, (_MOVES_LOOK_S, 0.0))
+        if loop_now() < until:
+            return
         try:
             if await asyncio.to_thread(take, store, self.state, fragment, source, self.timeline):
                 self.taken.add(fragment_id)
         except (ConfigError, DiskFull) as error:
+            wait_s = min(2 * wait_s, _MOVES_WAIT_S)
+            self.waits[fragment_id] = wait_s, loop_now() + wait_s
             text = f"fragment {fragment_id} cannot be taken from {source} yet: {error}"
             logger.error("%s", text)
             self.reporter.alarms.raise_(Alarm(AlarmKind.STATE_AWAY, bounded_text(text)), loop_now())
