@@ -398,17 +398,18 @@ class ProfileWritten(Event, kind="profile_written"):
 
 
 class RankLost(Event, kind="rank_lost"):
-    """A collective of the island failed, and this rank ends; `ranks` are the culprits, if known.
+    """A collective of the island did not end, or failed, and this rank ends.
 
-    `collective` is the last one that this rank's flight recorder has, `dump` where all lie that it
-    has; both empty where nothing is recorded.
+    `ranks` are the culprits, if known; `collective` is what this rank waited in for long, `dump`
+    where the collectives lie that its flight recorders have; both may be empty. `text` says where
+    the culprits stand, and what to do.
     """
 
     inner_step: int
     ranks: tuple[int, ...]
     collective: str
     dump: str
-    error: str
+    text: str
 
 
 class IslandEnded(Event, kind="island_ended"):

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import parse_qs, urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from diloco.errors import ConfigError
 from diloco.island.groups import COLLECTIVE_S, GROUPS_OF_THE_LOOP
+from diloco.launch.rank.flight_recorder import NCCL_LATER_S
 
-#: Last collectives that PyTorch's flight recorder keeps, where nothing else is said.
-_NUM_RECORDED = "2000"
+#: Seconds without life of NCCL's own threads after which PyTorch ends the process, at least.
+_LEAST_HEARTBEAT_S = 480.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +74,22 @@ class Job:
         return cls(island_rank, num_ranks, rendezvous, num_hosts, memory, local_rank, here)
 
 
-def meet(job: Job, backend: str = "gloo", *, is_cast: bool = False) -> None:
+def meet(
+    job: Job, backend: str = "gloo", *, is_cast: bool = False, collective_s: float = COLLECTIVE_S
+) -> None:
     """Make the default process group, for the model; an island of one rank mostly has none.
 
     Args:
         job: Of this rank.
         backend: Backends by device, as `diloco.launch.rank.device.backend_of` names them.
         is_cast: Whether the model's parameters are cast, for which one rank, too, has a group.
+        collective_s: Seconds after which a rank that hangs is named by the others.
     """
     if job.num_ranks == 1 and not is_cast:
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _NUM_RECORDED)
+    # NCCL's monitor ends a process at once: later than this rank has named another one.
+    heartbeat_s = max(_LEAST_HEARTBEAT_S, 2 * NCCL_LATER_S + collective_s)
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{heartbeat_s:.0f}")
     dist.init_process_group(
         backend,
         store=_store(job),
@@ -97,12 +104,21 @@ def limit_collectives(collective_s: float) -> None:
 
     Later than `meet`, since ranks may take longer than that to start; and again once model and
     optimizer have made groups of their own. Those of the outer loop keep what they were made with.
+    NCCL, which ends the process at its timeout, has more, so that the rank is named before
+    (`diloco.launch.rank.watch`). Its other errors end the process as before: with
+    TORCH_NCCL_ASYNC_ERROR_HANDLING = 0 a device would compute with what never arrived.
     """
     if not dist.is_initialized():
         return
     for group in dist.distributed_c10d._world.pg_map:
-        if not group.group_desc.startswith(GROUPS_OF_THE_LOOP):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s), group)
+        if group.group_desc.startswith(GROUPS_OF_THE_LOOP):
+            continue
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s), group)
+        if (device := torch.device("cuda")) in group._device_types:
+            backend = group._get_backend(device)
+            if backend.name() == "nccl":
+                later = timedelta(seconds=collective_s + NCCL_LATER_S)
+                backend._set_default_timeout(later)
 
 
 def _store(job: Job) -> Store | None:

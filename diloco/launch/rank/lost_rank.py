@@ -1,182 +1,112 @@
-"""Finds out which rank an island has lost, and in which collective.
+"""Decides which rank an island has lost, from what the ranks last said of themselves. Pure.
 
-A rank that hangs is seen by the others when a collective reaches its timeout, one that died when
-its connections close; neither error says who it was. Those that see it answer a roll call in the
-store at which the island met: who does not answer is the culprit, or who answers with an error of
-its own. Each writes down its last collectives, as PyTorch's flight recorder has them.
-
-Costs nothing while all is well, but for what the recorder takes: 15 us a collective.
-
-Measured on gloo: `monitored_barrier` needs connections that a timeout has closed.
+A rank that hangs, is frozen or died is seen by the others as a collective that does not end, or as
+an error of one; neither says who it was.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
-
-from diloco.config.schema import Config
-from diloco.launch.rank.job import Job
-from diloco.telemetry.events import RankLost
-
-#: Seconds by which ranks that were left by the same one may answer apart.
-ROLL_CALL_S = 5.0
-_KEY = "diloco/roll_call/"
-#: What a rank answers that only saw another one fail; others answer with their own error.
-_LEFT = "left"
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """A collective as the flight recorder names it; `number` counts those of its group."""
+class Sign:
+    """What a rank says of itself, about once a second, from a thread that only does that.
 
-    name: str
-    group: str
-    number: int
+    Args:
+        beat: Counts the signs of this process.
+        host: On which it runs, with its process id.
+        inner_step: Completed inner steps.
+        where: The line of this package in which its training thread is.
+        still_s: Seconds for which neither of them has changed, by its own clock.
+        waits_in: The collective that it has waited in for long; empty: in none.
+        error: What it failed of by itself.
+        has_left: Whether a collective of it has failed, so that it is no culprit.
+    """
+
+    beat: int
+    host: str
+    inner_step: int
+    where: str
+    still_s: float
+    waits_in: str = ""
+    error: str = ""
+    has_left: bool = False
+
+    def to_json(self) -> str:
+        """For the others."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Sign:
+        """As another rank has sent it."""
+        return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        """Say which it is, for messages."""
-        return f"{self.name} number {self.number} of group {self.group}"
+        """Say where it stands, for messages."""
+        waits = f", and waits in {self.waits_in}" if self.waits_in else ""
+        return (
+            f"on {self.host}, after inner step {self.inner_step}, for {self.still_s:.1f} s in "
+            f"{self.where}{waits}"
+        )
 
 
-def find_loss(
-    error: Exception, config: Config, job: Job, output_dir: Path, inner_step: int
-) -> tuple[RankLost, str] | None:
-    """Find out who is to blame for what ended this rank; every rank that fails calls it.
-
-    Args:
-        error: That ended it.
-        config: With an island selected.
-        job: This rank's place.
-        output_dir: Where collectives-ISLAND-RANK.json goes.
-        inner_step: Completed inner steps.
-
-    Returns:
-        The loss and what to tell of it; None where this rank failed by itself, which the others
-        then hear, and where there are no others.
-    """
-    if job.num_ranks == 1 or not dist.is_initialized():
-        return None
-    is_left = is_of_collective(error)
-    path = output_dir / f"collectives-{config.island_id}-{job.island_rank}.json"
-    last = write_collectives(path)
-    culprits = call_roll(
-        dist.distributed_c10d._get_default_store(),
-        island_rank=job.island_rank,
-        num_ranks=job.num_ranks,
-        own_error="" if is_left else repr(error),
-    )
-    if not is_left:
-        return None
-    dump = "" if last is None else str(path)
-    event = RankLost(inner_step, tuple(sorted(culprits)), str(last or ""), dump, str(error))
-    island = config.island_id
-    who = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(culprits.items()))
-    where = f", in {last}; the collectives before it are in {dump}" if last else ""
-    return event, (
-        f"island {island} lost {who or 'a rank, and none says which'} (after inner step "
-        f"{inner_step}{where}). A rank that does not come within "
-        f"islands.{island}.collective_timeout = {config.island.collective_timeout} hangs or is "
-        f"slow: look at its log, its host and its stack (py-spy dump), or set a longer one"
-    )
-
-
-def is_of_collective(error: BaseException) -> bool:
-    """Whether an error is a collective's: another rank hangs, or is gone."""
-    # gloo raises RuntimeError, with the file of its source in the text.
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
-
-
-def call_roll(
-    store: Store,
-    *,
-    island_rank: int,
-    num_ranks: int,
-    own_error: str = "",
-    patience_s: float = ROLL_CALL_S,
-) -> dict[int, str]:
-    """Answer, and learn who else does; every rank that fails calls it, each for itself.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A rank as another one sees it.
 
     Args:
-        store: At which the island met.
-        island_rank: Of this rank.
-        num_ranks: Of the island.
-        own_error: What this rank failed of by itself; it then waits for nobody. Empty: another one
-            left it.
-        patience_s: Seconds for which answers are waited for.
+        sign: The last one; None: it has never given any.
+        silent_s: For how long no new one came, by the clock of the one that sees it.
+    """
+
+    sign: Sign | None
+    silent_s: float
+
+
+def find_culprits(others: Mapping[int, Seen], *, silent_s: float, is_overdue: bool) -> list[int]:
+    """Find the ranks that a rank waits for, or that have left it.
+
+    Those that failed by themselves; else those without a sign of life; else, of those that wait in
+    no collective themselves, the furthest behind.
+
+    Args:
+        others: All other ranks of the island.
+        silent_s: From when on a rank counts as frozen or gone.
+        is_overdue: Whether this rank has waited for long, so that others should be waiting, too.
 
     Returns:
-        Culprits by rank, each with what is known of it; empty when all were left by each other, or
-        this rank is the culprit. Rank 0 where the store does not answer: it serves it.
+        In order; empty where all others wait as well, for a device or a network.
     """
-    found: dict[int, str] = {}
-    thread = threading.Thread(
-        target=_ask,
-        args=(store, island_rank, num_ranks, own_error or _LEFT, patience_s, found),
-        daemon=True,  # a store whose process is stopped holds its callers for ever
-    )
-    thread.start()
-    thread.join(2 * patience_s)
-    if not thread.is_alive():
-        return dict(found)
-    return {0: "it serves the store at which the island met, and that does not answer"}
+    known = {rank: seen.sign for rank, seen in others.items() if seen.sign is not None}
+    if failed := [rank for rank, sign in known.items() if sign.error]:
+        return sorted(failed)
+    silent = [
+        rank
+        for rank, seen in others.items()
+        if seen.silent_s >= silent_s and not (seen.sign and seen.sign.has_left)
+    ]
+    if silent or not is_overdue:
+        return sorted(silent)
+    behind = {
+        rank: sign.inner_step
+        for rank, sign in known.items()
+        if not (sign.waits_in or sign.has_left)
+    }
+    return sorted(rank for rank, step in behind.items() if step == min(behind.values()))
 
 
-def _ask(
-    store: Store,
-    island_rank: int,
-    num_ranks: int,
-    word: str,
-    patience_s: float,
-    found: dict[int, str],
-) -> None:
-    try:
-        store.set(f"{_KEY}{island_rank}", word)
-        if word != _LEFT:
-            return
-        others = [rank for rank in range(num_ranks) if rank != island_rank]
-        until = time.monotonic() + patience_s
-        for rank in others:
-            left = max(until - time.monotonic(), 0.001)
-            try:
-                store.wait([f"{_KEY}{rank}"], timedelta(seconds=left))
-                answer = store.get(f"{_KEY}{rank}").decode()
-            except dist.DistStoreError:  # nobody has answered in time
-                found[rank] = "it neither came nor answered the others' roll call"
-            else:
-                if answer != _LEFT:
-                    found[rank] = f"it failed of {answer}"
-    except (RuntimeError, ValueError) as error:
-        found[0] = f"it serves the store at which the island met, which is gone: {error}"
-
-
-def write_collectives(path: Path) -> Collective | None:
-    """Write what the flight recorder has, as JSON, and name the last collective it saw begin.
-
-    Returns:
-        None, with no file, where nothing is recorded.
-    """
-    text = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-    dump: Mapping[str, Any] = json.loads(text)
-    entries = dump.get("entries")
-    if not entries:
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dump, indent=1) + "\n")
-    # What has not ended yet; the recorder does not always know, and then it is the newest one.
-    last = max(entries, key=lambda entry: (not entry["retired"], entry["record_id"]))
-    name, description = last["process_group"]
-    group = f"{name} ({description})" if description not in ("", "undefined") else name
-    return Collective(last["profiling_name"], group, last["collective_seq_id"])
+def describe(seen: Seen, silent_s: float) -> str:
+    """Say what is known of a culprit; `silent_s` as for `find_culprits`."""
+    if seen.sign is None:
+        return "it has given no sign of life since the start"
+    if seen.sign.error:
+        return f"it failed of {seen.sign.error} ({seen.sign})"
+    if seen.silent_s >= silent_s:
+        return (
+            f"no sign of life for {seen.silent_s:.1f} s, it is frozen, gone or cut off; last seen "
+            f"{seen.sign}"
+        )
+    return f"it lives, and comes to no collective: {seen.sign}"

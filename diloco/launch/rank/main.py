@@ -40,7 +40,7 @@ from diloco.data.batches import Data
 from diloco.data.open import open_data
 from diloco.data.prefetch import PrefetchedBatches
 from diloco.durable import DiskFull, write_durably
-from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
+from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.faults.training import rank_faults
 from diloco.forecast.rank_memory import check_host_memory
 from diloco.io_thread import IoThread
@@ -53,10 +53,11 @@ from diloco.launch.process.logs import log_to
 from diloco.launch.rank.affinity import bind_next_to
 from diloco.launch.rank.connect import connect
 from diloco.launch.rank.device import backend_of, check_async_tp, check_precision, rank_device
+from diloco.launch.rank.flight_recorder import FlightRecorders
 from diloco.launch.rank.inputs import check_added
 from diloco.launch.rank.job import Job, limit_collectives, meet
-from diloco.launch.rank.lost_rank import find_loss
 from diloco.launch.rank.text_share import open_text
+from diloco.launch.rank.watch import RankWatch
 from diloco.protocol.island.soundness import Mend
 from diloco.protos.control_pb2 import Grant, JoinReply, RunStateReply
 from diloco.security.security import Security
@@ -130,6 +131,7 @@ class _Rank:
         self._output_dir = output_dir
         self._is_leader = job.island_rank == 0
         self._record = record
+        self._watch: RankWatch | None = None
 
     def run(self, connection: Connection) -> None:
         """Enter the run, train to its end or stop, and evaluate."""
@@ -140,20 +142,15 @@ class _Rank:
         self._checkpoints.close()
 
     def close(self) -> None:
-        """End what makes batches."""
+        """End what makes batches, and the watch."""
         if hasattr(self, "_batches"):
             self._batches.close()
+        if self._watch is not None:
+            self._watch.stop()
 
     def failed(self, error: Exception) -> int:
         """Find out whether another rank is to blame, and who; returns the exit code."""
-        inner_step = self._outer.inner_step if hasattr(self, "_outer") else 0
-        loss = find_loss(error, self._config, self._job, self._output_dir, inner_step)
-        if loss is None:
-            return 1
-        event, text = loss
-        self._record.write(event)
-        logger.error("%s", text)
-        return IslandFailed.exit_code
+        return 1 if self._watch is None else self._watch.failed(error)
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -246,7 +243,23 @@ class _Rank:
         check_host_memory(
             config, num_local_ranks=job.num_local_ranks, is_on_cpu=device.type == "cpu"
         )
-        meet(job, backend_of(device), is_cast=config.island.compute.is_cast)
+        backend = backend_of(device)
+        meet(
+            job,
+            backend,
+            is_cast=config.island.compute.is_cast,
+            collective_s=config.island.collective_timeout.seconds,
+        )
+        if job.num_ranks > 1:
+            self._watch = RankWatch(
+                config,
+                job,
+                self._output_dir,
+                recorders=FlightRecorders(has_nccl="nccl" in backend),
+                inner_step=lambda: self._outer.inner_step if hasattr(self, "_outer") else 0,
+                on_event=self._record.write,
+            )
+            self._watch.start()
         return device
 
     def _build_model(
