@@ -3,13 +3,15 @@
 # (test-lowest: build/lowest).
 
 .DEFAULT_GOAL = help
-.PHONY: help install demo docs test lint package test-lowest
+.PHONY: help install demo docs test gpu lint package test-lowest
 
 VENV = .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 # Where test-lowest installs.
 LOWEST = build/lowest
+# Folders and files with tests that need a CUDA device.
+GPU_TESTS = tests/gpu tests/compression tests/bench/test_codec.py
 # Interpreter that makes .venv; empty: the first of these that is new enough.
 PYTHON =
 CANDIDATES = python3 python3.14 python3.13 python3.12 python3.11
@@ -19,6 +21,7 @@ help:
 	@echo 'make demo      train two islands of different shape over a shaped 5 Mbit/s link (minutes)'
 	@echo 'make docs      write the reference: docstrings, commands, settings, to build/docs'
 	@echo 'make test      run the default test suite'
+	@echo 'make gpu       run the tests and the bench that need a CUDA device (minutes)'
 	@echo 'make lint      run ruff and mypy'
 	@echo 'make package   build sdist and wheel into dist/, and check both'
 	@echo 'make test-lowest  run tests with the lowest versions that pyproject.toml allows'
@@ -64,6 +67,18 @@ docs: $(STAMP)
 test: $(STAMP)
 	@echo '==> pytest'
 	@$(BIN)/python -m pytest -n auto --dist loadfile
+
+# Whatever the tests find, the bench measures, too; the exit code is the worse of both. What is
+# skipped is named with its reason. Figures are in build/gpu.json.
+gpu: $(STAMP)
+	@mkdir -p build; tests=0; bench=0; \
+	echo '==> pytest -m gpu'; \
+	$(BIN)/python -m pytest -q -m 'gpu and not slow' $(GPU_TESTS) || tests=$$?; \
+	echo '==> diloco bench gpu --require'; \
+	$(BIN)/diloco bench gpu --require --json build/gpu.json || bench=$$?; \
+	echo "==> make gpu at $$(git describe --always --dirty 2>/dev/null || echo 'no commit'):" \
+	  "tests exit with $$tests, bench with $$bench"; \
+	exit $$((tests > bench ? tests : bench))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from diloco.bench.network import allreduce, wan
 from diloco.bench.outer_loop import codec, guard, memory, overhead, utilisation
 from diloco.bench.syncer import coordinator, syncer
-from diloco.bench.training import device, plain, race, scaling
+from diloco.bench.training import device, gpu, plain, race, scaling
 from diloco.cli.main import app
 from diloco.report.rows import Column, Report, Requirement
 
@@ -31,6 +31,7 @@ COMMANDS = {
     "race": race,
     "scaling": scaling,
     "device": device,
+    "gpu": gpu,
 }
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from diloco.bench.outer_loop import codec as bench
+from diloco.bench.outer_loop.byte_model import ByteTask, pseudo_gradient
 from diloco.bench.outer_loop.codec import SETTING, CodecSetting, run
 from diloco.bench.outer_loop.codec_wire import WireSetting
-from diloco.bench.training.byte_model import ByteTask, pseudo_gradient
 from diloco.compression import compiled as compiling
 from diloco.compression.compiled import COMPILE_NUMEL
 from diloco.compression.registry import CODECS

@@ -20,6 +20,7 @@ from tests.test_readme import blocks
 
 on_gpu = [
     pytest.mark.gpu,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]

@@ -31,7 +31,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.bench.training.byte_model import SLOT, ByteTask, ByteTraining, byte_config, open_bytes
+from diloco.bench.outer_loop.byte_model import SLOT, ByteTask, ByteTraining, byte_config, open_bytes
 from diloco.island.outer_loop import OuterLoop
 from diloco.launch.loopback_run import World, run_islands
 from diloco.telemetry.events import Event

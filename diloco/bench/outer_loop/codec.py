@@ -22,6 +22,7 @@ and island, next to some 5 (`bench syncer`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,10 @@ import torch
 import zstandard
 from torch import Tensor
 
+from diloco.bench.device_clock import device_s
 from diloco.bench.outer_loop import codec_wire
+from diloco.bench.outer_loop.byte_model import ByteTask, pseudo_gradient
 from diloco.bench.outer_loop.codec_wire import WireSetting
-from diloco.bench.training.byte_model import ByteTask, pseudo_gradient
 from diloco.compression.base import Codec, to_bytes
 from diloco.compression.blocks import BLOCK_NUMEL, BlockCodec
 from diloco.compression.compiled import can_compile
@@ -117,7 +119,7 @@ _ZSTD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _CodecRow:
+class CodecRow:
     """A row: a codec, how it is run (which column "mode" says), and on how much."""
 
     codec: Codec
@@ -150,7 +152,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTI
                 tried = _zstd(coded)
                 if row.codec.name in setting.wire_codecs:
                     tried |= asyncio.run(codec_wire.measure(coded, setting.wire))
-            results.append({**_measure(row, setting.repetitions), **tried})
+            results.append({**measure(row, setting.repetitions), **tried})
     finally:
         torch.set_num_threads(num_threads)
     described = {
@@ -165,14 +167,14 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: CodecSetting = SETTI
     return Report("codec", described, _COLUMNS, results, _requirements(results, setting, names))
 
 
-def _rows(codec: Codec, setting: CodecSetting) -> list[_CodecRow]:
+def _rows(codec: Codec, setting: CodecSetting) -> list[CodecRow]:
     """List a codec's rows, eager ones first: a formula of blocks is compiled, if it can be here."""
-    rows = [_CodecRow(codec, "eager", setting.lane_numel)]
+    rows = [CodecRow(codec, "eager", setting.lane_numel)]
     if isinstance(codec, BlockCodec) and can_compile():
         sizes = (setting.lane_numel, setting.numel)
-        rows += [_CodecRow(codec, "compiled", numel) for numel in sizes]
+        rows += [CodecRow(codec, "compiled", numel) for numel in sizes]
     if torch.cuda.is_available() and codec.name in setting.gpu_codecs and can_compile("cuda"):
-        rows.append(_CodecRow(codec, "GPU", setting.gpu_numel, "cuda"))
+        rows.append(CodecRow(codec, "GPU", setting.gpu_numel, "cuda"))
     return rows
 
 
@@ -225,7 +227,7 @@ def _figure(rows: Sequence[dict[str, Any]], name: str, mode: str, numel: int, ke
     return float(next(found, {}).get(key, float("nan")))
 
 
-def _measure(wanted: _CodecRow, repetitions: int) -> dict[str, Any]:
+def measure(wanted: CodecRow, repetitions: int) -> dict[str, Any]:
     """Give one row: JSON values, hence `Any`."""
     codec, numel, seconds_of = wanted.codec, wanted.numel, _CLOCKS[wanted.device]
     values = _values(numel).to(wanted.device)
@@ -291,13 +293,7 @@ def _cpu_s(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def _gpu_s(work: Callable[[], object]) -> float:
-    """Seconds until the GPU has done `work`."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-_CLOCKS = {"cpu": _cpu_s, "cuda": _gpu_s}
+_CLOCKS: Mapping[str, Callable[[Callable[[], object]], float]] = {
+    "cpu": _cpu_s,
+    "cuda": functools.partial(device_s, torch.device("cuda")),
+}

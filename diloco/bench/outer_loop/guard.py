@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from diloco.bench.outer_loop.byte_model import SLOT
 from diloco.bench.outer_loop.guard_cell import (
     CLEAN,
     LASTING,
@@ -28,7 +29,6 @@ from diloco.bench.outer_loop.guard_cell import (
     run_cell,
 )
 from diloco.bench.processes import run_jobs
-from diloco.bench.training.byte_model import SLOT
 from diloco.compression.base import to_bytes
 from diloco.compression.registry import get_codec
 from diloco.outer.combination import mean_of

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.bench.processes import count_one
-from diloco.bench.training.byte_model import (
+from diloco.bench.outer_loop.byte_model import (
     SLOT,
     ByteTask,
     ByteTraining,
@@ -25,6 +24,7 @@ from diloco.bench.training.byte_model import (
     open_bytes,
     write_start,
 )
+from diloco.bench.processes import count_one
 from diloco.errors import AggregationError, DilocoError
 from diloco.island.outer_loop import OuterLoop
 from diloco.launch.loopback_run import Lanes, World, run_islands

@@ -15,10 +15,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import diloco
 from diloco.bench.processes import count_one, run_jobs
@@ -64,7 +64,7 @@ class OverheadSetting:
     sequence_length: int = 32
     tokens_per_inner_step: int = 32
     codec: str = "int4"
-    model: dict[str, int] = field(default_factory=lambda: MODEL_10M)
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL_10M)
 
     @property
     def overlap_steps(self) -> int:
@@ -83,7 +83,7 @@ def run(watch: Watch, *, setting: OverheadSetting = SETTING) -> Report:
         DilocoError: If coordinator, syncer or island fail.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-overhead-") as directory:
-        measured = _measure(setting, _config(setting, f"{directory}/run"), watch)
+        measured = _measure(setting, config_of(setting, f"{directory}/run"), watch)
     rows = figures(measured)
     return Report(
         "overhead",
@@ -114,7 +114,10 @@ def _measure(setting: OverheadSetting, config: Config, watch: Watch) -> Measured
         return run_jobs({"": job}, lambda done: watch("cycles", done, setting.num_cycles))[""]
 
 
-def _config(setting: OverheadSetting, state_dir: str) -> Config:
+def config_of(
+    setting: OverheadSetting, state_dir: str, island: Mapping[str, Any] | None = None
+) -> Config:
+    """Write the run; `island` is what its only island has besides tokens and one rank."""
     outer = {
         "preset": "streaming",
         "inner_steps_per_round": 2 * setting.block_steps,
@@ -131,6 +134,7 @@ def _config(setting: OverheadSetting, state_dir: str) -> Config:
         inner_steps=2 * setting.block_steps * setting.num_cycles,
         sequence_length=setting.sequence_length,
         tokens=setting.tokens_per_inner_step,
+        island=island,
         state_dir=state_dir,
     )
     return Config.model_validate(values)

@@ -321,17 +321,31 @@ def _synchronise(config: Config) -> list[Section]:
     return sections
 
 
-def _section(outer: diloco.DiLoCo, counts: DeviceCounts, events: Sequence[Event]) -> Section | None:
-    """Say what a step of the outer loop did; None: something of the first round."""
+def operation_of(
+    events: Sequence[Event],
+) -> tuple[str, list[PhaseDone], list[FragmentMerged]]:
+    """Say which of `OPERATIONS` a step of the outer loop was; empty: something of the first round.
+
+    Returns:
+        The operation, and the events of its sends and of its merges.
+    """
     sent = [e for e in events if isinstance(e, PhaseDone) and e.phase == "gather"]
     merged = [e for e in events if isinstance(e, FragmentMerged)]
-    if not sent and not merged:
-        return Section("idle", counts)
     if any(e.version < 1 for e in sent) or any(e.version < 2 for e in merged):
-        return None
+        return "", sent, merged
+    if sent and merged:
+        return "both", sent, merged
+    return "send" if sent else "merge" if merged else "idle", sent, merged
+
+
+def _section(outer: diloco.DiLoCo, counts: DeviceCounts, events: Sequence[Event]) -> Section | None:
+    """Say what a step of the outer loop did; None: something of the first round."""
+    operation, sent, merged = operation_of(events)
+    if operation in ("", "idle"):
+        return Section(operation, counts) if operation else None
     fragments = outer.plan.fragments
     return Section(
-        "both" if sent and merged else "send" if sent else "merge",
+        operation,
         counts,
         sum(fragments[e.fragment_id].numel for e in sent),
         sum(fragments[e.fragment_id].numel for e in merged),

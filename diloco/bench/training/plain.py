@@ -17,14 +17,20 @@ from typing import Any
 
 import torch
 
+from diloco.bench.device_clock import device_s
 from diloco.bench.processes import count_one, run_jobs
 from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
 from diloco.bench.training.plain_loop import PlainLlama, PlainLoop
 from diloco.config.schema import Config
+from diloco.data.batches import Data
 from diloco.data.open import open_data
+from diloco.island.lanes.boxes import stored
 from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.report.statistics import Interval
 from diloco.trainer.island_trainer import island_trainer, own_batches
+from diloco.trainer.trainer import InnerTrainer
+
+_CPU = torch.device("cpu")
 
 _COLUMNS = (
     Column("model", "model"),
@@ -102,8 +108,8 @@ def _measure(setting: PlainSetting, row: PlainRow, watch: Watch) -> MeasuredLoop
     return run_jobs({"": job}, lambda done: watch(row.name, done, setting.num_cycles))[""]
 
 
-def config_of(row: PlainRow, num_cycles: int) -> Config:
-    """Write the run of a row; its only island is selected."""
+def config_of(row: PlainRow, num_cycles: int, island: Mapping[str, Any] | None = None) -> Config:
+    """Write the run of a row; its only island, which has `island` besides, is selected."""
     values = run_values(
         "plain",
         {"preset": row.name},
@@ -111,6 +117,7 @@ def config_of(row: PlainRow, num_cycles: int) -> Config:
         inner_steps=row.block_steps * num_cycles,
         sequence_length=row.sequence_length,
         tokens=row.tokens_per_inner_step,
+        island=island,
         inner={"optimizer": {"name": "adamw", "lr": 1e-3, "schedule": "constant"}},
         island_id=ISLAND,
     )
@@ -127,7 +134,6 @@ def figures(row: PlainRow, measured: MeasuredLoops) -> dict[str, Any]:
 
     ratio = Interval.of([cycle.plain.wall_s / cycle.native.wall_s for cycle in timed])
     by_cpu = Interval.of([cycle.plain.cpu_s / cycle.native.cpu_s for cycle in timed])
-    losses = zip(warming.native.losses, warming.plain.losses, strict=True)
     return {
         "model": row.name,
         "parameters": measured.num_parameters,
@@ -139,7 +145,7 @@ def figures(row: PlainRow, measured: MeasuredLoops) -> dict[str, Any]:
         "high": ratio.high,
         "cpu_ratio": by_cpu.median,
         "cpu_ratio_interval": by_cpu.as_dict(),
-        "difference": max(abs(native - plain) for native, plain in losses),
+        "difference": warming.difference,
         "cycles": ratio.count,
     }
 
@@ -165,8 +171,8 @@ def _requirements(setting: PlainSetting, row: Mapping[str, Any]) -> list[Require
 
 # -- the blocks, in a process of their own ---------------------------------------------------------
 
-#: Makes the inner step that follows so many, and returns its loss.
-Step = Callable[[int], float]
+#: Launches the inner step that follows so many; what it returns waits for it and gives its loss.
+Step = Callable[[int], Callable[[], float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +190,12 @@ class LoopCycle:
 
     native: LoopBlock
     plain: LoopBlock
+
+    @property
+    def difference(self) -> float:
+        """Largest difference of two losses of the same inner step."""
+        losses = zip(self.native.losses, self.plain.losses, strict=True)
+        return max(abs(native - plain) for native, plain in losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,28 +216,65 @@ def measure(config: Config, *, block_steps: int, num_cycles: int) -> MeasuredLoo
     """
     data = open_data(config)
     trainer = island_trainer(config, data, own_batches(config, data, 0))
-    model = PlainLlama(config.model, config.data.sequence_length)
-    with torch.no_grad():
-        for ours, native in zip(model.parameters(), trainer.model.parameters(), strict=True):
-            ours.copy_(native)
+    return compare(config, data, trainer, block_steps=block_steps, num_cycles=num_cycles)
+
+
+def compare(
+    config: Config,
+    data: Data,
+    trainer: InnerTrainer,
+    *,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
+    block_steps: int,
+    num_cycles: int,
+) -> MeasuredLoops:
+    """Train a native trainer and a plain loop that begins with its values.
+
+    Args:
+        config: As for `measure`; where it has blocks compiled, the plain loop's are, too.
+        data: Of the run.
+        trainer: New, of one rank.
+        device: Of the trainer.
+        dtype: In which the trainer computes.
+        block_steps: As for `measure`.
+        num_cycles: As for `measure`.
+    """
+    model = PlainLlama(config.model, config.data.sequence_length).to(device)
+    for ours, native in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        ours.data.copy_(stored(native))
+    if backend := config.island.compute.compile_backend:
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=True)
     batches = own_batches(config, data, 0)
-    ready = [batches.batch(step) for step in range(block_steps * num_cycles)]
-    loop = PlainLoop(model, config.inner)
-    steps: dict[str, Step] = {
-        "native": lambda step: trainer.inner_step(step).read().loss,
-        "plain": lambda step: loop.step(ready[step]),
-    }
+    ready = [batches.batch(step).to(device) for step in range(block_steps * num_cycles)]
+    loop = PlainLoop(model, config.inner, dtype)
+
+    def native_step(step: int) -> Callable[[], float]:
+        launched = trainer.inner_step(step)
+        return lambda: launched.read().loss
+
+    def plain_step(step: int) -> Callable[[], float]:
+        return loop.step(ready[step]).item
+
+    steps: dict[str, Step] = {"native": native_step, "plain": plain_step}
     cycles = []
     for number in range(num_cycles):
         order = sorted(steps, reverse=bool(number % 2))
         first = number * block_steps
-        blocks = {name: _block(steps[name], first, block_steps) for name in order}
+        blocks = {name: _block(steps[name], first, block_steps, device) for name in order}
         cycles.append(LoopCycle(**blocks))
         count_one()
     return MeasuredLoops(sum(p.numel() for p in model.parameters()), tuple(cycles))
 
 
-def _block(step: Step, first: int, num_steps: int) -> LoopBlock:
-    began, began_cpu = time.perf_counter(), time.process_time()
-    losses = [step(number) for number in range(first, first + num_steps)]
-    return LoopBlock(time.perf_counter() - began, time.process_time() - began_cpu, tuple(losses))
+def _block(step: Step, first: int, num_steps: int, device: torch.device) -> LoopBlock:
+    """Time some inner steps, from a device at rest until it has done them."""
+    began_cpu, launched = time.process_time(), list[Callable[[], float]]()
+
+    def work() -> None:
+        launched.extend(step(number) for number in range(first, first + num_steps))
+
+    wall_s = device_s(device, work)
+    cpu_s = time.process_time() - began_cpu
+    return LoopBlock(wall_s, cpu_s, tuple(read() for read in launched))

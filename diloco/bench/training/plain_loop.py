@@ -47,7 +47,8 @@ class _PlainBlock(nn.Module):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.type_as(x)
 
 
 class PlainLlama(nn.Module):
@@ -81,12 +82,23 @@ class PlainLlama(nn.Module):
 class PlainLoop:
     """Model, fused AdamW and clipping, at a constant learning rate."""
 
-    def __init__(self, model: PlainLlama, config: InnerConfig) -> None:
-        """Build the optimizer; matrices are decayed, vectors are not."""
+    def __init__(
+        self, model: PlainLlama, config: InnerConfig, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Build the optimizer; matrices are decayed, vectors are not.
+
+        In another type than float32 the model computes with copies of what is trained.
+        """
         chosen = config.optimizer
         self._model, self._clip_norm = model, config.clip_norm
-        matrices = [p for p in model.parameters() if p.ndim >= 2]
-        vectors = [p for p in model.parameters() if p.ndim < 2]
+        self._computing: list[Tensor] = list(model.parameters())
+        self._trained = self._computing
+        if dtype != torch.float32:
+            self._trained = [nn.Parameter(p.detach().clone()) for p in self._computing]
+            for parameter in self._computing:
+                parameter.data = parameter.data.to(dtype)
+        matrices = [p for p in self._trained if p.ndim >= 2]
+        vectors = [p for p in self._trained if p.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": chosen.weight_decay},
@@ -98,12 +110,20 @@ class PlainLoop:
             fused=True,
         )
 
-    def step(self, tokens: Tensor) -> float:
-        """Train on ids of shape [B, S + 1]; returns the loss in nats a token."""
-        logits = self._model(tokens[:, :-1])
+    def step(self, tokens: Tensor) -> Tensor:
+        """Train on ids of shape [B, S + 1]; returns the loss in nats a token, on the device."""
+        logits = self._model(tokens[:, :-1]).float()
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        has_copies = self._trained is not self._computing
+        if has_copies:
+            for trained, computing in zip(self._trained, self._computing, strict=True):
+                assert computing.grad is not None
+                trained.grad, computing.grad = computing.grad.float(), None
+        nn.utils.clip_grad_norm_(self._trained, self._clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        if has_copies:
+            with torch.no_grad():
+                torch._foreach_copy_(self._computing, self._trained)
+        return loss.detach()

@@ -433,6 +433,27 @@ def device(rows: Rows = None) -> None:
     """
 
 
+@measured_by("training.gpu")
+def gpu(rows: Rows = None) -> None:
+    """Measure training and its outer loop on one CUDA device, each figure with its bar.
+
+    In bfloat16, with compiled blocks where triton is there; coordinator and syncer run on the CPUs.
+    `make gpu` runs it after the tests that need a device. A row that fails is a missed bar, and the
+    others are measured. Bars are goals, not figures of a machine.
+
+    Read "step": a Llama of 150M parameters, the native trainer over plain PyTorch that computes the
+    same, in turns, and the share of the device's peak that each takes (MFU); "idle", "flight":
+    blocks of its steps with an outer loop that has nothing to do, or four fragments in flight in
+    int4, over the plain blocks next to them; "send", "merge": what one holds the training thread,
+    of 125M values in one fragment, without waits for other islands; "codec": of 268M values;
+    "checkpoint": the copy to host memory, of 8 GB of parameters and moments, or as much as finds
+    room; "islands": diloco local with two islands on the device, and then with one that has the
+    tokens of both: digests must be equal, and the loss below that of a guess among all bytes.
+
+    Example: diloco bench gpu --rows step --rows send --require
+    """
+
+
 @measured_by("training.scaling")
 def scaling(
     ranks: Annotated[str, option("Numbers of ranks besides one.", "N,N")] = "2,4",
