@@ -1,8 +1,9 @@
-"""A thread for work on a device next to the training thread.
+"""Threads for work on a device next to the training thread: streams of their own, and their order.
 
-On CUDA work runs on a stream of its own, so that training goes on meanwhile, and begins when what
-was submitted to the device before it is there. It is done when the device has done it: anyone who
-waits for it may use what it wrote on any stream.
+On CUDA work runs on a stream of its own, so that training goes on meanwhile. The work of a
+`DeviceThread` begins when what was submitted to the device before it is there, and is done when the
+device has done it: anyone who waits for it may use what it wrote on any stream. Another thread, the
+IO thread, takes a stream (`take_stream`), and is told what to wait for (`launched`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,32 @@ import torch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+def take_stream(device: torch.device) -> None:
+    """Let what this thread submits to a device run on a stream of its own from now on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def launched(device: torch.device) -> Callable[[], None]:
+    """Mark what this thread has submitted to a device so far.
+
+    Returns:
+        To be called in another thread: what that submits from then on begins when this is done. No
+        thread waits.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(event)
+
+
+def wait_until_done(device: torch.device) -> None:
+    """Wait until a device has done what this thread has submitted to its stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class DeviceThread:

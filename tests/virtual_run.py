@@ -154,6 +154,8 @@ class Setting:
     steps_s: Mapping[str, float] = field(default_factory=dict)
     #: Puts a parameter where it is trained.
     place: Callable[[Tensor], Tensor] = torch.clone
+    #: Whether lanes are where the parameters are.
+    has_room: bool = False
 
     def plan(self) -> Plan:
         specs = [
@@ -276,6 +278,8 @@ class VirtualIsland:
         self.runner = LoopRunner()
         plan = setting.plan()
         shards = LaneShards(plan, self.parameters, group=None)
+        if setting.has_room:
+            shards.device = next(iter(self.parameters.values())).device
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},

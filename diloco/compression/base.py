@@ -113,9 +113,16 @@ class Codec(Protocol):
         """
 
 
-def to_bytes(payload: Tensor) -> memoryview:
-    """View a flat, contiguous uint8 CPU tensor as bytes, without copying."""
-    return payload.numpy().data
+def to_bytes(values: Tensor) -> memoryview:
+    """View a flat, contiguous tensor as bytes; what is not on the CPU is copied there first.
+
+    From CUDA into pinned memory, which PyTorch gives to a later copy once nobody reads these bytes
+    any more; only the stream of the calling thread is waited for.
+    """
+    here = values.to("cpu", non_blocking=True)
+    if values.is_cuda:
+        torch.cuda.current_stream(values.device).synchronize()
+    return here.view(torch.uint8).numpy().data
 
 
 def from_bytes(buffer: Buffer) -> Tensor:

@@ -43,7 +43,8 @@ and for a checkpoint that is written behind the training, while it is:
 
     4 + moments  copy of parameters and optimizer
 
-On the device for the outer loop, the larger of the two (`diloco bench memory` counts it):
+On the device for the outer loop, where it has room (`LaneShards.stay_with_parameters`), what is
+said above of hosts; else the larger of the two (`diloco bench memory` counts it):
 
     piece        of a parameter that is sent or merged, in one all-to-all at most, twice where
                  local_mix is not 0; while it is on its way

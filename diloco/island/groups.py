@@ -4,7 +4,8 @@
     shards      collect and distribute, and sums for reports
     agreement   what the ranks agree on between steps, nothing else
 
-All are gloo groups; an island of one rank has none. Collectives are for the training thread.
+All are gloo groups, and `shards` has nccl for what lies on CUDA, where the island's ranks have it;
+an island of one rank has none. Collectives are for the training thread.
 """
 
 from __future__ import annotations
@@ -126,18 +127,19 @@ def make_groups(
         return Groups()
     if group is not None:
         _check_equal_names(group)
+    has_nccl = "cuda:nccl" in dist.get_backend_config(group)
     start, shards, agreement = (
         dist.new_group(
             ranks,
-            backend="gloo",
+            backend=backend,
             timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=group is not None,
             group_desc=f"{GROUPS_OF_THE_LOOP}{name}",
         )
-        for name, timeout_s in (
-            ("start", collective_s + patience_s),
-            ("shards", collective_s),
-            ("agreement", collective_s),
+        for name, backend, timeout_s in (
+            ("start", "gloo", collective_s + patience_s),
+            ("shards", "cpu:gloo,cuda:nccl" if has_nccl else "gloo", collective_s),
+            ("agreement", "gloo", collective_s),
         )
     )
     return Groups(start, shards, agreement)

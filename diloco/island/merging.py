@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.profiler import record_function
 
+from diloco.device_thread import launched
 from diloco.io_thread import Waits
 from diloco.island.outer_state import LoopParts, OuterState
-from diloco.outer.pseudo_gradient import largest_change
 from diloco.protocol.island.ledger import (
     FragmentLedger,
     LocalMix,
@@ -96,15 +96,17 @@ class Merging:
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Put the published values that this island last merged in place; restore afterwards."""
-        local = [self._shards.collect(f.fragment_id) for f in self._plan.fragments]
+        local = []  # in host memory: a device may have no room for all of them
         for fragment in self._plan.fragments:
+            lanes = self._shards.collect(fragment.fragment_id)
+            local.append({lane_id: lane.to("cpu", copy=True) for lane_id, lane in lanes.items()})
+            self._shards.reuse(lanes)
             self.restore(fragment.fragment_id)
         try:
             yield
         finally:
             for fragment, lanes in zip(self._plan.fragments, local, strict=True):
                 self._shards.distribute(fragment.fragment_id, lanes, 0.0)
-                self._shards.reuse(lanes)
 
     def send(
         self,
@@ -135,6 +137,7 @@ class Merging:
             gathered_s = self._clock() - began
             self._on_event(PhaseDone("gather", p, sent.key.version, -1, gathered_s))
             self._since_send[p] = Reach()
+            self._runner.post(launched(self._shards.device))
             if reason:
                 self._runner.post(self._exchange.decline, sent, reason)
             else:
@@ -219,19 +222,13 @@ class Merging:
         if num_parts := self._shards.prefetches_without_room():
             logger.warning("no room to prefetch %d parts of fragment %d", num_parts, p)
             self._on_event(PrefetchWithoutRoom(inner_step, p, num_parts))
-        anchor, self.state.anchors[p] = self.state.anchors[p], staged
-        self.state.reaches[p] = self._reach_after(p, local_mix, anchor, staged)
+        self.state.anchors[p] = staged
+        self.state.reaches[p] = self._reach_after(p, local_mix)
         self._runner.post(self._settled, p, True, verdict is Verdict.INCLUDED)
         self._on_event(PhaseDone("merge", p, ledger.version - 1, -1, merged_s))
         self._on_event(_merged_event(inner_step, ledger, verdict, sent, blocked_s, settled, view))
 
-    def _reach_after(
-        self,
-        fragment_id: int,
-        local_mix: LocalMix,
-        anchor: Mapping[int, Tensor],
-        staged: Mapping[int, Tensor],
-    ) -> Reach:
+    def _reach_after(self, fragment_id: int, local_mix: LocalMix) -> Reach:
         """Return how far from the new anchor local values may lie."""
         reach = self.state.reaches[fragment_id]
         since_send = self._since_send.pop(fragment_id, reach)
@@ -239,7 +236,7 @@ class Merging:
             return since_send
         moved = 0.0
         if local_mix and math.isfinite(reach.update):
-            moved = max((largest_change(anchor[i], staged[i]) for i in staged), default=0.0)
+            moved = self._exchange.staged_change(fragment_id)
         return reach.mixed(local_mix, moved)
 
     def _settled(self, fragment_id: int, is_merged: bool, is_included: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from diloco.device_thread import launched
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
@@ -168,7 +169,12 @@ def entering_run(
 
     Any do once the run has gone on from version 0, which only all fragments together say.
     """
-    own = {f.fragment_id: parts.shards.collect(f.fragment_id) for f in parts.plan.fragments}
+    own: dict[int, dict[int, Tensor]] = {}
+    for each in parts.plan.fragments:
+        lanes = parts.shards.collect(each.fragment_id)
+        own[each.fragment_id] = {lane_id: lane.clone() for lane_id, lane in lanes.items()}
+        parts.shards.reuse(lanes)
+    parts.runner.post(launched(parts.shards.device))
     parts.runner.post(parts.exchange.enter, own)
     entered = yield from _entering(parts)
     overwritten = tuple(p for p, fragment in enumerate(entered) if fragment.is_overwritten)
@@ -223,7 +229,8 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
     problem: ConfigError | None = None
     moment, fragments = Moment(0, -1, 0, 0), list[FragmentCheckpoint]()
     try:
-        moment, fragments = parts.exchange.layout.from_tensors(state, parts.timeline)
+        layout, device = parts.exchange.layout, parts.shards.device
+        moment, fragments = layout.from_tensors(state, parts.timeline, device)
     except ConfigError as error:
         problem = error
     inner_step = moment.inner_step
@@ -233,6 +240,7 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
             f"the ranks of this island were given outer states of inner steps {least} to "
             f"{-minus_most}: resume all of them from one checkpoint"
         )
+    parts.runner.post(launched(parts.shards.device))
     parts.runner.post(parts.exchange.restore, fragments, moment.incarnation)
     yield from _entering(parts)
     # Ranks learn of versions at different times; all must say the same of one contribution.

@@ -84,6 +84,7 @@ def _held_digest(fragment: Fragment, shards: LaneShards, agreement: Agreement) -
     own: Mapping[int, tuple[int, ...]] = {
         lane_id: _DIGEST.unpack(lane_digest(values)) for lane_id, values in lanes.items()
     }
+    shards.reuse(lanes)
     words = [-num_differing]
     for lane in fragment.lanes:  # each has one carrier, so the smallest word is the carrier's
         words += own.get(lane.lane_id, _NOBODY)

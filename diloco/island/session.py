@@ -54,6 +54,7 @@ from torch import Tensor
 
 from diloco.compression.warm_up import warm_up
 from diloco.config.outer import OuterConfig
+from diloco.device_thread import take_stream
 from diloco.errors import ConfigError
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
@@ -182,7 +183,11 @@ class DiLoCo:
             group=self._groups.shards,
             carrier_hosts=self._connection.config.island.carrier_hosts,
         )
-        warm_up(self.plan, (outer.uplink, outer.downlink))  # no other island waits for this one yet
+        # Anchor and what is staged; a residual, and that of what is outstanding.
+        shards.stay_with_parameters(4 if outer.error_feedback else 2)
+        transport.io.post(take_stream, shards.device)
+        kind = shards.device.type
+        warm_up(self.plan, (outer.uplink, outer.downlink), kind)  # no island waits for this one yet
         reply = self._join(start_step, data_digest, tokenizer_digest)
         self.island_slot = reply.island_slot
         self.timeline = reply.grant.timeline
@@ -193,7 +198,7 @@ class DiLoCo:
         transport.progress = self._progress
         transport.start_reporting(self._graceful_stop)
         policy = transport.config.outer  # the coordinator's: mostly the same, and then done
-        warm_up(self.plan, (policy.uplink, policy.downlink))
+        warm_up(self.plan, (policy.uplink, policy.downlink), kind)
         if self._is_ready:
             self._enter(
                 self._loop.starting(

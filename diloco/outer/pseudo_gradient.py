@@ -86,13 +86,16 @@ def bit_sum(values: Tensor) -> int:
 
 @torch.no_grad()
 def largest_change(before: Tensor, after: Tensor) -> float:
-    """Return max |after - before| of two finite float32 CPU vectors of one length; 0 if empty.
+    """Return max |after - before| of two finite float32 vectors of one length; 0 if empty.
 
-    Works on tiles that stay in the cache: a twelfth of the time of a whole difference vector.
+    On a CPU it works on tiles that stay in the cache: a twelfth of the time of a whole difference
+    vector.
     """
-    largest, scratch = 0.0, torch.empty(min(_TILE_NUMEL, before.numel()))
-    for start in range(0, before.numel(), _TILE_NUMEL):
-        tile = slice(start, start + _TILE_NUMEL)
+    numel = before.numel()
+    tile_numel = min(_TILE_NUMEL, numel) if before.is_cpu else numel
+    largest, scratch = 0.0, before.new_empty(tile_numel)
+    for start in range(0, numel, max(1, tile_numel)):
+        tile = slice(start, start + tile_numel)
         change = torch.sub(after[tile], before[tile], out=scratch[: len(before[tile])])
         low, high = torch.aminmax(change)
         largest = max(largest, -low.item(), high.item())

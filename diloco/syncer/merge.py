@@ -23,8 +23,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-
 from diloco.compression.base import to_bytes
 from diloco.compression.lanes import lane_codec
 from diloco.durable import DiskFull
@@ -310,7 +308,7 @@ class Merger:
         )
         for name, values in made.state.vectors.items() if draft.has_state else ():
             digest = made.digest if name == "published" else None
-            draft.write(f"{name}/{lane_id}", to_bytes(values.view(torch.uint8)), digest)
+            draft.write(f"{name}/{lane_id}", to_bytes(values), digest)
         draft.write(f"payload/{lane_id}", made.payload)
         return made
 

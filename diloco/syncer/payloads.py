@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 
 import blake3
-import torch
 
 from diloco.bounded_text import bounded_text
 from diloco.compression.base import Codec, from_bytes, to_bytes
@@ -61,7 +60,7 @@ async def fetch_lanes(
         except RecordInvalid as error:
             return _no_lane(wire.FETCH_STATUS_GONE, str(error)), b""
     elif is_dense:
-        payloads = [to_bytes(record.lanes[n].published.view(torch.uint8)) for n in lane_ids]
+        payloads = [to_bytes(record.lanes[n].published) for n in lane_ids]
     elif record.payloads:
         payloads = [record.payloads[lane_id] for lane_id in lane_ids]
     else:

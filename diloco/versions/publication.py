@@ -127,7 +127,7 @@ class LanePublication:
 
 def lane_digest(published: Tensor) -> bytes:
     """Digest one lane: blake3 of its little-endian float32 values (32 bytes)."""
-    return blake3.blake3(to_bytes(published.view(torch.uint8))).digest()
+    return blake3.blake3(to_bytes(published)).digest()
 
 
 def version_digest(lane_digests: Sequence[bytes]) -> bytes:

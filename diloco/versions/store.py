@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diloco import durable
 from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
@@ -350,7 +348,7 @@ class FragmentStore(StoredVersions):
         try:
             for lane_id, (state, payload) in enumerate(lanes):
                 for name, vector in state.vectors.items():
-                    draft.write(f"{name}/{lane_id}", to_bytes(vector.view(torch.uint8)))
+                    draft.write(f"{name}/{lane_id}", to_bytes(vector))
                 if payload is not None:
                     draft.write(f"payload/{lane_id}", payload)
             missing = draft.missing

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from diloco.compression.base import to_bytes
 from diloco.outer.fragments import Fragment
 from diloco.transport.contracts import Buffer
@@ -144,7 +142,7 @@ class StoredVersions:
         if name in stored.sections or section not in (*STATE_SECTIONS, SECOND_MOMENT):
             return codec, stored.read(name)
         (state,) = self.rebuilt(version, [lane_id])
-        return codec, to_bytes(state.vectors[section].view(torch.uint8))
+        return codec, to_bytes(state.vectors[section])
 
     def restore_lane_(self, state: LaneState, version: int, lane_id: int) -> None:
         """Make theta and moments what they durably are at a version, after a step in place.

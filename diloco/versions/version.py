@@ -145,7 +145,7 @@ def sections_of(record: VersionRecord) -> Iterator[tuple[str, Buffer]]:
     """Give all sections of a version by name, in the order of its record."""
     for lane_id, state in enumerate(record.lanes):
         for name, vector in state.vectors.items():
-            yield f"{name}/{lane_id}", to_bytes(vector.view(torch.uint8))
+            yield f"{name}/{lane_id}", to_bytes(vector)
     for lane_id, payload in enumerate(record.payloads):
         yield f"payload/{lane_id}", payload
     if record.guard:

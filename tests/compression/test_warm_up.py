@@ -35,8 +35,8 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the codecs that are compiled, which none really is."""
     names: list[str] = []
     monkeypatch.setattr(compiling, "_prepared", {})
-    monkeypatch.setattr(warming, "can_compile", lambda: True)
-    monkeypatch.setattr(BlockCodec, "warm_up", lambda codec: names.append(codec.name))
+    monkeypatch.setattr(warming, "can_compile", lambda _: True)
+    monkeypatch.setattr(BlockCodec, "warm_up", lambda codec, device: names.append(codec.name))
     return names
 
 
@@ -61,7 +61,7 @@ def test_nothing_is_compiled_for_small_lanes_nor_without_a_compiler(
     warmed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up(SMALL, ["int4"])
-    monkeypatch.setattr(warming, "can_compile", lambda: False)
+    monkeypatch.setattr(warming, "can_compile", lambda _: False)
     warm_up(LARGE, ["int4"])
 
     assert not warmed

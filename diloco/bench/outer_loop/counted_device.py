@@ -127,12 +127,17 @@ def _count_room(target: Tensor, source: Tensor) -> None:
 
 
 def _register() -> None:
-    """Make the device known to PyTorch, and what a copy to it begins with."""
+    """Make the device known to PyTorch, and what makes tensors there of none."""
     if _registered:
         return
     _setup_privateuseone_for_python_backend(_NAME)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("empty_strided", _empty_strided, "PrivateUse1")  # type: ignore[no-untyped-call]
+    for name, make in (
+        ("empty_strided", _empty_strided),
+        ("empty.memory_format", _empty),
+        ("arange.start_step", _arange),
+    ):
+        library.impl(name, make, "PrivateUse1")  # type: ignore[no-untyped-call]
     _registered.append(library)
 
 
@@ -140,3 +145,13 @@ def _empty_strided(
     size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_: object
 ) -> Tensor:
     return _on_device(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+    return _on_device(torch.empty(size, dtype=dtype))
+
+
+def _arange(
+    start: int, end: int, step: int = 1, *, dtype: torch.dtype | None = None, **_: object
+) -> Tensor:
+    return _on_device(torch.arange(start, end, step, dtype=dtype))

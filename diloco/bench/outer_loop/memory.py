@@ -1,6 +1,6 @@
-"""What the outer loop takes of an accelerator's memory: beyond the parameters, by what it does.
+"""What the outer loop takes of an accelerator that has no room for outer state, by what it does.
 
-An island's outer state (anchor, residual, what is outstanding and staged) lies in host memory. Of a
+The outer state (anchor, residual, what is outstanding and staged) then lies in host memory. Of a
 fragment that is sent, the device has no copy; what is merged is copied there as soon as all ranks
 have it staged, during the steps before the merge. Streaming DiLoCo keeps two fragments of
 36 there, for 2 % of a model of 100B with its optimizer, where whole outer state would be 66 %:
@@ -8,9 +8,9 @@ have it staged, during the steps before the merge. Streaming DiLoCo keeps two fr
     8 bytes of outer parameters and momentum / 12 of parameters and Adam's moments      = 66 %
     2 of P fragments of them                                                            = 66 % 2 / P
 
-The same ratio is computed of the measured bytes. On CUDA they are the allocator's; elsewhere those
-of a device made of host memory (`counted_device`), and so are exact but for what CUDA's allocator
-rounds up and its kernels take inside an operation.
+The same ratio is computed of the measured bytes. They are those of a device made of host memory
+(`counted_device`), and so are exact but for what CUDA's allocator rounds up and its kernels take
+inside an operation.
 
 Source: Streaming DiLoCo (arXiv 2501.18512), section on memory; papers' anchor 66 % and 2 %.
 """
@@ -56,7 +56,6 @@ _PHASES = {
 
 _COLUMNS = (
     Column("phase", "during"),
-    Column("device", "device"),
     Column("extra_mib", "extra, MiB", ".3f"),
     Column("fragments", "fragments", ".3f"),
     Column("of_trained", "of 12 B/param.", ".2%"),
@@ -135,7 +134,6 @@ def figures(local_mix: float, measured: MeasuredMemory) -> list[dict[str, Any]]:
             "table": f"local_mix = {local_mix:g}, {measured.num_merges} merges",
             "local_mix": local_mix,
             "phase": heading,
-            "device": measured.device,
             "extra_bytes": (extra := measured.extra_bytes.get(phase, 0)),
             "extra_mib": extra / _MEBI,
             "fragments": extra / measured.largest_fragment_bytes,
@@ -162,34 +160,11 @@ def _requirement(setting: MemorySetting, local_mix: float, measured: MeasuredMem
 # -- the island, in a process of its own -----------------------------------------------------------
 
 
-class CudaDevice:
-    """The current CUDA device, as PyTorch's allocator counts it; as `CountedDevice`."""
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that are allocated, rounded up as the allocator does."""
-        return torch.cuda.memory_allocated()
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes that were allocated at most."""
-        return torch.cuda.max_memory_allocated()
-
-    def place(self, values: Tensor) -> Tensor:
-        """Put a copy of a CPU tensor there."""
-        return values.cuda()
-
-    def reset_peak(self) -> None:
-        """Count the peak from now on."""
-        torch.cuda.reset_peak_memory_stats()
-
-
 @dataclass(slots=True)
 class MeasuredMemory:
     """Bytes on the device beyond the parameters, at most, by what the outer loop did.
 
     Attributes:
-        device: "cuda", or "counted".
         num_merges: Merges that were looked at.
         largest_fragment_bytes: Of its parameters.
         largest_tensor_bytes: Of the parameters.
@@ -198,7 +173,6 @@ class MeasuredMemory:
             fragments are in flight, prefetched ones among them, and else "between".
     """
 
-    device: str
     num_merges: int = 0
     largest_fragment_bytes: int = 0
     largest_tensor_bytes: int = 0
@@ -217,9 +191,7 @@ def measure(run_file: Path) -> MeasuredMemory:
         run_file: The run; its island is `ISLAND`.
     """
     config = diloco.load_config(run_file, island=ISLAND)
-    is_cuda = torch.cuda.is_available()
-    device: CudaDevice | CountedDevice = CudaDevice() if is_cuda else CountedDevice()
-    found = MeasuredMemory("cuda" if is_cuda else "counted")
+    device, found = CountedDevice(), MeasuredMemory()
     generator = torch.Generator().manual_seed(config.run.seed)
     shapes = parameter_shapes(LlamaShape.from_config(config.model))
     parameters = {

@@ -126,9 +126,14 @@ class StateLayout:
         return state
 
     def from_tensors(
-        self, state: Mapping[str, Tensor], timeline: int
+        self, state: Mapping[str, Tensor], timeline: int, device: torch.device
     ) -> tuple[Moment, list[FragmentCheckpoint]]:
         """Read a state into another timeline; lanes of other ranks may be in it too.
+
+        Args:
+            state: As `to_tensors` gave it.
+            timeline: That goes on.
+            device: Where values are wanted; payloads are on the CPU.
 
         Returns:
             The moment of it and fragments 0, 1, ...: copies of the tensors; what is in flight as
@@ -153,9 +158,11 @@ class StateLayout:
                     f"are missing from it"
                 )
         _, *moment = state["meta"].tolist()
-        return Moment(*moment), [self._fragment(state, timeline, p) for p in self.lanes]
+        return Moment(*moment), [self._fragment(state, timeline, device, p) for p in self.lanes]
 
-    def _fragment(self, state: Mapping[str, Tensor], timeline: int, p: int) -> FragmentCheckpoint:
+    def _fragment(
+        self, state: Mapping[str, Tensor], timeline: int, device: torch.device, p: int
+    ) -> FragmentCheckpoint:
         (
             version, tokens, steps, local_steps, sent_until, is_flushed, broken_in_a_row,
             merged_tokens, asks_trial, in_flight, sent_at_inner_step, weight_tokens, weight_steps,
@@ -183,7 +190,8 @@ class StateLayout:
             ledger.is_void = in_flight >= _VOID
         parts: dict[str, dict[int, Tensor]] = {name: {} for name in (*_ALWAYS, *_WITH_FEEDBACK)}
         for section, lane_id in self._parts(p):
-            values = state[f"{section}/{p}/{lane_id}"].detach().cpu()
+            place = "cpu" if section == "payload" else device
+            values = state[f"{section}/{p}/{lane_id}"].detach().to(place)
             parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
         lanes = LaneCheckpoint(
             **parts,

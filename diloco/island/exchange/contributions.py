@@ -21,6 +21,7 @@ from diloco.compression.base import from_bytes
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
+from diloco.device_thread import wait_until_done
 from diloco.errors import AggregationError, CodecError
 from diloco.island.exchange.calls import LinkParts
 from diloco.island.exchange.checkpoint_state import LaneCheckpoint
@@ -116,8 +117,11 @@ class Contributions:
         planned, moved = self._plan.fragments[fragment.fragment_id], dict[int, Tensor]()
         for lane_id, lane in fragment.sending.items() if fragment.held_back else ():
             codec = lane_codec(self._rules.uplink_codec, planned, lane_id)
-            delta = codec.decode(from_bytes(lane.payload), planned.lanes[lane_id].numel)
-            moved[lane_id] = fragment.anchor[lane_id] - delta.mul_(0.5)
+            anchor = fragment.anchor[lane_id]
+            payload = from_bytes(lane.payload).to(anchor.device)
+            delta = codec.decode(payload, planned.lanes[lane_id].numel)
+            moved[lane_id] = anchor - delta.mul_(0.5)
+            wait_until_done(anchor.device)
         return moved
 
     def release(self, fragment: IslandFragment, reason: str) -> None:

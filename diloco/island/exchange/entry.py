@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from diloco.compression.base import to_bytes
@@ -68,7 +67,7 @@ class FragmentEntry:
             self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
 
     async def _give(self, fragment_id: int, version: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values.view(torch.uint8))
+        payload = to_bytes(values)
         ack = await self._calls.upload(fragment_id, lane_id, payload, published=version)
         if ack.is_fenced:
             raise self._calls.fenced(ack.message)
@@ -128,11 +127,13 @@ class FragmentEntry:
                     lane_id,
                     numel=values.numel(),
                     digest=digests[lane_id],
+                    device=values.device,
                 )
             except VersionGone as gone:
                 logger.error("the anchor of fragment %d, lane %d, is damaged: %s", p, lane_id, gone)
                 continue
             fragment.anchor = {**fragment.anchor, lane_id: fetched}
+            fragment.stage(fragment.staged, fragment.staged_version)
             mended.append(lane_id)
         return mended
 
@@ -184,7 +185,7 @@ class FragmentEntry:
         return fragment.state.is_founded if self._on_arrival else fragment.is_steady
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values.view(torch.uint8))
+        payload = to_bytes(values)
         ack = await self._calls.upload(fragment_id, lane_id, payload)
         if ack.is_fenced:
             raise self._calls.fenced(ack.message)
@@ -223,6 +224,7 @@ class FragmentEntry:
                     lane_id,
                     numel=own[lane_id].numel(),
                     digest=state.lane_digests[lane_id],
+                    device=own[lane_id].device,
                 )
                 for lane_id in differing
             )

@@ -1,8 +1,10 @@
 """A carrier's side of the rounds: poll (`syncer_link`), contribute, stage, settle.
 
 Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
-never touches a parameter or an anchor. The training thread posts `send`, `decline`, `settle` and
-the like, and reads `view`, which is replaced as a whole; nothing else crosses between the two.
+never touches a parameter or an anchor. It computes where the lanes are, on a device in its thread's
+stream, and shows nothing that the device has not done yet. The training thread posts `send`,
+`decline`, `settle` and the like, and reads `view`, which is replaced as a whole; nothing else
+crosses between the two.
 
 Source: PROTOCOL.md, "Agreement of ranks", "Contributions" and "Staging".
 """
@@ -152,6 +154,10 @@ class Exchange:
     def staged(self, fragment_id: int) -> Mapping[int, Tensor]:
         """Return the verified lanes of `view().staged_version`."""
         return self._fragments[fragment_id].staged
+
+    def staged_change(self, fragment_id: int) -> float:
+        """Return the largest change that what is staged makes to a value of the anchor."""
+        return self._fragments[fragment_id].staged_change
 
     def change_of_sent(self, fragment_id: int) -> dict[int, Tensor]:
         """Return by lane how what is staged differs from what was sent, as it is decoded."""

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from diloco.compression.base import from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
+from diloco.device_thread import wait_until_done
 from diloco.island.exchange.checkpoint_state import LaneCheckpoint
 from diloco.outer.fragments import Fragment
-from diloco.outer.pseudo_gradient import bit_sum
+from diloco.outer.pseudo_gradient import bit_sum, largest_change
 from diloco.protocol.island.ledger import Outstanding, Target, Verdict
 from diloco.protocol.island.votes import NOT_FOLLOWED, AnnouncedVersion, FragmentView
 from diloco.protos import fragment_pb2 as wire
@@ -50,7 +51,7 @@ class SentLane:
 
     @classmethod
     def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
-        """Make one of an encoded lane, uint8; nothing is copied."""
+        """Make one of an encoded lane, uint8; what is on the CPU is not copied."""
         payload = to_bytes(encoded)
         digest = blake3.blake3(payload).digest()
         added = 0 if residual_after is None else bit_sum(residual_after)
@@ -67,7 +68,8 @@ class IslandFragment:
     `broken_in_a_row` counts the last pseudo-gradients that were not finite; `state` is what the
     syncer last announced, and `announced` what it announced of versions after the anchor.
     `staging_version` is the version whose fetch was begun, `aimed_version` the one that the ranks
-    agreed on; `anchor_digests` are those of all lanes of the anchor's version, empty where none are
+    agreed on; `staged_change` is the largest change that it makes to a value of the anchor;
+    `anchor_digests` are those of all lanes of the anchor's version, empty where none are
     known.
     """
 
@@ -90,6 +92,7 @@ class IslandFragment:
     staged: dict[int, Tensor] = field(default_factory=dict)
     staging_version: int = -1
     staged_version: int = -1
+    staged_change: float = 0.0
     aimed_version: int = -1
     gone_version: int = -1
     announced: dict[int, wire.FragmentState] = field(default_factory=dict)
@@ -145,6 +148,12 @@ class IslandFragment:
         if version == self.anchor_version:
             return self.anchor
         return self.staged if version == self.staged_version else {}
+
+    def stage(self, lanes: dict[int, Tensor], version: int) -> None:
+        """Take a version's lanes, which are there; likewise after a change of the anchor."""
+        changes = [largest_change(self.anchor[lane_id], lanes[lane_id]) for lane_id in lanes]
+        self.staged, self.staged_change = lanes, max(changes, default=0.0)
+        self.staged_version = version
 
     def settle(self, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding.
@@ -228,7 +237,10 @@ class IslandFragment:
         return AnnouncedVersion(target, state.digest.hex(), tuple(state.contributors))
 
     def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> LaneCheckpoint:
-        """Return the state of the lanes, zeros where there is none; tensors are not copied."""
+        """Return the state of the lanes on the CPU, zeros where there is none.
+
+        Tensors that are there are not copied.
+        """
         payload: dict[int, Tensor] = {}
         residual: dict[int, Tensor] = {}
         residual_after: dict[int, Tensor] = {}
@@ -245,10 +257,10 @@ class IslandFragment:
                 after = None if sent is None else sent.residual_after
                 if sent is not None and after is not None and bit_sum(after) != sent.residual_sum:
                     after = None
-                residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
-                residual_after[lane_id] = torch.zeros(numel) if after is None else after
+                residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel)).to("cpu")
+                residual_after[lane_id] = torch.zeros(numel) if after is None else after.to("cpu")
         return LaneCheckpoint(
-            dict(self.anchor),
+            {lane_id: lane.to("cpu") for lane_id, lane in self.anchor.items()},
             payload,
             residual,
             residual_after,
@@ -261,16 +273,19 @@ class IslandFragment:
 
         With error feedback all of Delta, as the residuals tell, since the next contribution brings
         the rest; without it what is decoded: what quantisation lost stays in the local values.
+        The device has computed it when it is returned.
         """
         changes: dict[int, Tensor] = {}
         for lane_id, lane in self.sending.items():
-            numel = fragment.lanes[lane_id].numel
-            change = lane_codec(codec, fragment, lane_id).decode(from_bytes(lane.payload), numel)
+            numel, anchor = fragment.lanes[lane_id].numel, self.anchor[lane_id]
+            payload = from_bytes(lane.payload).to(anchor.device)
+            change = lane_codec(codec, fragment, lane_id).decode(payload, numel)
             if lane.residual_after is not None:
                 change.add_(lane.residual_after)
                 if (residual := self.residual.get(lane_id)) is not None:
                     change.sub_(residual, alpha=decay)
-            changes[lane_id] = change.add_(self.staged[lane_id]).sub_(self.anchor[lane_id])
+            changes[lane_id] = change.add_(self.staged[lane_id]).sub_(anchor)
+            wait_until_done(anchor.device)  # the IO thread may give up any of these
         return changes
 
     def restore(self, version: int, lanes: LaneCheckpoint) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -155,6 +156,7 @@ async def _stage_together(
             lane_id,
             numel=fragment.lanes[lane_id].numel,
             digest=digests[lane_id] if digests else b"",
+            device=anchor[lane_id].device,
         )
         for lane_id in missing
     )
@@ -188,7 +190,8 @@ async def _stepped(
         on_event(_phase("fetch", fragment, step, lane_ids, began))
         began = loop_now()
         with record_function("diloco/decode"):
-            steps = list(_steps(reply.codec, payload, values, fragment, lane_ids))
+            here = from_bytes(payload).to(anchor[lane_ids[0]].device)
+            steps = list(_steps(reply.codec, here, values, fragment, lane_ids))
         on_event(_phase("decode", fragment, step, lane_ids, began))
         values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
     return values
@@ -202,6 +205,7 @@ async def fetch_lane(
     *,
     numel: int,
     digest: bytes,
+    device: torch.device,
 ) -> Tensor:
     """Take one published lane as a whole: `numel` float32 values.
 
@@ -212,6 +216,7 @@ async def fetch_lane(
         lane_id: The lane.
         numel: Its number of values.
         digest: Of the published lane; empty when it is not known, which trusts the syncer's reply.
+        device: Where it is wanted.
 
     Raises:
         CodecError: If it does not match the digest, three times in a row.
@@ -224,7 +229,7 @@ async def fetch_lane(
         values = get_codec("float32").decode(from_bytes(payload), numel)
         # Of a whole lane, the digest of the payload is the digest of the lane.
         if lane_digest(values) == (digest or reply.digest):
-            return values
+            return values.to(device)
     raise CodecError(
         f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
         f"syncer's digest even when fetched as a whole, {_TRIES} times"
@@ -255,13 +260,12 @@ async def _fetch(
 
 def _steps(
     codec: str,
-    payload: Buffer,
+    rest: Tensor,
     values: Mapping[int, Tensor],
     fragment: Fragment,
     lane_ids: Sequence[int],
 ) -> Iterator[tuple[int, Tensor | None]]:
     """Apply the lanes' payloads, which follow each other; None where one cannot be one."""
-    rest = from_bytes(payload)
     for lane_id in lane_ids:
         try:
             its_codec = lane_codec(codec, fragment, lane_id)
@@ -343,5 +347,5 @@ class Stager:
             fragment.gone_version, fragment.staging_version = version, -1
             self.look(fragment)
         else:
-            fragment.staged, fragment.staged_version = staged, version
+            fragment.stage(staged, version)
         self._parts.tasks.notify()

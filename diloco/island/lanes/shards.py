@@ -9,10 +9,11 @@ made, once:
 
 Lanes cut tensors anywhere, so a flat range becomes at most 2 ndim - 1 boxes (part of the first row,
 full rows, part of the last row), never one a row or an element. Routes are executed by all-to-all
-on a CPU group, slab by slab (`routes`).
+where the lanes are, slab by slab (`routes`).
 
-What is merged next may be copied to the parameters' device before its step (`prefetch`): a second
-thread does that during training, and the merge is left with what never leaves the device.
+Lanes lie where the parameters are if there is room (`stay_with_parameters`), and then nothing here
+leaves the device or waits for it; else in host memory. From there what is merged next may be copied
+to the device before its step (`prefetch`): a second thread does that during training.
 
 It computes nothing: pseudo-gradients, codecs and anchors belong to callers, keyed by lane.
 """
@@ -20,6 +21,7 @@ It computes nothing: pseudo-gradients, codecs and anchors belong to callers, key
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +50,15 @@ from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
 
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_ITEM_BYTES = 4
+#: Vectors of what a rank carries of a fragment that come and go while it is sent or merged.
+_PASSING = 8
+#: Bytes a stored parameter that training may be yet to take: a gradient and AdamW's two moments.
+_TRAINED_BYTES = 12
+
 
 @dataclass(frozen=True, slots=True)
 class _Prefetched:
@@ -62,13 +73,17 @@ class LaneShards:
 
     Making one is collective on ``group``, and so are ``collect`` and ``distribute``: every rank of
     the island calls them in the same order, from its training thread. Parameters are read and
-    written where they are; those on an accelerator are copied through the CPU, one box of a tensor
-    after the other, but for the fragment of a `prefetch`, which is on the accelerator as a whole.
+    written where they are; between an accelerator and lanes in host memory, one box of a tensor is
+    copied after the other, but for the fragment of a `prefetch`, which is there as a whole.
+
+    Attributes:
+        device: Where the lanes of `collect` are, and those best are that are merged.
 
     Args:
         plan: Fragments and lanes; equal on all ranks.
         parameters: Canonical name -> parameter, float32: those that this rank stores any part of.
-        group: CPU (gloo) group of all ranks of the island; None for an island of one rank.
+        group: Of all ranks of the island, for CPU tensors (gloo), and for those of an accelerator
+            where lanes are to stay there; None for an island of one rank.
         carrier_hosts: Hosts whose ranks carry lanes, the first so many; 0: all; equal on all ranks.
 
     Raises:
@@ -89,7 +104,9 @@ class LaneShards:
     ) -> None:
         """Exchange boxes with the other ranks, check them, and make the two routes."""
         self._parameters = dict(parameters)
-        self._spare: Tensor | None = None
+        self.device = _CPU
+        self._rooms: list[Tensor] = []  # each for what is carried of any fragment, nobody's now
+        self._slabs: dict[bool, Tensor] = {}  # by whether they are sent
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -115,6 +132,44 @@ class LaneShards:
         self._num_without_room = 0
         self._collect = {i: collect.slabs(counts[i][0]) for i, (collect, _) in routes.items()}
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
+        self._most_carried = max(sum(self._lane_numels(i).values()) for i in self._fragments)
+
+    def stay_with_parameters(self, num_vectors: int) -> None:
+        """Have lanes where the parameters are if every rank has room for them there; collective.
+
+        They may take half of what is free, once gradients and moments are.
+
+        Args:
+            num_vectors: Vectors of each lane that the callers keep.
+        """
+        if not self._is_away:
+            return
+        devices = {parameter.device for parameter in self._parameters.values()}
+        carried = sum(sum(self._lane_numels(i).values()) for i in self._fragments)
+        needed = _ITEM_BYTES * (num_vectors * carried + _PASSING * self._most_carried)
+        device = next(iter(devices)) if len(devices) == 1 else _CPU
+        room = self._free_bytes(device) // 2
+        has_room = torch.tensor(int(needed <= room and self._reaches(device)))
+        if self._group is not None:
+            dist.all_reduce(has_room, dist.ReduceOp.MIN, group=self._group)
+        self.device = device if has_room else _CPU
+        logger.info(
+            "lanes are kept on %s, needed_bytes=%d room_bytes=%d device=%s",
+            self.device, needed, room, device,
+        )  # fmt: skip
+
+    def _free_bytes(self, device: torch.device) -> int:
+        """Return what training will leave free of a device; -1 where that is not known."""
+        if device.type != "cuda":
+            return -1
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        stored_numel = sum(stored(parameter).numel() for parameter in self._parameters.values())
+        return max(0, free - _TRAINED_BYTES * stored_numel)
+
+    def _reaches(self, device: torch.device) -> bool:
+        """Whether ranks can exchange what lies on such devices."""
+        return self._group is None or f"{device.type}:nccl" in dist.get_backend_config(self._group)
 
     def carrier(self, fragment_id: int, lane_id: int) -> int:
         """Return the island rank that carries a lane."""
@@ -129,12 +184,18 @@ class LaneShards:
         """Read the fragment's current local values into lanes; collective.
 
         Returns:
-            Lane id -> values, for the lanes that this rank carries; each [lane.numel], float32,
-            CPU, zero in the padding between tensors, in memory that is the caller's until `reuse`.
+            Lane id -> values, for the lanes that this rank carries; each [lane.numel], float32, on
+            `device`, zero in the padding between tensors, in memory that is the caller's until
+            `reuse`.
         """
         numels = self._lane_numels(fragment_id)
-        rooms = torch.split(self._room(sum(numels.values())), list(numels.values()))
-        lanes = dict(zip(numels, rooms, strict=True))
+        room = (
+            self._rooms.pop()
+            if self._rooms
+            else torch.empty(self._most_carried, device=self.device)
+        )
+        parts = torch.split(room[: sum(numels.values())], list(numels.values()))
+        lanes = dict(zip(numels, parts, strict=True))
         with record_function("diloco/collect"):
             for lane_id, lane in lanes.items():
                 for padding in self._padding[fragment_id, lane_id]:
@@ -148,18 +209,13 @@ class LaneShards:
     def reuse(self, lanes: Mapping[int, Tensor]) -> None:
         """Have a later `collect` write into what one returned; they may not be read any more.
 
-        For fresh memory costs the training thread as much as the copy. Any thread may call it.
+        For fresh memory costs the training thread as much as the copy. Any thread may call it; what
+        one has had a device do with them must be done, but for the training thread's own.
         """
         for lane in lanes.values():
-            room = lane.new_empty(0).set_(lane.untyped_storage())
-            spare = self._spare  # once: the training thread may take it meanwhile
-            if spare is None or room.numel() > spare.numel():
-                self._spare = room
+            assert lane._base is not None, "it is no lane of a room"
+            self._rooms.append(lane._base)
             break  # they share it
-
-    def _room(self, numel: int) -> Tensor:
-        spare, self._spare = self._spare, None
-        return torch.empty(numel) if spare is None or spare.numel() < numel else spare[:numel]
 
     @torch.no_grad()
     def prefetch(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
@@ -167,21 +223,21 @@ class LaneShards:
 
         It finds them there if it is given these very lanes, and writes the same bits. Until then
         they take as much room on the device as the fragment's parameters there, of one fragment:
-        the last one asked for; what finds no room is merged from where it is. Where no rank has
-        parameters on a device, nothing happens, as with lanes that are on their way.
+        the last one asked for; what finds no room is merged from where it is. Where lanes are with
+        the parameters, nothing happens, as with lanes that are on their way.
 
         Args:
             fragment_id: Fragment of the plan.
             lanes: As `distribute` takes them; not written to before that.
         """
         is_there = self._prefetched is not None and self._prefetched.lanes is lanes
-        if is_there or not self._is_away:
+        if is_there or not self._is_away or self.device != _CPU:
             return
         self._check_lanes(fragment_id, lanes)
         self._prefetched = None  # gives room before more is taken
         uploads: deque[tuple[Copy, Future[Tensor]]] = deque()
         with record_function("diloco/prefetch"):
-            for copy, values in self._sent_out(fragment_id, lanes):
+            for copy, values in self._sent_out(fragment_id, lanes, is_kept=True):
                 device = self._in_parameter(copy).device
                 uploads.append((copy, self._uploading.submit(device, self._upload, values, device)))
         self._prefetched = _Prefetched(lanes, uploads)
@@ -208,7 +264,7 @@ class LaneShards:
         Args:
             fragment_id: Fragment of the plan.
             lanes: Lane id -> values, for exactly the lanes that this rank carries; each
-                [lane.numel], float32, CPU, contiguous. Padding is ignored.
+                [lane.numel], float32, contiguous, on `device` or the CPU. Padding is ignored.
             local_mix: Weight of the local values, in [0, 1]; 0 copies bit-exactly.
 
         Raises:
@@ -243,7 +299,7 @@ class LaneShards:
         self._check_lanes(fragment_id, lanes)
         num_differing = 0
         for copy, values in self._sent_out(fragment_id, lanes):
-            local = self._in_parameter(copy).to("cpu").contiguous().view(torch.int32)
+            local = self._in_parameter(copy).to(values.device).contiguous().view(torch.int32)
             differs = local != values.contiguous().view(torch.int32)
             num_differing += int(differs.sum())
         return num_differing
@@ -266,15 +322,18 @@ class LaneShards:
             yield copy, values
 
     def _sent_out(
-        self, fragment_id: int, lanes: Mapping[int, Tensor]
+        self, fragment_id: int, lanes: Mapping[int, Tensor], *, is_kept: bool = False
     ) -> Iterator[tuple[Copy, Tensor]]:
         """Yield every box that this rank stores of a fragment, with the lanes' values; collective.
 
-        Values are on the CPU.
+        Values are on `device`, or where the lanes are; theirs until the next, or if they are kept.
         """
+        for lane in lanes.values():
+            if lane.is_cuda:  # made on another stream, whose next tensor must wait for this one
+                lane.record_stream(torch.cuda.current_stream(lane.device))
         for held, carried in self._distribute[fragment_id]:
             sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
-            yield from self._exchange(carried, sources, held)
+            yield from self._exchange(carried, sources, held, is_kept=is_kept)
 
     def _lane_numels(self, fragment_id: int) -> dict[int, int]:
         return {
@@ -285,15 +344,16 @@ class LaneShards:
 
     def _check_lanes(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
         numels = self._lane_numels(fragment_id)
-        sizes = {i: (n, torch.float32, "cpu", True) for i, n in numels.items()}
+        places = {self.device, _CPU}
+        sizes = {i: (n, torch.float32, True, True) for i, n in numels.items()}
         if sizes != {
-            i: (*lane.shape, lane.dtype, lane.device.type, lane.is_contiguous())
+            i: (*lane.shape, lane.dtype, lane.device in places, lane.is_contiguous())
             for i, lane in lanes.items()
         }:
             got = {i: f"{v.dtype} {list(v.shape)} on {v.device}" for i, v in lanes.items()}
             raise ValueError(
                 f"cannot distribute fragment {fragment_id}: island rank {self._island_rank} needs "
-                f"contiguous CPU float32 lanes of the sizes {numels}, got {got}"
+                f"contiguous float32 lanes of the sizes {numels} on {self.device} or cpu, got {got}"
             )
 
     def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, Box]]:
@@ -369,18 +429,30 @@ class LaneShards:
         return stored(self._parameters[copy.name])[copy.box.slices]
 
     def _exchange(
-        self, sent: Slab, sources: Iterable[Tensor], received: Slab
+        self, sent: Slab, sources: Iterable[Tensor], received: Slab, *, is_kept: bool = False
     ) -> Iterator[tuple[Copy, Tensor]]:
         """Send one slab, and yield every copy of the slab received with its values."""
         if self._group is None:
             # Both ends are this rank and list the same copies in the same order: nothing travels.
             return zip(received.copies, sources, strict=True)
-        outgoing = torch.empty(sum(sent.splits))
+        outgoing = self._slab(sum(sent.splits), is_sent=True)
         for (_, view), source in zip(sent.views(outgoing), sources, strict=True):
             view.copy_(source)
-        incoming = torch.empty(sum(received.splits))
+        received_numel = sum(received.splits)
+        incoming = (
+            torch.empty(received_numel, device=self.device)
+            if is_kept
+            else self._slab(received_numel, is_sent=False)
+        )
         dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
         return received.views(incoming)
+
+    def _slab(self, numel: int, *, is_sent: bool) -> Tensor:
+        """Return room for a slab, until the next one."""
+        slab = self._slabs.get(is_sent)
+        if slab is None or slab.numel() < numel or slab.device != self.device:
+            slab = self._slabs[is_sent] = torch.empty(numel, device=self.device)
+        return slab[:numel]
 
 
 def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:
