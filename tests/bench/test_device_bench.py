@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +103,37 @@ def test_a_copy_that_did_not_block_is_a_late_wait_once_more_was_launched() -> No
     assert (second.syncs, second.late_waits) == (0, 1)
 
 
+def test_what_a_watched_thread_copies_is_counted_and_its_values_apart() -> None:
+    counter = DeviceCounter()
+    values, codes = there(counter), torch.zeros(6, dtype=torch.uint8)
+    counter.place([codes])
+
+    def copy() -> None:
+        counter.watch()
+        values.to("cpu", non_blocking=True)
+        codes.to("cpu", non_blocking=True)
+        torch.zeros(3, dtype=torch.uint8).to(DEVICE)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+
+    counts = counter.counts
+    assert (counts.bytes_down, counts.values_down, counts.bytes_up) == (16 + 6, 16, 3)
+
+
+def test_an_io_thread_may_wait_but_its_coded_bytes_have_a_bar() -> None:
+    counts = DeviceCounts(syncs=9, sync_copies=9, bytes_down=50, bytes_up=70)
+
+    rows = figures("decoupled", "one", [[Section("exchange", counts, 100, 100, digest_bytes=400)]])
+
+    assert (rows[0]["syncs"], rows[0]["digest_per_value"]) == (None, 4.0)
+    assert [(each.figure, each.is_met) for each in requirements(rows)] == [
+        (0.5, True),
+        (0.7, False),
+    ]
+
+
 def test_figures_are_the_worst_of_all_ranks_and_bars_name_their_row() -> None:
     section = Section(
         "send", DeviceCounts(sync_copies=1, bytes_down=200, largest_bytes=80), 100, 0, 40
@@ -126,4 +158,14 @@ def test_an_inner_step_waits_for_nothing_in_any_layout() -> None:
     report = run(lambda *_: None, ["step"], setting=SETTING)
 
     assert [row["layout"] for row in report.rows] == list(SETTING.layouts)
+    assert report.missed == []
+
+
+@pytest.mark.slow
+def test_sends_and_merges_wait_for_nothing_and_move_coded_bytes_only() -> None:
+    report = run(lambda *_: None, ["send", "merge", "both", "exchange"], setting=SETTING)
+
+    exchanged = [row for row in report.rows if row["operation"] == "exchange"]
+    assert len(exchanged) == sum(map(len, SETTING.synchronised.values()))
+    assert all(row["down_per_value"] > 0.5 and row["up_per_value"] > 0.5 for row in exchanged)
     assert report.missed == []

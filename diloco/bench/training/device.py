@@ -3,7 +3,9 @@
 Real trainers, sessions, coordinator and syncer, on ranks joined by gloo, under `DeviceCounter`,
 whose docstring says what counts and what it cannot see. A figure is the largest of a row's sections
 and ranks; bytes are the sum over the ranks. Sections of the first round are left out, because
-memory may be taken then.
+memory may be taken then. What the IO threads copy, which nobody waits for, is a row for the whole
+run up to its flush, which is published in float32: coded bytes, and besides the values that digests
+are computed of, which only a hash on the device would save.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,13 @@ from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.data.open import open_data
 from diloco.report.rows import Column, Report, Requirement, Watch, matching
-from diloco.telemetry.events import Event, FragmentMerged, PhaseDone
+from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, PhaseDone
 from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.launched_step import LaunchedStep
 from diloco.trainer.parallel.mesh import make_mesh
 
 #: "both": a merge and then a send after one inner step, as they happen where no island waits.
-OPERATIONS = ("step", "idle", "send", "merge", "both")
+OPERATIONS = ("step", "idle", "send", "merge", "both", "exchange")
 #: Steps of the trainer that are not counted: state and groups are made then.
 _WARM_STEPS = 2
 _MOST_BYTES = 0.6
@@ -51,6 +53,7 @@ _COLUMNS = (
     Column("up", "bytes up", ",.0f"),
     Column("down_per_value", "down/value", ".2f"),
     Column("up_per_value", "up/value", ".2f"),
+    Column("digest_per_value", "digest/value", ".2f"),
     Column("new_per_lane", "new/lane", ".2f"),
     Column("launches", "launches"),
 )
@@ -104,8 +107,10 @@ class Section:
         operation: Of `OPERATIONS`.
         counts: What was counted.
         num_sent: Values of the fragments that were sent.
-        num_merged: Of those that were merged.
-        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop.
+        num_merged: Of those that were merged; of the IO thread, staged.
+        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop, or it is
+            the IO thread's.
+        digest_bytes: Copied to the host for digests, and not counted otherwise; of the IO thread.
     """
 
     operation: str
@@ -113,6 +118,7 @@ class Section:
     num_sent: int = 0
     num_merged: int = 0
     lane_bytes: int = 0
+    digest_bytes: int = 0
 
 
 def run(watch: Watch, rows: Sequence[str] = (), *, setting: DeviceSetting = SETTING) -> Report:
@@ -149,17 +155,24 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
     by_operation: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sections in zip(*ranks, strict=True):
         first, counts = sections[0], [section.counts for section in sections]
+        # Only what IO threads have staged may differ between ranks, by a version.
+        num_merged = sum(section.num_merged for section in sections) / len(sections)
         down, up = (sum(getattr(c, f"bytes_{way}") for c in counts) for way in ("down", "up"))
         by_operation[first.operation].append(
             {
                 **{
                     key: max(getattr(each, key) for each in counts)
+                    if first.operation != "exchange"
+                    else None
                     for key in ("syncs", "sync_copies", "late_waits", "launches")
                 },
                 "down": down,
                 "up": up,
                 "down_per_value": down / first.num_sent if first.num_sent else None,
-                "up_per_value": up / first.num_merged if first.num_merged else None,
+                "up_per_value": up / num_merged if num_merged else None,
+                "digest_per_value": sum(each.digest_bytes for each in sections) / num_merged
+                if num_merged
+                else None,
                 "new_per_lane": max(each.largest_bytes for each in counts) / first.lane_bytes
                 if first.lane_bytes
                 else None,
@@ -308,9 +321,13 @@ def _train(config: Config) -> list[Section]:
 
 def _synchronise(config: Config) -> list[Section]:
     trainer = _CountedTrainer(config)
-    sections = []
+    sections, copied = [], _IoCopies()
     with diloco.connect(config) as connection:
-        outer = diloco.DiLoCo(trainer.model, config.outer, transport=connection)
+        connection.io.post(copied.counter.watch)
+        with trainer.counter.counting():
+            outer = diloco.DiLoCo(
+                trainer.model, config.outer, transport=connection, on_event=copied.hear
+            )
         while not outer.is_over:
             launched, _ = trainer.step(outer.inner_step, outer.schedule_step)
             with trainer.counter.counting() as counts:
@@ -318,7 +335,43 @@ def _synchronise(config: Config) -> list[Section]:
             if (section := _section(outer, counts, events)) is not None:
                 sections.append(section)
         outer.finish()
-    return sections
+    return [*sections, copied.section([fragment.numel for fragment in outer.plan.fragments])]
+
+
+class _IoCopies:
+    """What an IO thread copies between device and host from the first send to the flush."""
+
+    def __init__(self) -> None:
+        self.counter = DeviceCounter()
+        self._counts: DeviceCounts | None = None
+        self._entered_bytes = 0  # of values, by when the run was entered
+        self._sent: list[int] = []
+        self._staged: list[int] = []
+
+    def hear(self, event: Event) -> None:
+        """Take an event, in whichever thread it happens."""
+        if self._counts is not None:
+            return
+        if isinstance(event, PhaseDone) and event.phase == "decode":
+            self._staged.append(event.fragment_id)  # lanes so small are decoded together
+        elif isinstance(event, FragmentSent):
+            if not self._sent:
+                self._entered_bytes = self.counter.counts.values_down
+            self._sent.append(event.fragment_id)
+            if event.is_flush:
+                self._counts = replace(self.counter.counts)
+
+    def section(self, numels: Sequence[int]) -> Section:
+        """Give the counts; `numels` are of the fragments."""
+        assert self._counts is not None, "no fragment was sent for a flush"
+        counts = self._counts
+        return Section(
+            "exchange",
+            replace(counts, bytes_down=counts.bytes_down - counts.values_down),
+            sum(numels[p] for p in self._sent),
+            sum(numels[p] for p in self._staged),
+            digest_bytes=counts.values_down - self._entered_bytes,
+        )
 
 
 def operation_of(

@@ -20,8 +20,7 @@ what waits on CUDA:
 
 It cannot see: whether host memory is pinned (else CUDA blocks in copies that should not); streams
 and events, of which a CPU has none; what libraries do inside an operation beyond `_WAITING`; what
-other threads do; branches that the product takes on CUDA alone. It may say too much: lanes that a
-scheduled merge finds on the device, since another thread copied them, are copied at the merge here.
+threads do that do not `watch`; branches that the product takes on CUDA alone.
 """
 
 from __future__ import annotations
@@ -76,6 +75,7 @@ class DeviceCounts:
         sync_copies: Synchronous copies.
         late_waits: Waits for what an earlier section launched.
         bytes_down: Copied from the device to the host.
+        values_down: Of these, bytes of float32 values.
         bytes_up: From the host to the device.
         launches: Operations on the device, views not counted.
         largest_bytes: Of a storage that was made, on either side.
@@ -85,6 +85,7 @@ class DeviceCounts:
     sync_copies: int = 0
     late_waits: int = 0
     bytes_down: int = 0
+    values_down: int = 0
     bytes_up: int = 0
     launches: int = 0
     largest_bytes: int = 0
@@ -112,6 +113,11 @@ class DeviceCounter:
         counts = self.counts = DeviceCounts()
         with _Calls(self), _Operations(self):
             yield counts
+
+    def watch(self) -> None:
+        """Count what this thread does from now on, for good; in one section."""
+        _Calls(self).__enter__()  # type: ignore[no-untyped-call]
+        _Operations(self).__enter__()  # type: ignore[no-untyped-call]
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether a plain tensor is the device's."""
@@ -183,6 +189,7 @@ class DeviceCounter:
             self.counts.bytes_up += num_bytes
         else:
             self.counts.bytes_down += num_bytes
+            self.counts.values_down += num_bytes * (source.dtype == torch.float32)
         if is_blocking:
             self.counts.sync_copies += 1
         elif not is_up and target is not None:

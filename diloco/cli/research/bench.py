@@ -134,12 +134,11 @@ def codec(rows: Rows = None) -> None:
 
 @measured_by("outer_loop.memory")
 def memory() -> None:
-    """Count what the outer loop takes of an accelerator's memory, beyond the parameters.
+    """Count what the outer loop takes of an accelerator that has no room for outer state.
 
     One island of one rank, 10M parameters in six fragments, int4, real coordinator and syncer; its
-    inner steps add noise. With a CUDA device the bytes are those of PyTorch's allocator there;
-    without one, parameters lie on a device made of host memory that counts every tensor on it.
-    Half a minute.
+    inner steps add noise. Parameters lie on a device made of host memory that counts every tensor
+    on it. Half a minute.
 
     Read "fragments": the extra bytes over those of the largest fragment's parameters, required to
     be at most 2 and 5 %; "of 12 B/param.": over float32 parameters and AdamW's moments, where two
@@ -421,13 +420,14 @@ def device(rows: Rows = None) -> None:
     the outer loop's part of the same thread, scheduled and decoupled, with a real coordinator and
     syncer. Tensors are labelled as the device's or the host's, and what would wait on CUDA counts.
     About a minute. Rows are operations: step, idle (of the outer loop, nothing due), send,
-    merge, both (after one inner step, where no island waits).
+    merge, both (after one inner step, where no island waits), exchange (the IO thread, all rounds).
 
     Read "syncs": times at which the host asks for a value of the device; "sync copies": copies that
     block it; "late waits": figures of the step before, read once the next was launched; "/value":
     bytes of all ranks over the values of the fragment; "new/lane": the largest storage that was
-    made after the first round, over the largest lane. Bars: 0 and 0; of a send and a merge also 0.6
-    bytes a value each way, and nothing larger than a lane.
+    made after the first round, over the largest lane; "digest/value": values that the IO thread
+    copies to the host to hash them. Bars: 0 and 0; of a send, a merge and the exchange also 0.6
+    bytes a value each way but for digests, and of the first two nothing larger than a lane.
 
     Example: diloco bench device --rows step --require
     """
