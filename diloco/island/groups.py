@@ -24,6 +24,8 @@ _T = TypeVar("_T")
 
 #: Seconds after which a rank that hangs is noticed by the others, where no island says otherwise.
 COLLECTIVE_S = 300.0
+#: Seconds by which NCCL's own timeout, which ends the process at once, exceeds that of an island.
+NCCL_LATER_S = 60.0
 #: How the descriptions of the groups made here begin.
 GROUPS_OF_THE_LOOP = "diloco/"
 #: Modulus at which tokens are compared between ranks: squares must fit 64 bits.
@@ -142,6 +144,9 @@ def make_groups(
             ("agreement", "gloo", collective_s),
         )
     )
+    if has_nccl:
+        later = timedelta(seconds=collective_s + NCCL_LATER_S)
+        shards._get_backend(torch.device("cuda"))._set_default_timeout(later)
     return Groups(start, shards, agreement)
 
 

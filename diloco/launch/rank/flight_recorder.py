@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from diloco.island.groups import NCCL_LATER_S
+
 _NCCL = "nccl"
-#: Seconds by which NCCL's own timeout, which ends the process at once, exceeds that of an island.
-NCCL_LATER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from diloco.errors import ConfigError
-from diloco.island.groups import COLLECTIVE_S, GROUPS_OF_THE_LOOP
-from diloco.launch.rank.flight_recorder import NCCL_LATER_S
+from diloco.island.groups import COLLECTIVE_S, GROUPS_OF_THE_LOOP, NCCL_LATER_S
 
 #: Seconds without life of NCCL's own threads after which PyTorch ends the process, at least.
 _LEAST_HEARTBEAT_S = 480.0
