@@ -284,7 +284,6 @@ def test_end_of_a_source_is_refused_with_the_remedy(table):
 
 
 def test_repeated_source_begins_again_with_the_same_documents(table, caplog):
-    caplog.set_level("INFO", logger="diloco")
     data = open_streams({"web": {"files": table, "repeat": True}}, shuffle_window=1)
     trained = [text.encode() for text in pieces(120)[HELD_OUT:]]
     one_pass = b"\xff".join(trained) + b"\xff"

@@ -8,13 +8,14 @@ than. All of it fits into the page cache; no thread makes batches ahead.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,7 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: InputSetting = SETTI
     wanted = matching(kinds, rows)
     for package in ("datasets", "tokenizers"):
         require("diloco bench data", package)
-    # The text is short, and gone through hundreds of times.
-    logging.getLogger("diloco.data.packing").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as directory:
+    with _without_passes(), tempfile.TemporaryDirectory() as directory:
         data, ids = _prepared(Path(directory), setting, watch)
         results = []
         for done, name in enumerate(wanted):
@@ -100,6 +99,18 @@ def run(watch: Watch, rows: Sequence[str] = (), *, setting: InputSetting = SETTI
         if name == _JUDGED
     ]
     return Report("data", asdict(setting), _COLUMNS, results, requirements)
+
+
+@contextlib.contextmanager
+def _without_passes() -> Iterator[None]:
+    """Do not log that the text begins again: it is short, and gone through hundreds of times."""
+    packing = logging.getLogger("diloco.data.packing")
+    before = packing.level
+    packing.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        packing.setLevel(before)
 
 
 def _prepared(
