@@ -154,6 +154,10 @@ def _prepare(
             f"{setting}: {error.lack} below {directory}: {error}; {error.remedy} and type the same "
             "command again, it goes on where it was"
         ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}: cannot write below {directory}: {error}; choose another --out"
+        ) from error
 
 
 def _about(source: SourceConfig, parts: list[list[Any]], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -103,6 +103,9 @@ def test_files_of_other_text_or_another_tokenizer_stay(config, tmp_path):
         prepare(as_bytes, out, num_processes=1, show=quiet)
     assert files_of(out) == before
 
+    with pytest.raises(ConfigError, match=r"cannot write below .* choose another --out"):
+        prepare(config, out / "a.bin", num_processes=1, show=quiet)
+
     named = data_config({"a": {"files": str(out / "a.bin")}})
     with pytest.raises(ConfigError, match="is a token file: there is nothing to do"):
         prepare(named, out, num_processes=1, show=quiet)
