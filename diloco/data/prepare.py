@@ -8,6 +8,7 @@ goes on there. What is written depends on text and tokenizer only: not on proces
 from __future__ import annotations
 
 import fcntl
+import logging
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,7 @@ import numpy as np
 from diloco.config.data import DataConfig, SourceConfig
 from diloco.data.documents import DocumentReader, open_source
 from diloco.data.files import find_files, kind_of, unpacked_bytes
-from diloco.data.token_files import index_pieces, smallest_type
+from diloco.data.token_files import TokenFile, index_pieces, smallest_type
 from diloco.data.token_source import record_of
 from diloco.data.tokenizer import Tokenizer, open_tokenizer
 from diloco.durable import (
@@ -42,6 +43,8 @@ from diloco.durable import (
     write_json,
 )
 from diloco.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 #: Told (what, bytes of text done, of how many; 0: unknown). What it raises ends the work.
 Show: TypeAlias = Callable[[str, int, int], None]
@@ -151,6 +154,10 @@ def _prepare(
             f"{setting}: {error.lack} below {directory}: {error}; {error.remedy} and type the same "
             "command again, it goes on where it was"
         ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}: cannot write below {directory}: {error}; choose another --out"
+        ) from error
 
 
 def _about(source: SourceConfig, parts: list[list[Any]], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -171,6 +178,7 @@ class _Output:
     def __init__(self, path: Path, about: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         self.path = path
         self._about = about
+        self._tokenizer = tokenizer
         self._type = smallest_type(tokenizer.vocab_size)
         self._part = path.with_suffix(".bin.part")
         self._lengths_part = path.with_suffix(".lengths.part")
@@ -188,15 +196,15 @@ class _Output:
                     f"{self.path} is there already, and was not made of this text with this "
                     "tokenizer; choose another --out, or remove it"
                 )
-            self.num_documents, self.num_tokens = record["documents"], record["tokens"]
-            self.is_complete = True
+            self.is_complete = self._is_whole()
         progress = _read(self._progress)
         if progress is not None and not self._is_own(progress):
             raise ConfigError(
                 f"{self._part} was begun with other text or another tokenizer; choose another "
                 f"--out, or remove it: rm {self._progress}"
             )
-        if self.is_complete:
+        if record is not None and self.is_complete:
+            self.num_documents, self.num_tokens = record["documents"], record["tokens"]
             self._clear()
             return self
         if progress is not None:
@@ -249,6 +257,16 @@ class _Output:
     def _clear(self) -> None:
         for path in (self._part, self._lengths_part, self._progress):
             unlink(path)
+
+    def _is_whole(self) -> bool:
+        """Whether a rank can read what is there; a file may have been cut, or its index removed."""
+        size, separator = self._tokenizer.vocab_size, self._tokenizer.separator
+        try:
+            TokenFile(self.path, vocab_size=size, separator=separator, setting="--out")
+        except ConfigError as error:
+            logger.warning("it is written again: %s", error)
+            return False
+        return True
 
     def _is_own(self, there: Mapping[str, Any]) -> bool:
         return all(there.get(key) == value for key, value in self._about.items())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,8 @@ _VERSION = 1
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 #: Types that ids are written in, from the smallest on.
 _WRITTEN = (1, 8, 4)
+#: What numpy raises, besides a ValueError, at the header of an array that is damaged.
+_DAMAGED = (OverflowError, SyntaxError, TokenError, TypeError)
 #: Values that are looked at or written at a time.
 _BLOCK = 1 << 20
 
@@ -235,7 +238,10 @@ def _map(path: Path, id_type: np.dtype[Any], num_tokens: int) -> npt.NDArray[Any
 
 
 def _map_array(path: Path) -> npt.NDArray[Any]:
-    mapped: np.memmap[Any, Any] = open_memmap(path, mode="r")
+    try:
+        mapped: np.memmap[Any, Any] = open_memmap(path, mode="r")
+    except _DAMAGED as error:
+        raise ValueError(f"its header is damaged: {error!r:.200}") from error
     size, expected = path.stat().st_size, mapped.offset + mapped.nbytes
     if size != expected:
         raise ValueError(f"it has {size} bytes, and {expected} by its header")

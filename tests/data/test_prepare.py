@@ -67,6 +67,17 @@ def test_what_was_interrupted_anywhere_goes_on_and_ends_with_the_same_bytes(
     assert again == {"a": module.Prepared(out / "a.bin", 201, os.stat(out / "a.bin").st_size // 2)}
 
 
+def test_a_file_that_was_cut_or_has_lost_its_index_is_written_again(config, tmp_path):
+    out = tmp_path / "out"
+    prepare(config, out, num_processes=1, show=quiet)
+    whole = files_of(out)
+
+    for damage in (lambda: os.truncate(out / "a.bin", 100), (out / "a.idx").unlink):
+        damage()
+        prepare(config, out, num_processes=1, show=quiet)
+        assert files_of(out) == whole
+
+
 def test_a_full_disk_is_named_and_the_next_start_goes_on(config, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
@@ -91,6 +102,9 @@ def test_files_of_other_text_or_another_tokenizer_stay(config, tmp_path):
     with pytest.raises(ConfigError, match="was not made of this text with this tokenizer"):
         prepare(as_bytes, out, num_processes=1, show=quiet)
     assert files_of(out) == before
+
+    with pytest.raises(ConfigError, match=r"cannot write below .* choose another --out"):
+        prepare(config, out / "a.bin", num_processes=1, show=quiet)
 
     named = data_config({"a": {"files": str(out / "a.bin")}})
     with pytest.raises(ConfigError, match="is a token file: there is nothing to do"):

@@ -224,6 +224,10 @@ def test_every_torn_file_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
     np.save(tmp_path / "table.npy", np.zeros((5, 2), dtype=np.uint16))
     np.save(tmp_path / "float.npy", np.zeros(5))
+    array = (tmp_path / "a.npy").read_bytes()
+    headers = {b"{'": b"{('", b"<u2": b",<2", b"(10,)": b"(-99,)", b"10,), }  ": b"True,), }"}
+    for number, (good, bad) in enumerate(headers.items()):
+        (tmp_path / f"header-{number}.npy").write_bytes(array.replace(good, bad, 1))
 
     for name, opened in (("a.idx", "a.bin"), ("a.bin", "a.bin"), ("a.npy", "a.npy")):
         whole = (tmp_path / name).read_bytes()
@@ -233,7 +237,8 @@ def test_every_torn_file_is_refused(tmp_path):
                 open_file(tmp_path / opened)
         (tmp_path / name).write_bytes(whole)
         open_file(tmp_path / opened)
-    for name in ("table.npy", "float.npy", "a.idx", "missing.bin"):
+    damaged = [f"header-{number}.npy" for number in range(len(headers))]
+    for name in ("table.npy", "float.npy", *damaged, "a.idx", "missing.bin"):
         with pytest.raises(ConfigError, match="cannot be read as token ids"):
             open_file(tmp_path / name)
 
