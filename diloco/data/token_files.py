@@ -2,8 +2,9 @@
 
 An index, in version 1 of the format of Megatron-LM's MMapIndexedDataset, is a header, the length of
 every sequence, the byte at which each begins, and the first sequence of every document, then the
-number of all. In a .npy a document ends with the separator. What is not of that form is refused
-when the file is opened; an id that is no token of the run's tokenizer, when it is read.
+number of all. In a .npy a document ends with the separator. What is not of that form is refused:
+by its header, its ends and the sizes of the files when the file is opened, for an index may be of
+terabytes of text, and the rest of it as it is read; so is an id that is no token of the tokenizer.
 """
 
 from __future__ import annotations
@@ -69,10 +70,7 @@ class TokenFile:
                 self._index = _Index(index_of(path))
                 self.ids = _map(path, self._index.type, self._index.num_tokens)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{setting}: {path} cannot be read as token ids: {error}; write it again, or "
-                "take it out"
-            ) from error
+            raise self._unreadable(error) from error
         limits = np.iinfo(self.ids.dtype)
         self._is_checked = limits.min < 0 or limits.max >= vocab_size
 
@@ -86,9 +84,15 @@ class TokenFile:
 
         Returns:
             The token behind each, shape [at most `most`]; empty at the end of the file.
+
+        Raises:
+            ConfigError: If the index is damaged there.
         """
         if self._index is not None:
-            return self._index.ends(document, most)
+            try:
+                return self._index.ends(document, token, most)
+            except ValueError as error:
+                raise self._unreadable(error) from error
         num_tokens, block = len(self.ids), _BLOCK
         found = self._separators(token, block)
         while not len(found) and token + block < num_tokens:
@@ -115,6 +119,12 @@ class TokenFile:
                 "was written with, or write the file again"
             )
         out[:] = ids
+
+    def _unreadable(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self._setting}: {self.path} cannot be read as token ids: {error}; write it again, "
+            "or take it out"
+        )
 
     def _separators(self, token: int, block: int) -> npt.NDArray[np.intp]:
         return np.flatnonzero(self.ids[token : token + block] == self._separator)
@@ -169,7 +179,7 @@ class _Index:
     """Where the documents of a .bin end."""
 
     def __init__(self, path: Path) -> None:
-        """Map and check it.
+        """Map it, and check all that takes no longer for more documents.
 
         Raises:
             OSError: If it cannot be read.
@@ -191,37 +201,38 @@ class _Index:
                 f"{num_ends - 1} documents"
             )
         self.type = np.dtype(_TYPES[code])
+        self._path = path
         at = _HEADER.size
-        lengths = np.frombuffer(raw, "<i4", num_sequences, at)
+        self._lengths = np.frombuffer(raw, "<i4", num_sequences, at)
         self._first_bytes = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
         self._sequences = np.frombuffer(raw, "<i8", num_ends, at + 12 * num_sequences)
-        self.num_tokens = self._check(path, lengths)
+        last = int(self._sequences[-1])
+        if last != num_sequences:
+            raise ValueError(f"{path} names no document for sequence {last} of {num_sequences}")
+        self.num_tokens = 0
+        if num_sequences:
+            num_bytes = int(self._first_bytes[-1]) + int(self._lengths[-1]) * self.type.itemsize
+            self.num_tokens = num_bytes // self.type.itemsize
 
-    def ends(self, document: int, most: int) -> Offsets:
-        """See `TokenFile.ends`."""
-        behind = self._sequences[document + 1 : document + 1 + most]
-        ends = np.full(len(behind), self.num_tokens, dtype=np.int64)
-        is_followed = behind < len(self._first_bytes)
-        ends[is_followed] = self._first_bytes[behind[is_followed]] // self.type.itemsize
+    def ends(self, document: int, token: int, most: int) -> Offsets:
+        """See `TokenFile.ends`.
+
+        Raises:
+            ValueError: If documents there do not follow one another, each of sequences that do.
+        """
+        bounds = self._sequences[document : document + 1 + most]
+        first, last = (int(bounds[0]), int(bounds[-1])) if len(bounds) else (0, 0)
+        is_in_order = bool((np.diff(bounds) >= 0).all()) and 0 <= first <= last
+        if not is_in_order or last > len(self._lengths) or (not document and first):
+            raise ValueError(f"{self._path} names documents that do not follow one another")
+        lengths = self._lengths[first:last].astype(np.int64)
+        starts = token + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+        told = self._first_bytes[first : last + 1]  # of the sequence behind them, too, if any
+        is_told = np.array_equal(starts[: len(told)] * self.type.itemsize, told)
+        if not is_told or (lengths < 0).any() or starts[-1] > self.num_tokens:
+            raise ValueError(f"{self._path} names sequences that do not follow one another")
+        ends: Offsets = starts[bounds[1:] - first]
         return ends
-
-    def _check(self, path: Path, lengths: npt.NDArray[np.int32]) -> int:
-        """Insist on sequences without gaps, each of a document; returns the number of tokens."""
-        at = 0
-        for block, first_bytes in zip(_blocks(lengths), _blocks(self._first_bytes), strict=True):
-            sizes = block.astype(np.int64) * self.type.itemsize
-            starts = at + np.cumsum(sizes) - sizes
-            if sizes.min() < 0 or not np.array_equal(starts, first_bytes):
-                raise ValueError(f"{path} names sequences that do not follow one another")
-            at += int(sizes.sum())
-        last = 0
-        for block in _blocks(self._sequences):
-            if block[0] < last or (np.diff(block) < 0).any() or (not last and self._sequences[0]):
-                raise ValueError(f"{path} names documents that do not follow one another")
-            last = int(block[-1])
-        if last != len(lengths):
-            raise ValueError(f"{path} names no document for sequence {last} of {len(lengths)}")
-        return at // self.type.itemsize
 
 
 def _blocks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:

@@ -638,7 +638,7 @@ class _Moves:
     reporter: Reporter
     let_go_of: set[int] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
-    #: Of fragments that could not be taken: seconds to wait, and until when. Each look fetches all.
+    #: Of fragments that could not be taken: seconds to wait, and until when.
     waits: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     async def due(self) -> None:

@@ -2,7 +2,7 @@
 
     fragment-0003/let-go.json    the timeline in which the first syncer let go of it, in its store
     fragments.json               of each store: the fragments that its syncer serves
-    moved/                       what the second one has taken so far, no part of its store
+    moved/fragment-0003/         what the second one has taken so far, no part of its store
 
 A fragment is served by whose `fragments.json` names it, as the object store has that file: the
 first syncer removes it there, or the coordinator does where that one is lost, whose later writes
@@ -20,18 +20,21 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco import durable
+from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from diloco.objects.lease import is_of_store, store_replica
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import Fragment
 from diloco.state_dir import StateDir, Timeline, read_timeline
+from diloco.transport.units import format_bytes
 from diloco.versions.pins import pin_directory, pinned_steps, restore
 from diloco.versions.record import RecordInvalid, fragment_directory
 
@@ -110,7 +113,8 @@ def take(
 ) -> bool:
     """Have a fragment in this store with its versions and pins; false: it was not let go of yet.
 
-    It is not served before `serve`.
+    It is not served before `serve`. What was fetched before a failure is not fetched again, unless
+    the disk is full.
 
     Args:
         store: Where the chains are.
@@ -120,19 +124,19 @@ def take(
         timeline: Of the run, at which the own store is; an older one is taken back to its start.
 
     Raises:
-        ConfigError: If objects are gone, or the pin that the timeline began from is not whole.
+        ConfigError: If objects are gone, the disk has no room for the fragment, or the pin that
+            the timeline began from is not whole.
         DiskFull: If there is no room for it, or the object store does not answer.
     """
-    staging, p = state.moved, fragment.fragment_id
-    if staging.exists():
-        durable.remove_tree(staging)
+    p = fragment.fragment_id
+    staging = fragment_directory(state.moved, p)
     replica = Replica(store, source, staging, is_of_store)
     replica.look()
     served = _served(replica, state)
     if served is None or p in served:
         return False
     durable.make_directory_durably(staging)
-    num_bytes = replica.fetch_all(only=lambda name: _belongs(Path(name), p))
+    num_bytes = _fetch(replica, p)
     directory = fragment_directory(staging, p)
     if (let_go_in := durable.read_json(directory / _LET_GO)) is None:
         raise ConfigError(f"{source} does not serve fragment {p}, nor did it let go of it")
@@ -147,11 +151,13 @@ def take(
                 f"Resume an older one: diloco coordinator RUN.toml --resume --at CHECKPOINT"
             ) from error
     forget(state, p)
-    for path in sorted(path for path in staging.rglob("*") if path.is_file()):
+    there = (path for path in staging.rglob("*") if path.is_file() and path.suffix != ".tmp")
+    for path in sorted(there):
         target = state.store / path.relative_to(staging)
         durable.make_directory_durably(target.parent)
         durable.rename(path, target)
         durable.sync_directory(target.parent)
+    durable.remove_tree(staging)
     logger.info("fragment %d taken from %s, bytes=%d", p, source, num_bytes)
     return True
 
@@ -184,6 +190,31 @@ def forget(state: StateDir, fragment_id: int) -> None:
     for directory in filter(Path.exists, there):
         durable.remove_tree(directory)
         durable.sync_directory(directory.parent)
+
+
+def _fetch(replica: Replica, fragment_id: int) -> int:
+    """Fetch what is not here of a fragment; it takes no room from those that are served here.
+
+    Raises:
+        ConfigError: If there is less room than it needs.
+        DiskFull: If that was taken meanwhile, or the object store does not answer.
+    """
+
+    def is_wanted(name: str) -> bool:
+        return _belongs(Path(name), fragment_id)
+
+    needed, free = replica.lacking_bytes(only=is_wanted), shutil.disk_usage(replica.root).free
+    if needed > free:
+        raise ConfigError(
+            f"it has {format_bytes(needed)}, and {format_bytes(free)} are free below "
+            f"{replica.root}: make room"
+        )
+    try:
+        return replica.fetch_all(only=is_wanted)
+    except DiskFull as error:
+        if error.is_room:
+            durable.remove_tree(replica.root)
+        raise
 
 
 def _served(replica: Replica, state: StateDir) -> list[int] | None:

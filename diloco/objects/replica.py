@@ -234,6 +234,11 @@ class Replica:
                 return num_bytes
         raise ObjectLost(self._lost[0])
 
+    def lacking_bytes(self, *, only: Callable[[str], bool]) -> int:
+        """Add up the files that are not here as the chain has them."""
+        wanted = {name: file for name, file in self._files.items() if only(name)}
+        return sum(f.num_bytes for name, f in wanted.items() if not f.is_at(self.root / name))
+
     def _restore_file(self, name: str) -> int:
         """Have a file here as the chain has it; returns the bytes that were fetched."""
         file = self._files[name]

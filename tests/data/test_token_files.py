@@ -18,9 +18,11 @@ from tests.data.text_files import data_config, open_streams, pieces, write_jsonl
 SEPARATOR = 255
 
 
-def write_index(path, lengths, documents, *, code=8, size=2, magic=b"MMIDIDX\x00\x00", version=1):
+def write_index(
+    path, lengths, documents, *, starts=(), code=8, size=2, magic=b"MMIDIDX\x00\x00", version=1
+):
     """Write NAME.idx byte by byte, as the format's description says."""
-    starts = [0, *accumulate(length * size for length in lengths)][: len(lengths)]
+    starts = starts or [0, *accumulate(length * size for length in lengths)][: len(lengths)]
     path.write_bytes(
         magic
         + struct.pack("<QBQQ", version, code, len(lengths), len(documents))
@@ -196,8 +198,9 @@ def test_what_is_written_is_what_megatron_reads(tmp_path):
         ({"magic": b"TNTIDX\x00\x00\x00"}, "a.idx is no index of MMapIndexedDataset, version 1"),
         ({"version": 2}, "a.idx is no index of MMapIndexedDataset, version 1"),
         ({"code": 7}, "ids are of type 7, which is no integer"),
-        ({"code": 4}, "names sequences that do not follow one another"),
+        ({"code": 4}, "it has 20 bytes, and 24 by its index"),
         ({"lengths": [3, 3]}, "it has 20 bytes, and 12 by its index"),
+        ({"starts": [0, 8, 14]}, "names sequences that do not follow one another"),
         ({"lengths": [3, -1, 8]}, "names sequences that do not follow one another"),
         ({"documents": [0, 2]}, "names no document for sequence 2 of 3"),
         ({"documents": [0, 2, 1, 3]}, "names documents that do not follow one another"),
@@ -213,7 +216,7 @@ def test_a_foreign_or_damaged_index_is_refused_by_what_is_wrong(settings, proble
     write_index(tmp_path / "a.idx", lengths, documents, **settings)
 
     with pytest.raises(ConfigError) as caught:
-        open_file(tmp_path / "a.bin")
+        open_file(tmp_path / "a.bin").ends(0, 0, 99)
 
     assert problem in str(caught.value)
 

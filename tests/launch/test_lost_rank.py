@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from diloco.config.load import load_config
 from diloco.island.groups import make_groups
@@ -24,7 +25,7 @@ from diloco.launch.rank.flight_recorder import (
 )
 from diloco.launch.rank.job import Job, limit_collectives
 from diloco.launch.rank.lost_rank import Seen, Sign, describe, find_culprits
-from diloco.launch.rank.watch import RankWatch, is_of_collective
+from diloco.launch.rank.watch import RankWatch, is_of_collective, signed
 from diloco.telemetry.events import Event, RankLost
 from tests.distributed import RankFailed, run_ranks
 from tests.run_files import write_run
@@ -226,6 +227,22 @@ def test_a_rank_names_another_and_ends_though_its_training_thread_never_returns(
     assert (told["ranks"], told["inner_step"]) == ([0], 41)
     assert told["collective"] == "gloo:all_reduce number 1 of group 1"
     assert "lost rank 0: it lives, and comes to no collective" in told["text"]
+
+
+def test_of_512_ranks_those_with_a_sign_of_life_are_found_with_few_questions() -> None:
+    class Asked(HashStore):
+        num_questions = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.num_questions += 1
+            return bool(super().check(keys))
+
+    store, silent = Asked(), {17, 400}
+    for rank in set(range(512)) - silent:
+        store.set(f"diloco/sign/{rank}", "")
+
+    assert signed(store, list(range(512))) == sorted(set(range(512)) - silent)
+    assert store.num_questions < 40
 
 
 def pending_while_another_is_away(island_rank: int) -> tuple[list[str], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from diloco import durable
 from diloco.config.load import load_config
 from diloco.durable import replicate
-from diloco.errors import Fenced
+from diloco.errors import ConfigError, Fenced
 from diloco.launch import syncer
 from diloco.objects.lease import store_replica
 from diloco.objects.moved_fragment import (
@@ -160,6 +161,38 @@ def test_a_move_that_is_killed_anywhere_is_done_again_to_the_same_end(
     eu.start()
     forget(eu.state, 1)
     assert not [name for name in eu.files() if "fragment-0001" in name]
+
+
+def test_what_was_fetched_before_a_failure_is_not_fetched_again_and_nothing_without_room(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    eu, us = machines
+    arguments = us.store, us.state, PLAN.fragments[1], eu.state.syncer_name, Timeline()
+    replicate(eu.replica)
+    large = {f"fragment-0001/v00000000000{n}.record": bytes([n]) * 100_000 for n in (5, 6)}
+    for name, content in large.items():
+        durable.write_durably(eu.state.store / name, [content])
+    let_go(eu.state, {1})
+    us.start()
+    assert eu.replica is not None
+    [lost] = eu.replica._files[min(large)].objects
+    objects = Path(us.store.url.removeprefix("file://")) / eu.state.syncer_name / "data"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=150_000))
+        with pytest.raises(ConfigError, match=r"it has 195\.3 KiB, and 146\.5 KiB are free below"):
+            take(*arguments)
+    assert not [path for path in us.state.moved.rglob("*") if path.is_file()]
+    (objects / lost).rename(objects / "away")
+    with pytest.raises(ConfigError, match="is gone or does not hold what was written"):
+        take(*arguments)
+    (objects / "away").rename(objects / lost)
+    with caplog.at_level(logging.INFO):
+        assert take(*arguments)
+
+    assert "fragment 1 taken from syncer-eu, bytes=100000" in caplog.text
+    own = {name: content for name, content in us.files().items() if "/" in name}
+    assert own == MOVED | large
 
 
 def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(

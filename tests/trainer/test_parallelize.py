@@ -12,12 +12,13 @@ from diloco.trainer.models.model import build_model
 from diloco.trainer.parallel import parallelize
 from diloco.trainer.parallel.mesh import IslandMesh, make_mesh
 from tests.distributed import run_ranks
-from tests.trainer.layouts import LARGEST_DIFFERENCES
+from tests.trainer.layouts import EXPERTS, LARGEST_DIFFERENCES
 from tests.trainer.small_island import (
     CPU,
     SEQUENCE_LENGTH,
     debug_shape,
     make_trainer,
+    one_rank,
 )
 
 REFUSED_UNDER_TP = {
@@ -136,3 +137,15 @@ def test_what_is_compiled_ahead_is_not_compiled_in_the_first_inner_steps(axes):
     assert not has_gradients
     # Compiled, which may sum in another order.
     assert losses == pytest.approx(expected, abs=LARGEST_DIFFERENCES["float32"])
+
+
+def test_what_compiles_ahead_counts_for_no_expert():
+    shape = dataclasses.replace(debug_shape(), **EXPERTS)
+
+    ahead, plain = (
+        make_trainer(one_rank(), shape=shape, is_compiled_ahead=is_ahead).inner_step(0).read()
+        for is_ahead in (True, False)
+    )
+
+    assert ahead.expert_loads == plain.expert_loads
+    assert ahead.loss == plain.loss

@@ -206,7 +206,7 @@ class RankWatch:
         fresh: set[int] = set()
         while True:
             waited_s = time.monotonic() - began
-            there = [r for r in self._others if r in seen or store.check([f"{_SIGN}{r}"])]
+            there = signed(store, self._others)
             texts = store.multi_get([f"{_SIGN}{rank}" for rank in there]) if there else []
             for rank, sign in zip(there, map(Sign.from_json, texts), strict=True):
                 before = seen.get(rank)
@@ -235,6 +235,20 @@ class RankWatch:
         """End this process, though its training thread waits."""
         _within(_ABORT_S, dist.distributed_c10d._abort_process_group)
         exit_at_once(IslandFailed.exit_code)
+
+
+def signed(store: Store, ranks: list[int]) -> list[int]:
+    """Find the ranks that have given a sign of life, with few questions where nearly all have.
+
+    All ranks of an island ask at once: one question for each of 512 would take longer than a rank
+    may be silent.
+    """
+    if not ranks or store.check([f"{_SIGN}{rank}" for rank in ranks]):
+        return ranks
+    if len(ranks) == 1:
+        return []
+    half = len(ranks) // 2
+    return [*signed(store, ranks[:half]), *signed(store, ranks[half:])]
 
 
 def is_of_collective(error: BaseException) -> bool:

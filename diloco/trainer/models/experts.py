@@ -177,6 +177,13 @@ def imbalances(loads: Mapping[str, Sequence[int]]) -> dict[str, float]:
     return {name: max(load) * len(load) / max(1, sum(load)) for name, load in loads.items()}
 
 
+def forget_load_(model: nn.Module) -> None:
+    """Begin the counts of all routers again, after a forward that is no part of the training."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.load.zero_()
+
+
 @torch.no_grad()
 def balance_(model: nn.Module, speed: float, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Move the bias of every expert against its load since the last call; the counts begin again.

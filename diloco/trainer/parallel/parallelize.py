@@ -33,7 +33,7 @@ from diloco.config.mesh import (
 )
 from diloco.errors import ConfigError
 from diloco.trainer.models.activation_checkpointing import Recompute, recompute_of
-from diloco.trainer.models.experts import Experts
+from diloco.trainer.models.experts import Experts, forget_load_
 from diloco.trainer.models.families import Model
 from diloco.trainer.models.float8 import multiply_in_float8
 from diloco.trainer.models.model import Block, Llama
@@ -174,7 +174,7 @@ def compile_ahead(
 
     For a minute in which nobody waits for this island: its first inner step is one of the run, and
     deadlines of rounds run from the first contribution of a faster island. Parameters stay as
-    they are, and have no gradients.
+    they are, and have no gradients; no expert has a load of it.
 
     Args:
         model: From `parallelize`, with values; of a pipeline, before it runs.
@@ -193,6 +193,7 @@ def compile_ahead(
             x = torch.zeros(batch_size, num_positions, dtype=torch.int64, device=mesh.device)
         out = part(x, positions_S)
         torch.autograd.backward(out.float().mean())
+        forget_load_(part)
     model.zero_grad(set_to_none=True)
 
 
