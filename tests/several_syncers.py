@@ -46,6 +46,7 @@ class Several:
             for number, own in enumerate(assign_fragments(setting.plan(), (1.0,) * num_syncers))
         ]
         self.made: list[VirtualIsland] = []
+        self.num_looks = 0  # of islands, where fragments are
         #: Number of the part that each fragment is at, as islands that ask are told.
         self.owners = [self.parts.index(self.of(p)) for p in range(setting.num_fragments)]
 
@@ -90,19 +91,20 @@ class Several:
         )
 
         async def find() -> None:
+            self.num_looks += 1
             island.exchange.reassign(self.owners)
 
         island.exchange._find_syncers = find
         self.made.append(island)
         return island
 
-    async def move(self, fragment_id: int, target: int) -> None:
+    async def move(self, fragment_id: int, target: int, *, moving_s: float = MOVING_S) -> None:
         """Move a fragment to another part: let go of, for a while at neither, then taken."""
         source = self.parts[self.owners[fragment_id]]
         await source.kill_syncer()
         source.own = [p for p in source.own if p != fragment_id]
         await source.start_syncer()
-        await self._take([fragment_id], source, target)
+        await self._take([fragment_id], source, target, moving_s=moving_s)
 
     async def lose(self, number: int, target: int) -> None:
         """Kill a part for good, and move what it has to another."""
@@ -113,9 +115,16 @@ class Several:
         for island in self.made:  # whose calls to it break: each asks where it is
             island.exchange.reassign(self.owners)
 
-    async def _take(self, fragment_ids: Sequence[int], source: VirtualRun, target: int) -> None:
+    async def _take(
+        self,
+        fragment_ids: Sequence[int],
+        source: VirtualRun,
+        target: int,
+        *,
+        moving_s: float = MOVING_S,
+    ) -> None:
         to = self.parts[target]
-        await asyncio.sleep(MOVING_S)
+        await asyncio.sleep(moving_s)
         await to.kill_syncer()
         for p in fragment_ids:
             name = f"fragment-{p:04d}"

@@ -19,7 +19,7 @@ Precision: TypeAlias = Literal[
     "float32", "bfloat16", "float8-tensorwise", "float8-rowwise", "mxfp8"
 ]
 
-#: Their backward is split in two, and each half would want the forward again.
+#: Their backward is split in two: each half would want the forward again, and the graph of both.
 _SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 
 
@@ -96,13 +96,18 @@ def compute_problems(
     if is_transformers and compute.precision in FLOAT8:
         problem = 'is not for model.family = "hf"; set it to "bfloat16"'
         yield "precision", compute.precision, problem
-    if kind != "none" and mesh.pp > 1 and mesh.schedule in _SPLIT_BACKWARD:
-        yield (
-            "activation_checkpointing",
-            kind,
-            f'does not go with mesh.schedule = "{mesh.schedule}", which splits the backward: set '
-            'it to "none", or the schedule to "1f1b", "gpipe", "bfs" or "interleaved-1f1b"',
-        )
+    if mesh.pp > 1 and mesh.schedule in _SPLIT_BACKWARD:
+        for key, value, without in (
+            ("activation_checkpointing", kind, '"none"'),
+            ("compile", bool(compute.compile_backend), "false"),
+        ):
+            if value not in ("none", False):
+                problem = (
+                    f'does not go with mesh.schedule = "{mesh.schedule}", which splits the '
+                    f'backward: set it to {without}, or the schedule to "1f1b", "gpipe", "bfs" or '
+                    '"interleaved-1f1b"'
+                )
+                yield key, value, problem
     if compute.compile_backend:
         yield from _compile_problems(compute, mesh, num_experts)
     if mesh.async_tp:

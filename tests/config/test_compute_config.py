@@ -63,6 +63,15 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
             ],
             'schedule = "zbv", which splits the backward: set it to "none"',
         ),
+        (
+            [
+                "ranks=2",
+                'mesh={pp=2,schedule="interleaved-zb",stages_per_rank=2}',
+                "micro_batches=4",
+                "compile=true",
+            ],
+            'compile: .*"interleaved-zb", which splits the backward: set it to false, or the sched',
+        ),
     ],
     ids=[
         "which-float8",
@@ -74,6 +83,7 @@ def test_the_keys_of_an_island_say_how_its_blocks_are_computed():
         "async-tp-eager",
         "async-tp-cpu",
         "zero-bubble",
+        "zero-bubble-compile",
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], words: str):

@@ -138,6 +138,23 @@ def test_fragments_move_between_syncers_while_islands_go_on_to_the_same_end(
             assert merged >= setting.total_tokens
 
 
+def test_a_long_move_is_asked_about_less_and_less_often(on_arrival: Setting) -> None:
+    run, seen = Several(on_arrival), dict[str, int]()
+
+    async def move(run: Several) -> None:
+        await asyncio.sleep(1.0)  # before it was founded: every island sends all lanes of it
+        before = [island.exchange.bytes_up for island in run.made]
+        await run.move(run.kept.own[0], 1, moving_s=900.0)
+        seen["looks"] = run.num_looks
+        seen["sent"] = sum(island.exchange.bytes_up for island in run.made) - sum(before)
+
+    islands = run_virtual(run.run(move))
+
+    assert len({island.session.digests for island in islands.values()}) == 1
+    assert seen["looks"] < len(islands) * 900 / 30
+    assert seen["sent"] < 2_000_000
+
+
 def test_a_pin_waits_for_who_asks_too_few_of_a_syncer_to_which_all_fragments_have_moved(
     scheduled: Setting,
 ) -> None:

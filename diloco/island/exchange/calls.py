@@ -279,13 +279,20 @@ class SyncerCalls:
 
 
 class FragmentCalls:
-    """Calls about fragments, each made to the syncer that has the fragment, if it moves again."""
+    """Calls about fragments, each made to the syncer that has the fragment, if it moves again.
+
+    While none has it (`hold`) none is made: to be repeated they would come once a second and lane
+    from all islands, for as long as the move takes.
+    """
 
     def __init__(self, grant: Grant, syncers: Mapping[int, SyncerCalls]) -> None:
         """Assign only; `syncers` has those of each fragment."""
         self._grant = grant
         self._syncers = dict(syncers)
         self._under_way: dict[int, set[asyncio.Task[Any]]] = {p: set() for p in syncers}
+        self._held: dict[int, asyncio.Event] = {}
+        #: Of each fragment: how often calls under way were broken off.
+        self._breaks = dict.fromkeys(syncers, 0)
 
     def of(self, fragment_id: int) -> SyncerCalls:
         """Return those to the syncer that has a fragment now."""
@@ -294,6 +301,22 @@ class FragmentCalls:
     def move(self, fragment_id: int, calls: SyncerCalls) -> None:
         """Make all calls about a fragment to another syncer, those under way again."""
         self._syncers[fragment_id] = calls
+        self._break_off(fragment_id)
+        self.go_on(fragment_id)
+
+    def hold(self, fragment_id: int) -> None:
+        """Make no call about a fragment until `go_on`, those under way neither."""
+        if fragment_id not in self._held:
+            self._held[fragment_id] = asyncio.Event()
+            self._break_off(fragment_id)
+
+    def go_on(self, fragment_id: int) -> None:
+        """Make calls about a fragment again."""
+        if (held := self._held.pop(fragment_id, None)) is not None:
+            held.set()
+
+    def _break_off(self, fragment_id: int) -> None:
+        self._breaks[fragment_id] += 1
         for each in self._under_way[fragment_id]:
             each.cancel()
 
@@ -345,12 +368,14 @@ class FragmentCalls:
         under_way, task = self._under_way[fragment_id], asyncio.current_task()
         assert task is not None, "outside of any task"
         while True:
-            to, num_cancelled = self._syncers[fragment_id], task.cancelling()
+            while (held := self._held.get(fragment_id)) is not None:
+                await held.wait()
+            num_breaks, num_cancelled = self._breaks[fragment_id], task.cancelling()
             under_way.add(task)
             try:
-                return await call(to)
+                return await call(self._syncers[fragment_id])
             except asyncio.CancelledError:
-                if to is self._syncers[fragment_id] or task.uncancel() > num_cancelled:
+                if num_breaks == self._breaks[fragment_id] or task.uncancel() > num_cancelled:
                     raise
             finally:
                 under_way.discard(task)

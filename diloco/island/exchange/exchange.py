@@ -39,7 +39,6 @@ from diloco.transport.contracts import Transport
 
 logger = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 1.0
 #: Limits of what is sent where nothing is known of the steps that made it.
 ANYWHERE = (math.inf, 0.0)
 
@@ -93,7 +92,7 @@ class Exchange:
         self._views = {p: fragment.view() for p, fragment in self._fragments.items()}
         self._tasks = Tasks(self._show)
         self._reach = SyncerReach()
-        self._find_syncers = find_syncers
+        self._find_syncers, self._rng = find_syncers, rng
         to = [self._calls_to(each, rng) for each in connections]
         syncers = dict(
             sorted(
@@ -422,9 +421,9 @@ class Exchange:
         if changed:
             self._tasks.notify()
 
-    async def _look_for_syncers(self) -> None:
-        """Find out where fragments are now; the next question comes no sooner than in a second."""
-        await asyncio.sleep(_LOOK_AGAIN_S)
+    async def _look_for_syncers(self, wait_s: float) -> None:
+        """Find out where fragments are, in about so many seconds: ranks of all islands ask."""
+        await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
         if self._find_syncers is not None:
             try:
                 await self._find_syncers()

@@ -3,7 +3,7 @@
 Belongs to the exchange and its loop. A syncer that is away holds up nothing but its own fragments,
 as long as anybody else answers (`retried_calls.SyncerReach`); what it says that ends this rank,
 such as a fence, ends the exchange with all syncers. A fragment that it does not mention when it is
-asked about it has moved, or moves.
+asked about it has moved, or moves: nothing is said of it until the coordinator was asked.
 
 Source: PROTOCOL.md, "Syncer epoch", "One fragment, one round" and "Moves of fragments".
 """
@@ -22,6 +22,10 @@ from diloco.island.exchange.staging import Stager
 from diloco.protocol.rounds.messages import outcome_of
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import SyncerRestarted
+
+#: Seconds until it is asked where a fragment is, at first and at most: a move may take hours, and
+#: carriers of all islands ask.
+_LEAST_LOOK_S, _MOST_LOOK_S = 1.0, 60.0
 
 
 class SyncerLink:
@@ -42,7 +46,7 @@ class SyncerLink:
         contributions: Contributions,
         stager: Stager,
         entry: FragmentEntry,
-        on_lacking: Callable[[], Awaitable[None]],
+        on_lacking: Callable[[float], Awaitable[None]],
     ) -> None:
         """Assign only.
 
@@ -54,11 +58,11 @@ class SyncerLink:
             contributions: Of the rank.
             stager: Of the rank.
             entry: Of the rank.
-            on_lacking: Finds out where fragments are that the syncer does not mention; takes a
-                while.
+            on_lacking: Finds out where fragments are that the syncer does not mention, in so many
+                seconds.
         """
         self.fragments = dict(fragments)
-        self.calls = calls
+        self.calls, self._calls_about = calls, parts.calls
         self.pinned_step = -1
         self._grant = parts.grant
         self._tasks = parts.tasks
@@ -67,6 +71,9 @@ class SyncerLink:
         self._sent_by = 0
         self.contributions, self.stager, self.entry = contributions, stager, entry
         self._on_lacking = on_lacking
+        self._lacking: set[int] = set()
+        self._look_s = _LEAST_LOOK_S
+        self._looking: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._pinning: asyncio.Task[None] | None = None
 
@@ -77,6 +84,9 @@ class SyncerLink:
 
     def poll_again(self) -> None:
         """Ask about the fragments that there are now, whatever is being asked."""
+        for p in self._lacking:
+            self._calls_about.go_on(p)
+        self._lacking.clear()
         if self._polling is not None:
             self._polling.cancel()
         self._polling = self._tasks.spawn(self._poll_forever()) if self.fragments else None
@@ -116,18 +126,37 @@ class SyncerLink:
 
     async def _poll_forever(self) -> None:
         while self._tasks.failure is None:
+            here = [each for p, each in self.fragments.items() if p not in self._lacking]
+            if not here:
+                return  # until `_look`
             undecided = [
                 fragment.outstanding.key
-                for fragment in self.fragments.values()
+                for fragment in here
                 if fragment.outstanding is not None and fragment.outcome is None
             ]
-            known = [fragment.known() for fragment in self.fragments.values()]
+            known = [fragment.known() for fragment in here]
             reply = await self.calls.poll(
                 known, undecided, step_s=self._step_s(), sent_by=self._sent_by
             )
             self._take(reply)
-            if len(reply.fragments) < len(known):
-                await self._on_lacking()
+            self._note_lacking({each.fragment_id for each in here}, reply)
+
+    def _note_lacking(self, asked: set[int], reply: wire.PollReply) -> None:
+        """Neither ask nor call about fragments that are not here, until it was asked where."""
+        if lacking := asked.difference(each.fragment_id for each in reply.fragments):
+            self._lacking |= lacking
+            for p in lacking:
+                self._calls_about.hold(p)
+            if self._looking is None:
+                self._looking = self._tasks.spawn(self._look())
+        elif not self._lacking:
+            self._look_s = _LEAST_LOOK_S
+
+    async def _look(self) -> None:
+        """Ask where fragments are, after longer and longer waits, then this syncer about them."""
+        await self._on_lacking(self._look_s)
+        self._look_s, self._looking = min(2 * self._look_s, _MOST_LOOK_S), None
+        self.poll_again()
 
     def _take(self, reply: wire.PollReply) -> None:
         if reply.is_fenced:
