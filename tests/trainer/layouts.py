@@ -191,9 +191,9 @@ CASES = [
         "compiled-full-1f1b",
         MeshConfig(pp=2),
         micro_batches=2,
-        compute=Compute("full", "aot_eager"),
+        compute=Compute("full", "inductor"),
     ),
-    Case("compiled-zbv", looped("zbv"), micro_batches=2, compute=Compute("none", "aot_eager")),
+    Case("compiled-bfs", looped("bfs"), micro_batches=2, compute=Compute("none", "aot_eager")),
     Case(
         "compiled-full-gathered",
         MeshConfig(cp=2, context="all-gather"),
