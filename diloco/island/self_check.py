@@ -229,8 +229,9 @@ class SelfCheck:
         is_agreed = self._is_agreed or (agreed is not None and agreed.is_unsound)
         if not (is_agreed or (self._agreement.is_alone and self.unsound)):
             return
+        reason = self.unsound  # before the last loss, which may be a good one
         self.settle()  # the next loss will be one of the published values
-        reason = self.unsound or "another rank of the island says so: see its log"
+        reason = reason or self.unsound or "another rank of the island says so: see its log"
         yield self._exchange.verify_anchors()
         self._agreement.smallest([], self._exchange.failure)
         dropped = tuple(map(self._merging.take_published, ledgers))

@@ -11,8 +11,8 @@ from diloco.island.agreement import Agreement
 from diloco.island.self_check import SelfCheck
 from diloco.protocol.island.ledger import FragmentLedger, Verdict
 from diloco.protocol.island.soundness import Mend
-from diloco.protocol.island.votes import NOT_FOLLOWED, FragmentView
-from diloco.telemetry.events import Event, LossAccepted
+from diloco.protocol.island.votes import NOT_FOLLOWED, FragmentView, IslandVote
+from diloco.telemetry.events import AlarmRaised, Event, LossAccepted
 
 
 class Site:
@@ -27,6 +27,8 @@ class Site:
             exchange=SimpleNamespace(
                 island="west",
                 unsound=(-1, ""),
+                failure=None,
+                verify_anchors=lambda: None,
                 view=lambda fragment_id: self.view,
             ),
             agreement=Agreement(None),
@@ -35,7 +37,9 @@ class Site:
             plan=SimpleNamespace(fragments=[None, None]),
         )
         merging: Any = SimpleNamespace(
-            trying=self._trying, release=lambda *args: self.released.append(args)
+            trying=self._trying,
+            release=lambda *args: self.released.append(args),
+            take_published=lambda ledger: 0,
         )
         self.check = SelfCheck(parts, merging)
 
@@ -205,3 +209,18 @@ def test_a_loss_that_comes_late_is_asked_for_before_a_send_and_counts_for_its_ow
     assert "the loss of this island is nan" in site.check.before_send(ledger, 1, is_flush=False)
     assert "the loss of this island is nan" in site.check.unsound
     assert coming == []
+
+
+def test_a_return_says_for_which_loss_though_one_that_came_later_is_good() -> None:
+    site, ledger = Site(), FragmentLedger(0, 0)
+    coming = [2.5]
+    site.train(math.nan, 1, ledger)
+    site.check.take_vote(IslandVote(0, (), is_unsound=True))
+    site.check.late_loss = lambda: coming.pop() if coming else None
+
+    for _ in site.check.returning(None, [ledger], 2):
+        pass
+
+    (text,) = [event.text for event in site.events if isinstance(event, AlarmRaised)]
+    assert text.startswith("after inner step 2 the loss of this island is nan, ")
+    assert coming == [] and site.check.unsound == ""

@@ -147,6 +147,7 @@ def test_where_the_published_values_are_no_better_it_declines_and_does_not_retur
         losses.note(2.5, 1)
 
     assert losses.wants_return, "what it did meanwhile is not to be sent"
+    assert losses.reason == "the loss of this island was far off, and is 2.5 again"
     losses.returned()
     losses.note(2.5, 1)
     assert not (losses.reason or losses.is_astray)

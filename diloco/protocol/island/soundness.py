@@ -174,7 +174,9 @@ class OwnLosses:
             self.wants_return = self._num_far >= _IN_A_ROW or not math.isfinite(loss)
         if not (is_far or is_alone or self.is_astray):
             self._losses.append(loss)
-        if self.is_astray or self.wants_return:
+        if self.is_astray and not is_far:
+            self.reason = f"the loss of this island was far off, and is {loss:.4g} again"
+        elif self.is_astray or self.wants_return:
             known = f"{limit:.4g} is far off" if math.isfinite(limit) else "it is not finite"
             self.reason = f"the loss of this island is {loss:.4g}, beyond {known}"
         else:
