@@ -158,13 +158,20 @@ class _Here:
         except _Over:
             await asyncio.to_thread(stop_syncer, self._state)
         if code == Fenced.exit_code:
-            raise Fenced(f"another machine serves as syncer {self._name} now: this one ends")
+            raise self._fenced("another machine")
         if code == 0:
             self._announce(
                 f"syncer {self._name} is done: the coordinator has ended the run, or stopped. Once "
                 f"it goes on: diloco syncer RUN.toml --name {self._name}"
             )
         return code
+
+    def _fenced(self, who: str) -> Fenced:
+        return Fenced(
+            f"{who} serves as syncer {self._name} now or, as the coordinator, has taken this one "
+            f"for lost and given its fragments to others (diloco move): this machine ends. To have "
+            f"it serve again: diloco syncer RUN.toml --name {self._name}"
+        )
 
     async def _wait(self, is_standby: bool) -> None:
         """Wait until there is a run, and nobody else serves as this syncer."""
@@ -217,7 +224,7 @@ class _Here:
                 await asyncio.sleep(BEAT_S)
         assert found is not None, "its first entry is never removed"
         if self._num_starts and holder is not None and holder.holder != self._own:
-            raise Fenced(f"{holder.name} serves as syncer {self._name} now: this machine ends")
+            raise self._fenced(holder.name)
         if self._num_starts and found.is_over:
             raise _Over
         self._num_starts += 1

@@ -324,15 +324,10 @@ def _move(arguments: Mapping[str, str], membership: Membership, config: Config) 
         f"fragment {p} ({sizes[p]}) from {names[assignment.owner(p)]} to {names[dealt[p]]}"
         for p in sorted(dealt)
     )
-    lost = (
-        f". If {source} is not heard of, its place is taken for good 15 s after its last word"
-        if source
-        else ""
-    )
     return Decision(
         f"moving, with what belongs to it in the object store, {said}: each is served by one of "
         f"the two at any moment or by none, islands go on, and diloco status HOST:PORT says when "
-        f"it is done{lost}",
+        "it is done. A syncer of which all moves is taken for lost 15 s after its last word",
         entries=assignment.moving(dealt),
     )
 
