@@ -69,7 +69,7 @@ def test_another_machine_makes_the_same_directory(store: Failing, tmp_path: Path
     replica = replica_at(store, two, at_work=False)
     fetched = replica.restore()
 
-    assert fetched == 2 * len(LARGE) + len(b"key") + 1
+    assert fetched == len(LARGE) + len(b"key") + 1  # once, whatever names it has
     assert held(two) == {k: v for k, v in held(one).items() if k != "lock"}
     assert (two / "secret").stat().st_mode & 0o777 == 0o600
     assert replica.restore() == 0
