@@ -659,9 +659,11 @@ class Replica:
             copied = {s.start: self._reusable.of(s.digest) for s in found}
             there = {s.start: s for s in found if copied[s.start]}
             file, own = composed(file, there, copied)
+            alike = (f for f in self._files.values() if f.digest == file.digest)
+            is_there = any(file.objects <= each.objects for each in alike)  # by another name
             self._uploading.update(file.objects)
         try:
-            if own:
+            if own and not is_there:
                 name = f"{self.name}/data/{own[0][1].object_name}"
                 size = sum(part.num_bytes for _, part in own)
                 self._store.put(name, gaps(path, own) if there else path, num_bytes=size)
