@@ -212,9 +212,12 @@ class Replica:
         for name in kept.keys() - self._files.keys():
             logger.info("removed, the state in %s has no %s", self._store.url, name)
             durable.unlink(kept[name])
+        alike: dict[object, list[str]] = {}
+        for name in sorted(filter(only, self._files.keys() - {without})):
+            file = self._files[name]
+            alike.setdefault((file.digest, file.mode) if file.parts else name, []).append(name)
         with ThreadPoolExecutor(_FETCHES, "fetch") as pool:
-            wanted = sorted(filter(only, self._files.keys() - {without}))
-            return sum(pool.map(self._restore_file, wanted))
+            return sum(pool.map(self._restore_alike, alike.values()))
 
     def fetch_all(
         self, *, without: str = "", only: Callable[[str], bool] = lambda name: True
@@ -235,9 +238,31 @@ class Replica:
         raise ObjectLost(self._lost[0])
 
     def lacking_bytes(self, *, only: Callable[[str], bool]) -> int:
-        """Add up the files that are not here as the chain has them."""
+        """Add up the files that are not here as the chain has them; those alike count once."""
         wanted = {name: file for name, file in self._files.items() if only(name)}
-        return sum(f.num_bytes for name, f in wanted.items() if not f.is_at(self.root / name))
+        lacking = [f for name, f in wanted.items() if not f.is_at(self.root / name)]
+        return sum({file.digest: file.num_bytes for file in lacking}.values())
+
+    def _restore_alike(self, names: Sequence[str]) -> int:
+        """Have files of the same bytes here, one file with several names; returns what it took.
+
+        A version that a checkpoint pins is such a file, and is fetched and kept once.
+        """
+        first, *others = names
+        num_bytes = self._restore_file(first)
+        source, there = self.root / first, self._files[first]
+        for name in others:
+            path = self.root / name
+            if there.is_at(path):
+                continue
+            if not there.is_at(source):  # it is lost, as the log says, and the next one may not be
+                num_bytes += self._restore_file(name)
+                continue
+            durable.make_directory_durably(path.parent)
+            durable.unlink(path)
+            durable.link(source, path)
+            durable.sync_directory(path.parent)
+        return num_bytes
 
     def _restore_file(self, name: str) -> int:
         """Have a file here as the chain has it; returns the bytes that were fetched."""
@@ -634,9 +659,11 @@ class Replica:
             copied = {s.start: self._reusable.of(s.digest) for s in found}
             there = {s.start: s for s in found if copied[s.start]}
             file, own = composed(file, there, copied)
+            alike = (f for f in self._files.values() if f.digest == file.digest)
+            is_there = any(file.objects <= each.objects for each in alike)  # by another name
             self._uploading.update(file.objects)
         try:
-            if own:
+            if own and not is_there:
                 name = f"{self.name}/data/{own[0][1].object_name}"
                 size = sum(part.num_bytes for _, part in own)
                 self._store.put(name, gaps(path, own) if there else path, num_bytes=size)

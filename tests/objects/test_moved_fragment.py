@@ -172,6 +172,8 @@ def test_what_was_fetched_before_a_failure_is_not_fetched_again_and_nothing_with
     large = {f"fragment-0001/v00000000000{n}.record": bytes([n]) * 100_000 for n in (5, 6)}
     for name, content in large.items():
         durable.write_durably(eu.state.store / name, [content])
+    kept, pin = max(large), "pins/step-000000000020/fragment-0001/v000000000006.record"
+    durable.link(eu.state.store / kept, eu.state.store / pin)
     let_go(eu.state, {1})
     us.start()
     assert eu.replica is not None
@@ -192,7 +194,8 @@ def test_what_was_fetched_before_a_failure_is_not_fetched_again_and_nothing_with
 
     assert "fragment 1 taken from syncer-eu, bytes=100000" in caplog.text
     own = {name: content for name, content in us.files().items() if "/" in name}
-    assert own == MOVED | large
+    assert own == MOVED | large | {pin: large[kept]}
+    assert (us.state.store / kept).samefile(us.state.store / pin)
 
 
 def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
