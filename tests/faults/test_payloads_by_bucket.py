@@ -67,6 +67,7 @@ def run(tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> It
         yield run
 
 
+@pytest.mark.slow  # with its two runs most of a minute
 def test_a_lost_syncer_is_made_again_of_what_islands_wrote(
     run: PlacedRun, direct: list[tuple[int, str]]
 ) -> None:

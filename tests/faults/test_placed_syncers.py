@@ -104,6 +104,7 @@ def test_ctrl_c_stops_a_syncer_with_a_word_and_lets_go_of_its_place(run: PlacedR
     assert "silent" not in (run.directory / "other.log").read_text()
 
 
+@pytest.mark.slow  # half a minute; the test before replaces a machine as well
 def test_a_stopped_run_is_resumed_where_other_machines_are(
     run: PlacedRun, with_one_syncer: list[tuple[int, str]]
 ) -> None:
