@@ -140,6 +140,9 @@ def move(
     same. A syncer that is lost for good needs no process any more: --from takes all that it has,
     and deals it over the others by size and share.
 
+    Both syncers start again for it. No round of what moves opens until all of it is copied: seconds
+    for a small model, hours for hundreds of billions of parameters on one line.
+
     Example: diloco move 127.0.0.1:29400 --from eu-west
     """
     given = {"fragments": fragments, "from": from_, "to": to}
