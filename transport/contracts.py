@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 #: Version of the wire protocol; every header carries it.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 def _nothing() -> None:

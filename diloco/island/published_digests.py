@@ -17,11 +17,11 @@ from diloco.island.agreement import Agreement
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Fragment, Plan
 from diloco.protocol.island.votes import NOT_MINE, FragmentView
-from diloco.versions.publication import lane_digest, version_digest
+from diloco.versions.value_digest import lane_digest, version_digest
 
-#: A digest of 32 bytes as integers that ranks can compare.
-_DIGEST = struct.Struct("<4q")
-_NOBODY = (NOT_MINE,) * 4
+#: The digest of a lane as integers that ranks can compare.
+_DIGEST = struct.Struct("<2q")
+_NOBODY = (NOT_MINE,) * 2
 
 
 def stored_digests(plan: Plan, shards: LaneShards, agreement: Agreement) -> tuple[str | None, ...]:
@@ -91,5 +91,5 @@ def _held_digest(fragment: Fragment, shards: LaneShards, agreement: Agreement) -
     minus_differing, *found = agreement.smallest(words)
     if minus_differing:
         return None
-    digests = [_DIGEST.pack(*found[i : i + 4]) for i in range(0, len(found), 4)]
+    digests = [_DIGEST.pack(*found[i : i + 2]) for i in range(0, len(found), 2)]
     return version_digest(digests).hex()

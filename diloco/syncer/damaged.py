@@ -260,7 +260,7 @@ class Damage:
         if header == self._header or not header:
             return False
         problem = ""
-        is_whole = len(header.get("lane_digests", ())) == len(self._fragment.lanes)
+        is_whole = len(header.get("lane_blake3", ())) == len(self._fragment.lanes)
         if (indexed := header.get("version", -1)) < self.lost:
             # What an older version is made of is whole, and nothing would be repaired by it.
             problem = f"the newest version that the coordinator has indexed is {indexed}"
@@ -328,10 +328,9 @@ class Damage:
         if lane_id >= (num_lanes := len(self._fragment.lanes)):
             words = f"there is no lane {lane_id}, the fragment has {num_lanes}"
             raise PayloadRefused(Cause.LANE, words)
-        # Of a whole lane in float32, the digest of the payload is the digest of the lane.
-        if header.digest.hex() != (expected := self._header["lane_digests"][lane_id]):
+        if header.digest.hex() != (expected := self._header["lane_blake3"][lane_id]):
             words = (
-                f"lane {lane_id} of version {version} was published with digest {expected}, island "
+                f"lane {lane_id} of version {version} was published with blake3 {expected}, island "
                 f"{island!r} holds {header.digest.hex()[:64]}"
             )
             self._sources.refused[island] = f"its lane {lane_id} is not what was published"

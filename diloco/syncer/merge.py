@@ -46,6 +46,7 @@ from diloco.versions.publication import (
 )
 from diloco.versions.record import RecordDraft
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import LANE_DIGEST_BYTES
 from diloco.versions.version import VersionRecord
 
 #: Island -> lane -> what it sent.
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_DIGEST_BYTES = 32
+_BLAKE3_BYTES = 32
 
 
 class NothingToMerge(AggregationError):
@@ -186,6 +187,7 @@ class Merger:
             record = replace(
                 record,
                 lane_digests=tuple(lane.digest for lane in made),
+                lane_blake3=tuple(lane.blake3 for lane in made),
                 lanes=tuple(lane.state for lane in made),
                 payloads=tuple(lane.payload for lane in made),
                 guard=watch.guard(),
@@ -307,7 +309,7 @@ class Merger:
             on_delta=watch.lane(lane_id),
         )
         for name, values in made.state.vectors.items() if draft.has_state else ():
-            digest = made.digest if name == "published" else None
+            digest = made.blake3 if name == "published" else None
             draft.write(f"{name}/{lane_id}", to_bytes(values), digest)
         draft.write(f"payload/{lane_id}", made.payload)
         return made
@@ -323,7 +325,8 @@ class Merger:
             key=close.key,
             is_flush=close.is_flush,
             payload_codec=self.rules.payload_codec(close.is_flush),
-            lane_digests=tuple(bytes(_DIGEST_BYTES) for _ in self.fragment.lanes),
+            lane_digests=(bytes(LANE_DIGEST_BYTES),) * len(self.fragment.lanes),
+            lane_blake3=(bytes(_BLAKE3_BYTES),) * len(self.fragment.lanes),
             lanes=base.lanes,
             contributors=merge.contributors,
             refused=close.refused,

@@ -380,7 +380,7 @@ class Reporter:
             {"merge": None},
             {"refused": None},
             {"contributors": contributors},
-            dict.fromkeys(("lane_digests", "contributors", "last_included")),
+            dict.fromkeys(("lane_digests", "lane_blake3", "contributors", "last_included")),
         ):
             if len(text) <= most_bytes:
                 break

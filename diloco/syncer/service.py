@@ -193,9 +193,9 @@ class FragmentService:
     def _serves(self, header: wire.UploadHeader) -> bool:
         """Whether a lane is one of the version that is served now."""
         record, lane_id = self.runner.record, header.lane_id
-        if self.runner.damage.text or record is None or lane_id >= len(record.lane_digests):
+        if self.runner.damage.text or record is None or lane_id >= len(record.lane_blake3):
             return False
-        own = record.version, record.lane_digests[lane_id]
+        own = record.version, record.lane_blake3[lane_id]
         return own == (header.version, header.digest)
 
     # -- what is published -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Source: PROTOCOL.md, "Theta and published", "Order and arithmetic", "Outer step"
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from diloco.outer.optimizer import OuterOptimizer, flush_step_
 from diloco.protocol.rounds.terms import RoundKey
 from diloco.transport.contracts import Buffer
 from diloco.versions.record import SECOND_MOMENT, STATE_SECTIONS
+from diloco.versions.value_digest import lane_digest
 
 #: Reads a part of a payload, which is whole; raises what the place that it is read from does.
 ReadPart: TypeAlias = Callable[[slice], Buffer]
@@ -118,21 +119,20 @@ class PublicationRules:
 
 @dataclass(frozen=True, slots=True)
 class LanePublication:
-    """One lane of a new version: its state, the payload that travels, and its digest."""
+    """One lane of a new version: its state, the payload that travels, and digests of `published`.
+
+    `digest` is of its values, `blake3` of their bytes.
+    """
 
     state: LaneState
     payload: Buffer
     digest: bytes
+    blake3: bytes
 
 
-def lane_digest(published: Tensor) -> bytes:
-    """Digest one lane: blake3 of its little-endian float32 values (32 bytes)."""
+def lane_blake3(published: Tensor) -> bytes:
+    """Hash the bytes of a lane, little-endian float32: the digest of a payload that is whole."""
     return blake3.blake3(to_bytes(published)).digest()
-
-
-def version_digest(lane_digests: Sequence[bytes]) -> bytes:
-    """Digest a version: blake3 over its lane digests in lane order (32 bytes)."""
-    return blake3.blake3(b"".join(lane_digests)).digest()
 
 
 def decoder_of(uplink_codec: str, fragment: Fragment, lane_id: int) -> Callable[[Buffer], Tensor]:
@@ -240,7 +240,10 @@ def publish_lane_(
     published = apply_payload(codec, encoded, state.published)
     _check_finite(key.version, published=published)
     return LanePublication(
-        replace(state, published=published), to_bytes(encoded), lane_digest(published)
+        replace(state, published=published),
+        to_bytes(encoded),
+        lane_digest(published),
+        lane_blake3(published),
     )
 
 

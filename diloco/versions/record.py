@@ -40,7 +40,7 @@ SECOND_MOMENT = "second_moment"
 #: Section of what the merge's guard knows, where it knows anything.
 GUARD = "guard"
 
-MAGIC = b"DILOREC2"
+MAGIC = b"DILOREC3"
 #: Key of `RecordDraft._starts` that no section has.
 _END = ""
 _PREFIX = struct.Struct("<8sQ32s")

@@ -33,7 +33,7 @@ from diloco.outer.fragments import Plan
 from diloco.outer.units import merge_units
 from diloco.versions.frames import KEPT, each_frame_in, frame_path, frames_in
 from diloco.versions.gram_matrices import gram_matrices
-from diloco.versions.publication import LanePublication, LaneState, PublicationRules, lane_digest
+from diloco.versions.publication import LanePublication, LaneState, PublicationRules, lane_blake3
 from diloco.versions.rebuild import lane_of, made_again_
 from diloco.versions.record import (
     RecordInvalid,
@@ -209,7 +209,7 @@ class FragmentReplay:
             damage = str(error)
         except (AggregationError, CodecError) as error:
             differences.append(f"what is kept cannot be merged: {error}")
-        is_same = [lane.digest.hex() for lane in made] == stored.header["lane_digests"]
+        is_same = [lane.blake3.hex() for lane in made] == stored.header["lane_blake3"]
         after = [lane.state for lane in made] if is_same else None
         if version in self._records:
             try:
@@ -262,7 +262,7 @@ class FragmentReplay:
     def _state_of(self, record: StoredRecord) -> list[LaneState]:
         """Read the state of a whole record, and insist that its digests are of it."""
         lanes = [lane_of(record, lane.lane_id) for lane in self._fragment.lanes]
-        if [lane_digest(s.published).hex() for s in lanes] != record.header["lane_digests"]:
+        if [lane_blake3(s.published).hex() for s in lanes] != record.header["lane_blake3"]:
             raise RecordInvalid(f"{record.path} holds other published values than it says")
         return lanes
 

@@ -20,8 +20,9 @@ from diloco.outer.combination import Combination
 from diloco.outer.fragments import Fragment
 from diloco.protocol.rounds.terms import Contributor, Inclusion, RoundKey
 from diloco.transport.contracts import Buffer
-from diloco.versions.publication import LaneState, lane_digest, version_digest
+from diloco.versions.publication import LaneState, lane_blake3
 from diloco.versions.record import GUARD, state_sections
+from diloco.versions.value_digest import lane_digest, version_digest
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class VersionRecord:
         key: Round that published it; `key.version` + 1 is `version`. Version 0 has none.
         lanes: State of each lane, in lane order.
         payloads: Published payload of each lane; empty for version 0.
+        lane_digests: Of the published values of each lane, `value_digest`.
+        lane_blake3: Of their bytes: by these a lane is taken back from an island.
         contributions: Island -> encoded lanes, as accepted; empty for version 0.
         refused: Island -> why it left the attempt, for those that did.
         last_included: Island -> its newest contribution that this version or one before it counts.
@@ -56,6 +59,7 @@ class VersionRecord:
     is_flush: bool
     payload_codec: str
     lane_digests: tuple[bytes, ...]
+    lane_blake3: tuple[bytes, ...]
     lanes: tuple[LaneState, ...]
     payloads: tuple[Buffer, ...] = ()
     contributors: tuple[Contributor, ...] = ()
@@ -99,6 +103,7 @@ class VersionRecord:
             "payload_codec": self.payload_codec,
             "digest": self.digest.hex(),
             "lane_digests": [digest.hex() for digest in self.lane_digests],
+            "lane_blake3": [digest.hex() for digest in self.lane_blake3],
             "contributors": [c.to_json() for c in self.contributors],
             "refused": dict(self.refused),
             "last_included": {name: [*astuple(last)] for name, last in self.last_included.items()},
@@ -136,6 +141,7 @@ def founding_record(
         is_flush=False,
         payload_codec="float32",
         lane_digests=tuple(lane_digest(lane.published) for lane in lanes),
+        lane_blake3=tuple(lane_blake3(lane.published) for lane in lanes),
         lanes=tuple(lanes),
         closed_unix_s=closed_unix_s,
     )
@@ -193,6 +199,7 @@ def record_of(
         is_flush=header["is_flush"],
         payload_codec=header["payload_codec"],
         lane_digests=tuple(bytes.fromhex(digest) for digest in header["lane_digests"]),
+        lane_blake3=tuple(bytes.fromhex(digest) for digest in header["lane_blake3"]),
         lanes=lanes
         or tuple(
             LaneState(*(vector(name, lane.lane_id) for name in state_sections(sections)))

@@ -125,12 +125,13 @@ def test_what_a_watched_thread_copies_is_counted_and_its_values_apart() -> None:
 def test_an_io_thread_may_wait_but_its_coded_bytes_have_a_bar() -> None:
     counts = DeviceCounts(syncs=9, sync_copies=9, bytes_down=50, bytes_up=70)
 
-    rows = figures("decoupled", "one", [[Section("exchange", counts, 100, 100, digest_bytes=400)]])
+    rows = figures("decoupled", "one", [[Section("exchange", counts, 100, 100, uncoded_bytes=400)]])
 
-    assert (rows[0]["syncs"], rows[0]["digest_per_value"]) == (None, 4.0)
+    assert (rows[0]["syncs"], rows[0]["uncoded"]) == (None, 400)
     assert [(each.figure, each.is_met) for each in requirements(rows)] == [
         (0.5, True),
         (0.7, False),
+        (400, False),
     ]
 
 

@@ -15,7 +15,8 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import DigestMismatch, Event, FragmentStaged, PhaseDone
 from diloco.transport.contracts import Buffer
-from diloco.versions.publication import lane_digest, version_digest
+from diloco.versions.publication import lane_blake3
+from diloco.versions.value_digest import lane_digest, version_digest
 
 FRAGMENT = make_plan([TensorSpec("a", (2048, 128))], num_fragments=1, num_lanes=16).fragments[0]
 LANES: dict[int, Tensor] = {lane.lane_id: torch.full((lane.numel,), 1.0) for lane in FRAGMENT.lanes}
@@ -42,7 +43,7 @@ class Syncer:
         (lane_id,) = lane_ids
         async with asyncio.timeout(10.0):
             await self._all_asked.wait()
-        digest = lane_digest(LANES[lane_id])
+        digest = lane_blake3(LANES[lane_id])
         reply = wire.FetchReply(status=wire.FETCH_STATUS_OK, codec="float32", digest=digest)
         return reply, to_bytes(LANES[lane_id].view(torch.uint8))
 

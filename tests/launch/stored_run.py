@@ -15,8 +15,9 @@ from diloco.protocol.rounds.terms import Contributor, RoundKey
 from diloco.state_dir import StateDir
 from diloco.trainer.models.families import Shape, parameter_shapes
 from diloco.trainer.models.model import Llama, LlamaShape
-from diloco.versions.publication import LaneState, lane_digest
+from diloco.versions.publication import LaneState, lane_blake3
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import lane_digest
 from diloco.versions.version import VersionRecord
 from tests.run_files import write_run
 
@@ -96,6 +97,7 @@ def record_of(
         is_flush=is_flush,
         payload_codec="int4",
         lane_digests=digests,
+        lane_blake3=tuple(map(lane_blake3, lanes)),
         lanes=tuple(LaneState(lane + 1, lane, lane + 2) for lane in lanes),
         payloads=tuple(b"payload" for _ in lanes) if version else (),
         contributors=contributors if version else (),

@@ -37,8 +37,9 @@ from diloco.protocol.rounds.terms import RoundKey
 from diloco.protos.control_pb2 import FragmentSource, SyncerHelloReply
 from diloco.state_dir import StateDir, Timeline
 from diloco.syncer.reporter import Reporter
-from diloco.versions.publication import LaneState, lane_digest
+from diloco.versions.publication import LaneState, lane_blake3
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import lane_digest
 from diloco.versions.version import VersionRecord
 from tests.run_files import write_run
 
@@ -302,6 +303,7 @@ def record(version: int) -> VersionRecord:
         is_flush=False,
         payload_codec="float32",
         lane_digests=tuple(map(lane_digest, values)),
+        lane_blake3=tuple(map(lane_blake3, values)),
         lanes=tuple(LaneState(each, each, each) for each in values),
         payloads=tuple(bytes(4) for _ in values) if version else (),
         contributors=(),

@@ -18,9 +18,10 @@ from diloco.protocol.rounds.terms import Contributor, RoundKey
 from diloco.protocol.run.alarms import LASTING_S
 from diloco.telemetry.events import AlarmRaised
 from diloco.transport.calls.loopback import run_virtual
-from diloco.versions.publication import LaneState, lane_digest
+from diloco.versions.publication import LaneState, lane_blake3
 from diloco.versions.record import StoredRecord, locate, record_path
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import lane_digest
 from diloco.versions.version import VersionRecord
 from tests.virtual_run import Setting, VirtualRun, descend
 
@@ -58,6 +59,7 @@ def stored(directory: Path, num_islands: int, num_versions: int = 6) -> Fragment
                 is_flush=False,
                 payload_codec="float32",
                 lane_digests=digests,
+                lane_blake3=tuple(map(lane_blake3, lanes)),
                 lanes=tuple(LaneState(lane, lane, lane) for lane in lanes),
                 payloads=tuple(bytes(lane.numel) for lane in FRAGMENT.lanes) if version else (),
                 contributors=tuple(Contributor(name, 1, 1, 1, 1, digests) for name in names),

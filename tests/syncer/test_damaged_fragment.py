@@ -382,7 +382,7 @@ def test_what_is_not_what_was_published_repairs_nothing(
         run.syncer.repair(0, "a", header)
         assert (await a.poll()).fragments[0].asked
         assert not (await b.poll()).fragments[0].asked
-        assert "was published with digest" in await give(a, 0, 7.0)
+        assert "was published with blake3" in await give(a, 0, 7.0)
         assert "not asked of island 'b'" in await give(b, 0, 0.0)
         assert "not asked of island 'a'" in await give(a, 0, 0.0, version=1)
         assert await give(a, 0, 0.0) == ""

@@ -26,9 +26,10 @@ from diloco.protocol.rounds.terms import Close, Contributor, Inclusion, RoundKey
 from diloco.syncer.merge import Merger, NothingToMerge, Spooled
 from diloco.syncer.spool import Spool
 from diloco.telemetry.syncer_meter import SyncerMeter
-from diloco.versions.publication import LaneState, PublicationRules, lane_digest
+from diloco.versions.publication import LaneState, PublicationRules, lane_blake3
 from diloco.versions.record import RecordDraft, record_path
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import lane_digest
 from diloco.versions.version import VersionRecord, founding_record
 from tests.remaking import publish_lane, recompute
 
@@ -59,7 +60,8 @@ def base() -> VersionRecord:
         theta = torch.randn(lane.numel, generator=generator)
         lanes.append(LaneState(theta, theta + 1e-3, torch.ones(lane.numel)))
     digests = tuple(lane_digest(lane.published) for lane in lanes)
-    return VersionRecord(0, 0, 0, None, False, "float32", digests, tuple(lanes))
+    of_bytes = tuple(lane_blake3(lane.published) for lane in lanes)
+    return VersionRecord(0, 0, 0, None, False, "float32", digests, of_bytes, tuple(lanes))
 
 
 def payload(island: str, lane_id: int, scale: float = 1.0) -> memoryview:
@@ -129,6 +131,7 @@ def test_the_record_is_the_same_to_the_byte_however_it_was_made(
         is_flush=False,
         payload_codec="int4",
         lane_digests=tuple(lane.digest for lane in made),
+        lane_blake3=tuple(lane.blake3 for lane in made),
         lanes=tuple(lane.state for lane in made),
         payloads=tuple(lane.payload for lane in made),
         contributors=CLOSE.contributors,

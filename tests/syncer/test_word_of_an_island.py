@@ -17,6 +17,7 @@ from diloco.refusals import Cause
 from diloco.syncer.damaged import RecoveredVersion
 from diloco.transport.calls.loopback import run_virtual
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import lane_digest
 from tests.raw_island import NUMEL, RawIsland
 from tests.syncer.test_damaged_fragment import until
 from tests.virtual_run import Setting, VirtualRun, descend
@@ -41,8 +42,11 @@ def test_an_island_with_another_version_under_the_same_number_says_so(setting: S
         held = store.newest()
         assert held is not None
         lanes = {i: to_bytes((v.published + 1).view(torch.uint8)) for i, v in enumerate(held.lanes)}
-        digests = [blake3.blake3(lane).hexdigest() for lane in lanes.values()]
-        recovered = RecoveredVersion("b", {**held.header(), "lane_digests": digests}, lanes)
+        other = {
+            "lane_digests": [lane_digest(v.published + 1).hex() for v in held.lanes],
+            "lane_blake3": [blake3.blake3(lane).hexdigest() for lane in lanes.values()],
+        }
+        recovered = RecoveredVersion("b", {**held.header(), **other}, lanes)
         store.commit(recovered.record(fragment, None, has_second_moment=False))
         await run.start_syncer()
         assert not run.syncer.damage(0)

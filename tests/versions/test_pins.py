@@ -21,9 +21,10 @@ from diloco.versions.pins import (
     valid_pins,
     verify_pin,
 )
-from diloco.versions.publication import LaneState, lane_digest
+from diloco.versions.publication import LaneState, lane_blake3
 from diloco.versions.record import RecordInvalid, fragment_directory, record_path, versions_in
 from diloco.versions.store import FragmentStore, PinRefused
+from diloco.versions.value_digest import lane_digest
 from diloco.versions.version import VersionRecord
 
 PLAN = make_plan([TensorSpec("v", (300,)), TensorSpec("w", (300,))], num_fragments=2)
@@ -45,7 +46,8 @@ def record_of(fragment_id: int, version: int, timeline: int = 0) -> VersionRecor
         key=None if is_first else RoundKey(timeline, fragment_id, version - 1, 0),
         is_flush=False,
         payload_codec="float32",
-        lane_digests=tuple(lane_digest(vector) for vector in vectors),
+        lane_digests=tuple(map(lane_digest, vectors)),
+        lane_blake3=tuple(map(lane_blake3, vectors)),
         lanes=tuple(LaneState(v, v, v) for v in vectors),
         payloads=() if is_first else tuple(bytes(4) for _ in lanes),
         contributors=() if is_first else (contributor,),

@@ -20,9 +20,10 @@ from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.protocol.rounds.terms import Contributor, RecordExpiry, RoundKey
 from diloco.versions.frames import headers_in
-from diloco.versions.publication import LaneState, PublicationRules, lane_digest
+from diloco.versions.publication import LaneState, PublicationRules, lane_blake3
 from diloco.versions.record import RecordInvalid, header_path, record_path
 from diloco.versions.store import FragmentStore
+from diloco.versions.value_digest import lane_digest
 from diloco.versions.version import VersionRecord
 from tests.remaking import publish_lane, recompute
 
@@ -64,7 +65,8 @@ def first(seed: int = 0) -> VersionRecord:
         key=None,
         is_flush=False,
         payload_codec="float32",
-        lane_digests=tuple(lane_digest(vector) for vector in vectors),
+        lane_digests=tuple(map(lane_digest, vectors)),
+        lane_blake3=tuple(map(lane_blake3, vectors)),
         lanes=tuple(LaneState(v, v, torch.zeros_like(v)) for v in vectors),
     )
 
@@ -111,6 +113,7 @@ def following(
         is_flush=is_flush,
         payload_codec=rules.payload_codec(is_flush),
         lane_digests=tuple(lane.digest for lane in made),
+        lane_blake3=tuple(lane.blake3 for lane in made),
         lanes=tuple(lane.state for lane in made),
         payloads=tuple(lane.payload for lane in made),
         contributors=contributors,
@@ -519,9 +522,9 @@ def test_headers_are_read_without_a_record_being_whole(store: FragmentStore) -> 
 def test_a_record_of_an_earlier_format_is_invalid_by_name(store: FragmentStore) -> None:
     commit(store, 1)
     path = path_of(store, 1)
-    path.write_bytes(path.read_bytes().replace(b"DILOREC2", b"DILOREC1", 1))
+    path.write_bytes(path.read_bytes().replace(b"DILOREC3", b"DILOREC1", 1))
 
-    with pytest.raises(RecordInvalid, match=r"begins with b'DILOREC1', not b'DILOREC2'"):
+    with pytest.raises(RecordInvalid, match=r"begins with b'DILOREC1', not b'DILOREC3'"):
         store.load(1)
     recovered = store.recover()
     assert recovered is not None

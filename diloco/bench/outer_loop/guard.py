@@ -233,5 +233,5 @@ def _settled(fragment: Fragment, generator: torch.Generator) -> VersionRecord:
     for _ in range(WINDOW):
         history = history.after(sizes, np.ones(1))
     return VersionRecord(
-        0, 0, 0, None, False, "float32", (b"",), (state,), guard=history.to_bytes()
+        0, 0, 0, None, False, "float32", (b"",), (b"",), (state,), guard=history.to_bytes()
     )

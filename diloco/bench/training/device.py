@@ -4,8 +4,7 @@ Real trainers, sessions, coordinator and syncer, on ranks joined by gloo, under 
 whose docstring says what counts and what it cannot see. A figure is the largest of a row's sections
 and ranks; bytes are the sum over the ranks. Sections of the first round are left out, because
 memory may be taken then. What the IO threads copy, which nobody waits for, is a row for the whole
-run up to its flush, which is published in float32: coded bytes, and besides the values that digests
-are computed of, which only a hash on the device would save.
+run up to its flush, which is published in float32: coded bytes, and no value that is not coded.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _COLUMNS = (
     Column("up", "bytes up", ",.0f"),
     Column("down_per_value", "down/value", ".2f"),
     Column("up_per_value", "up/value", ".2f"),
-    Column("digest_per_value", "digest/value", ".2f"),
+    Column("uncoded", "uncoded down", ",.0f"),
     Column("new_per_lane", "new/lane", ".2f"),
     Column("launches", "launches"),
 )
@@ -110,7 +109,7 @@ class Section:
         num_merged: Of those that were merged; of the IO thread, staged.
         lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop, or it is
             the IO thread's.
-        digest_bytes: Copied to the host for digests, and not counted otherwise; of the IO thread.
+        uncoded_bytes: Of float32 values that went to the host; of the IO thread.
     """
 
     operation: str
@@ -118,7 +117,7 @@ class Section:
     num_sent: int = 0
     num_merged: int = 0
     lane_bytes: int = 0
-    digest_bytes: int = 0
+    uncoded_bytes: int = 0
 
 
 def run(watch: Watch, rows: Sequence[str] = (), *, setting: DeviceSetting = SETTING) -> Report:
@@ -170,8 +169,8 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
                 "up": up,
                 "down_per_value": down / first.num_sent if first.num_sent else None,
                 "up_per_value": up / num_merged if num_merged else None,
-                "digest_per_value": sum(each.digest_bytes for each in sections) / num_merged
-                if num_merged
+                "uncoded": sum(each.uncoded_bytes for each in sections)
+                if first.operation == "exchange"
                 else None,
                 "new_per_lane": max(each.largest_bytes for each in counts) / first.lane_bytes
                 if first.lane_bytes
@@ -197,6 +196,7 @@ def requirements(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
     of_fragments = {
         "down_per_value": (_MOST_BYTES, "bytes a value, to the host"),
         "up_per_value": (_MOST_BYTES, "bytes a value, to the device"),
+        "uncoded": (0.0, "bytes of float32 values, to the host"),
         "new_per_lane": (1.0, "largest new storage, in lanes"),
     }
     found = []
@@ -367,10 +367,10 @@ class _IoCopies:
         counts = self._counts
         return Section(
             "exchange",
-            replace(counts, bytes_down=counts.bytes_down - counts.values_down),
+            replace(counts, bytes_down=counts.bytes_down - self._entered_bytes),
             sum(numels[p] for p in self._sent),
             sum(numels[p] for p in self._staged),
-            digest_bytes=counts.values_down - self._entered_bytes,
+            uncoded_bytes=counts.values_down - self._entered_bytes,
         )
 
 

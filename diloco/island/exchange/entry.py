@@ -23,7 +23,7 @@ from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.staging import VersionGone, fetch_lane
 from diloco.protos import fragment_pb2 as wire
 from diloco.tasks import wait_for
-from diloco.versions.publication import lane_digest
+from diloco.versions.value_digest import lane_digest
 
 logger = logging.getLogger(__name__)
 

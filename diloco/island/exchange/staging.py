@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import blake3
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -30,12 +31,8 @@ from diloco.outer.fragments import Fragment
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import CaughtUp, DigestMismatch, Event, FragmentStaged, PhaseDone
 from diloco.transport.contracts import Buffer
-from diloco.versions.publication import (
-    MOST_TOGETHER,
-    apply_payload,
-    lane_digest,
-    version_digest,
-)
+from diloco.versions.publication import MOST_TOGETHER, apply_payload
+from diloco.versions.value_digest import lane_digest, version_digest
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +212,8 @@ async def fetch_lane(
         version: Version to fetch.
         lane_id: The lane.
         numel: Its number of values.
-        digest: Of the published lane; empty when it is not known, which trusts the syncer's reply.
+        digest: Of the published lane; empty when it is not known: then the payload is held against
+            what the syncer's reply says of it.
         device: Where it is wanted.
 
     Raises:
@@ -226,10 +224,10 @@ async def fetch_lane(
         reply, payload = await _fetch(
             calls, fragment_id, version, [lane_id], wire.FETCH_KIND_DENSE, numel
         )
-        values = get_codec("float32").decode(from_bytes(payload), numel)
-        # Of a whole lane, the digest of the payload is the digest of the lane.
-        if lane_digest(values) == (digest or reply.digest):
-            return values.to(device)
+        values = get_codec("float32").decode(from_bytes(payload), numel).to(device)
+        said = digest or reply.digest
+        if said == (lane_digest(values) if digest else blake3.blake3(payload).digest()):
+            return values
     raise CodecError(
         f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
         f"syncer's digest even when fetched as a whole, {_TRIES} times"
