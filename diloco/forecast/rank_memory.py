@@ -89,7 +89,7 @@ class RankForecast:
     """Bytes of the rank of an island that takes most, and operations of each.
 
     `carriers` are the ranks that hold what the outer loop keeps on hosts, and move payloads; of
-    `carrier_hosts` hosts.
+    `carrier_hosts` hosts. Of replicas (dp_replicate) the first alone copies for a checkpoint.
     """
 
     parameter_bytes: int
@@ -149,7 +149,9 @@ def forecast_rank(
         carriers=carriers,
         carrier_hosts=min(carriers, island.carrier_hosts or hosts, hosts),
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
-        checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes) // island.ranks,
+        checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes)
+        * island.mesh.dp_replicate
+        // island.ranks,
         flops_per_inner_step=flops_per_token(shape, length)
         * island.tokens_per_inner_step
         / island.ranks,
