@@ -236,6 +236,12 @@ class IslandCheckpoints:
         """Wait for the checkpoint that is being written."""
         self._thread.settle()
 
+    def end_training(self) -> None:
+        """Wait for it, and let what follows the last inner step write to what is being copied."""
+        self.settle()
+        if self._memory is not None:
+            self._memory.precede()
+
     def copy(self) -> None:
         """Copy the inner state to memory, if that is due after the present inner step."""
         is_due = self._memory is not None and self._memory.is_due(self._outer.inner_step)
