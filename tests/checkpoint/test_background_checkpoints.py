@@ -55,7 +55,7 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
 ) -> None:
     directory, output = tmp_path / "state" / "checkpoints", tmp_path / "out"
     settings = ["checkpoint.every_inner_steps=20", "checkpoint.keep=4"]
-    with ServedRun(tmp_path, {"east": ""}, settings, inner_steps=56) as served:
+    with ServedRun(tmp_path, {"east": ""}, settings, inner_steps=62) as served:
         arguments = ["40", str(tmp_path / "go-on"), "--config", str(served.run_file)]
         arguments += ["--island", "east", "--coordinator", served.address, "--output", str(output)]
         rank = subprocess.Popen(
@@ -63,12 +63,12 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
             env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         )
         try:
-            # The disk stands still from step 40 on: the last inner step is made all the same.
-            wait_until(lambda: len(events(output, "inner_step")) == 56)
+            # The disk stands still from step 40 on; training does from the next checkpoint on.
+            wait_until(lambda: len(events(output, "inner_step")) == 60)
             # Sixteen steps may be over before the first byte is written behind them.
             torn = "east/step-000000000040/parts-0001/rank-*.tmp"
             wait_until(lambda: [path for path in directory.glob(torn) if path.stat().st_size])
-            assert rank.poll() is None, "the end of the run waits for the checkpoint"
+            assert rank.poll() is None, "the next checkpoint waits for this one"
             if is_killed:
                 rank.send_signal(signal.SIGKILL)
             else:
@@ -78,12 +78,13 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
             rank.kill()
 
     assert code == (-signal.SIGKILL if is_killed else 0)
-    assert valid_steps(directory, "east") == ([20] if is_killed else [20, 40])
+    assert valid_steps(directory, "east") == ([20] if is_killed else [20, 40, 60])
     written = events(output, "checkpoint_written")
-    assert [event["inner_step"] for event in written] == ([20] if is_killed else [20, 40])
+    assert [event["inner_step"] for event in written] == ([20] if is_killed else [20, 40, 60])
     if not is_killed:
+        assert written[0]["awaited_s"] < written[2]["awaited_s"] <= written[2]["blocked_s"]
         assert written[1]["blocked_s"] < written[1]["seconds"]
-        assert list(served.reports["east"].checkpoint_steps) == [20, 40]
+        assert list(served.reports["east"].checkpoint_steps) == [20, 40, 60]
 
 
 def sharded() -> Trained:
