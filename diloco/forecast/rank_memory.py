@@ -315,8 +315,9 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
 def check_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
     """Refuse checkpoints behind the training where their copy does not fit, before ranks meet.
 
-    Besides the copy, what the outer loop keeps is counted, the local values during an evaluation
-    among it, and parameters and optimizer of ranks that compute on the CPU.
+    Besides the copy, the lanes of the fragment that is being written are counted, what the outer
+    loop keeps, the local values during an evaluation among it, and parameters and optimizer of
+    ranks that compute on the CPU.
 
     Args:
         config: With an island selected.
@@ -330,6 +331,7 @@ def check_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) 
     if rank.checkpoint_copy_bytes == 0:
         return
     own = rank.checkpoint_copy_bytes + rank.outer_host_bytes
+    own += rank.parameter_bytes // config.outer.num_fragments
     if is_on_cpu:
         own += rank.parameter_bytes + rank.optimizer_bytes
     copies = format_bytes(num_local_ranks * rank.checkpoint_copy_bytes)
