@@ -3,7 +3,8 @@
 On CUDA work runs on a stream of its own, so that training goes on meanwhile. The work of a
 `DeviceThread` begins when what was submitted to the device before it is there, and is done when the
 device has done it: anyone who waits for it may use what it wrote on any stream. Another thread, the
-IO thread, takes a stream (`take_stream`), and is told what to wait for (`launched`).
+IO thread, takes a stream (`take_stream`), and is told what to wait for (`launched`). The training
+thread itself launches on a `SideStream` what is to be done next to its own work.
 """
 
 from __future__ import annotations
@@ -42,6 +43,42 @@ def wait_until_done(device: torch.device) -> None:
     """Wait until a device has done what this thread has submitted to its stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class SideStream:
+    """A stream next to that on which a thread computes, for work that this thread launches itself.
+
+    On a CPU there is none: work is done when `submit` returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Assign only."""
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def submit(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Launch some work, to begin after what this thread has submitted to the device so far.
+
+        Returns:
+            Waits, in any thread, until the device has done it.
+        """
+        if self._device.type != "cuda":
+            work()
+            return lambda: None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._done = self._stream.record_event(done)
+        return self._done.synchronize
+
+    def precede(self) -> None:
+        """Let what this thread submits from now on begin when all work is done; no thread waits."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class DeviceThread:

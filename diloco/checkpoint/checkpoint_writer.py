@@ -1,10 +1,13 @@
 """Writes an island's checkpoint: every rank its lanes, then the leader the manifest.
 
-`write` streams tensors: besides what the training holds, a rank needs the memory of one lane.
-`take` copies them to host memory, and `save` writes the copy, in another thread if one likes. A
-disk that is full ends the checkpoint, not the training: the failing rank goes on taking part in the
-collectives, so that nobody waits, and then all ranks know. A step that has a checkpoint keeps it
-until the new one is whole (`checkpoints`).
+`write` streams tensors: besides what the training holds, a rank needs the memory of one fragment's
+lanes. `take` launches a copy of what this rank stores to host memory (`state_copy`), and `save`
+collects lanes from the copy and writes them, in a thread of its own: only the first `take` makes
+the training threads wait for each other. The room is kept for the next checkpoint.
+
+A disk that is full ends the checkpoint, not the training: the failing rank goes on taking part in
+the collectives, so that nobody waits, and then all ranks know. A step that has a checkpoint keeps
+it until the new one is whole (`checkpoints`).
 
 `torch.distributed.checkpoint` is not what an island writes: its metadata is a pickle, its files
 have no digests, and it has no word for lanes, by which any other layout reads these.
@@ -22,7 +25,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,8 +44,12 @@ from diloco.checkpoint.checkpoints import (
     rank_file,
     step_directory,
 )
+from diloco.checkpoint.state_copy import StateCopier, StateCopy
 from diloco.compression.base import to_bytes
+from diloco.device_thread import take_stream
 from diloco.durable import make_directory_durably, read_json, write_durably, write_json
+from diloco.errors import DilocoError
+from diloco.island.lanes.boxes import declare_part, stored, stored_box, whole_shape
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import Plan
 from diloco.transport.contracts import Buffer
@@ -65,11 +72,57 @@ class _Tensor:
 class RankPart:
     """One rank's part of a checkpoint: the header of its file, and the bytes, to be walked once.
 
-    Walking is collective unless they were copied.
+    Walking is collective on `group`, in which the ranks agree while it is saved.
     """
 
     header: list[_Tensor]
     pieces: Iterator[Buffer]
+    group: dist.ProcessGroup | None
+    copied: StateCopy | None = None
+
+
+class _HostState:
+    """What this rank has of the training state, in host memory, as `LaneShards` read it.
+
+    What ranks store alike the first of them has. Moments that the optimizer does not keep are
+    zeros, which take no room. Making one is collective on `group`; lanes are collected on
+    `lane_group`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        training: Mapping[str, Mapping[str, Tensor]],
+        *,
+        group: dist.ProcessGroup | None,
+        lane_group: dist.ProcessGroup | None,
+    ) -> None:
+        zeros = {name: _zeros_like(values) for name, values in training["model"].items()}
+        shards = LaneShards(plan, zeros, group=group)
+        owned = sorted(shards.owned())
+        taken = [(s, name) for s, tensors in training.items() for name in owned if name in tensors]
+        numels = [zeros[name].numel() for _, name in taken]
+        self.room = torch.empty(sum(numels))
+        places = zip(taken, torch.split(self.room, numels), strict=True)
+        self._places = {
+            (section, name): _placed_like(training["model"][name], place.view(zeros[name].shape))
+            for (section, name), place in places
+        }
+        here = {s: {n: self._places.get((s, n), zeros[n]) for n in zeros} for s in training}
+        self.shards = {s: shards.over(each, group=lane_group) for s, each in here.items()}
+
+    def pairs(self, training: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return what this rank stores now, each with its place here."""
+        return [(stored(training[s][n]), place) for (s, n), place in self._places.items()]
+
+
+def _zeros_like(values: Tensor) -> Tensor:
+    return _placed_like(values, torch.zeros(()).expand(stored_box(values).sizes))
+
+
+def _placed_like(values: Tensor, here: Tensor) -> Tensor:
+    """Declare a tensor to be the part of the whole that this rank stores of `values`."""
+    return declare_part(here, whole_shape(values), stored_box(values).offsets)
 
 
 class CheckpointWriter:
@@ -92,6 +145,7 @@ class CheckpointWriter:
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
+        self._host_state: _HostState | None = None
 
     def write(
         self,
@@ -117,49 +171,60 @@ class CheckpointWriter:
         Raises:
             OSError: As `save`.
         """
-        part = self._part(training, outer)
-        return self.save(step, part, about=about, cut=cut, group=self._group)
+        first = LaneShards(self._plan, training["model"], group=self._group)
+        shards = {s: first.over(each, group=self._group) for s, each in training.items()}
+        return self.save(step, self._part(shards, outer, self._group), about=about, cut=cut)
 
     def take(
-        self, training: Mapping[str, Mapping[str, Tensor]], outer: Mapping[str, Tensor]
+        self,
+        training: Mapping[str, Mapping[str, Tensor]],
+        outer: Mapping[str, Tensor],
+        *,
+        copier: StateCopier,
+        group: dist.ProcessGroup | None,
     ) -> RankPart:
-        """Copy to host memory what this rank writes, for `save`; collective.
+        """Launch the copy of what this rank writes, for `save`; collective the first time.
 
         The outer state is not copied: its tensors are replaced and never written to.
 
         Args:
-            training: As for `write`.
+            training: As for `write`; moments that are not there are zero.
             outer: As for `write`.
+            copier: Of the optimizer; one and the same in all calls.
+            group: CPU (gloo) group of the thread that saves, with nothing under way in it; one and
+                the same in all calls; None for one rank.
         """
-        part = self._part(training, outer)
-        return RankPart(part.header, iter(list(part.pieces)))
+        if self._host_state is None:
+            self._host_state = _HostState(self._plan, training, group=self._group, lane_group=group)
+            copier.pin(self._host_state.room, "copies of its state for checkpoints")
+        copied = copier.copy(self._host_state.pairs(training))
+        return replace(self._part(self._host_state.shards, outer, group), copied=copied)
 
-    def save(
-        self,
-        step: int,
-        part: RankPart,
-        *,
-        about: Mapping[str, Any],
-        cut: int,
-        group: dist.ProcessGroup | None,
-    ) -> int:
-        """Write what was taken; collective on `group`.
+    def save(self, step: int, part: RankPart, *, about: Mapping[str, Any], cut: int) -> int:
+        """Write a part, once its copy is there; collective on its group.
 
         Args:
             step: As for `write`.
             part: Of this rank.
-            about: As for `write`.
+            about: As for `write`; of what was copied `optimizer_step` is added.
             cut: As for `write`.
-            group: CPU (gloo) group in which the ranks agree, used by nobody else meanwhile.
 
         Returns:
             Bytes of the whole checkpoint. The same step of an earlier time has been replaced.
 
         Raises:
             OSError: On all ranks, if one of them could not write; what was there before stays.
+            DilocoError: On all ranks, if the device of one could not copy; likewise.
         """
         path = step_directory(self._directory, self._island, cut or step, is_cut=cut > 0)
-        failure, mine, parts = "", {}, ""
+        name = rank_file(self._island_rank, self._num_ranks)
+        failure, mine, parts, group = "", {}, "", part.group
+        if part.copied is not None:
+            try:
+                about = {**about, "optimizer_step": part.copied.wait(f"{path}: {name}")}
+            except DilocoError as error:
+                failure = str(error)
+            check_all_ranks(group, failure, error=DilocoError)
         if self._island_rank == 0:
             try:
                 make_directory_durably(path)
@@ -167,7 +232,6 @@ class CheckpointWriter:
             except OSError as error:
                 failure = f"{path}: {error.strerror or error}"
         parts = check_all_ranks(group, failure, parts)[0]
-        name = rank_file(self._island_rank, self._num_ranks)
         try:
             mine = {name: _write(path / parts / name, part.header, part.pieces)}
         except OSError as error:
@@ -201,13 +265,12 @@ class CheckpointWriter:
         return ""
 
     def _part(
-        self, training: Mapping[str, Mapping[str, Tensor]], outer: Mapping[str, Tensor]
+        self,
+        shards: Mapping[str, LaneShards],
+        outer: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None,
     ) -> RankPart:
         """Return what the file holds, in order, and the values, which only a full walk collects."""
-        shards = {
-            section: LaneShards(self._plan, tensors, group=self._group)
-            for section, tensors in training.items()
-        }
         header = [
             _Tensor(
                 lane_key(section, fragment.fragment_id, lane_id),
@@ -227,12 +290,15 @@ class CheckpointWriter:
         def walk() -> Iterator[Buffer]:
             for lanes in shards.values():
                 for fragment in self._plan.fragments:
-                    for values in lanes.collect(fragment.fragment_id).values():
+                    collected = lanes.collect(fragment.fragment_id)
+                    for values in collected.values():
                         yield _bytes(values)
+                    lanes.reuse(collected)
+                lanes.release()
             for value in outer.values():
                 yield _bytes(value)
 
-        return RankPart(header, walk())
+        return RankPart(header, walk(), group)
 
     def _manifest(self, step: int, cut: int, about: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -341,45 +407,52 @@ _SLOWEST_DISK_S = 7200.0
 
 
 class SaveThread:
-    """Runs what it is given behind the training thread, to which everything here belongs."""
+    """Runs what it is given behind the training thread, to which everything here belongs.
 
-    def __init__(self) -> None:
+    Args:
+        device: Of the training; jobs use a stream of their own there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         """Assign only."""
+        self._device = device
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def start(self, job: Callable[[dist.ProcessGroup | None], None]) -> None:
-        """Begin a job, once the one before has ended; collective.
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the jobs, None on an island of one rank; collective the first time."""
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SLOWEST_DISK_S))
+        return self._group
 
-        Args:
-            job: Given the group of this thread, which is None on an island of one rank.
+    def start(self, job: Callable[[], object]) -> None:
+        """Begin a job, once the one before has ended.
 
         Raises:
             BaseException: What the job before has raised.
         """
         self.settle()
-        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SLOWEST_DISK_S))
-        group = self._group
 
         def run() -> None:
             try:
-                job(group)
+                take_stream(self._device)
+                job()
             except BaseException as error:  # raised in the training thread
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def run(self, job: Callable[[dist.ProcessGroup | None], _T]) -> _T:
-        """Do a job and wait for it, however long the disk of any rank takes; collective.
+    def run(self, job: Callable[[], _T]) -> _T:
+        """Do a job and wait for it, however long the disk of any rank takes.
 
         Raises:
             BaseException: What it has raised.
         """
         done: list[_T] = []
-        self.start(lambda group: done.append(job(group)))
+        self.start(lambda: done.append(job()))
         self.settle()
         return done[0]
 

@@ -35,8 +35,8 @@ from diloco.transport.units import format_bytes
 
 _PAGE_BYTES = 4096
 _HEADER = struct.Struct("<8sqq32s")
-_MAGIC = b"diloco-1"
-_NUM_SLOTS = 2
+_MAGIC = b"diloco-2"
+NUM_SLOTS = 2
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -121,7 +121,7 @@ class CopySlots:
     @property
     def num_bytes(self) -> int:
         """Of all slots."""
-        return self._num_states * _NUM_SLOTS * self._slot_bytes
+        return self._num_states * NUM_SLOTS * self._slot_bytes
 
     @property
     def missing_bytes(self) -> int:
@@ -139,6 +139,11 @@ class CopySlots:
         # Populated now: page by page it would be in the first copies' time.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         self._memory = memoryview(mmap.mmap(self._descriptor, self.num_bytes, flags))
+
+    def of_state(self, state: int) -> memoryview:
+        """Return the memory of all slots of the rank's n-th state."""
+        at, num_bytes = self._at(state, 0), NUM_SLOTS * self._slot_bytes
+        return self._view[at : at + num_bytes]
 
     def body(self, state: int, sequence: int) -> memoryview:
         """Return the body in which the copy `sequence` of the rank's n-th state lies."""
@@ -161,7 +166,7 @@ class CopySlots:
 
     def headers(self, state: int) -> list[Header]:
         """Return the headers of the copies of a state that were completed, unverified."""
-        found = [self.header(state, slot) for slot in range(_NUM_SLOTS)]
+        found = [self.header(state, slot) for slot in range(NUM_SLOTS)]
         return [header for header in found if header is not None]
 
     def is_whole(self, state: int, header: Header) -> bool:
@@ -179,7 +184,7 @@ class CopySlots:
         return _PAGE_BYTES + self._body_bytes
 
     def _at(self, state: int, sequence: int) -> int:
-        return (state * _NUM_SLOTS + sequence % _NUM_SLOTS) * self._slot_bytes
+        return (state * NUM_SLOTS + sequence % NUM_SLOTS) * self._slot_bytes
 
 
 def next_sequence(last: int, whole: int | None) -> int:
@@ -190,7 +195,7 @@ def next_sequence(last: int, whole: int | None) -> int:
         whole: Number of the newest copy that is whole for all ranks; None: none is.
     """
     following = last + 1
-    return following + (whole is not None and (following - whole) % _NUM_SLOTS == 0)
+    return following + (whole is not None and (following - whole) % NUM_SLOTS == 0)
 
 
 def kept_bytes(num_parameters: int) -> int:
@@ -198,7 +203,7 @@ def kept_bytes(num_parameters: int) -> int:
 
     16 a parameter: two moments of 4, in two slots; without headers and cursors.
     """
-    return 2 * 4 * _NUM_SLOTS * num_parameters
+    return 2 * 4 * NUM_SLOTS * num_parameters
 
 
 def _room_in_cgroup() -> int:

@@ -26,7 +26,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.checkpoint.checkpoint_writer import CheckpointWriter, SaveThread, check_all_ranks
+from diloco.checkpoint.checkpoint_writer import (
+    CheckpointWriter,
+    RankPart,
+    SaveThread,
+    check_all_ranks,
+)
 from diloco.checkpoint.checkpoints import (
     Checkpoint,
     abandon_later,
@@ -37,6 +42,7 @@ from diloco.checkpoint.checkpoints import (
 )
 from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.checkpoint.mirror import Mirror, Mirroring
+from diloco.checkpoint.state_copy import StateCopier
 from diloco.checkpoint.state_transfer import StateReceiver
 from diloco.checkpoint.warm_start import WarmStart
 from diloco.config.classes import fingerprint
@@ -59,6 +65,7 @@ from diloco.trainer.state import (
     INNER_OPTIMIZER,
     Read,
     check_optimizer,
+    kept_tensors,
     load_moments_,
     load_parameters_,
     mend_moments_,
@@ -115,7 +122,8 @@ class IslandCheckpoints:
         self._writer = CheckpointWriter(
             config.checkpoint_dir, config.island_id, outer.plan, group=group
         )
-        self._thread = SaveThread()
+        self._copier = StateCopier(trainer.optimizer)
+        self._thread = SaveThread(self._copier.device)
         self._mirror = mirror
         self._mirroring: Mirroring | None = None
         if mirror is not None and self._is_leader:
@@ -151,42 +159,42 @@ class IslandCheckpoints:
     def write(self) -> None:
         """Write the checkpoint of the present inner step, once the one before is written.
 
-        Training waits for a copy in host memory, and the files are written behind it; that of a
-        graceful stop is waited for. Where it cannot be written, training goes on without it.
+        Training launches a copy to host memory (`state_copy`), and the files are written behind it;
+        those of a graceful stop are waited for. Where it cannot be written, training goes on
+        without it.
 
         Raises:
             DilocoError: If it was the checkpoint of a graceful stop.
         """
         outer, step, began = self._outer, self._outer.inner_step, time.monotonic()
         self.settle()
+        awaited_s = time.monotonic() - began
         number = outer.checkpoint_number
         cut = number if self._config.outer.is_on_arrival else 0
         text = {slot: position.as_json() for slot, position in self._batches.positions().items()}
         text_json = json.dumps(text) if cut else ""
-        training = training_tensors(self._trainer.model, self._trainer.optimizer)
         if self._config.checkpoint.asynchronous and not outer.is_stopping:
             with outer.checkpoint_part(text_json=text_json) as part:
                 state = outer.state_dict()
-                about = self._about(state)
-                taken = self._writer.take(training, state)
+                taken, about = self._take(state), self._about(state)
             blocked_s = time.monotonic() - began
 
-            def save(group: dist.ProcessGroup | None) -> None:
+            def save() -> None:
                 try:
-                    num_bytes = self._writer.save(step, taken, about=about, cut=cut, group=group)
+                    num_bytes = self._writer.save(step, taken, about=about, cut=cut)
                 except OSError as error:
                     part.end(is_whole=False)
                     self._emit_failed(step, error)
                     return
                 part.end(is_whole=True)
-                self._written(step, number, num_bytes, time.monotonic() - began, blocked_s)
+                times = time.monotonic() - began, blocked_s, awaited_s
+                self._written(step, number, num_bytes, *times)
 
             self._thread.start(save)
             return
         try:
             with outer.checkpointing(text_json=text_json):
-                state = outer.state_dict()
-                num_bytes = self._write_awaited(step, training, state, cut)
+                num_bytes = self._write_awaited(step, outer.state_dict(), cut)
                 seconds = time.monotonic() - began
         except OSError as error:
             reason = self._emit_failed(step, error)
@@ -196,27 +204,26 @@ class IslandCheckpoints:
                     f"only: {reason}"
                 ) from error
         else:
-            self._written(step, number, num_bytes, seconds, seconds)
+            self._written(step, number, num_bytes, seconds, seconds, awaited_s)
 
-    def _write_awaited(
-        self,
-        step: int,
-        training: Mapping[str, Mapping[str, Tensor]],
-        state: Mapping[str, Tensor],
-        cut: int,
-    ) -> int:
+    def _take(self, state: Mapping[str, Tensor]) -> RankPart:
+        training = kept_tensors(self._trainer.model, self._trainer.optimizer)
+        return self._writer.take(training, state, copier=self._copier, group=self._thread.group)
+
+    def _write_awaited(self, step: int, state: Mapping[str, Tensor], cut: int) -> int:
         """Write a checkpoint that is waited for; as `CheckpointWriter.write`.
 
         What was copied is written by the thread, whose ranks wait for each other's disks, and not
         only for `collective_timeout`.
         """
         about = self._about(state)
-        if not self._config.checkpoint.asynchronous:  # no room for a copy
-            return self._writer.write(step, training=training, outer=state, about=about, cut=cut)
-        taken = self._writer.take(training, state)
-        return self._thread.run(
-            lambda group: self._writer.save(step, taken, about=about, cut=cut, group=group)
-        )
+        if self._config.checkpoint.asynchronous:
+            taken = self._take(state)
+            return self._thread.run(lambda: self._writer.save(step, taken, about=about, cut=cut))
+        model, optimizer = self._trainer.model, self._trainer.optimizer  # no room for a copy
+        about["optimizer_step"] = optimizer_step(optimizer)
+        training = training_tensors(model, optimizer)
+        return self._writer.write(step, training=training, outer=state, about=about, cut=cut)
 
     def check(self) -> None:
         """Raise what has ended the writing behind, if anything but a disk has; waits for nothing.
@@ -228,6 +235,12 @@ class IslandCheckpoints:
     def settle(self) -> None:
         """Wait for the checkpoint that is being written."""
         self._thread.settle()
+
+    def end_training(self) -> None:
+        """Wait for it, and let what follows the last inner step write to what is being copied."""
+        self.settle()
+        if self._memory is not None:
+            self._memory.precede()
 
     def copy(self) -> None:
         """Copy the inner state to memory, if that is due after the present inner step."""
@@ -265,13 +278,12 @@ class IslandCheckpoints:
             self._memory.close(self._outer.inner_step)
 
     def _about(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Say of what a checkpoint is, for its manifest."""
+        """Say of what a checkpoint is, for its manifest; how old the moments are is with them."""
         return {
             "run": self._config.run.name,
             "config_fingerprint": fingerprint(self._config),
             "model": self._config.model.model_dump(),
             INNER_OPTIMIZER: optimizer_name(self._trainer.optimizer),
-            "optimizer_step": optimizer_step(self._trainer.optimizer),
             "data": self._batches.state_dict(),
             "timeline": int(state["meta"][1]),
             "versions": self._outer.versions,
@@ -282,11 +294,17 @@ class IslandCheckpoints:
         }
 
     def _written(
-        self, step: int, number: int, num_bytes: int, seconds: float, blocked_s: float
+        self,
+        step: int,
+        number: int,
+        num_bytes: int,
+        seconds: float,
+        blocked_s: float,
+        awaited_s: float,
     ) -> None:
         """Tell of a checkpoint that is whole, and remove those that it makes needless."""
         if self._is_leader:
-            self._on_event(CheckpointWritten(step, num_bytes, seconds, blocked_s))
+            self._on_event(CheckpointWritten(step, num_bytes, seconds, blocked_s, awaited_s))
             left = self._remove_old(number)
             if self._mirroring is not None:
                 self._mirroring.add(step, number, left)

@@ -9,8 +9,9 @@ island"), so that nothing it did before can be counted a second time. A copy cou
 rank's state of that inner step lies whole somewhere; until all ranks have said so of one copy, the
 next is not begun, so there is always a whole one once there was one.
 
-The training thread copies into memory and agrees with the other ranks. The rest is done by a thread
-of its own, on a process group that nobody else uses: point to point, no collective.
+The training thread launches the copy into this host's memory, where it lies at once (`state_copy`),
+and agrees with the other ranks. The rest is done by a thread of its own, on a process group that
+nobody else uses: point to point, no collective.
 
 Source: GEMINI (SOSP 2023).
 """
@@ -31,8 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.checkpoint.host_memory import CopySlots, Header, check_memory, next_sequence
+from diloco.checkpoint.host_memory import (
+    NUM_SLOTS,
+    CopySlots,
+    Header,
+    check_memory,
+    next_sequence,
+)
 from diloco.checkpoint.placement import ranks_of_copies, recovery_probability
+from diloco.checkpoint.state_copy import StateCopier, StateCopy
 from diloco.errors import ConfigError, IslandFailed
 from diloco.island.groups import COLLECTIVE_S
 from diloco.island.lanes.boxes import stored
@@ -43,15 +51,14 @@ from diloco.trainer.state import (
     kept_parameters,
     new_moments_,
     optimizer_name,
-    optimizer_step,
 )
 from diloco.transport.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Of a body, before the moments: length of a JSON text, the text.
+#: Of a body, before the moments: their age, length of a JSON text, the text.
 _ABOUT_BYTES = 1 << 18
-_LENGTH = struct.Struct("<q")
+_AGE_AND_LENGTH = struct.Struct("<qq")
 _FLOAT32_BYTES = 4
 _HEADER_BYTES = len(Header(0, 0, bytes(32)).to_bytes())
 
@@ -119,6 +126,7 @@ class MemoryCopies:
         self._kept = self._kept_by(self._rank)
         #: What this rank stores of each moment.
         self._shapes = [stored(parameter).shape for parameter in kept_parameters(model, optimizer)]
+        self._copier = StateCopier(optimizer)
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-copies")
         self._under_way: tuple[int, int, float, Future[str]] | None = None
@@ -159,6 +167,10 @@ class MemoryCopies:
                 f"not give {format_bytes(self._slots.num_bytes)} of memory for copies of rank "
                 f"{self._rank}: {error.strerror or error}; set it to 0, or give it more memory"
             ) from error
+        self._own = torch.frombuffer(self._slots.of_state(0), dtype=torch.uint8)
+        self._copier.pin(self._own, "copies of the inner state in memory")
+        #: Of each slot, where the moments lie in it.
+        self._places = [list(self._stored(self._slots.body(0, slot))) for slot in range(NUM_SLOTS)]
         began = time.monotonic()
         self._found = self._find()
         self.search_s = time.monotonic() - began
@@ -185,29 +197,31 @@ class MemoryCopies:
         sequence = next_sequence(self._last, self._whole)
         for state in range(len(self._kept)):
             self._slots.empty(state, sequence)
-        text = json.dumps(
-            {**self._about, "data": data, "optimizer_step": optimizer_step(self._optimizer)}
-        ).encode()
-        if len(text) > _ABOUT_BYTES - _LENGTH.size:
+        text = json.dumps({**self._about, "data": data}).encode()
+        if len(text) > _ABOUT_BYTES - _AGE_AND_LENGTH.size:
             raise ConfigError(
                 f"islands.{self._island}.memory_checkpoint_steps = {self._every}: the position in "
                 f"the text takes {len(text)} bytes, {_ABOUT_BYTES} are kept; set it to 0"
             )
-        body = self._slots.body(0, sequence)
-        body[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
         parts = _local_parts(kept_moments(self._model, self._optimizer))
-        for part, kept in zip(parts, self._stored(body), strict=True):
-            kept.copy_(part)
+        copied = self._copier.copy(zip(parts, self._places[sequence % NUM_SLOTS], strict=True))
         self._last = sequence
         waited_s = time.monotonic() - began
-        exchange = self._thread.submit(self._exchange, sequence, inner_step)
+        exchange = self._thread.submit(self._exchange, sequence, inner_step, copied, text)
         self._under_way = (sequence, inner_step, waited_s, exchange)
+
+    def precede(self) -> None:
+        """Let what is submitted from now on begin when the moments are copied; no thread waits."""
+        self._copier.precede()
 
     def settle(self, inner_step: int) -> None:
         """Wait for the copy that is under way, and agree whether it is whole; collective.
 
         Args:
             inner_step: Completed inner steps, for the event.
+
+        Raises:
+            DilocoError: If the device of this rank could not copy.
         """
         if self._under_way is None:
             return
@@ -229,8 +243,8 @@ class MemoryCopies:
         self.settle(inner_step)
         self._thread.shutdown()
 
-    def _exchange(self, sequence: int, step: int) -> str:
-        """Seal this rank's copy, and give and take others'; returns what is wrong.
+    def _exchange(self, sequence: int, step: int, copied: StateCopy, text: bytes) -> str:
+        """Seal this rank's copy once it is there, give and take others'; returns what is wrong.
 
         Runs in the thread of this object.
         """
@@ -241,6 +255,9 @@ class MemoryCopies:
         ]
         others = [rank for rank in self._holders[self._rank] if rank != self._rank]
         body = self._slots.body(0, sequence)
+        age = copied.wait(f"copy of inner step {step} of rank {self._rank} in memory")
+        about = _AGE_AND_LENGTH.pack(age, len(text)) + text
+        body[: len(about)] = about
         sending = [self._isend(body, rank, 0) for rank in others]
         header = Header.of(sequence, step, body)
         self._slots.seal(0, header)
@@ -321,8 +338,8 @@ class MemoryCopies:
                 f"whole: {problem or 'see the logs of the other ranks'}; start the island again"
             )
         body = self._slots.body(0, found.sequence)
-        about = _read_about(body)
-        new_moments_(self._model, self._optimizer, step=int(about["optimizer_step"]))
+        age, about = _read_about(body)
+        new_moments_(self._model, self._optimizer, step=age)
         tensors = kept_moments(self._model, self._optimizer)
         for part, kept in zip(_local_parts(tensors), self._stored(body), strict=True):
             part.copy_(kept)
@@ -340,7 +357,7 @@ class MemoryCopies:
                 "copy of inner step %d of rank %d in memory is damaged", step, self._kept[state]
             )
             return False
-        about = _read_about(self._slots.body(state, sequence))
+        _, about = _read_about(self._slots.body(state, sequence))
         if others := [key for key in self._about if about.get(key) != self._about[key]]:
             logger.warning(
                 "copy of inner step %d of rank %d in memory is not of this %s",
@@ -434,7 +451,8 @@ def _local_parts(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Tensor]:
     return [stored(tensor) for named in tensors.values() for tensor in named.values()]
 
 
-def _read_about(body: memoryview) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack_from(body)
-    about: dict[str, Any] = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
-    return about
+def _read_about(body: memoryview) -> tuple[int, dict[str, Any]]:
+    """Return the age of the moments, and what the JSON text says."""
+    age, length = _AGE_AND_LENGTH.unpack_from(body)
+    text = body[_AGE_AND_LENGTH.size : _AGE_AND_LENGTH.size + length]
+    return age, json.loads(bytes(text))

@@ -39,9 +39,9 @@ class CheckpointConfig(Section):
     )
     asynchronous: Local[bool] = Field(
         default=True,
-        description="Whether training goes on while a checkpoint is written, from a copy in host "
-        "memory: 12 bytes a parameter, shared by the island's ranks; false: it waits, and no copy "
-        "is made, as at a graceful stop",
+        description="Whether training goes on while a checkpoint is copied to host memory and "
+        "written: 12 bytes a parameter, shared by the ranks of a replica, and kept for the next "
+        "one; false: it waits, and no copy is made",
     )
 
     mirror: Local[str] = Field(

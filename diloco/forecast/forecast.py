@@ -205,8 +205,9 @@ def forecast(config: Config, ranks_per_host: dict[str, int] | None = None) -> Fo
             if island.memory_checkpoint_steps
         },
         copied_bytes={
-            name: rank.checkpoint_copy_bytes * config.islands[name].ranks
+            name: rank.checkpoint_copy_bytes * island.ranks // island.mesh.dp_replicate
             for name, rank in ranks.items()
+            for island in (config.islands[name],)
         },
         ranks=ranks,
         per_host=per_host,

@@ -89,7 +89,7 @@ class RankForecast:
     """Bytes of the rank of an island that takes most, and operations of each.
 
     `carriers` are the ranks that hold what the outer loop keeps on hosts, and move payloads; of
-    `carrier_hosts` hosts.
+    `carrier_hosts` hosts. Of replicas (dp_replicate) the first alone copies for a checkpoint.
     """
 
     parameter_bytes: int
@@ -149,7 +149,9 @@ def forecast_rank(
         carriers=carriers,
         carrier_hosts=min(carriers, island.carrier_hosts or hosts, hosts),
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
-        checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes) // island.ranks,
+        checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes)
+        * island.mesh.dp_replicate
+        // island.ranks,
         flops_per_inner_step=flops_per_token(shape, length)
         * island.tokens_per_inner_step
         / island.ranks,
@@ -313,8 +315,9 @@ def _gathered_bytes(shapes: Shapes, island: IslandConfig, value_bytes: int) -> i
 def check_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) -> None:
     """Refuse checkpoints behind the training where their copy does not fit, before ranks meet.
 
-    Besides the copy, what the outer loop keeps is counted, the local values during an evaluation
-    among it, and parameters and optimizer of ranks that compute on the CPU.
+    Besides the copy, the lanes of the fragment that is being written are counted, what the outer
+    loop keeps, the local values during an evaluation among it, and parameters and optimizer of
+    ranks that compute on the CPU.
 
     Args:
         config: With an island selected.
@@ -328,6 +331,7 @@ def check_host_memory(config: Config, *, num_local_ranks: int, is_on_cpu: bool) 
     if rank.checkpoint_copy_bytes == 0:
         return
     own = rank.checkpoint_copy_bytes + rank.outer_host_bytes
+    own += rank.parameter_bytes // config.outer.num_fragments
     if is_on_cpu:
         own += rank.parameter_bytes + rank.optimizer_bytes
     copies = format_bytes(num_local_ranks * rank.checkpoint_copy_bytes)

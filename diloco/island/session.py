@@ -592,6 +592,7 @@ class DiLoCo:
             DilocoError: If the syncer cannot keep the present versions, or the stop has failed.
         """
         with self._record.aside():
+            self._loop.check.settle()
             part, is_saved = self._begin_part(text_json), False
             try:
                 yield
@@ -638,7 +639,6 @@ class DiLoCo:
     def _begin_part(self, text_json: str) -> CheckpointPart:
         """Have the syncer keep the present versions; on arrival, say that a cut is being taken."""
         self._check_training(is_stepping=False)
-        self._loop.check.settle()
         if not self._on_arrival:
             self._connection.io.drive(self._loop.pinning())
             return CheckpointPart(self._connection, self.inner_step)
@@ -661,9 +661,9 @@ class DiLoCo:
         """Return this rank's part of the island's outer state, by lane; collective.
 
         Names are those of lanes, so the union over the ranks serves any number of ranks; it goes
-        through `torch.distributed.checkpoint` as it is. The tensors are in use: they may be read
-        and saved, not written to. While a checkpoint waits to be loaded, tensors of the same names
-        and shapes, to load into.
+        through `torch.distributed.checkpoint` as it is. The tensors are in use, maybe on the
+        device: they may be read and saved, not written to. While a checkpoint waits to be loaded,
+        tensors of the same names and shapes, to load into.
 
         A rank that raises instead of calling this must end, or the others wait for it for minutes.
         """

@@ -250,13 +250,15 @@ class BytesMoved(Event, kind="bytes_moved"):
 class CheckpointWritten(Event, kind="checkpoint_written"):
     """An island's part of the run checkpoint of an inner step is on disk; bytes of all ranks.
 
-    `seconds` until it was, on this rank; `blocked_s` of them training waited.
+    `seconds` until it was, on this rank; `blocked_s` of them training waited; of these `awaited_s`
+    for the checkpoint before.
     """
 
     inner_step: int
     bytes: int
     seconds: float
     blocked_s: float
+    awaited_s: float
 
 
 class CheckpointFailed(Event, kind="checkpoint_failed"):

@@ -87,6 +87,7 @@ class Metrics:
                     "checkpoint/bytes": event.bytes,
                     "checkpoint/write(s)": event.seconds,
                     "checkpoint/blocked(s)": event.blocked_s,
+                    "checkpoint/awaited(s)": event.awaited_s,
                 }
             case MemoryCopied():
                 scalars = {"memory_copy/bytes": event.bytes, "memory_copy/wait(s)": event.seconds}

@@ -78,6 +78,13 @@ def kept_moments(
     }
 
 
+def kept_tensors(
+    model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """Return of `training_tensors` those in use: what is to be copied of the training state."""
+    return {"model": canonical_parameters(model), **kept_moments(model, optimizer)}
+
+
 def kept_parameters(
     model: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> list[Tensor]:
@@ -122,9 +129,18 @@ def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, moment: str) ->
     return declared_like(torch.zeros_like(parameter), parameter)
 
 
+def optimizer_age(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return how many steps the optimizer has made, where it counts them; float32, 0 dimensions."""
+    steps = [state[_STEP] for state in optimizer.state.values()]
+    return torch.stack(steps).max() if steps else torch.zeros(())
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps the optimizer has made: the age of its moments; 0 before the first."""
-    return max((int(state[_STEP]) for state in optimizer.state.values()), default=0)
+    """Return how many steps the optimizer has made: the age of its moments; 0 before the first.
+
+    Waits for the device.
+    """
+    return int(optimizer_age(optimizer))
 
 
 @torch.no_grad()

@@ -135,6 +135,19 @@ def test_an_io_thread_may_wait_but_its_coded_bytes_have_a_bar() -> None:
     ]
 
 
+def test_of_a_checkpoint_the_bytes_of_all_ranks_are_held_against_the_state() -> None:
+    halves = [
+        Section("checkpoint", DeviceCounts(bytes_down=502, largest_bytes=2), lane_bytes=100,
+                state_bytes=state_bytes)
+        for state_bytes in (1000, 0)
+    ]  # fmt: skip
+
+    rows = figures("scheduled", "fsdp-2", [[half] for half in halves])
+
+    assert [row["down_per_state"] for row in rows] == [1.004]
+    assert [each.figure for each in requirements(rows) if not each.is_met] == [1.004, 0.02]
+
+
 def test_figures_are_the_worst_of_all_ranks_and_bars_name_their_row() -> None:
     section = Section(
         "send", DeviceCounts(sync_copies=1, bytes_down=200, largest_bytes=80), 100, 0, 40
@@ -172,3 +185,15 @@ def test_sends_and_merges_wait_for_nothing_and_move_coded_bytes_only() -> None:
     # A room is made once more fragments than ever before are sent faster than they are encoded.
     missed = [each for each in report.missed if "new storage" not in each.unit]
     assert missed == []
+
+
+@pytest.mark.slow
+def test_checkpoints_and_copies_in_memory_wait_for_nothing_and_copy_the_state_once() -> None:
+    report = run(lambda *_: None, ["checkpoint", "copy"], setting=SETTING)
+
+    layouts = [(m, layout) for m, layouts in SETTING.synchronised.items() for layout in layouts]
+    for operation in ("checkpoint", "copy"):
+        rows = [row for row in report.rows if row["operation"] == operation]
+        assert [(row["mode"], row["layout"]) for row in rows] == layouts
+        assert all(row["down_per_state"] >= 1.0 and row["up"] == 0 for row in rows)
+    assert report.missed == []

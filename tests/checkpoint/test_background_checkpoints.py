@@ -25,7 +25,10 @@ from torch.distributed.tensor import DTensor
 from diloco.checkpoint import checkpoint_writer
 from diloco.checkpoint.checkpoint_writer import CheckpointWriter, RankPart, SaveThread
 from diloco.checkpoint.checkpoints import Checkpoint, valid_steps
-from diloco.trainer.state import optimizer_step, training_tensors
+from diloco.checkpoint.state_copy import StateCopier
+from diloco.errors import DilocoError
+from diloco.trainer.state import kept_tensors
+from tests.checkpoint.late_copies import BrokenDevice, late_copier
 from tests.checkpoint.small_checkpoint import ISLAND, Trained, make_optimizer
 from tests.distributed import run_ranks
 from tests.served_run import ServedRun
@@ -52,7 +55,7 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
 ) -> None:
     directory, output = tmp_path / "state" / "checkpoints", tmp_path / "out"
     settings = ["checkpoint.every_inner_steps=20", "checkpoint.keep=4"]
-    with ServedRun(tmp_path, {"east": ""}, settings, inner_steps=56) as served:
+    with ServedRun(tmp_path, {"east": ""}, settings, inner_steps=62) as served:
         arguments = ["40", str(tmp_path / "go-on"), "--config", str(served.run_file)]
         arguments += ["--island", "east", "--coordinator", served.address, "--output", str(output)]
         rank = subprocess.Popen(
@@ -60,12 +63,12 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
             env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"},
         )
         try:
-            # The disk stands still from step 40 on: the last inner step is made all the same.
-            wait_until(lambda: len(events(output, "inner_step")) == 56)
+            # The disk stands still from step 40 on; training does from the next checkpoint on.
+            wait_until(lambda: len(events(output, "inner_step")) == 60)
             # Sixteen steps may be over before the first byte is written behind them.
             torn = "east/step-000000000040/parts-0001/rank-*.tmp"
             wait_until(lambda: [path for path in directory.glob(torn) if path.stat().st_size])
-            assert rank.poll() is None, "the end of the run waits for the checkpoint"
+            assert rank.poll() is None, "the next checkpoint waits for this one"
             if is_killed:
                 rank.send_signal(signal.SIGKILL)
             else:
@@ -75,12 +78,13 @@ def test_training_goes_on_and_a_kill_leaves_the_checkpoint_before_whole(
             rank.kill()
 
     assert code == (-signal.SIGKILL if is_killed else 0)
-    assert valid_steps(directory, "east") == ([20] if is_killed else [20, 40])
+    assert valid_steps(directory, "east") == ([20] if is_killed else [20, 40, 60])
     written = events(output, "checkpoint_written")
-    assert [event["inner_step"] for event in written] == ([20] if is_killed else [20, 40])
+    assert [event["inner_step"] for event in written] == ([20] if is_killed else [20, 40, 60])
     if not is_killed:
+        assert written[0]["awaited_s"] < written[2]["awaited_s"] <= written[2]["blocked_s"]
         assert written[1]["blocked_s"] < written[1]["seconds"]
-        assert list(served.reports["east"].checkpoint_steps) == [20, 40]
+        assert list(served.reports["east"].checkpoint_steps) == [20, 40, 60]
 
 
 def sharded() -> Trained:
@@ -92,8 +96,9 @@ def sharded() -> Trained:
 
 
 def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
-    """Take, then train on while rank 1's disk stands still; then let that disk be full."""
-    trained, thread = sharded(), SaveThread()
+    """Take, then train on while rank 1's disk stands still; let it be full; break its device."""
+    trained, thread = sharded(), SaveThread(torch.device("cpu"))
+    copiers = [late_copier(trained.optimizer)]
     writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=dist.group.WORLD)
     go_on, failures = threading.Event(), []
     real = checkpoint_writer.write_durably
@@ -106,14 +111,16 @@ def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
         raise OSError(28, "No space left on device")
 
     def begin(step: int) -> None:
-        age = optimizer_step(trained.optimizer)
         part: RankPart = writer.take(
-            training_tensors(trained.model, trained.optimizer), {"meta": torch.tensor([step])}
+            kept_tensors(trained.model, trained.optimizer),
+            {"meta": torch.tensor([step])},
+            copier=copiers[-1],
+            group=thread.group,
         )
 
-        def save(group: dist.ProcessGroup | None) -> None:
+        def save() -> None:
             try:
-                writer.save(step, part, about={"optimizer_step": age}, cut=0, group=group)
+                writer.save(step, part, about={}, cut=0)
             except OSError as error:
                 failures.append(str(error))
 
@@ -134,28 +141,32 @@ def save_behind_two_ranks(island_rank: int, directory: Path) -> dict[str, Any]:
     seen["after"] = valid_steps(directory, ISLAND)
     with mock.patch.object(checkpoint_writer, "write_durably", be_full if is_slow else real):
         begin(4)
+        copiers[-1].precede()
         thread.settle()
     seen["failures"] = failures
-    seen["left"] = valid_steps(directory, ISLAND)
-
-    def fail(group: dist.ProcessGroup | None) -> None:
-        raise RuntimeError("not a disk")
-
-    thread.start(fail)
+    copiers.append(late_copier(trained.optimizer, BrokenDevice() if is_slow else None))
+    begin(5)
+    copiers[-1].precede()
     wait_until(lambda: not thread.is_busy)
     try:
         thread.check()
-    except RuntimeError as error:
+    except DilocoError as error:
         seen["raised"] = str(error)
+    seen["left"] = valid_steps(directory, ISLAND)
     return seen
 
 
 def wait_for_a_slow_disk(island_rank: int, directory: Path) -> list[int]:
     """Save what is waited for, with a collective timeout of a second, rank 1's disk taking two."""
-    trained, thread = sharded(), SaveThread()
+    trained, thread = sharded(), SaveThread(torch.device("cpu"))
     short = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     writer = CheckpointWriter(directory, ISLAND, trained.plan(), group=short)
-    part = writer.take(training_tensors(trained.model, trained.optimizer), {"meta": torch.ones(1)})
+    part = writer.take(
+        kept_tensors(trained.model, trained.optimizer),
+        {"meta": torch.ones(1)},
+        copier=StateCopier(trained.optimizer),
+        group=thread.group,
+    )
     real = checkpoint_writer.write_durably
 
     def slow(path: Path, pieces: Any, **options: Any) -> None:
@@ -163,8 +174,7 @@ def wait_for_a_slow_disk(island_rank: int, directory: Path) -> list[int]:
         real(path, pieces, **options)
 
     with mock.patch.object(checkpoint_writer, "write_durably", slow):
-        about = {"optimizer_step": 1}
-        thread.run(lambda group: writer.save(1, part, about=about, cut=0, group=group))
+        thread.run(lambda: writer.save(1, part, about={}, cut=0))
     return valid_steps(directory, ISLAND)
 
 
@@ -180,7 +190,8 @@ def test_two_ranks_write_what_they_took_and_share_a_full_disk_behind_the_trainin
             assert seen["after"] == seen["left"] == [1]
             (failure,) = seen["failures"]
             assert "rank 1: " in failure and "No space left" in failure
-            assert seen["raised"] == "not a disk", "what ends the thread ends the training"
+            assert "000005: rank-00001-of-00002.safetensors: the training sta" in seen["raised"]
+            assert "illegal memory access was encountered. Earlier ones stay" in seen["raised"]
 
         read = Checkpoint.open(directory, ISLAND, 1).read("model", "0.weight")
         assert read.flatten().tolist() == seen["taken"], "as it was when it was taken"

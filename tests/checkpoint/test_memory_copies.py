@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from diloco.checkpoint.host_memory import Header, HostMemory
 from diloco.checkpoint.memory_copies import MemoryCopies
+from diloco.checkpoint.state_copy import StateCopy
 from diloco.island.lanes.boxes import stored
 from diloco.telemetry.events import Event, MemoryCopied
 from diloco.trainer.state import moments, optimizer_step
+from tests.checkpoint.late_copies import late_copier
 from tests.checkpoint.small_checkpoint import Trained, make_optimizer
 from tests.distributed import RankFailed, run_ranks
 
@@ -34,7 +36,7 @@ def host(*island_ranks: int) -> Iterator[dict[int, str]]:
 
 
 class Rank:
-    """One rank of one start of an island, with copies after every second inner step."""
+    """One rank of one start of an island, with copies after every second inner step, made late."""
 
     def __init__(self, paths: dict[int, str], num_hosts: int, **about: Any) -> None:
         self.trained = Trained(seed=1, num_steps=0)
@@ -53,6 +55,7 @@ class Rank:
             island="east",
             on_event=self.events.append,
         )
+        self.copies._copier = late_copier(self.trained.optimizer)
         self.copies.open()
 
     def train(self, first: int, last: int) -> dict[int, list[list[float]]]:
@@ -63,6 +66,7 @@ class Rank:
             if self.copies.is_due(step):
                 self.copies.copy(step, data={"inner_step": step})
                 copied[step] = self.held()
+        self.copies.precede()
         return copied
 
     def held(self) -> list[list[float]]:
@@ -122,15 +126,19 @@ def test_a_new_start_takes_the_newest_copy_bit_for_bit(num_ranks: int) -> None:
 def die_in_the_middle(island_rank: int, paths: dict[int, str]) -> None:
     rank = Rank(paths, 1)
     rank.train(1, 5)
-    whole = rank.copies._stored
+    copier = rank.copies._copier
+    whole = copier.copy
 
-    def torn(body: memoryview) -> Iterator[Tensor]:
-        for number, place in enumerate(whole(body)):
-            if number == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield place
+    def torn(pairs: Iterable[tuple[Tensor, Tensor]]) -> StateCopy:
+        def half() -> Iterator[tuple[Tensor, Tensor]]:
+            for number, pair in enumerate(pairs):
+                if number == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield pair
 
-    with mock.patch.object(rank.copies, "_stored", torn if island_rank == 1 else whole):
+        return whole(half())
+
+    with mock.patch.object(copier, "copy", torn if island_rank == 1 else whole):
         rank.train(6, 6)
     rank.copies.settle(6)
 

@@ -138,10 +138,12 @@ BEHIND = "checkpoint.every_inner_steps=4"
 def test_a_checkpoint_behind_the_training_is_copied_to_the_host_and_a_waiting_one_is_not():
     behind, waiting = plan_of(BEHIND), plan_of(BEHIND, "checkpoint.asynchronous=false")
     two = plan_of(BEHIND, "islands.east.ranks=2", "islands.east.mesh={dp_shard=2}")
+    replicas = plan_of(BEHIND, "islands.east.ranks=2", "islands.east.mesh={dp_replicate=2}")
     adamw = plan_of(BEHIND, "inner.optimizer.name=adamw")
 
     assert behind.checkpoint_copy_bytes == behind.parameter_bytes + behind.optimizer_bytes
     assert two.checkpoint_copy_bytes == behind.checkpoint_copy_bytes // 2
+    assert replicas.checkpoint_copy_bytes == behind.checkpoint_copy_bytes, "of the first of them"
     assert adamw.checkpoint_copy_bytes == adamw.parameter_bytes + adamw.optimizer_bytes
     assert (waiting.checkpoint_copy_bytes, plan_of().checkpoint_copy_bytes) == (0, 0)
 

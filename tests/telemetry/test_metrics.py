@@ -92,8 +92,13 @@ def test_throughput_counts_what_the_island_was_blocked_since_its_last_step() -> 
             {"validation_metrics/published_nats_per_byte": 1.25},
         ),
         (
-            CheckpointWritten(4, 900, 0.5, 0.25),
-            {"checkpoint/bytes": 900, "checkpoint/write(s)": 0.5, "checkpoint/blocked(s)": 0.25},
+            CheckpointWritten(4, 900, 0.5, 0.25, 0.125),
+            {
+                "checkpoint/bytes": 900,
+                "checkpoint/write(s)": 0.5,
+                "checkpoint/blocked(s)": 0.25,
+                "checkpoint/awaited(s)": 0.125,
+            },
         ),
         (MemoryCopied(4, 3, 800, 0.5), {"memory_copy/bytes": 800, "memory_copy/wait(s)": 0.5}),
         (

@@ -5,14 +5,19 @@ whose docstring says what counts and what it cannot see. A figure is the largest
 and ranks; bytes are the sum over the ranks. Sections of the first round are left out, because
 memory may be taken then. What the IO threads copy, which nobody waits for, is a row for the whole
 run up to its flush, which is published in float32: coded bytes, and no value that is not coded.
+
+A checkpoint, and a copy of the inner state in memory, is what a rank's loop calls for it. The first
+of each takes the room that all use: new storage is that of later ones.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,20 +31,37 @@ from diloco.bench.processes import run_jobs
 from diloco.bench.run_values import ISLAND, NO_OUTER, run_values
 from diloco.bench.syncer.control_plane import control_plane
 from diloco.bench.training.device_counter import DeviceCounter, DeviceCounts
+from diloco.checkpoint.host_memory import HostMemory
+from diloco.checkpoint.island_checkpoints import IslandCheckpoints
+from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.data.open import open_data
+from diloco.island.connection import Connection
+from diloco.island.lanes.boxes import stored, whole_shape
 from diloco.report.rows import Column, Report, Requirement, Watch, matching
-from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, PhaseDone
+from diloco.telemetry.events import (
+    CheckpointFailed,
+    Event,
+    FragmentMerged,
+    FragmentSent,
+    MemoryCopyFailed,
+    PhaseDone,
+)
 from diloco.trainer.island_trainer import island_trainer, own_batches
 from diloco.trainer.launched_step import LaunchedStep
 from diloco.trainer.parallel.mesh import make_mesh
+from diloco.trainer.state import MOMENTS, kept_tensors
 
 #: "both": a merge and then a send after one inner step, as they happen where no island waits.
-OPERATIONS = ("step", "idle", "send", "merge", "both", "exchange")
+OPERATIONS = ("step", "idle", "send", "merge", "both", "exchange", "checkpoint", "copy")
 #: Steps of the trainer that are not counted: state and groups are made then.
 _WARM_STEPS = 2
 _MOST_BYTES = 0.6
+#: Of the state that is copied: besides it, the age of the moments; and of a lane.
+_MOST_DOWN, _MOST_NEW = 1.001, 0.01
+#: Seconds a step until the coordinator asks for a cut, or the run would be over before that.
+_CUT_S = 0.2
 
 _COLUMNS = (
     Column("operation", "operation"),
@@ -50,6 +72,7 @@ _COLUMNS = (
     Column("late_waits", "late waits"),
     Column("down", "bytes down", ",.0f"),
     Column("up", "bytes up", ",.0f"),
+    Column("down_per_state", "down/state", ".3f"),
     Column("down_per_value", "down/value", ".2f"),
     Column("up_per_value", "up/value", ".2f"),
     Column("uncoded", "uncoded down", ",.0f"),
@@ -65,6 +88,8 @@ class DeviceSetting:
     Attributes:
         layouts: Name -> mesh of the island.
         synchronised: Mode -> those of the layouts whose sends and merges are counted.
+        checkpoint_steps: Inner steps between checkpoints; decoupled, tokens of so many.
+        copy_steps: Inner steps between copies of the inner state in memory.
     """
 
     layouts: Mapping[str, Mapping[str, int]] = field(
@@ -83,6 +108,8 @@ class DeviceSetting:
     )
     inner_steps: int = 40
     inner_steps_per_round: int = 8
+    checkpoint_steps: int = 10
+    copy_steps: int = 9
     sequences: int = 4
     model: Mapping[str, int] = field(
         default_factory=lambda: {
@@ -107,9 +134,10 @@ class Section:
         counts: What was counted.
         num_sent: Values of the fragments that were sent.
         num_merged: Of those that were merged; of the IO thread, staged.
-        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop, or it is
-            the IO thread's.
+        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop, it is the
+            IO thread's, or memory may be taken.
         uncoded_bytes: Of float32 values that went to the host; of the IO thread.
+        state_bytes: That have to be copied to the host; summed over the ranks.
     """
 
     operation: str
@@ -118,6 +146,7 @@ class Section:
     num_merged: int = 0
     lane_bytes: int = 0
     uncoded_bytes: int = 0
+    state_bytes: int = 0
 
 
 def run(watch: Watch, rows: Sequence[str] = (), *, setting: DeviceSetting = SETTING) -> Report:
@@ -157,6 +186,7 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
         # Only what IO threads have staged may differ between ranks, by a version.
         num_merged = sum(section.num_merged for section in sections) / len(sections)
         down, up = (sum(getattr(c, f"bytes_{way}") for c in counts) for way in ("down", "up"))
+        state_bytes = sum(section.state_bytes for section in sections)
         by_operation[first.operation].append(
             {
                 **{
@@ -167,6 +197,7 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
                 },
                 "down": down,
                 "up": up,
+                "down_per_state": down / state_bytes if state_bytes else None,
                 "down_per_value": down / first.num_sent if first.num_sent else None,
                 "up_per_value": up / num_merged if num_merged else None,
                 "uncoded": sum(each.uncoded_bytes for each in sections)
@@ -183,7 +214,7 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
             "layout": layout,
             "mode": mode or "any",
             "num_sections": len(each),
-            **{key: max(one[key] for one in each) if each[0][key] is not None else None
+            **{key: max((one[key] for one in each if one[key] is not None), default=None)
                for key in each[0]},
         }
         for operation, each in by_operation.items()
@@ -193,6 +224,7 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
 def requirements(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
     """Judge the worst row of each operation that has happened."""
     bars = {"syncs": (0.0, "synchronisations"), "sync_copies": (0.0, "synchronous copies")}
+    of_states = {"down_per_state": (_MOST_DOWN, "of the state, to the host")}
     of_fragments = {
         "down_per_value": (_MOST_BYTES, "bytes a value, to the host"),
         "up_per_value": (_MOST_BYTES, "bytes a value, to the device"),
@@ -204,11 +236,16 @@ def requirements(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
         own = [row for row in rows if row["operation"] == operation]
         if not own:
             continue
-        late = {"late_waits": (1.0, "waits for the step before")} if operation == "step" else {}
-        for key, (limit, unit) in {**bars, **late, **of_fragments}.items():
-            if own[0][key] is None:
+        limits = {**bars, **of_states, **of_fragments}
+        if operation == "step":
+            limits["late_waits"] = 1.0, "waits for the step before"
+        if own[0]["down_per_state"] is not None:
+            limits["new_per_lane"] = _MOST_NEW, "largest new storage, in lanes"
+        for key, (limit, unit) in limits.items():
+            counted = [row for row in own if row[key] is not None]
+            if not counted:
                 continue
-            worst = max(own, key=lambda row: row[key])
+            worst = max(counted, key=lambda row: row[key])
             at = f"{operation}, {worst['layout']}, {worst['mode']}"
             found.append(Requirement(at, worst[key], limit, unit))
     return found
@@ -230,7 +267,8 @@ def _measure(
             prepared.append(run_file)
             most_ranks = max(most_ranks, config.islands[ISLAND].ranks)
         has_outer = [bool(mode) for mode, _ in runs]
-        jobs = {r: functools.partial(measure, prepared, has_outer, r) for r in range(most_ranks)}
+        work = functools.partial(measure, prepared, has_outer, setting)
+        jobs = {rank: functools.partial(work, rank) for rank in range(most_ranks)}
         look = functools.partial(watch, "runs", 0, len(runs))
         by_rank = run_jobs(jobs, lambda _: look(), most_ranks).values()
         return [[sections for sections in run if sections] for run in zip(*by_rank, strict=True)]
@@ -248,14 +286,20 @@ def config_of(setting: DeviceSetting, mode: str, layout: str, state_dir: str) ->
         "overlap_steps": 2,  # no step both sends and merges
     }
     presets = {"scheduled": "streaming", "decoupled": "decoupled"}
+    tokens, steps = 32 * setting.sequences, setting.checkpoint_steps
+    checkpoints = {
+        "scheduled": {"every_inner_steps": steps},
+        "decoupled": {"every_tokens": steps * tokens},
+    }
     values = run_values(
         "device",
         setting.model,
         {"preset": presets[mode], **rounds} if mode else NO_OUTER,
         inner_steps=setting.inner_steps,
-        tokens=32 * setting.sequences,
+        tokens=tokens,
         island={"ranks": ranks, "mesh": dict(mesh)},
         state_dir=state_dir,
+        checkpoint=checkpoints.get(mode, {}),
     )
     return Config.model_validate(values)
 
@@ -263,12 +307,15 @@ def config_of(setting: DeviceSetting, mode: str, layout: str, state_dir: str) ->
 # -- a rank, in a process of its own ---------------------------------------------------------------
 
 
-def measure(run_files: Sequence[Path], has_outer: Sequence[bool], rank: int) -> list[list[Section]]:
+def measure(
+    run_files: Sequence[Path], has_outer: Sequence[bool], setting: DeviceSetting, rank: int
+) -> list[list[Section]]:
     """Train as one rank of the only island of several runs, and count.
 
     Args:
         run_files: The runs; their island is `ISLAND`.
         has_outer: Whether each has an outer loop.
+        setting: What they were written of.
         rank: Of the island.
 
     Returns:
@@ -284,7 +331,7 @@ def measure(run_files: Sequence[Path], has_outer: Sequence[bool], rank: int) -> 
         if num_ranks > 1:
             at = f"file://{run_file.with_suffix('.store')}"
             dist.init_process_group("gloo", at, rank=rank, world_size=num_ranks)
-        found.append(_synchronise(config) if is_synchronised else _train(config))
+        found.append(_synchronise(config, rank, setting) if is_synchronised else _train(config))
         if num_ranks > 1:
             dist.barrier()  # nobody ends while another still needs its connections
             dist.destroy_process_group()
@@ -297,8 +344,9 @@ class _CountedTrainer:
     def __init__(self, config: Config) -> None:
         mesh = make_mesh(torch.device("cpu"), config.island.mesh)
         data = open_data(config)
-        self._trainer = island_trainer(config, data, own_batches(config, data, 0, mesh), mesh)
-        self.model = self._trainer.model
+        self.batches = own_batches(config, data, 0, mesh)
+        self.trainer = island_trainer(config, data, self.batches, mesh)
+        self.model = self.trainer.model
         self.counter = DeviceCounter()
         self.counter.place([*self.model.parameters(), *self.model.buffers()])
         self._before: LaunchedStep | None = None
@@ -306,7 +354,7 @@ class _CountedTrainer:
     def step(self, inner_step: int, schedule_step: float) -> tuple[LaunchedStep, DeviceCounts]:
         """Launch a step, then read the one before, as a session does on an accelerator."""
         with self.counter.counting() as counts:
-            launched = self._trainer.inner_step(inner_step, schedule_step)
+            launched = self.trainer.inner_step(inner_step, schedule_step)
             if self._before is not None:
                 self._before.read()
         self._before = launched
@@ -319,23 +367,108 @@ def _train(config: Config) -> list[Section]:
     return [Section("step", each) for each in counts[_WARM_STEPS:]]
 
 
-def _synchronise(config: Config) -> list[Section]:
+def _synchronise(config: Config, rank: int, setting: DeviceSetting) -> list[Section]:
     trainer = _CountedTrainer(config)
     sections, copied = [], _IoCopies()
-    with diloco.connect(config) as connection:
+    with diloco.connect(config) as connection, HostMemory(ISLAND, [rank]) as memory:
         connection.io.post(copied.counter.watch)
         with trainer.counter.counting():
             outer = diloco.DiLoCo(
                 trainer.model, config.outer, transport=connection, on_event=copied.hear
             )
+        descriptor = memory.descriptor(rank)
+        assert descriptor is not None
+        states = _States(trainer, connection, outer, descriptor, setting.copy_steps)
         while not outer.is_over:
             launched, _ = trainer.step(outer.inner_step, outer.schedule_step)
             with trainer.counter.counting() as counts:
                 events = outer.step(num_tokens=launched.num_tokens, bound=launched.bound)
             if (section := _section(outer, counts, events)) is not None:
                 sections.append(section)
+            sections += states.sections()
+        states.checkpoints.end_training()
         outer.finish()
+        states.checkpoints.close()
     return [*sections, copied.section([fragment.numel for fragment in outer.plan.fragments])]
+
+
+class _States:
+    """Checkpoints, and copies of the inner state in memory, as a rank makes them."""
+
+    def __init__(
+        self,
+        trainer: _CountedTrainer,
+        connection: Connection,
+        outer: diloco.DiLoCo,
+        descriptor: int,
+        copy_steps: int,
+    ) -> None:
+        self._counter = trainer.counter
+        self._outer = outer
+        self._is_cut = connection.config.outer.is_on_arrival
+        model, optimizer = trainer.model, trainer.trainer.optimizer
+        self._memory = MemoryCopies(
+            descriptor,
+            model=model,
+            optimizer=optimizer,
+            about={},
+            num_hosts=1,
+            copies=1,
+            every=copy_steps,
+            island=ISLAND,
+            on_event=_take_event,
+        )
+        self._memory.open()
+        self.checkpoints = IslandCheckpoints(
+            connection,
+            outer,
+            trainer.trainer,
+            trainer.batches,
+            memory=self._memory,
+            on_event=_take_event,
+        )
+        self._kept = functools.partial(kept_tensors, model, optimizer)
+        self._has_made: set[str] = set()
+
+    def sections(self) -> Iterator[Section]:
+        """Make and count what is due after the present inner step."""
+        if self._is_cut and "checkpoint" not in self._has_made:
+            time.sleep(_CUT_S)
+        if self._outer.checkpoint_due:
+            yield from self._counted("checkpoint", self.checkpoints.write)
+        if self._memory.is_due(self._outer.inner_step):
+            yield from self._counted("copy", self.checkpoints.copy)
+
+    def _counted(self, operation: str, work: Callable[[], None]) -> Iterator[Section]:
+        with self._counter.counting() as counts:
+            work()
+        yield Section(
+            operation,
+            counts,
+            lane_bytes=_largest_lane(self._outer) if operation in self._has_made else 0,
+            state_bytes=self._state_bytes(operation),
+        )
+        self._has_made.add(operation)
+
+    def _state_bytes(self, operation: str) -> int:
+        """Of a checkpoint the leader tells of the whole; each rank copies what it stores."""
+        kept = self._kept()
+        if operation == "copy":
+            moments = (kept[moment].values() for moment in MOMENTS)
+            return sum(stored(values).nbytes for each in moments for values in each)
+        if dist.is_initialized() and dist.get_rank():
+            return 0
+        shapes = (whole_shape(values) for each in kept.values() for values in each.values())
+        return 4 * sum(map(math.prod, shapes))
+
+
+def _take_event(event: Event) -> None:
+    assert not isinstance(event, (CheckpointFailed, MemoryCopyFailed)), event
+
+
+def _largest_lane(outer: diloco.DiLoCo) -> int:
+    """Return the bytes of the largest lane in float32."""
+    return 4 * max(lane.numel for fragment in outer.plan.fragments for lane in fragment.lanes)
 
 
 class _IoCopies:
@@ -402,5 +535,5 @@ def _section(outer: diloco.DiLoCo, counts: DeviceCounts, events: Sequence[Event]
         counts,
         sum(fragments[e.fragment_id].numel for e in sent),
         sum(fragments[e.fragment_id].numel for e in merged),
-        4 * max(lane.numel for fragment in fragments for lane in fragment.lanes),
+        _largest_lane(outer),
     )

@@ -4,7 +4,7 @@
     idle, flight      steps with an outer loop that has nothing to do, or fragments in flight
     send, merge       what one holds the training thread
     codec             encode and decode on the device
-    checkpoint        the copy to host memory that training waits for
+    checkpoint        what launching the copy to host memory holds the training thread
     islands           `diloco local`: two islands on the device, and one with the tokens of both
 
 Coordinator and syncer are real processes on the CPU. A row that fails is one that is missed, and
@@ -350,6 +350,7 @@ def _checkpoint(setting: GpuSetting, look: _Look) -> list[Figure]:
         state += f" (no more fits the {lack})"
     return [
         Figure("checkpoint", f"training thread held, {state}", measured.taken_s, "s", 1.0),
+        Figure("checkpoint", "until the next update may begin", measured.copied_s, "s"),
         Figure("checkpoint", "written behind training", [measured.saved_s], "s"),
     ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from diloco.bench.run_values import ISLAND
 from diloco.bench.training.device import operation_of
 from diloco.bench.training.plain import MeasuredLoops, compare
 from diloco.checkpoint.checkpoint_writer import CheckpointWriter
+from diloco.checkpoint.state_copy import StateCopier
 from diloco.config.schema import Config
 from diloco.data.batches import Data
 from diloco.data.open import open_data
@@ -38,7 +38,7 @@ from diloco.trainer.launched_step import LaunchedStep
 from diloco.trainer.models.families import parameter_shapes, shape_of
 from diloco.trainer.parallel.mesh import make_mesh
 from diloco.trainer.parallel.parallelize import compile_ahead
-from diloco.trainer.state import training_tensors
+from diloco.trainer.state import kept_tensors
 from diloco.trainer.trainer import InnerTrainer
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -233,12 +233,14 @@ class CheckpointTimes:
 
     Attributes:
         num_bytes: Of parameters and moments, on the device.
-        taken_s: Of each copy to host memory, which training waits for.
+        taken_s: Of each launch of a copy to host memory, which the training thread makes.
+        copied_s: Until the device could make the next update, had it nothing to do before.
         saved_s: Of the file, written behind training.
     """
 
     num_bytes: int
     taken_s: tuple[float, ...]
+    copied_s: tuple[float, ...]
     saved_s: float
 
 
@@ -259,18 +261,20 @@ def measure_checkpoint(
         island.trainer.inner_step(0).read()
         plan = build_plan(config.outer, tensor_specs(canonical_parameters(island.trainer.model)))
         writer = CheckpointWriter(directory, ISLAND, plan, group=None)
-        training = training_tensors(island.trainer.model, island.trainer.optimizer)
+        copier = StateCopier(island.trainer.optimizer)
+        training = kept_tensors(island.trainer.model, island.trainer.optimizer)
         num_bytes = sum(x.nbytes for tensors in training.values() for x in tensors.values())
         taken_s: list[float] = []
-        while True:
+        copied_s: list[float] = []
+        for _ in range(repetitions):
             settle(island.device)
             began = time.perf_counter()
-            part = writer.take(training, {})
+            part = writer.take(training, {}, copier=copier, group=None)
             taken_s.append(time.perf_counter() - began)
+            settle(island.device)
+            copied_s.append(time.perf_counter() - began)
             count_one()
-            if len(taken_s) == repetitions:
-                break
-            deque(part.pieces, maxlen=0)  # the host has memory for one copy
         began = time.perf_counter()
-        writer.save(1, part, about={}, cut=0, group=None)
-        return CheckpointTimes(num_bytes, tuple(taken_s), time.perf_counter() - began)
+        writer.save(1, part, about={}, cut=0)
+        saved_s = time.perf_counter() - began
+        return CheckpointTimes(num_bytes, tuple(taken_s), tuple(copied_s), saved_s)

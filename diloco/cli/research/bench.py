@@ -420,14 +420,17 @@ def device(rows: Rows = None) -> None:
     the outer loop's part of the same thread, scheduled and decoupled, with a real coordinator and
     syncer. Tensors are labelled as the device's or the host's, and what would wait on CUDA counts.
     About a minute. Rows are operations: step, idle (of the outer loop, nothing due), send,
-    merge, both (after one inner step, where no island waits), exchange (the IO thread, all rounds).
+    merge, both (after one inner step, where no island waits), exchange (the IO thread, all rounds),
+    checkpoint, copy (of the inner state, in memory).
 
     Read "syncs": times at which the host asks for a value of the device; "sync copies": copies that
     block it; "late waits": figures of the step before, read once the next was launched; "/value":
     bytes of all ranks over the values of the fragment; "new/lane": the largest storage that was
     made after the first round, over the largest lane; "digest/value": values that the IO thread
-    copies to the host to hash them. Bars: 0 and 0; of a send, a merge and the exchange also 0.6
-    bytes a value each way but for digests, and of the first two nothing larger than a lane.
+    copies to the host to hash them; "down/state": bytes over those of the state that is copied.
+    Bars: 0 and 0; of a send, a merge and the exchange also 0.6 bytes a value each way but for
+    digests, and of the first two nothing larger than a lane; of a checkpoint and a copy 1.001 of
+    the state, and after the first one nothing larger than 0.01 of a lane.
 
     Example: diloco bench device --rows step --require
     """

@@ -237,9 +237,9 @@ class IslandFragment:
         return AnnouncedVersion(target, state.digest.hex(), tuple(state.contributors))
 
     def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> LaneCheckpoint:
-        """Return the state of the lanes on the CPU, zeros where there is none.
+        """Return the state of the lanes as it lies where they do, zeros where there is none.
 
-        Tensors that are there are not copied.
+        Nothing is copied; what a device had to do for it is done.
         """
         payload: dict[int, Tensor] = {}
         residual: dict[int, Tensor] = {}
@@ -257,10 +257,12 @@ class IslandFragment:
                 after = None if sent is None else sent.residual_after
                 if sent is not None and after is not None and bit_sum(after) != sent.residual_sum:
                     after = None
-                residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel)).to("cpu")
-                residual_after[lane_id] = torch.zeros(numel) if after is None else after.to("cpu")
+                residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
+                residual_after[lane_id] = torch.zeros(numel) if after is None else after
+        for lane in self.anchor.values():
+            wait_until_done(lane.device)
         return LaneCheckpoint(
-            {lane_id: lane.to("cpu") for lane_id, lane in self.anchor.items()},
+            dict(self.anchor),
             payload,
             residual,
             residual_after,

@@ -26,6 +26,7 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 
 import torch
@@ -174,6 +175,33 @@ class LaneShards:
     def carrier(self, fragment_id: int, lane_id: int) -> int:
         """Return the island rank that carries a lane."""
         return self._carriers[fragment_id, lane_id]
+
+    def owned(self) -> frozenset[str]:
+        """Return what `collect` reads here: of ranks that store the same part the first has it."""
+        mine = self._island_rank
+        return frozenset(
+            name
+            for name, holders in self._holders.items()
+            if mine in holders and mine == min(r for r in holders if holders[r] == holders[mine])
+        )
+
+    def over(self, tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None) -> LaneShards:
+        """Return one for other tensors, stored as the parameters are; no communication.
+
+        They share what `collect` writes into, so one of them is used at a time.
+
+        Args:
+            tensors: As the parameters.
+            group: Of the same ranks in the same order.
+        """
+        other = shallow_copy(self)
+        other._parameters, other._group = dict(tensors), group
+        return other
+
+    def release(self) -> None:
+        """Give back the memory that is kept for the next `collect`."""
+        self._rooms.clear()
+        self._slabs.clear()
 
     def lanes_of(self, fragment_id: int) -> tuple[int, ...]:
         """Return the ids of the lanes that this rank carries, ascending; may be empty."""

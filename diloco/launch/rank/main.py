@@ -411,7 +411,7 @@ class _Rank:
     def _finish(self) -> None:
         """Evaluate, flush, and evaluate what is published; after a stop, only leave."""
         outer = self._outer
-        self._checkpoints.settle()
+        self._checkpoints.end_training()
         if self._text is not None:
             self._text.close(outer.inner_step)
         if outer.is_stopping:
