@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,29 +54,19 @@ from diloco.launch.process.ending import exit_at_once, first_of, note_signals_as
 from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
+from diloco.launch.syncer_moves import SyncerMoves
 from diloco.launch.syncer_store import STOPPED, mend, take_store, take_to_timeline
 from diloco.loop_clock import loop_now
-from diloco.objects.lease import (
-    lease_path,
-)
-from diloco.objects.moved_fragment import (
-    forget,
-    let_go,
-    serve,
-    stored_fragments,
-    take,
-    was_let_go,
-)
+from diloco.objects.lease import lease_path
+from diloco.objects.moved_fragment import was_let_go
 from diloco.objects.payload_shelf import payloads_by
 from diloco.objects.replica import Replica
-from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
-from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.plan_bytes import unpacked
-from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant, SyncerHelloReply
+from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from diloco.security.address import listen, of_syncer, placed_address, syncer_address
 from diloco.security.security import Security, metrics_protection
 from diloco.state_dir import (
@@ -119,8 +109,6 @@ _T = TypeVar("_T")
 #: Exit code of a start that found the store held by another syncer.
 EXIT_STORE_HELD = 75
 
-#: Seconds between looks at moves, and at most after one that failed.
-_MOVES_LOOK_S, _MOVES_WAIT_S = 1.0, 300.0
 _DRAIN_S = 0.5
 _LAST_REPORT_S = 2.0
 _FATAL_LINGER_S = 30.0
@@ -246,7 +234,8 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
     def keep() -> None:
         plan_json = unpacked(reply.plan)
         if state.syncer_name != ONLY_SYNCER:
-            others = {*reply.elsewhere, *(each.fragment_id for each in reply.takes)}
+            moving = [*reply.takes, *reply.withdrawn]
+            others = {*reply.elsewhere, *(each.fragment_id for each in moving)}
             there = (fragment.fragment_id for fragment in Plan.from_json(plan_json).fragments)
             # One that moves away is among them until it was let go of.
             own = [p for p in there if p not in others and not was_let_go(state, p)]
@@ -277,7 +266,7 @@ class _Process:
             The exit code.
         """
         plan = stored_plan(self.state)
-        moves = _Moves(self.config, self.state, plan, self.timeline, self.reporter)
+        moves = SyncerMoves(self.config, self.state, plan, self.timeline, self.reporter)
         with syncer_workers(usable_cpus()) as workers:
             state, timeline = self.state, self.timeline
             await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
@@ -288,7 +277,7 @@ class _Process:
         await moves.settle(self.stopping)
         return code
 
-    async def _wait_for_fragments(self, moves: _Moves) -> int:
+    async def _wait_for_fragments(self, moves: SyncerMoves) -> int:
         """Have nothing to serve until a fragment has moved here, or until the end."""
         logger.info("this syncer has no fragment: it waits until one moves to it")
 
@@ -308,7 +297,7 @@ class _Process:
         await self.reporter.say_ended(_LAST_REPORT_S)
         return _good_end(self.config, self.reporter)
 
-    async def _serve_all(self, plan: Plan, workers: Workers, moves: _Moves) -> int:
+    async def _serve_all(self, plan: Plan, workers: Workers, moves: SyncerMoves) -> int:
         """Serve the fragments that are this syncer's; returns the exit code."""
         config, state, stopping = self.config, self.state, self.stopping
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full it is
@@ -344,7 +333,7 @@ class _Process:
         syncer: Syncer,
         events: Sink,
         around: Callable[[Handlers], Handlers] | None,
-        moves: _Moves,
+        moves: SyncerMoves,
     ) -> int:
         """Answer islands and report to the coordinator, until either says that this ends."""
         config, state, reporter, stopping = self.config, self.state, self.reporter, self.stopping
@@ -531,76 +520,6 @@ async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> No
         syncer.indexed(*indexed_of(await reporter.learn_plan()))
 
     await first_of(ask(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
-
-
-@dataclass(slots=True)
-class _Moves:
-    """The fragments that this start lets go of, and those that it takes for the next one to serve.
-
-    Source: PROTOCOL.md, "Moves of fragments".
-    """
-
-    config: Config
-    state: StateDir
-    plan: Plan
-    timeline: Timeline
-    reporter: Reporter
-    let_go_of: set[int] = field(default_factory=set)
-    taken: set[int] = field(default_factory=set)
-    #: Of fragments that could not be taken: seconds to wait, and until when.
-    waits: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-    async def due(self) -> None:
-        """Return once the next start is to serve other fragments than this one does."""
-        store = ObjectStore(self.config.run.state) if self.config.syncers else None
-        own = {fragment.fragment_id for fragment in part_of(self.state, self.plan).fragments}
-        told: SyncerHelloReply | None = None
-        while not (self.let_go_of or self.taken):
-            await asyncio.sleep(_MOVES_LOOK_S)
-            if store is None or (told := self.reporter.assigned) is None:
-                continue
-            self.let_go_of = own.difference(told.fragment_ids)
-            there = stored_fragments(self.state).intersection(told.elsewhere)
-            for p in there - own:
-                with contextlib.suppress(DiskFull, FileNotFoundError):  # a pin may go meanwhile
-                    await asyncio.to_thread(forget, self.state, p)
-            for each in () if self.let_go_of else told.takes:
-                if each.fragment_id not in own:  # else the coordinator is to find that it is here
-                    await self._take(store, each.fragment_id, each.syncer)
-        # A start that called the other syncer before it let go is in a later answer to this one.
-        while self.taken and self.reporter.assigned is told:
-            await asyncio.sleep(_MOVES_LOOK_S)
-
-    async def _take(self, store: ObjectStore, fragment_id: int, source: str) -> None:
-        """Take a fragment if it was let go of; what is in the way is said, then tried again."""
-        fragment = self.plan.fragments[fragment_id]
-        wait_s, until = self.waits.get(fragment_id, (_MOVES_LOOK_S, 0.0))
-        if loop_now() < until:
-            return
-        try:
-            if await asyncio.to_thread(take, store, self.state, fragment, source, self.timeline):
-                self.taken.add(fragment_id)
-        except (ConfigError, DiskFull) as error:
-            wait_s = min(2 * wait_s, _MOVES_WAIT_S)
-            self.waits[fragment_id] = wait_s, loop_now() + wait_s
-            text = f"fragment {fragment_id} cannot be taken from {source} yet: {error}"
-            logger.error("%s", text)
-            self.reporter.alarms.raise_(Alarm(AlarmKind.STATE_AWAY, bounded_text(text)), loop_now())
-
-    async def settle(self, given_up: asyncio.Event) -> None:
-        """Have the next start serve the others; nothing of this one writes any more."""
-        told = self.reporter.assigned
-        if told is None or not (self.let_go_of or self.taken):
-            return
-        granted = dict(zip(told.islands, told.incarnations, strict=True))
-
-        def settle() -> None:
-            if self.let_go_of:
-                let_go(self.state, self.let_go_of)
-            if self.taken:
-                serve(self.state, self.taken, granted)
-
-        await retry_disk_full_async("the fragments of this syncer", settle, given_up=given_up)
 
 
 def _on_event(events: Sink, reporter: Reporter, event: Event) -> None:

@@ -21,6 +21,7 @@ from diloco.loop_clock import loop_now
 from diloco.objects.lease import (
     MEND_S,
     follows_path,
+    is_moving,
     lease_path,
     own_name,
     repeating,
@@ -79,8 +80,19 @@ async def take_store(
 
         await held.enter_async_context(repeating(beat, look))
     logger.info("%s: fetching what is not here", state.syncer_name)
-    logger.info("fetched, bytes=%d", await _until_done(replica.restore, stopping))
+
+    def fetch() -> int:
+        return replica.restore(only=lambda name: not is_moving(name))
+
+    def forget_copies() -> None:
+        for name, file in replica.files(only=is_moving).items():
+            if not file.is_at(path := state.store / name):
+                unlink(path)
+
+    logger.info("fetched, bytes=%d", await _until_done(fetch, stopping))
     replicate(replica)
+    # What moves here is copied again, where this machine has it not, rather than waited for.
+    await asyncio.to_thread(forget_copies)
     return replica
 
 
