@@ -11,8 +11,9 @@
     syncer.json        address and pid of the syncer, while one lives
     syncer.log         what all starts of the syncer said
     syncer/            the syncer's store: lock, address, epoch, incarnations, orders, plan,
-                       fragments, pins, the timeline that it was last taken to, and the
-                       spool of what has arrived, which no later start reads
+                       fragments, pins, copies of fragments that move to it, the timeline that it
+                       was last taken to, and the spool of what has arrived, which no later start
+                       reads
     syncer-N.json, syncer-N.log, syncer-N/    the same of each of several syncers; its store also
                        says in `fragments.json` which fragments are its own
     sites/NAME/        of a syncer with a table of its own, [syncers.NAME]: all of the above that
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 #: Name of the store of a run's only syncer.
 ONLY_SYNCER = "syncer"
+#: Directory of a store for what its syncer copies of fragments that move to it.
+MOVED = "moved"
 
 _LOOK_S = 0.05
 _STOP_S = 10.0
@@ -220,8 +223,13 @@ class StateDir:
 
     @property
     def moved(self) -> Path:
-        """What the syncer has taken so far of a fragment that moves to it; no part of its store."""
-        return self.store / "moved"
+        """Copies of fragments that move to the syncer: it does not serve them yet."""
+        return self.store / MOVED
+
+    @property
+    def withdrawn(self) -> Path:
+        """Moves to the syncer that it does not make any more: numbers, by fragment."""
+        return self.store / "withdrawn.json"
 
     @property
     def fragments(self) -> Path:

@@ -27,6 +27,15 @@ class JoinStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOIN_STATUS_RUN_FULL: _ClassVar[JoinStatus]
     JOIN_STATUS_BATCH_TOO_LARGE: _ClassVar[JoinStatus]
     JOIN_STATUS_KICKED: _ClassVar[JoinStatus]
+
+class MoveStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MOVE_STAGE_UNSPECIFIED: _ClassVar[MoveStage]
+    MOVE_STAGE_COPYING: _ClassVar[MoveStage]
+    MOVE_STAGE_READY: _ClassVar[MoveStage]
+    MOVE_STAGE_TAKEN: _ClassVar[MoveStage]
+    MOVE_STAGE_SERVED: _ClassVar[MoveStage]
+    MOVE_STAGE_WITHDRAWN: _ClassVar[MoveStage]
 ROLE_UNSPECIFIED: Role
 ROLE_ISLAND: Role
 ROLE_SYNCER: Role
@@ -42,6 +51,12 @@ JOIN_STATUS_RUN_STOPPED: JoinStatus
 JOIN_STATUS_RUN_FULL: JoinStatus
 JOIN_STATUS_BATCH_TOO_LARGE: JoinStatus
 JOIN_STATUS_KICKED: JoinStatus
+MOVE_STAGE_UNSPECIFIED: MoveStage
+MOVE_STAGE_COPYING: MoveStage
+MOVE_STAGE_READY: MoveStage
+MOVE_STAGE_TAKEN: MoveStage
+MOVE_STAGE_SERVED: MoveStage
+MOVE_STAGE_WITHDRAWN: MoveStage
 
 class Grant(_message.Message):
     __slots__ = ("run", "timeline", "island", "incarnation", "roles", "expiry_unix_s", "mac", "tokens_per_inner_step")
@@ -493,7 +508,7 @@ class RunStateReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., timeline: _Optional[int] = ..., state: _Optional[str] = ..., start_step: _Optional[int] = ..., has_published: _Optional[bool] = ..., inner_steps: _Optional[int] = ..., island: _Optional[_Union[IslandStatus, _Mapping]] = ..., syncer_addresses: _Optional[_Iterable[str]] = ..., fragment_syncers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SyncerHelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id", "has_ended", "reason")
+    __slots__ = ("protocol_version", "grant", "address", "syncer_epoch", "pid", "syncer_id", "has_ended", "reason", "moves")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -502,6 +517,7 @@ class SyncerHelloRequest(_message.Message):
     SYNCER_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     grant: Grant
     address: str
@@ -510,10 +526,27 @@ class SyncerHelloRequest(_message.Message):
     syncer_id: int
     has_ended: bool
     reason: str
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    moves: _containers.RepeatedCompositeFieldContainer[FragmentMove]
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., address: _Optional[str] = ..., syncer_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., syncer_id: _Optional[int] = ..., has_ended: _Optional[bool] = ..., reason: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[FragmentMove, _Mapping]]] = ...) -> None: ...
+
+class FragmentMove(_message.Message):
+    __slots__ = ("fragment_id", "number", "stage", "copied_bytes", "total_bytes", "waits")
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    fragment_id: int
+    number: int
+    stage: MoveStage
+    copied_bytes: int
+    total_bytes: int
+    waits: str
+    def __init__(self, fragment_id: _Optional[int] = ..., number: _Optional[int] = ..., stage: _Optional[_Union[MoveStage, str]] = ..., copied_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., waits: _Optional[str] = ...) -> None: ...
 
 class SyncerHelloReply(_message.Message):
-    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest", "takes", "elsewhere")
+    __slots__ = ("plan", "islands", "fragment_ids", "num_indexed", "indexed_digests", "incarnations", "timeline", "lease", "ends", "policy_digest", "takes", "elsewhere", "withdrawn")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     ISLANDS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -526,6 +559,7 @@ class SyncerHelloReply(_message.Message):
     POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TAKES_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
     islands: _containers.RepeatedScalarFieldContainer[str]
     fragment_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -538,15 +572,20 @@ class SyncerHelloReply(_message.Message):
     policy_digest: str
     takes: _containers.RepeatedCompositeFieldContainer[FragmentSource]
     elsewhere: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ..., takes: _Optional[_Iterable[_Union[FragmentSource, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ...) -> None: ...
+    withdrawn: _containers.RepeatedCompositeFieldContainer[FragmentSource]
+    def __init__(self, plan: _Optional[bytes] = ..., islands: _Optional[_Iterable[str]] = ..., fragment_ids: _Optional[_Iterable[int]] = ..., num_indexed: _Optional[_Iterable[int]] = ..., indexed_digests: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Iterable[int]] = ..., timeline: _Optional[int] = ..., lease: _Optional[int] = ..., ends: _Optional[bool] = ..., policy_digest: _Optional[str] = ..., takes: _Optional[_Iterable[_Union[FragmentSource, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ..., withdrawn: _Optional[_Iterable[_Union[FragmentSource, _Mapping]]] = ...) -> None: ...
 
 class FragmentSource(_message.Message):
-    __slots__ = ("fragment_id", "syncer")
+    __slots__ = ("fragment_id", "syncer", "number", "is_held")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SYNCER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     syncer: str
-    def __init__(self, fragment_id: _Optional[int] = ..., syncer: _Optional[str] = ...) -> None: ...
+    number: int
+    is_held: bool
+    def __init__(self, fragment_id: _Optional[int] = ..., syncer: _Optional[str] = ..., number: _Optional[int] = ..., is_held: _Optional[bool] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("protocol_version", "grant", "syncer_epoch", "fragments", "record_json", "fatal_reason", "fatal_exit_code", "refusals", "pinned_cut", "syncer_id", "expiry", "alarms")

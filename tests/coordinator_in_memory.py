@@ -33,8 +33,8 @@ UNREACHABLE_S = 60.0
 TERMS = Terms(json.dumps({"run.inner_steps": 100}), UNREACHABLE_S)
 
 
-#: Names of one syncer, and of two.
-SYNCERS = (("syncer",), ("syncer-0", "syncer-1"))
+#: Names of one syncer, of two, and of three.
+SYNCERS = (("syncer",), ("syncer-0", "syncer-1"), ("syncer-0", "syncer-1", "syncer-2"))
 
 
 class CoordinatorInMemory:
@@ -105,13 +105,15 @@ class CoordinatorInMemory:
         )
         return reply.header
 
-    async def join(self, island: str, start_id: str = "a", **fields: Any) -> control.JoinReply:
+    async def join(
+        self, island: str, start_id: str = "a", plan: str = PLAN, **fields: Any
+    ) -> control.JoinReply:
         request = control.JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             run="demo",
             island=island,
             identity_json=IDENTITY,
-            plan=packed(PLAN),
+            plan=packed(plan),
             start_id=start_id,
             **fields,
         )

@@ -11,18 +11,24 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from diloco.bounded_text import MOST_NAMES
+from diloco.bounded_text import MOST_NAMES, bounded_text
 from diloco.coordinator.journal import Journal
 from diloco.coordinator.reported_alarms import MOST_OF_ISLAND, SYNCER, ReportedAlarms
 from diloco.errors import Fenced, QuorumLost, RunHalted, RunReturned
 from diloco.loop_clock import loop_now
 from diloco.protocol.run.absences import away_texts
 from diloco.protocol.run.alarms import MOST_ALARMS
+from diloco.protocol.run.assignment import Move
 from diloco.protocol.run.leases import Lease, Leases
 from diloco.protocol.run.membership import Membership
 from diloco.protocol.run.terms import Terms
 from diloco.protos.control_pb2 import (
+    MOVE_STAGE_READY,
+    MOVE_STAGE_SERVED,
+    MOVE_STAGE_TAKEN,
+    MOVE_STAGE_WITHDRAWN,
     Alarm,
+    FragmentMove,
     FragmentStatus,
     IslandStatus,
     RefusalCount,
@@ -32,6 +38,7 @@ from diloco.protos.control_pb2 import (
     SyncerAssignment,
 )
 from diloco.refusals import Cause
+from diloco.transport.units import format_bytes
 
 #: Seconds after which a syncer, which says something every two, is said to be silent.
 SILENT_S = 15.0
@@ -47,7 +54,8 @@ _NEVER_LOOKED: tuple[float, tuple[int, bool], list[str]] = (-math.inf, (-1, Fals
 class SyncerWord:
     """Last word of a syncer: where islands reach it, which start it is, what that has refused.
 
-    `has_ended`: it has told all that it had to; `reason`: of an end that no other start helps.
+    `has_ended`: it has told all that it had to; `reason`: of an end that no other start helps;
+    `moves`: how moves of fragments stand there.
     """
 
     address: str = ""
@@ -56,6 +64,7 @@ class SyncerWord:
     refusals: list[RefusalCount] = field(default_factory=list)
     has_ended: bool = False
     reason: str = ""
+    moves: dict[int, FragmentMove] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -174,17 +183,67 @@ class RunStatus:
         """Whether all fragments of a syncer have moved to others."""
         return bool(self._membership.assignment.fragments) and not self._fragments_of(syncer_id)
 
+    def syncer_moves(self, syncer_id: int, moves: Iterable[FragmentMove]) -> None:
+        """Record what a syncer says of the moves of which it was told; of no others."""
+        assignment = self._membership.assignment
+        known = assignment.taken_by(syncer_id) | assignment.withdrawn_by(syncer_id)
+        self.syncers.setdefault(syncer_id, SyncerWord()).moves = {
+            each.fragment_id: each
+            for each in moves
+            if (move := known.get(each.fragment_id)) is not None and move.number == each.number
+        }
+
+    @property
+    def ready_fragments(self) -> set[int]:
+        """Fragments of which little is lacking where they move to, by word of a moment ago."""
+        heard, ready = self.heard_syncers, (MOVE_STAGE_READY, MOVE_STAGE_TAKEN)
+        return {
+            p
+            for p, move in self._membership.assignment.moves.items()
+            if move.target in heard and self._word_of(p, move.target, move).stage in ready
+        }
+
+    @property
+    def is_a_move_done(self) -> bool:
+        """Whether a syncer says that it serves what moves to it, or does not take it any more."""
+        done = (MOVE_STAGE_SERVED, MOVE_STAGE_WITHDRAWN)
+        return any(
+            self._word_of(p, number, move).stage in done
+            for p, move in self._membership.assignment.moves.items()
+            for number in (move.target, *move.former)
+        )
+
+    def _word_of(self, fragment_id: int, syncer_id: int, move: Move) -> FragmentMove:
+        """Give the last word of a syncer on a move; nothing is set where there is none."""
+        word = self.syncers.get(syncer_id, SyncerWord()).moves.get(fragment_id)
+        return word if word is not None and word.number == move.number else FragmentMove()
+
     @property
     def moves(self) -> list[str]:
-        """Say which fragments are moving, and which syncer each waits for."""
+        """Say which fragments are moving, how far that is, and what each waits for."""
         return [
-            f"fragment {p} moves from {self._name(source)} to {self._name(target)}; last words: "
+            f"fragment {p} moves from {self._name(move.source)} to {self._name(move.target)}: "
+            f"{self._move_text(p, move)}; last words: "
             + ", ".join(
                 f"{self._name(number)} {self.silent_s(number):.0f} s ago"
-                for number in (source, target)
+                for number in dict.fromkeys((move.source, move.target, *move.former))
             )
-            for p, (source, target) in sorted(self._membership.assignment.moves.items())
+            for p, move in sorted(self._membership.assignment.moves.items())
         ]
+
+    def _move_text(self, fragment_id: int, move: Move) -> str:
+        word, source = self._word_of(fragment_id, move.target, move), self._name(move.source)
+        copied = f"{format_bytes(word.copied_bytes)} of {format_bytes(word.total_bytes)} copied"
+        if word.waits:
+            copied += f", it waits: {bounded_text(word.waits)}"
+        if move.former:
+            former = ", ".join(map(self._name, move.former))
+            return f"{copied}; {former}, to which it moved before, is to say that it has not got it"
+        if word.stage in (MOVE_STAGE_TAKEN, MOVE_STAGE_SERVED):
+            return f"taken, {self._name(move.target)} starts again with it"
+        if word.stage == MOVE_STAGE_READY:
+            return f"{copied}, it waits until {source} has let go of it"
+        return copied if word.stage else f"{self._name(move.target)} has said nothing of it yet"
 
     def syncer_says(
         self,

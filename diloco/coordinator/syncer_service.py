@@ -18,6 +18,7 @@ from diloco.coordinator.changes import Changes
 from diloco.coordinator.journal import AuditEntry
 from diloco.coordinator.run_status import RunStatus
 from diloco.protocol.rounds.terms import RoundKey
+from diloco.protocol.run.assignment import Move
 from diloco.protocol.run.membership import Decide, Membership
 from diloco.protocol.run.plan_bytes import packed
 from diloco.protocol.run.repairs import LostVersion
@@ -113,8 +114,9 @@ class SyncerService:
             has_ended=request.has_ended,
             reason=bounded_text(request.reason, MOST_ENDING),
         )
-        heard = self._run_status.heard_syncers
-        fragment_ids = assignment.served_by(request.syncer_id, plan_json, heard)
+        self._run_status.syncer_moves(request.syncer_id, request.moves)
+        ready = self._run_status.ready_fragments
+        fragment_ids = assignment.served_by(request.syncer_id, plan_json, ready)
         indexed = [self._run_status.indexed(fragment_id) for fragment_id in fragment_ids]
         return Reply.of(
             SyncerHelloReply(
@@ -128,13 +130,21 @@ class SyncerService:
                 lease=self._lease,
                 ends=self._run_status.ends_syncers,
                 policy_digest=self._policy_digest,
-                takes=[
-                    FragmentSource(fragment_id=p, syncer=list(assignment.shares)[source])
-                    for p, source in assignment.taken_by(request.syncer_id).items()
-                ],
+                takes=self._sources(assignment.taken_by(request.syncer_id)),
                 elsewhere=assignment.elsewhere(request.syncer_id),
+                withdrawn=self._sources(assignment.withdrawn_by(request.syncer_id)),
             )
         )
+
+    def _sources(self, moves: Mapping[int, Move]) -> Iterator[FragmentSource]:
+        names = list(self._membership.assignment.shares)
+        for p, move in moves.items():
+            yield FragmentSource(
+                fragment_id=p,
+                syncer=names[move.source],
+                number=move.number,
+                is_held=bool(move.former),
+            )
 
     async def _report(self, call: IncomingCall) -> Reply:
         report = RoundReport.FromString(call.header)
@@ -272,10 +282,7 @@ class SyncerService:
     def _fragments_of(self, syncer_id: int) -> list[int]:
         """Give the fragments that one of the run's syncers may speak of; none before a join."""
         self._check_number(syncer_id)
-        assignment = self._membership.assignment
-        # Of a fragment that moves either may: the one has it still, or the other has it already.
-        own = assignment.of(syncer_id, self._membership.plan_json)
-        return [*own, *assignment.taken_by(syncer_id)]
+        return self._membership.assignment.may_serve(syncer_id, self._membership.plan_json)
 
     def _check_number(self, syncer_id: int) -> None:
         if syncer_id >= (number := self._membership.assignment.num_syncers):

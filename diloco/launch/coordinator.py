@@ -57,7 +57,7 @@ from diloco.launch.process.ending import StopRequest, first_of, note_signals_asy
 from diloco.launch.process.logs import bound_output
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
-from diloco.objects.moved_fragment import let_go_for_lost, served_from
+from diloco.objects.moved_fragment import SyncerFiles, let_go_for_lost, withdraw_for_lost
 from diloco.objects.store import ObjectStore
 from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.membership import Membership
@@ -501,21 +501,26 @@ class _Run:
         return self.signals.exit_code
 
 
-@dataclass(frozen=True, slots=True)
 class _SyncerStores:
     """The stores of syncers on machines of their own; see `fragment_moves.SyncerStores`."""
 
-    store: ObjectStore
-    syncers: tuple[StateDir, ...]
-    lease: int
-    run: str
+    def __init__(
+        self, store: ObjectStore, syncers: Sequence[StateDir], lease: int, run: str
+    ) -> None:
+        self._store, self._syncers = store, syncers
+        self._lease, self._run = lease, run
+        self._files = [SyncerFiles(store, state) for state in syncers]
 
-    def served_from(self, syncer_id: int) -> list[int] | None:
-        return served_from(self.store, self.syncers[syncer_id])
+    def read(self, syncer_id: int) -> tuple[list[int] | None, dict[int, int]]:
+        return self._files[syncer_id].read()
 
     def let_go_for_lost(self, syncer_id: int, fragment_ids: Collection[int]) -> None:
-        state = self.syncers[syncer_id]
-        let_go_for_lost(self.store, state, self.lease, self.run, fragment_ids)
+        state = self._syncers[syncer_id]
+        let_go_for_lost(self._store, state, self._lease, self._run, fragment_ids)
+
+    def withdraw_for_lost(self, syncer_id: int, moves: Mapping[int, int]) -> None:
+        state = self._syncers[syncer_id]
+        withdraw_for_lost(self._store, state, self._lease, self._run, moves)
 
 
 def _write_again(contents: Mapping[Path, bytes]) -> None:

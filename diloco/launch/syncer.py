@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,9 +37,6 @@ from diloco.durable import (
     digest_of,
     read_json,
     rename,
-    replicate,
-    sync_directory,
-    unlink,
     write_durably,
     write_json,
 )
@@ -47,7 +44,6 @@ from diloco.errors import (
     ConfigError,
     CoordinatorUnavailable,
     DilocoError,
-    Fenced,
     PlanMismatch,
 )
 from diloco.faults.process import wall_clock
@@ -58,34 +54,19 @@ from diloco.launch.process.ending import exit_at_once, first_of, note_signals_as
 from diloco.launch.process.imports import import_for_good
 from diloco.launch.process.logs import log_to
 from diloco.launch.process.tensor_thread import syncer_workers
+from diloco.launch.syncer_moves import SyncerMoves
+from diloco.launch.syncer_store import STOPPED, mend, take_store, take_to_timeline
 from diloco.loop_clock import loop_now
-from diloco.objects.lease import (
-    MEND_S,
-    follows_path,
-    lease_path,
-    own_name,
-    repeating,
-    store_replica,
-)
-from diloco.objects.moved_fragment import (
-    forget,
-    let_go,
-    serve,
-    stored_fragments,
-    take,
-    was_let_go,
-)
+from diloco.objects.lease import lease_path
+from diloco.objects.moved_fragment import was_let_go
 from diloco.objects.payload_shelf import payloads_by
-from diloco.objects.placed_syncer import PlacedSyncer
 from diloco.objects.replica import Replica
-from diloco.objects.store import ObjectLost, ObjectStore
 from diloco.outer.fragments import Plan
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
-from diloco.protocol.run.alarms import Alarm, AlarmKind
 from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.plan_bytes import unpacked
-from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant, SyncerHelloReply
+from diloco.protos.control_pb2 import ROLE_ISLAND, ROLE_SYNCER, Grant
 from diloco.security.address import listen, of_syncer, placed_address, syncer_address
 from diloco.security.security import Security, metrics_protection
 from diloco.state_dir import (
@@ -108,9 +89,6 @@ from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from diloco.transport.contracts import Handlers, Transport
 from diloco.transport.errors import ConnectError
 from diloco.transport.identity import Role
-from diloco.versions.frames import headers_in
-from diloco.versions.pins import restore, valid_pins
-from diloco.versions.record import RecordInvalid
 
 if TYPE_CHECKING:  # torch is imported once the store is ours
     from diloco.config.schema import Config
@@ -131,13 +109,7 @@ _T = TypeVar("_T")
 #: Exit code of a start that found the store held by another syncer.
 EXIT_STORE_HELD = 75
 
-#: Exit code of a syncer with a machine of its own that a signal has stopped.
-_STOPPED = 143
-
-#: Seconds between looks at moves, and at most after one that failed.
-_MOVES_LOOK_S, _MOVES_WAIT_S = 1.0, 300.0
 _DRAIN_S = 0.5
-_AGAIN_S = 1.0
 _LAST_REPORT_S = 2.0
 _FATAL_LINGER_S = 30.0
 
@@ -182,7 +154,7 @@ async def _run_held(state: StateDir, held: contextlib.AsyncExitStack) -> int:
     config = load_config(state.resolved)
     state = replace(state, syncer_id=list(config.syncer_shares).index(state.syncer_name))
     secret = load_secret(state.secret)
-    replica = await _take_store(config, state, held, stopping) if config.run.state else None
+    replica = await take_store(config, state, held, stopping) if config.run.state else None
     epoch = await retry_disk_full_async(
         "the syncer's epoch",
         lambda: _next_epoch(state.syncer_epoch, time.time()),
@@ -234,81 +206,6 @@ async def _run_held(state: StateDir, held: contextlib.AsyncExitStack) -> int:
         await reporter.close()
 
 
-async def _take_store(
-    config: Config, state: StateDir, held: contextlib.AsyncExitStack, stopping: asyncio.Event
-) -> Replica:
-    """Make the store what the object store of the run has, and keep it there from here on.
-
-    Until `held` ends a syncer on a machine of its own says that it lives, and looks whether another
-    machine has taken its place.
-
-    Raises:
-        Fenced: If another machine has taken the run, or the syncer's place, over.
-        DiskFull: If there is no room here, or the object store does not answer.
-    """
-    store = ObjectStore(config.run.state)
-    lease = int(read_json(lease_path(state)) or 0)
-    follows = read_json(follows_path(state)) if config.syncers else None
-    replica = await _until_done(
-        lambda: store_replica(store, state, lease, config.run.name, _end_fenced, follows=follows),
-        stopping,
-    )
-    if config.syncers:
-        place, own = PlacedSyncer(store, state), own_name(state)
-
-        def beat() -> None:
-            there = read_endpoint(state.syncer)
-            with contextlib.suppress(DiskFull):  # who writes a version says it
-                place.beat(own, there.address if there else "")
-
-        def look() -> None:  # others say it; `_end_fenced` ends this process
-            with contextlib.suppress(DiskFull, Fenced, ObjectLost):
-                replica.check()
-
-        await held.enter_async_context(repeating(beat, look))
-    logger.info("%s: fetching what is not here", state.syncer_name)
-    logger.info("fetched, bytes=%d", await _until_done(replica.restore, stopping))
-    replicate(replica)
-    return replica
-
-
-async def _until_done(work: Callable[[], _T], stopping: asyncio.Event) -> _T:
-    """Do work of hours in a thread, again while there is no room, until it is to stop at once."""
-    while True:
-        doing = asyncio.ensure_future(asyncio.to_thread(work))
-        await first_of(asyncio.wait([doing]), stopping.wait())
-        if not doing.done():
-            exit_at_once(_STOPPED)
-        try:
-            return doing.result()
-        except DiskFull as error:
-            logger.error("%s, the store waits: %s: %s", error.lack, error.remedy, error)
-            await first_of(asyncio.sleep(_AGAIN_S), stopping.wait())
-            if stopping.is_set():
-                raise
-
-
-async def _mend(replica: Replica | None, reporter: Reporter) -> None:
-    """Write again what was removed from the object store, for ever; the run's status says so."""
-    while replica is not None:
-        try:
-            text = await asyncio.to_thread(replica.mend)
-        except ObjectLost as error:
-            text = f"no other machine could take this syncer's place: {error}"
-        except DiskFull as error:
-            text = f"{error.lack}: rounds of this syncer wait; {error.remedy}: {error}"
-        if text:
-            reporter.alarms.raise_(Alarm(AlarmKind.STATE_AWAY, bounded_text(text)), loop_now())
-        else:
-            reporter.alarms.clear(AlarmKind.STATE_AWAY)
-        await asyncio.sleep(MEND_S)
-
-
-def _end_fenced(error: Fenced) -> None:
-    logger.error("another machine has taken this syncer's place, and it ends: %s", error)
-    exit_at_once(error.exit_code)
-
-
 async def _keep_what_is_asked(state: StateDir, reporter: Reporter, stopping: asyncio.Event) -> None:
     await _keep_plan(state, reporter, stopping)
     try:
@@ -337,7 +234,8 @@ async def _keep_plan(state: StateDir, reporter: Reporter, stopping: asyncio.Even
     def keep() -> None:
         plan_json = unpacked(reply.plan)
         if state.syncer_name != ONLY_SYNCER:
-            others = {*reply.elsewhere, *(each.fragment_id for each in reply.takes)}
+            moving = [*reply.takes, *reply.withdrawn]
+            others = {*reply.elsewhere, *(each.fragment_id for each in moving)}
             there = (fragment.fragment_id for fragment in Plan.from_json(plan_json).fragments)
             # One that moves away is among them until it was let go of.
             own = [p for p in there if p not in others and not was_let_go(state, p)]
@@ -368,7 +266,7 @@ class _Process:
             The exit code.
         """
         plan = stored_plan(self.state)
-        moves = _Moves(self.config, self.state, plan, self.timeline, self.reporter)
+        moves = SyncerMoves(self.config, self.state, plan, self.timeline, self.reporter)
         with syncer_workers(usable_cpus()) as workers:
             state, timeline = self.state, self.timeline
             await workers.notes.run(lambda: take_to_timeline(state, plan, timeline))
@@ -379,7 +277,7 @@ class _Process:
         await moves.settle(self.stopping)
         return code
 
-    async def _wait_for_fragments(self, moves: _Moves) -> int:
+    async def _wait_for_fragments(self, moves: SyncerMoves) -> int:
         """Have nothing to serve until a fragment has moved here, or until the end."""
         logger.info("this syncer has no fragment: it waits until one moves to it")
 
@@ -399,7 +297,7 @@ class _Process:
         await self.reporter.say_ended(_LAST_REPORT_S)
         return _good_end(self.config, self.reporter)
 
-    async def _serve_all(self, plan: Plan, workers: Workers, moves: _Moves) -> int:
+    async def _serve_all(self, plan: Plan, workers: Workers, moves: SyncerMoves) -> int:
         """Serve the fragments that are this syncer's; returns the exit code."""
         config, state, stopping = self.config, self.state, self.stopping
         if not any(state.store.glob("fragment-*")):  # a restart goes on, however full it is
@@ -435,7 +333,7 @@ class _Process:
         syncer: Syncer,
         events: Sink,
         around: Callable[[Handlers], Handlers] | None,
-        moves: _Moves,
+        moves: SyncerMoves,
     ) -> int:
         """Answer islands and report to the coordinator, until either says that this ends."""
         config, state, reporter, stopping = self.config, self.state, self.reporter, self.stopping
@@ -467,7 +365,7 @@ class _Process:
         warming = asyncio.create_task(workers.transfers.run(lambda: _warm_up(config, plan)))
         reporting = asyncio.create_task(reporter.run(syncer, address))
         verifying = asyncio.create_task(syncer.verify_stores())
-        mending = asyncio.create_task(_mend(self.replica, reporter))
+        mending = asyncio.create_task(mend(self.replica, reporter))
         try:
             async with self._serving_metrics(syncer, is_restart=bound != ""):
                 await first_of(
@@ -603,7 +501,7 @@ def _good_end(config: Config, reporter: Reporter) -> int:
 
     One with a machine of its own is started again unless the coordinator has said that all end.
     """
-    return 0 if reporter.ends.is_set() or not config.syncers else _STOPPED
+    return 0 if reporter.ends.is_set() or not config.syncers else STOPPED
 
 
 async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> None:
@@ -622,134 +520,6 @@ async def _start(syncer: Syncer, reporter: Reporter, unreachable_s: float) -> No
         syncer.indexed(*indexed_of(await reporter.learn_plan()))
 
     await first_of(ask(), end_when_unreachable(lambda: reporter.num_answers, unreachable_s))
-
-
-@dataclass(slots=True)
-class _Moves:
-    """The fragments that this start lets go of, and those that it takes for the next one to serve.
-
-    Source: PROTOCOL.md, "Moves of fragments".
-    """
-
-    config: Config
-    state: StateDir
-    plan: Plan
-    timeline: Timeline
-    reporter: Reporter
-    let_go_of: set[int] = field(default_factory=set)
-    taken: set[int] = field(default_factory=set)
-    #: Of fragments that could not be taken: seconds to wait, and until when.
-    waits: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-    async def due(self) -> None:
-        """Return once the next start is to serve other fragments than this one does."""
-        store = ObjectStore(self.config.run.state) if self.config.syncers else None
-        own = {fragment.fragment_id for fragment in part_of(self.state, self.plan).fragments}
-        told: SyncerHelloReply | None = None
-        while not (self.let_go_of or self.taken):
-            await asyncio.sleep(_MOVES_LOOK_S)
-            if store is None or (told := self.reporter.assigned) is None:
-                continue
-            self.let_go_of = own.difference(told.fragment_ids)
-            there = stored_fragments(self.state).intersection(told.elsewhere)
-            for p in there - own:
-                with contextlib.suppress(DiskFull, FileNotFoundError):  # a pin may go meanwhile
-                    await asyncio.to_thread(forget, self.state, p)
-            for each in () if self.let_go_of else told.takes:
-                if each.fragment_id not in own:  # else the coordinator is to find that it is here
-                    await self._take(store, each.fragment_id, each.syncer)
-        # A start that called the other syncer before it let go is in a later answer to this one.
-        while self.taken and self.reporter.assigned is told:
-            await asyncio.sleep(_MOVES_LOOK_S)
-
-    async def _take(self, store: ObjectStore, fragment_id: int, source: str) -> None:
-        """Take a fragment if it was let go of; what is in the way is said, then tried again."""
-        fragment = self.plan.fragments[fragment_id]
-        wait_s, until = self.waits.get(fragment_id, (_MOVES_LOOK_S, 0.0))
-        if loop_now() < until:
-            return
-        try:
-            if await asyncio.to_thread(take, store, self.state, fragment, source, self.timeline):
-                self.taken.add(fragment_id)
-        except (ConfigError, DiskFull) as error:
-            wait_s = min(2 * wait_s, _MOVES_WAIT_S)
-            self.waits[fragment_id] = wait_s, loop_now() + wait_s
-            text = f"fragment {fragment_id} cannot be taken from {source} yet: {error}"
-            logger.error("%s", text)
-            self.reporter.alarms.raise_(Alarm(AlarmKind.STATE_AWAY, bounded_text(text)), loop_now())
-
-    async def settle(self, given_up: asyncio.Event) -> None:
-        """Have the next start serve the others; nothing of this one writes any more."""
-        told = self.reporter.assigned
-        if told is None or not (self.let_go_of or self.taken):
-            return
-        granted = dict(zip(told.islands, told.incarnations, strict=True))
-
-        def settle() -> None:
-            if self.let_go_of:
-                let_go(self.state, self.let_go_of)
-            if self.taken:
-                serve(self.state, self.taken, granted)
-
-        await retry_disk_full_async("the fragments of this syncer", settle, given_up=given_up)
-
-
-def take_to_timeline(state: StateDir, plan: Plan, timeline: Timeline) -> None:
-    """Take a store of an earlier timeline back to the checkpoint that this one begins from.
-
-    Killed at any instruction, it is done again by the next start: the store's file of its
-    timeline is the last thing written.
-
-    Raises:
-        ConfigError: If the checkpoint's pin is not whole; names an older one that is. Or if the
-            store is ahead of the run.
-    """
-    problem = ""
-    try:
-        stored = read_timeline(state.store_timeline)
-    except ConfigError as error:
-        stored, problem = Timeline(), str(error)
-    if stored == timeline and not problem:
-        return
-    if (problem or stored.number < timeline.number) and _has_records_of(state, timeline):
-        logger.error("%s is lost or damaged: records say that it was timeline %d",
-                     state.store_timeline, timeline.number)  # fmt: skip
-        timeline.write(state.store_timeline)
-        return
-    if problem:
-        raise ConfigError(problem)
-    if stored.number >= timeline.number:
-        raise ConfigError(
-            f"{state.store_timeline} says timeline {stored.number}, {state.timeline} says "
-            f"{timeline.number}: one of them is a copy from another day; bring back the other"
-        )
-    step, part = timeline.resume_step, part_of(state, plan)
-    try:
-        restore(state.store, part, step=step, abandoned_timeline=stored.number)
-    except RecordInvalid as error:
-        older = [pinned for pinned in valid_pins(state.store, part) if pinned < step]
-        raise ConfigError(
-            f"the checkpoint of inner step {step} cannot be restored: {error}. "
-            + (
-                f"Resume an older one: diloco coordinator RUN.toml --resume --at {older[-1]}"
-                if older
-                else "There is no older one; start the run again in an empty coordinator.state_dir"
-            )
-        ) from error
-    for of_earlier_starts in (state.incarnations, state.orders):
-        unlink(of_earlier_starts)
-    sync_directory(state.store)
-    timeline.write(state.store_timeline)
-    logger.info("store restored, timeline=%d step=%d", timeline.number, step)
-
-
-def _has_records_of(state: StateDir, timeline: Timeline) -> bool:
-    """Whether a store has been served in a timeline."""
-    return any(
-        header["timeline"] == timeline.number
-        for directory in state.store.glob("fragment-*")
-        for header in headers_in(directory)
-    )
 
 
 def _on_event(events: Sink, reporter: Reporter, event: Event) -> None:

@@ -34,7 +34,7 @@ from diloco.loop_clock import loop_now
 from diloco.objects.chain import Read
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
-from diloco.state_dir import StateDir, holder, stop_syncers
+from diloco.state_dir import MOVED, StateDir, holder, stop_syncers
 from diloco.versions.record import contributions_in
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _RUN = "run"
 #: Files of the coordinator that are kept; the journal is kept by its transactions.
 _OF_RUN = ("resolved.toml", "fingerprint", "policy.json", "secret", "timeline.json")
 #: Of a syncer's store: a lock, where one process listened, and what only that process reads.
-NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers", "moved"})
+NOT_OF_STORE = frozenset({"lock", "address.json", "spool", "transfers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,8 @@ class RunState:
         num_bytes = self.replica.fetch_all(without=self._state.journal.name)
         for each in syncers:
             durable.make_directory_durably(each.store)
-            num_bytes += Replica(self.store, each.syncer_name, each.store, is_of_store).fetch_all()
+            there = Replica(self.store, each.syncer_name, each.store, is_of_store)
+            num_bytes += there.fetch_all(only=lambda name: not is_moving(name))
         return num_bytes
 
     def _check_run(self, run: str, fingerprint: str) -> None:
@@ -348,6 +349,11 @@ class RunState:
 def is_of_store(path: Path) -> bool:
     """Whether a path in a syncer's store is of a file that is kept."""
     return path.parts[0] not in NOT_OF_STORE
+
+
+def is_moving(name: str) -> bool:
+    """Whether a file of a store is of a fragment that its syncer copies, and does not have yet."""
+    return name.startswith(f"{MOVED}/")
 
 
 def store_replica(

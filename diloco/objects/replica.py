@@ -105,6 +105,7 @@ class Replica:
         self._dropped: set[str] = set()
         self._dropped_bytes = 0
         self._lost: list[str] = []  # by the last `restore`
+        self._on_piece: Callable[[int], None] = lambda num_bytes: None
         self._uploading: Counter[str] = Counter()
         self._entries_since = self._bytes_since = 0
         #: Of the last transaction that the whole journal of a snapshot has, and of the last.
@@ -197,6 +198,12 @@ class Replica:
             StoreAway: If the store does not answer.
             DiskFull: If there is no room here.
         """
+        num_bytes = self._restore_all(without, only)
+        for problem in self._lost:
+            logger.error("%s", problem)
+        return num_bytes
+
+    def _restore_all(self, without: str, only: Callable[[str], bool]) -> int:
         there = [p for p in self.root.rglob("*") if p.is_file() or p.is_symlink()]
         here = {path.relative_to(self.root).as_posix(): path for path in there}
         kept = {n: path for n, path in here.items() if n != without and self._is_kept(Path(n))}
@@ -220,28 +227,33 @@ class Replica:
             return sum(pool.map(self._restore_alike, alike.values()))
 
     def fetch_all(
-        self, *, without: str = "", only: Callable[[str], bool] = lambda name: True
+        self,
+        *,
+        without: str = "",
+        only: Callable[[str], bool] = lambda name: True,
+        on_piece: Callable[[int], None] = lambda num_bytes: None,
     ) -> int:
         """Look and restore until nothing was replaced meanwhile; returns the bytes fetched.
+
+        `on_piece` is called with the bytes of each piece that comes, in any thread; what it raises
+        ends this.
 
         Raises:
             ObjectLost: If an object is gone, or does not hold what was written.
             StoreAway: If the store does not answer.
             DiskFull: If there is no room here.
         """
-        num_bytes = 0
+        num_bytes, self._on_piece = 0, on_piece
         for _ in range(_LOOKS):
             self.look()
-            num_bytes += self.restore(without=without, only=only)
+            num_bytes += self._restore_all(without, only)
             if not self._lost:
                 return num_bytes
         raise ObjectLost(self._lost[0])
 
-    def lacking_bytes(self, *, only: Callable[[str], bool]) -> int:
-        """Add up the files that are not here as the chain has them; those alike count once."""
-        wanted = {name: file for name, file in self._files.items() if only(name)}
-        lacking = [f for name, f in wanted.items() if not f.is_at(self.root / name)]
-        return sum({file.digest: file.num_bytes for file in lacking}.values())
+    def files(self, *, only: Callable[[str], bool]) -> dict[str, StoredFile]:
+        """Give the files that the chain holds, by name."""
+        return {name: file for name, file in self._files.items() if only(name)}
 
     def _restore_alike(self, names: Sequence[str]) -> int:
         """Have files of the same bytes here, one file with several names; returns what it took.
@@ -272,7 +284,6 @@ class Replica:
         try:
             self.fetch(name)
         except ObjectLost as error:
-            logger.error("%s", error)
             self._lost.append(str(error))
             return 0
         return file.num_bytes
@@ -417,8 +428,9 @@ class Replica:
                 for piece in self._pieces(file):
                     digest.update(piece)
                     at += durable.write_at(descriptor, at, piece)
+                    self._on_piece(len(piece))
                 durable.sync(descriptor)
-            except OSError:
+            except BaseException:
                 durable.unlink(fresh)
                 raise
             finally:

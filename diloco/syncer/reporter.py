@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from google.protobuf.message import Message
@@ -28,6 +28,7 @@ from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.run.alarms import Alarms, alarm_message
 from diloco.protos.control_pb2 import (
     Expiry,
+    FragmentMove,
     FragmentStatus,
     Grant,
     RefusalCount,
@@ -173,6 +174,8 @@ class Reporter:
         self.ends = asyncio.Event()
         #: The newest answer that names this syncer's fragments; None: there was none.
         self.assigned: SyncerHelloReply | None = None
+        #: Says how the moves of fragments to this syncer stand.
+        self.moves: Callable[[], Iterable[FragmentMove]] = tuple
         self.alarms = Alarms()
         self._news = asyncio.Event()
         self._told = asyncio.Event()
@@ -289,6 +292,7 @@ class Reporter:
             pid=self._pid,
             has_ended=has_ended,
             reason=reason,
+            moves=self.moves(),
         )
         answer = await self._call("control.syncer_hello", request)
         reply = SyncerHelloReply.FromString(answer.header)

@@ -29,7 +29,7 @@ from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
 from diloco.errors import ConfigError
 from diloco.launch.local import find_resume_step
-from diloco.launch.syncer import take_to_timeline
+from diloco.launch.syncer_store import take_to_timeline
 from diloco.outer.fragments import Plan
 from diloco.protocol.run.members import Member, member_entry
 from diloco.protocol.run.membership import Membership
@@ -354,7 +354,7 @@ def test_the_store_says_its_timeline_last(
             if at == "restore":
                 patch.setattr(pins, "_restore_fragment", die)
             elif at == "unlink":
-                patch.setattr("diloco.launch.syncer.unlink", die)
+                patch.setattr("diloco.launch.syncer_store.unlink", die)
             else:
                 patch.setattr(Timeline, "write", die)
             with pytest.raises(Killed):

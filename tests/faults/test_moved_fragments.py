@@ -76,6 +76,11 @@ def test_fragments_move_at_work_and_from_a_lost_syncer_and_nothing_else_changes(
             before = run.num_versions("us", "us")
             wait_until(lambda: run.num_versions("us", "us") > before + 1, what=run.said)
 
+            for target in ("us", "eu"):  # it stays where it is, whatever was done meanwhile
+                operate(run, "move", "--fragments", str(eu[1]), "--to", target)
+            wait_until(lambda: " moves from " not in operate(run, "status"), what=run.said)
+            assert served(run, "eu") == eu[1:]
+
             run.signal("eu", "eu", signal.SIGKILL)
             shutil.rmtree(run.directory / "eu")
             assert f"fragment {eu[1]} (" in operate(run, "move", "--from", "eu")

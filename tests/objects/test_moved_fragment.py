@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -19,22 +20,29 @@ from diloco import durable
 from diloco.config.load import load_config
 from diloco.durable import replicate
 from diloco.errors import ConfigError, Fenced
-from diloco.launch import syncer
+from diloco.launch import syncer_moves
+from diloco.launch.syncer_moves import SyncerMoves
+from diloco.objects import moved_fragment
 from diloco.objects.lease import store_replica
 from diloco.objects.moved_fragment import (
+    CopyStopped,
+    FragmentCopy,
+    SyncerFiles,
     forget,
+    has_not_let_go,
     let_go,
     let_go_for_lost,
     serve,
-    served_from,
-    take,
     was_let_go,
+    withdraw,
+    withdraw_for_lost,
 )
 from diloco.objects.replica import Replica
 from diloco.objects.store import ObjectStore
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.rounds.terms import RoundKey
-from diloco.protos.control_pb2 import FragmentSource, SyncerHelloReply
+from diloco.protocol.run.alarms import Alarms
+from diloco.protos.control_pb2 import FragmentMove, FragmentSource, MoveStage, SyncerHelloReply
 from diloco.state_dir import StateDir, Timeline
 from diloco.syncer.reporter import Reporter
 from diloco.versions.publication import LaneState, lane_blake3
@@ -82,6 +90,33 @@ class Machine:
         there.look()
         return there.contents(there._files)
 
+    def served(self) -> list[int] | None:
+        return SyncerFiles(self.store, self.state).read()[0]
+
+    def write(self, files: dict[str, bytes], *removed: str) -> None:
+        """Have it publish; a snapshot of its chain takes objects away."""
+        assert self.replica is not None
+        before = durable._replica
+        replicate(self.replica)
+        for name, content in files.items():
+            durable.make_directory_durably((self.state.store / name).parent)
+            durable.write_durably(self.state.store / name, [content])
+        for name in removed:
+            durable.unlink(self.state.store / name)
+            durable.sync_directory((self.state.store / name).parent)
+        self.replica.put_snapshot()
+        replicate(before)
+
+    def copy(self, p: int, source: Machine, store: ObjectStore | None = None) -> FragmentCopy:
+        name = source.state.syncer_name
+        return FragmentCopy(store or self.store, self.state, PLAN.fragments[p], name)
+
+    def takes(self, p: int, source: Machine, timeline: Timeline | None = None) -> bool:
+        copy = self.copy(p, source)
+        if is_let_go := copy.copy():
+            copy.take(timeline or Timeline())
+        return is_let_go
+
 
 @pytest.fixture
 def machines(tmp_path: Path):  # type: ignore[no-untyped-def]
@@ -92,10 +127,7 @@ def machines(tmp_path: Path):  # type: ignore[no-untyped-def]
     ]
     for machine, own, files in zip(made, ([0, 1], [2]), (FILES, {}), strict=True):
         machine.start()
-        for name, content in files.items():
-            path = machine.state.store / name
-            durable.make_directory_durably(path.parent)
-            durable.write_durably(path, [content])
+        machine.write(files)
         durable.write_json(machine.state.fragments, own)
         durable.write_json(machine.state.incarnations, {"east": 2})
     yield made
@@ -138,42 +170,97 @@ def test_a_move_that_is_killed_anywhere_is_done_again_to_the_same_end(
     machines: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eu, us = machines
-    source, fragment = eu.state.syncer_name, PLAN.fragments[1]
+    expired, new = "fragment-0001/v000000000007.record", "fragment-0001/v000000000009.record"
+
+    def copied() -> None:
+        assert not us.copy(1, eu).copy(), "it was not let go of"
 
     def taken() -> None:
-        if 1 in (served_from(us.store, us.state) or ()):
+        if 1 in (us.served() or ()):
             return  # killed once that was durable
-        assert take(us.store, us.state, fragment, source, Timeline())
+        assert us.takes(1, eu)
         serve(us.state, [1], {"east": 5, "west": 0})
 
+    assert until_done(us, monkeypatch, copied) > 8
+    eu.write({new: b"nine"}, expired)
     us.start()
-    assert not take(us.store, us.state, fragment, source, Timeline()), "it was not let go of"
+    copied()
+    copy = us.state.moved / "fragment-0001"
+    assert (copy / new).read_bytes() == b"nine" and not (copy / expired).exists()
     assert until_done(eu, monkeypatch, lambda: let_go(eu.state, {1})) >= 3
-    assert served_from(eu.store, eu.state) == [0]
-    assert until_done(us, monkeypatch, taken) > 20
+    assert eu.served() == [0]
+    assert until_done(us, monkeypatch, taken) > 10
 
     shutil.rmtree(us.state.root)
     us.start()
     own = {name: content for name, content in us.files().items() if "/" in name}
-    assert own == MOVED
+    assert own == {n: c for n, c in MOVED.items() if n != expired} | {new: b"nine"}
     assert json.loads(us.files()["fragments.json"]) == [1, 2]
     assert json.loads(us.files()["incarnations.json"]) == {"east": 5}
-    assert {name: eu.files()[name] for name in FILES} == FILES, "nothing is lost there"
+    assert {n: eu.files().get(n) for n in FILES if n != expired} == {
+        n: c for n, c in FILES.items() if n != expired
+    }, "nothing is lost there"
     eu.start()
     forget(eu.state, 1)
     assert not [name for name in eu.files() if "fragment-0001" in name]
 
 
-def test_what_was_fetched_before_a_failure_is_not_fetched_again_and_nothing_without_room(
+class Watched(ObjectStore):
+    """Notes which objects are read, and does something before the first one is."""
+
+    def __init__(self, url: str, work: Callable[[], None] = lambda: None) -> None:
+        super().__init__(url)
+        self.read_names: list[str] = []
+        self._work, self._lock = [work], threading.Lock()
+
+    def read(self, parts: Iterable[tuple[str, int, int]]) -> Iterator[bytes]:
+        parts = list(parts)
+        with self._lock:
+            while self._work:
+                self._work.pop()()
+            self.read_names += [
+                name.rpartition("/data/")[2] for name, *_ in parts if "/data/" in name
+            ]
+        return super().read(parts)
+
+
+def test_what_is_published_and_removed_meanwhile_is_copied_or_left_out_and_then_little_is_lacking(
     machines: list[Machine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     eu, us = machines
-    arguments = us.store, us.state, PLAN.fragments[1], eu.state.syncer_name, Timeline()
-    replicate(eu.replica)
+    names = [f"fragment-0001/v00000000001{n}.record" for n in range(4)]
+    content = {name: bytes([n]) * 100_000 for n, name in enumerate(names)}
+    eu.write({name: content[name] for name in names[:2]})
+    us.start()
+    later = {name: content[name] for name in names[2:]}
+    copy = us.copy(1, eu, Watched(us.store.url, lambda: eu.write(later, names[0])))
+    monkeypatch.setattr(moved_fragment, "_LITTLE_S", -1.0)
+
+    ready = [copy.is_ready for _ in range(2) if not copy.copy()]
+    assert ready == [False, True], "it brought three versions, then nothing was lacking"
+    assert copy.copied_bytes >= copy.total_bytes >= 300_000
+    eu.write({names[0]: content[names[0]]}, names[1])
+    assert not copy.copy() and copy.is_ready, "it brought one"
+
+    staged = us.state.moved / "fragment-0001"
+    there = {path.name for path in (staged / "fragment-0001").glob("v00000000001*")}
+    assert there == {Path(name).name for name in (names[0], *names[2:])}
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+    copied = {name for name in us.files() if name.startswith("moved/")}
+    assert {name.removeprefix("moved/fragment-0001/") for name in copied} > {names[0], *names[2:]}
+    copy.stop()
+    with pytest.raises(CopyStopped):
+        copy.copy()
+
+
+def test_what_was_copied_before_a_failure_is_not_copied_again_and_nothing_without_room(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eu, us = machines
     large = {f"fragment-0001/v00000000000{n}.record": bytes([n]) * 100_000 for n in (5, 6)}
-    for name, content in large.items():
-        durable.write_durably(eu.state.store / name, [content])
+    eu.write(large)
     kept, pin = max(large), "pins/step-000000000020/fragment-0001/v000000000006.record"
+    replicate(eu.replica)
     durable.link(eu.state.store / kept, eu.state.store / pin)
     let_go(eu.state, {1})
     us.start()
@@ -181,19 +268,22 @@ def test_what_was_fetched_before_a_failure_is_not_fetched_again_and_nothing_with
     [lost] = eu.replica._files[min(large)].objects
     objects = Path(us.store.url.removeprefix("file://")) / eu.state.syncer_name / "data"
 
+    copy = us.copy(1, eu)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=150_000))
-        with pytest.raises(ConfigError, match=r"it has 195\.3 KiB, and 146\.5 KiB are free below"):
-            take(*arguments)
-    assert not [path for path in us.state.moved.rglob("*") if path.is_file()]
+        needed = r"195\.3 KiB are needed and 146\.5 KiB are free below .*: make room, or move it to"
+        with pytest.raises(ConfigError, match=needed):
+            copy.copy()
+    assert not copy.is_ready and not [p for p in us.state.moved.rglob("*") if p.is_file()]
     (objects / lost).rename(objects / "away")
     with pytest.raises(ConfigError, match="is gone or does not hold what was written"):
-        take(*arguments)
+        copy.copy()
     (objects / "away").rename(objects / lost)
-    with caplog.at_level(logging.INFO):
-        assert take(*arguments)
+    watched = Watched(us.store.url)
+    copy = us.copy(1, eu, watched)
+    assert copy.copy() and watched.read_names == [lost]
+    copy.take(Timeline())
 
-    assert "fragment 1 taken from syncer-eu, bytes=100000" in caplog.text
     own = {name: content for name, content in us.files().items() if "/" in name}
     assert own == MOVED | large | {pin: large[kept]}
     assert (us.state.store / kept).samefile(us.state.store / pin)
@@ -210,10 +300,10 @@ def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
 
     with pytest.raises(Fenced):
         eu.replica.check()
-    assert served_from(eu.store, eu.state) == []
+    assert eu.served() == []
     us.start()
     for p in (0, 1):
-        assert take(us.store, us.state, PLAN.fragments[p], eu.state.syncer_name, Timeline())
+        assert us.takes(p, eu)
     assert {n: c for n, c in us.files().items() if "/" in n} == FILES
     eu.start()  # a machine that comes back has what the object store says
     assert durable.read_json(eu.state.fragments) == []
@@ -224,53 +314,210 @@ def test_a_syncer_that_never_began_is_waited_for_until_it_was_given_up(
 ) -> None:
     _, us = machines
     asia = Machine(us.store, StateDir(tmp_path / "asia").placed("asia", 2))
-    arguments = us.store, us.state, PLAN.fragments[0], asia.state.syncer_name, Timeline()
     us.start()
-    assert served_from(asia.store, asia.state) is None and not take(*arguments)
+    assert asia.served() is None and not us.takes(0, asia)
 
     let_go_for_lost(asia.store, asia.state, 1, "test", [0])
 
-    assert served_from(asia.store, asia.state) == []
-    assert take(*arguments), "with no version: it is founded where it is now"
+    assert asia.served() == []
+    assert us.takes(0, asia), "with no version: it is founded where it is now"
     asia.start()
     assert was_let_go(asia.state, 0) and not was_let_go(asia.state, 1)
 
 
-def test_starts_that_the_first_syncer_knew_when_it_let_go_are_known_to_the_second(
-    machines: list[Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_lost_syncer_takes_nothing_any_more_that_goes_to_another_and_serves_what_it_has(
+    machines: list[Machine],
 ) -> None:
-    eu, us = machines
-    monkeypatch.setattr(syncer, "_MOVES_LOOK_S", 0.01)
+    _, us = machines
+    assert us.replica is not None
+    us.start()
+    withdraw(us.state, {0: 2, 1: 4})
+    withdraw(us.state, {1: 3})
+    replicate(None)
+
+    withdraw_for_lost(us.store, us.state, 1, "test", {1: 7})
+
+    with pytest.raises(Fenced):
+        us.replica.check()
+    assert SyncerFiles(us.store, us.state).read() == ([2], {0: 2, 1: 7})
+
+
+COPYING = frozenset([int(MoveStage.MOVE_STAGE_COPYING)])
+READY = frozenset([int(MoveStage.MOVE_STAGE_READY)])
+
+
+@dataclass
+class Told:
+    """What a start of a syncer is told, and the answers of another one."""
+
+    assigned: SyncerHelloReply
+    moves: Callable[[], Iterable[FragmentMove]] = tuple
+    alarms: Alarms = field(default_factory=Alarms)
+
+    def stages(self) -> dict[int, int]:
+        return {word.fragment_id: word.stage for word in self.moves()}
+
+
+def answer(
+    source: str,
+    *,
+    own: Iterable[int] = (2,),
+    number: int = 1,
+    is_held: bool = False,
+    withdrawn: int = 0,
+    incarnation: int = 3,
+) -> SyncerHelloReply:
+    """Fragment 1 is to be taken, or is withdrawn."""
+    said = FragmentSource(fragment_id=1, syncer=source, number=number or withdrawn, is_held=is_held)
+    reply = SyncerHelloReply(
+        fragment_ids=[*own, *([1] if number else ())],
+        takes=[said] if number else [],
+        withdrawn=[said] if withdrawn else [],
+    )
+    reply.islands.append("east")
+    reply.incarnations.append(incarnation)
+    return reply
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SyncerMoves]:
+    monkeypatch.setattr(syncer_moves, "_LOOK_S", 0.01)
     placed = [f"run.state=file://{tmp_path}/objects", "syncers.eu={}", "syncers.us={}"]
     config = load_config(write_run(tmp_path / "run", {"east": "", "west": ""}), placed)
 
-    def told(incarnation: int) -> SyncerHelloReply:
-        takes = [FragmentSource(fragment_id=1, syncer=eu.state.syncer_name)]
-        answer = SyncerHelloReply(fragment_ids=[1, 2], takes=takes)
-        answer.islands.append("east")
-        answer.incarnations.append(incarnation)
-        return answer
+    def begin(machine: Machine, told: Told, timeline: Timeline | None = None) -> SyncerMoves:
+        reporter = cast(Reporter, told)
+        return SyncerMoves(config, machine.state, PLAN, timeline or Timeline(), reporter)
 
-    replicate(eu.replica)
-    let_go(eu.state, [1])
+    return begin
+
+
+def test_starts_that_the_first_syncer_knew_when_it_let_go_are_known_to_the_second(
+    machines: list[Machine],
+    begin: Callable[..., SyncerMoves],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    eu, us = machines
+    source = eu.state.syncer_name
     us.start()
-    reporter = SimpleNamespace(assigned=told(3))
-    moves = syncer._Moves(config, us.state, PLAN, Timeline(), cast(Reporter, reporter))
+    told = Told(answer(source))
+    moves = begin(us, told)
 
     async def move() -> None:
         due = asyncio.create_task(moves.due())
-        while not moves.taken:
-            await asyncio.sleep(0.01)
+        await until(lambda: told.stages() == {1: MoveStage.MOVE_STAGE_READY})
+        [word] = told.moves()
+        assert word.copied_bytes == word.total_bytes > 0 and not moves.taken
+        replicate(eu.replica)
+        let_go(eu.state, [1])
+        replicate(us.replica)
+        await until(lambda: moves.taken)
         await asyncio.sleep(0.1)
+        assert told.stages() == {1: MoveStage.MOVE_STAGE_TAKEN}
         assert not due.done(), "the coordinator may know of a start after that answer"
-        reporter.assigned = told(4)
+        told.assigned = answer(source, incarnation=4)
         await due
         await moves.settle(asyncio.Event())
 
     asyncio.run(move())
 
+    assert caplog.text.count("fragment 1 taken from syncer-eu") == 1
     assert durable.read_json(us.state.incarnations) == {"east": 4}
     assert durable.read_json(us.state.fragments) == [1, 2]
+
+
+def test_fragments_that_move_together_are_let_go_of_and_taken_by_one_start(
+    machines: list[Machine], begin: Callable[..., SyncerMoves]
+) -> None:
+    eu, us = machines
+    us.start()
+
+    def both() -> SyncerHelloReply:
+        reply = answer(eu.state.syncer_name, own=[0, 2])
+        reply.takes.add(fragment_id=0, syncer=eu.state.syncer_name, number=1)
+        return reply
+
+    told = Told(both())
+    moves = begin(us, told)
+
+    async def move() -> None:
+        due, seen = asyncio.create_task(moves.due()), set[frozenset[int]]()
+        while seen != {READY}:
+            seen = {frozenset(told.stages().values())}
+            assert seen <= {READY, COPYING}, "one is not ready before the other"
+            await asyncio.sleep(0)
+        replicate(eu.replica)
+        let_go(eu.state, [0, 1])
+        replicate(us.replica)
+        while not due.done():
+            told.assigned = both()
+            await asyncio.sleep(0.01)
+        await due
+        await moves.settle(asyncio.Event())
+
+    asyncio.run(move())
+
+    assert us.served() == [0, 1, 2]
+
+
+def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
+    machines: list[Machine], begin: Callable[..., SyncerMoves]
+) -> None:
+    eu, us = machines
+    source = eu.state.syncer_name
+    replicate(eu.replica)
+    let_go(eu.state, [1])
+    us.start()
+    held = Told(answer(source, is_held=True))
+
+    async def withdrawn() -> None:
+        due = asyncio.create_task(begin(us, held).due())
+        await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_READY})
+        await asyncio.sleep(0.1)
+        assert not due.done(), "another one may have taken it"
+        held.assigned = answer(source, number=0, withdrawn=2)
+        await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_WITHDRAWN})
+        await until(lambda: not (us.state.moved / "fragment-0001").exists())
+        held.assigned = answer(source, number=1)  # of a coordinator that does not know it yet
+        await asyncio.sleep(0.1)
+        assert not due.done()
+        held.assigned = answer(source, number=3)
+        await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_TAKEN})
+        due.cancel()
+
+    async def taken_back(timeline: Timeline) -> str:
+        told = Told(answer(source, own=[0], number=3))
+        moves = begin(eu, told, timeline)
+        due = asyncio.create_task(moves.due())
+        await until(lambda: moves.taken or any(word.waits for word in told.moves()))
+        if not moves.taken:
+            due.cancel()
+            return next(iter(told.moves())).waits
+        while not due.done():  # answers come again and again
+            told.assigned = answer(source, own=[0], number=3)
+            await asyncio.sleep(0.05)
+        await due
+        await moves.settle(asyncio.Event())
+        return ""
+
+    asyncio.run(withdrawn())
+    assert us.served() == [2] and SyncerFiles(us.store, us.state).read()[1] == {1: 2}
+    eu.start()
+    assert "in timeline 0, and the run is at 1: move it to another" in asyncio.run(
+        taken_back(Timeline(1, 20))
+    )
+    assert asyncio.run(taken_back(Timeline())) == ""
+    assert eu.served() == [0, 1] and was_let_go(eu.state, 1)
+    has_not_let_go(eu.state, [0, 1])  # the next start
+    assert {name: eu.files()[name] for name in FILES} == FILES
+    assert not was_let_go(eu.state, 1) and not us.takes(1, eu)
 
 
 def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
@@ -287,7 +534,7 @@ def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
     let_go(eu.state, {1})
 
     us.start()
-    assert take(us.store, us.state, PLAN.fragments[1], eu.state.syncer_name, Timeline(1, 40))
+    assert us.takes(1, eu, Timeline(1, 40))
 
     found = FragmentStore(us.state.store, PLAN.fragments[1], 4).recover()
     assert found is not None and found.record.version == 2 and found.attempt == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from diloco.coordinator.fragment_moves import FragmentMoves
 from diloco.coordinator.grants import sign
 from diloco.coordinator.run_status import SILENT_S
 from diloco.objects.store import ObjectLost
-from diloco.outer.fragments import Plan
+from diloco.outer.fragments import Plan, TensorSpec, make_plan
 from diloco.protocol.run import assignment
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
@@ -25,11 +26,14 @@ from tests.run_files import write_run
 
 
 async def hello(
-    coord: CoordinatorInMemory, syncer_id: int, address: str = ""
+    coord: CoordinatorInMemory,
+    syncer_id: int,
+    address: str = "",
+    moves: Iterable[control.FragmentMove] = (),
 ) -> control.SyncerHelloReply:
     grant = sign(control.Grant(run="demo", roles=[control.ROLE_SYNCER]), SECRET)
     request = control.SyncerHelloRequest(
-        grant=grant, syncer_id=syncer_id, address=address, syncer_epoch=1 + syncer_id
+        grant=grant, syncer_id=syncer_id, address=address, syncer_epoch=1 + syncer_id, moves=moves
     )
     return control.SyncerHelloReply.FromString(await coord.call("syncer_hello", request))
 
@@ -61,6 +65,8 @@ def test_fragments_stay_where_they_were_put_unless_an_operator_moves_them(
     asyncio.run(story())
 
 
+COPYING, READY = control.MOVE_STAGE_COPYING, control.MOVE_STAGE_READY
+
 #: In place of the fragments of a syncer of which the object store has lost something.
 LOST = -1
 
@@ -70,15 +76,24 @@ class Stores:
 
     def __init__(self, served: dict[int, list[int]]) -> None:
         self.served = served
+        self.withdrawn: dict[int, dict[int, int]] = {}
 
-    def served_from(self, syncer_id: int) -> list[int] | None:
+    def read(self, syncer_id: int) -> tuple[list[int] | None, dict[int, int]]:
         if self.served.get(syncer_id) == [LOST]:
             raise ObjectLost("an entry is gone")
-        return self.served.get(syncer_id)
+        return self.served.get(syncer_id), self.withdrawn.get(syncer_id, {})
 
     def let_go_for_lost(self, syncer_id: int, fragment_ids: Collection[int]) -> None:
         self.let_go = sorted(fragment_ids)
         self.served[syncer_id] = []
+
+    def withdraw_for_lost(self, syncer_id: int, moves: Mapping[int, int]) -> None:
+        self.withdrawn[syncer_id] = dict(moves)
+
+
+def moves_of(coord: CoordinatorInMemory, stores: Stores) -> FragmentMoves:
+    change = coord.coordinator._changes.make
+    return FragmentMoves(coord.membership, coord.coordinator.run_status, change, stores)
 
 
 def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_killed_coordinator(
@@ -98,9 +113,10 @@ def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_kill
             return list(reply.fragment_syncers)
 
         def moves() -> FragmentMoves:
-            status = coord.coordinator.run_status
-            change = coord.coordinator._changes.make
-            return FragmentMoves(coord.membership, status, change, stores)
+            return moves_of(coord, stores)
+
+        def word(stage: control.MoveStage, number: int, **said: Any) -> control.FragmentMove:
+            return control.FragmentMove(fragment_id=a, number=number, stage=stage, **said)
 
         early = await coord.operate("move", fragments="0", to="us")
         assert not early.is_done and "no island has joined" in early.message
@@ -123,14 +139,23 @@ def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_kill
             done.is_done and f"fragment {a} (" in done.message and "from eu to us" in done.message
         )
         await coord.restart()
-        assert await told(0) == ([a], []), "it keeps it until the other one is heard of"
         assert await told(1) == ([0, 1], [(a, "syncer-0")])
-        assert await told(0) == ([], [])
+        assert await told(0) == ([a], []), "it keeps it until the other one has copied it"
+        await hello(coord, 1, moves=[word(COPYING, 1, copied_bytes=1 << 20, total_bytes=3 << 20)])
+        (said,) = coord.coordinator.status().moves
+        assert f"fragment {a} moves from syncer-0 to syncer-1: 1 MiB of 3 MiB copied;" in said
+        for number, premature in ((1, word(COPYING, 1)), (1, word(READY, 7)), (0, word(READY, 1))):
+            await hello(coord, number, moves=[premature])
+            assert await told(0) == ([a], []), "of another move, or of another syncer"
+        full = "3 TiB are needed and 1 TiB are free"
+        await hello(coord, 1, moves=[word(COPYING, 1, waits=full)])
+        assert f"it waits: {full};" in coord.coordinator.status().moves[0]
+        await hello(coord, 1, moves=[word(READY, 1)])
+        assert (await hello(coord, 0)).fragment_ids == []
+        assert "waits until syncer-0 has let go of it" in coord.coordinator.status().moves[0]
         assert a not in (await hello(coord, 0)).elsewhere, "it may not be taken yet"
         again = await coord.operate("move", fragments=str(a), to="us")
-        assert not again.is_done and "moves from eu to us already" in again.message
-        (said,) = coord.coordinator.status().moves
-        assert f"fragment {a} moves from syncer-0 to syncer-1" in said
+        assert again.is_done and "nothing to move" in again.message
         await moves().look()  # it is let go of, and was not taken yet
         stores.served[0] = []
         await moves().look()
@@ -163,6 +188,80 @@ def test_a_move_is_journalled_then_done_by_who_has_the_fragment_also_over_a_kill
         )
 
     tell(tmp_path, story, config=config, num_syncers=2)
+
+
+def test_a_move_gets_another_target_once_the_one_before_says_for_good_that_it_does_not_take_it(
+    tmp_path: Path,
+) -> None:
+    placed = [f"run.state=file://{tmp_path}/objects"]
+    placed += [f"syncers.{name}={{}}" for name in ("asia", "eu", "us")]
+    run_file = write_run(tmp_path / "run", {"east": "", "west": ""}, num_fragments=3)
+    config = load_config(run_file, placed)
+
+    plan = make_plan([TensorSpec(name, (3,)) for name in "uvw"], num_fragments=3).to_json()
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        await coord.join("east", plan=plan)
+        own = [list((await hello(coord, n, f"127.0.0.1:{n}")).fragment_ids) for n in range(3)]
+        p = own[1][0]
+        stores = Stores(dict(enumerate(own)))
+        ready = control.FragmentMove(fragment_id=p, stage=READY)
+
+        async def move(to: str) -> None:
+            done = await coord.operate("move", fragments=str(p), to=to)
+            assert done.is_done and f"to {to}" in done.message
+
+        async def told(number: int) -> tuple[bool, list[tuple[int, bool]], list[int]]:
+            """Whether it is to serve it, to take it and is held, and the moves to withdraw."""
+            ready.number = coord.membership.assignment.last_move
+            reply = await hello(coord, number, moves=[ready])
+            takes = [(each.number, each.is_held) for each in reply.takes]
+            return p in reply.fragment_ids, takes, [each.number for each in reply.withdrawn]
+
+        async def look() -> None:
+            await moves_of(coord, stores).look()
+
+        await move("us")
+        assert await told(2) == (True, [(1, False)], []) and await told(1) == (False, [], [])
+        await move("asia")
+        await coord.restart()
+        assert await told(0) == (True, [(2, True)], []), "the other may have taken it"
+        assert await told(2) == (False, [], [2])
+        assert await told(1) == (True, [], []), "nobody could take it"
+        stores.withdrawn[2] = {p: 1}
+        await look()
+        assert (await told(0))[1] == [(2, True)], "of an earlier move"
+        assert "syncer-2, to which it moved before" in coord.coordinator.status().moves[0]
+        stores.withdrawn[2] = {p: 2}
+        await look()
+        assert (await told(0))[1] == [(2, False)] and await told(1) == (False, [], [])
+
+        stores.served[1] = []  # it has let go of it, and gets it back
+        await move("eu")
+        assert await told(1) == (True, [(3, True)], [])
+        await asyncio.sleep(SILENT_S)  # the one that might take it is lost
+        await told(1)
+        await look()
+        assert stores.withdrawn[0] == {p: 3}
+        await look()
+        assert await told(1) == (True, [(3, False)], [])
+        stores.served[1] = [p]
+        await look()
+        assert not coord.coordinator.status().moves, "it stays where it was"
+        assert coord.membership.assignment.owner(p) == 1
+
+        await move("us")  # which has taken it when it is to go to another
+        stores.served[1] = []
+        await move("asia")
+        stores.served[2] = sorted([*own[2], p])
+        await look()
+        assert coord.membership.assignment.owner(p) == 2
+        assert (await hello(coord, 0)).takes[0].syncer == "syncer-2"
+        assert await told(0) == (True, [(5, False)], []) and not (await told(1))[0]
+        done = await coord.operate("move", **{"from": "asia"})  # what comes to it, too
+        assert done.is_done and coord.membership.assignment.destination(p) != 0
+
+    tell(tmp_path, story, config=config, num_syncers=3)
 
 
 def test_an_island_is_sent_to_all_syncers_or_to_none(tmp_path: Path) -> None:

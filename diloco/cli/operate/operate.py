@@ -135,13 +135,16 @@ def move(
 ) -> Arguments:
     """Move fragments from one syncer to another while the run goes on; islands go on, too.
 
-    For syncers with machines of their own. The one lets go of a fragment, the other takes it, with
-    its versions and pins, out of the object store; no version is lost, and what is published is the
-    same. A syncer that is lost for good needs no process any more: --from takes all that it has,
-    and deals it over the others by size and share.
+    For syncers with machines of their own. The second one copies a fragment, with its versions and
+    pins, out of the object store while the first one serves it; once little is lacking that one
+    lets go of it, and the other takes it. No version is lost, and what is published is the same. A
+    syncer that is lost for good needs no process any more: --from takes all that it has, and deals
+    it over the others by size and share.
 
-    Both syncers start again for it. No round of what moves opens until all of it is copied: seconds
-    for a small model, hours for hundreds of billions of parameters on one line.
+    Both syncers start again for it. No round of what moves opens from then on until what came last
+    is copied; that of a lost syncer waits until all of it is. diloco status says how far it is, and
+    what it waits for, such as room on a disk. A move that is not done can be given another target,
+    also the syncer that had the fragment.
 
     Example: diloco move 127.0.0.1:29400 --from eu-west
     """

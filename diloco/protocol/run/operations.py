@@ -296,23 +296,13 @@ def _move(arguments: Mapping[str, str], membership: Membership, config: Config) 
             f"there is no fragment {bounded_text(unknown[0])}; the run has 0 to "
             f"{len(plan.fragments) - 1}"
         )
-    of_source = assignment.fragments[names.index(source)] if source else ()
-    asked = {int(number) for number in numbers} or set(of_source)
-    coming = set(assignment.taken_by(names.index(source))) if source else set()
-    if under_way := sorted((asked if numbers else coming) & assignment.moves.keys()):
-        p = under_way[0]
-        before, after = (names[n] for n in assignment.moves[p])
-        return _refused(
-            f"fragment {p} moves from {before} to {after} already: once that is done it may move "
-            f"again (diloco status HOST:PORT). If {after} is lost: diloco syncer RUN.toml --name "
-            f"{after}, on any machine, goes on with it"
-        )
+    asked = set(map(int, numbers)) or assignment.coming_to(names.index(source))
     if damaged := sorted(asked & membership.repairs.damaged.keys()):
         return _refused(f"fragment {damaged[0]} is damaged, and moves once it is repaired")
     to = [names.index(target)] if target else [
         n for n, name in enumerate(names) if name != source and not assignment.is_given_up(n)
     ]  # fmt: skip
-    moving = {p for p in asked - assignment.moves.keys() if assignment.owner(p) not in to}
+    moving = {p for p in asked if assignment.destination(p) not in to}
     if not moving:
         return Decision("nothing to move: they are there, or on their way, already")
     if not to:
@@ -324,10 +314,14 @@ def _move(arguments: Mapping[str, str], membership: Membership, config: Config) 
         f"fragment {p} ({sizes[p]}) from {names[assignment.owner(p)]} to {names[dealt[p]]}"
         for p in sorted(dealt)
     )
+    again = sorted(p for p in dealt if p in assignment.moves)
+    before = ", ".join(f"fragment {p} to {names[assignment.destination(p)]}" for p in again)
     return Decision(
-        f"moving, with what belongs to it in the object store, {said}: each is served by one of "
-        f"the two at any moment or by none, islands go on, and diloco status HOST:PORT says when "
-        "it is done. A syncer of which all moves is taken for lost 15 s after its last word",
+        f"moving, with what belongs to it in the object store, {said}: each is copied while it is "
+        f"served where it is, then served by one of the two at any moment or by none, islands go "
+        f"on, and diloco status HOST:PORT says how far it is. A syncer of which all moves is taken "
+        f"for lost 15 s after its last word"
+        + (f"; so is one that takes no more what was moving to it: {before}" if again else ""),
         entries=assignment.moving(dealt),
     )
 

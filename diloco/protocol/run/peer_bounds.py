@@ -281,6 +281,14 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "pid": _COUNT,
         "syncer_id": Whole("num_syncers", below=True),
         "reason": Words(MOST_ENDING),
+        "moves": Many("num_fragments"),
+    },
+    "diloco.control.v1.FragmentMove": {
+        "fragment_id": _FRAGMENT,
+        "number": _COUNT,
+        "copied_bytes": _COUNT,
+        "total_bytes": _COUNT,
+        "waits": _SAID,
     },
     "diloco.control.v1.FragmentStatus": {
         "fragment_id": _FRAGMENT,
