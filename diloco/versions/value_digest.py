@@ -16,12 +16,13 @@ for sums of products; "Fast splittable pseudorandom number generators" (Steele e
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 
 import blake3
 import torch
 from torch import Tensor
+
+from diloco.compression.base import to_bytes
 
 LANE_DIGEST_BYTES = 16
 #: Of SplitMix64, as int64: torch multiplies these modulo 2^64.
@@ -55,7 +56,7 @@ def lane_digest(published: Tensor) -> bytes:
             sums[t, -1] = (tail * within[t][:rest]).sum()
     num_weights = max(_BLOCK, 1 << num_blocks.bit_length())  # of few sizes, which are kept
     across = [_weights(2 * t + 1, num_weights, device)[:num_blocks] for t in range(2)]
-    return struct.pack("<2q", *((sums * torch.stack(across)).sum(1) + len(bits)).tolist())
+    return bytes(to_bytes((sums * torch.stack(across)).sum(1) + len(bits)))
 
 
 def version_digest(lane_digests: Sequence[bytes]) -> bytes:
