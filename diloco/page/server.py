@@ -30,6 +30,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diloco.errors import ConfigError
 from diloco.page.access import HEADERS, SESSION_S, Access, own_page
@@ -57,6 +58,8 @@ _MOST_STREAMS = 100
 _MOST_CONNECTIONS = 400
 _MOST_FORM_BYTES = 4096
 _END_S = 1
+#: Seconds that a caller has for what it sends.
+_CALL_S = 5.0
 
 
 class Page:
@@ -276,12 +279,16 @@ def _peer(scope: Scope) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Read a form; one that is too long is empty."""
+    """Read a form; one that is too long, or comes too slowly, is empty."""
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MOST_FORM_BYTES:
-            return {}
+    try:
+        async with asyncio.timeout(_CALL_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > _MOST_FORM_BYTES:
+                    return {}
+    except TimeoutError:
+        return {}
     return {name: values[0] for name, values in parse_qs(body.decode("ascii", "replace")).items()}
 
 
@@ -315,7 +322,7 @@ async def serve(
     config = uvicorn.Config(
         page.app,
         loop="asyncio",
-        http="h11",
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -337,6 +344,31 @@ async def serve(
         await _Server(config, page).serve(sockets=[listening])
     finally:
         await page.close()
+
+
+class _Connection(H11Protocol):
+    """Closes a connection whose caller takes longer than `_CALL_S` to say what it asks for.
+
+    Without it, anyone who trickles headers holds one of `_MOST_CONNECTIONS`, token or not.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to look."""
+        super().connection_made(transport)
+        self._looks = self.loop.call_later(_CALL_S, self._look, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Look no more."""
+        self._looks.cancel()
+        super().connection_lost(exc)
+
+    def _look(self, last: object) -> None:
+        """Close where nothing was asked since the `last` call that was, and none is at work."""
+        is_at_work = self.cycle is not None and not self.cycle.response_complete
+        if last is self.cycle and not is_at_work:
+            self.transport.close()
+        else:
+            self._looks = self.loop.call_later(_CALL_S, self._look, self.cycle)
 
 
 class _Server(uvicorn.Server):

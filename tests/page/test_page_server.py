@@ -8,9 +8,11 @@ import http.client
 import json
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -315,6 +317,31 @@ def test_tokens_cannot_be_guessed_and_sessions_end() -> None:
     assert not access.is_allowed({}, "", "", 1.0)
     assert access.is_host("a.site.example:8443") and not access.is_host("site.example.evil")
     assert Access().is_allowed({}, "", "", 0.0)
+
+
+@pytest.mark.slow
+def test_a_caller_that_trickles_is_let_go(pages: Pages) -> None:
+    parts = urlsplit(pages.recorded)
+    whole = b"GET /asset/icon.svg HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        callers = []
+        for start in (b"", whole[:20], whole + whole[:20]):
+            caller = socket.create_connection((parts.hostname, parts.port), timeout=30)
+            callers.append(stack.enter_context(caller))
+            caller.sendall(start)
+        watching = pages.connect(pages.recorded)
+        watching.request("GET", "/run/0/islands/live")
+        stream = watching.getresponse()
+        for caller in callers:
+            while caller.recv(4096):
+                pass
+        taken_s = time.monotonic() - began
+        while time.monotonic() < began + 12:
+            assert stream.readline(), "who looks is not let go"
+        watching.close()
+
+    assert taken_s < 15
 
 
 @pytest.mark.parametrize(
