@@ -105,10 +105,10 @@ test-lowest: package
 	@echo '==> installing the lowest versions into $(LOWEST)'
 	@$(LOWEST)/bin/python -m pip install -q -c constraints-lowest.txt torch
 	@$(LOWEST)/bin/python -m pip install -q -c constraints-lowest.txt \
-	  "$$(echo dist/*.whl)[data,float8,hf,lightning,plots,prometheus,sim,tensorboard,wandb]" \
+	  "$$(echo dist/*.whl)[data,float8,hf,lightning,page,plots,prometheus,sim,tensorboard,wandb]" \
 	  pytest pytest-timeout pytest-xdist hypothesis pyyaml
 	$(LOWEST)/bin/python -m pytest -n auto --dist loadfile -p no:cacheprovider \
-	  tests/config tests/data tests/security tests/telemetry tests/cli/test_pages.py \
+	  tests/config tests/data tests/page tests/security tests/telemetry tests/cli/test_pages.py \
 	  tests/transport/test_grpc.py tests/transport/test_tls.py \
 	  tests/checkpoint/test_mirror.py tests/checkpoint/test_export.py \
 	  tests/integration/test_export_of_a_run.py \

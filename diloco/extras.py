@@ -24,10 +24,12 @@ EXTRA_OF = {
     "obstore": "state",
     "prometheus_client": "prometheus",
     "simpy": "sim",
+    "starlette": "page",
     "tensorboard": "tensorboard",
     "tokenizers": "hf",
     "torchao": "float8",
     "transformers": "hf",
+    "uvicorn": "page",
     "wandb": "wandb",
 }
 

@@ -29,6 +29,7 @@ MADE_OF_ONE = (
     "diloco.integrations.lightning",
     "diloco.integrations.megatron",
     "diloco.integrations.torchtitan",
+    "diloco.page.server",
     "diloco.simulations",
     "diloco.telemetry.prometheus",
     "diloco.transport.bucket.client",

@@ -1,0 +1,140 @@
+"""The page in Chromium: of a run that was trained here, and of a live one whose state changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.page.rendering import VIEWS
+from diloco.protos.control_pb2 import IslandStatus, ReportRequest, StatusReply
+from diloco.transport.contracts import IncomingCall, Reply
+from tests.guarded_server import serving
+from tests.run_files import run_to_end, write_run
+
+CHROMIUM = shutil.which("chromium")
+#: Where pictures of the views are kept; without it they are not.
+PICTURES = os.environ.get("PAGE_PICTURES", "")
+LOOKS = {
+    "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 900}},
+    "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 900}},
+    "narrow": {"color_scheme": "light", "viewport": {"width": 380, "height": 760}},
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+
+
+@contextlib.contextmanager
+def page_of(*arguments: str) -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diloco", "page", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().removeprefix("page: ").strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the page of two runs that were trained here."""
+    roots = []
+    for name, codec in (("a", "int4"), ("b", "float32")):
+        directory = tmp_path_factory.mktemp(name)
+        run_file = write_run(directory, {"east": "", "west": ""}, inner_steps=24, codec=codec)
+        run_to_end(run_file)
+        roots.append(str(directory / "state"))
+    with page_of(*roots) as url:
+        yield url
+
+
+class Seen:
+    """A page of a browser, and what its console said."""
+
+    def __init__(self, browser: Any, look: str) -> None:
+        self.context = browser.new_context(**LOOKS[look])
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+
+    def picture(self, name: str) -> None:
+        if PICTURES:
+            self.page.screenshot(path=str(Path(PICTURES) / f"{name}.png"), full_page=True)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("view", [*VIEWS, "compare"])
+def test_each_view_is_whole_and_breaks_no_policy(
+    browser: Any, recorded: str, view: str, look: str
+) -> None:
+    seen = Seen(browser, look)
+    path = view if view == "compare" else f"run/0/{view}"
+
+    seen.page.goto(recorded + path)
+    seen.page.get_by_text("live", exact=True).wait_for()
+
+    seen.picture(f"{view}-{look}")
+    wide, room = seen.page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    seen.context.close()
+    assert seen.said == []
+    assert wide <= room, "the page itself does not scroll sideways"
+
+
+def test_a_live_page_changes_in_place_and_says_when_the_coordinator_is_gone(browser: Any) -> None:
+    report = ReportRequest(state="training", inner_step=3, loss_nats=2.5, tokens=384)
+    island = IslandStatus(island="east", incarnation=1, lease="active", last_report=report)
+    status = StatusReply(run="live", state="running", islands=[island])
+
+    async def answer(_: IncomingCall) -> Reply:
+        return Reply(status.SerializeToString())
+
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(contextlib.ExitStack())
+        url = stack.enter_context(
+            page_of(coordinator.enter_context(serving({"control.status": answer})))
+        )
+        seen = Seen(browser, "light")
+        seen.page.goto(f"{url}run/0/islands")
+        region = seen.page.get_by_role("region", name="Islands")
+        region.focus()
+        seen.page.get_by_text("training").wait_for()
+
+        status.islands[0].last_report.state = "failed"
+        status.islands[0].last_report.message = "<b>out of memory</b>"
+        seen.page.get_by_text("<b>out of memory</b>").wait_for()
+        has_focus = region.evaluate("element => element === document.activeElement")
+        coordinator.close()
+        seen.page.get_by_role("alert").wait_for()
+        seen.picture("coordinator-gone")
+        seen.page.get_by_role("button", name="Pause updates").press("Enter")
+        seen.page.get_by_text("paused", exact=True).wait_for()
+        seen.context.close()
+
+    assert has_focus, "what is patched keeps the focus"
+    assert seen.said == []
