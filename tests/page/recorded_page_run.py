@@ -62,7 +62,7 @@ def of_island(at: int = 4) -> list[Event]:
         sent(0),
         merged(1),
         BytesMoved(at, 1024, 2048),
-        CheckpointWritten(at, 100, 0.5, 0.1),
+        CheckpointWritten(at, 100, 0.5, 0.1, 0.0),
         Evaluated(at, "published", 1.5),
         ended(at),
     ]
