@@ -123,6 +123,7 @@ def test_a_stopped_run_is_resumed_where_other_machines_are(
     assert run.published() == with_one_syncer
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_resumes_takes_syncers_that_live_with_it(
     run: PlacedRun, with_one_syncer: list[tuple[int, str]]
 ) -> None:

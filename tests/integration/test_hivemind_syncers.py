@@ -51,6 +51,7 @@ def with_one_syncer(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int,
     return run_here(tmp_path_factory.mktemp("one"))[0]
 
 
+@pytest.mark.slow
 def test_two_syncers_of_one_machine_are_two_peers(
     tmp_path: Path, with_one_syncer: list[tuple[int, str]]
 ) -> None:
