@@ -345,7 +345,7 @@ class IslandStatus(_message.Message):
     def __init__(self, island: _Optional[str] = ..., incarnation: _Optional[int] = ..., last_report: _Optional[_Union[ReportRequest, _Mapping]] = ..., report_age_s: _Optional[float] = ..., island_slot: _Optional[int] = ..., lease: _Optional[str] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class FragmentStatus(_message.Message):
-    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "num_contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage", "lost_version", "holders", "wants_header")
+    __slots__ = ("fragment_id", "version", "attempt", "digest", "contributors", "num_contributors", "age_s", "phase", "merged_tokens", "rounds", "solo_rounds", "damage", "lost_version", "holders", "wants_header", "waits_for", "num_waits_for", "left_s")
     FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -361,6 +361,9 @@ class FragmentStatus(_message.Message):
     LOST_VERSION_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     WANTS_HEADER_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
     fragment_id: int
     version: int
     attempt: int
@@ -376,7 +379,10 @@ class FragmentStatus(_message.Message):
     lost_version: int
     holders: _containers.RepeatedScalarFieldContainer[str]
     wants_header: bool
-    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., num_contributors: _Optional[int] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ..., lost_version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., wants_header: _Optional[bool] = ...) -> None: ...
+    waits_for: _containers.RepeatedScalarFieldContainer[str]
+    num_waits_for: int
+    left_s: float
+    def __init__(self, fragment_id: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., contributors: _Optional[_Iterable[str]] = ..., num_contributors: _Optional[int] = ..., age_s: _Optional[float] = ..., phase: _Optional[str] = ..., merged_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., solo_rounds: _Optional[int] = ..., damage: _Optional[str] = ..., lost_version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ..., wants_header: _Optional[bool] = ..., waits_for: _Optional[_Iterable[str]] = ..., num_waits_for: _Optional[int] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class RefusalCount(_message.Message):
     __slots__ = ("service", "island", "cause", "count")

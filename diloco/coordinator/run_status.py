@@ -438,6 +438,7 @@ class RunStatus:
             fragment = FragmentStatus()
             fragment.CopyFrom(seen.fragment)
             fragment.age_s += now - seen.at
+            fragment.left_s = max(0.0, fragment.left_s - (now - seen.at))
             reply.fragments.append(fragment)
         for (island, cause), count in sorted(self._refusals.items()):
             reply.refusals.add(service="coordinator", island=island, cause=cause, count=count)

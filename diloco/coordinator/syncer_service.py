@@ -305,6 +305,9 @@ class SyncerService:
             damage=bounded_text(fragment.damage),
             lost_version=fragment.lost_version,
             holders=sorted(set(fragment.holders).intersection(self._membership.members)),
+            waits_for=sorted(set(fragment.waits_for).intersection(self._membership.members)),
+            num_waits_for=fragment.num_waits_for,
+            left_s=fragment.left_s,
         )
 
 

@@ -176,12 +176,17 @@ def sentence(reply: StatusReply) -> str:
 
 
 def _rounds_text(reply: StatusReply) -> Iterator[str]:
-    """Say where rounds stand: of those in grace, which fragments."""
-    of_phase: dict[str, list[str]] = {}
+    """Say where rounds stand: of those in grace, whom they wait for, and how long."""
+    of_phase: dict[str, list[FragmentStatus]] = {}
     for fragment in reply.fragments:
-        of_phase.setdefault(fragment.phase, []).append(str(fragment.fragment_id))
-    if grace := of_phase.get("grace"):
-        yield f"fragment {named(grace)} has a quorum and waits in grace for the others"
+        of_phase.setdefault(fragment.phase, []).append(fragment)
+    grace: dict[str, list[FragmentStatus]] = {}
+    for fragment in of_phase.get("grace", ()):
+        grace.setdefault(named(fragment.waits_for) or "the others", []).append(fragment)
+    for islands, waiting in grace.items():
+        numbers = named([str(fragment.fragment_id) for fragment in waiting])
+        left = seconds(max(fragment.left_s for fragment in waiting))
+        yield f"fragment {numbers} waits for {islands}, {left} of grace left"
     if opened := of_phase.get("open"):
         yield f"{counted(len(opened), 'round')} open"
     if merging := of_phase.get("closing"):

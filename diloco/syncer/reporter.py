@@ -85,8 +85,8 @@ class ReportedRounds(Protocol):
     def damage(self, fragment_id: int) -> str:
         """Why a fragment is not served, and what to type; empty: it is served."""
 
-    def lost(self, fragment_id: int) -> FragmentStatus:
-        """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
+    def awaits(self, fragment_id: int) -> FragmentStatus:
+        """Say for whom a round or a lost version waits; nothing else of the fragment is set."""
 
     def indexed(self, num_versions: Mapping[int, int], digests: Mapping[int, str]) -> None:
         """Called with how many versions of each fragment the coordinator knows; must not block.
@@ -416,7 +416,7 @@ class Reporter:
             solo_rounds=num_solo,
             damage=bounded_text(rounds.damage(state.fragment_id)),
         )
-        status.MergeFrom(rounds.lost(state.fragment_id))
+        status.MergeFrom(rounds.awaits(state.fragment_id))
         return status
 
     async def _call(self, method: str, request: Message) -> Reply:

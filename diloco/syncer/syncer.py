@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from diloco.bounded_text import MOST_NAMES
 from diloco.durable import DiskFull
 from diloco.errors import PayloadRefused
 from diloco.loop_clock import loop_now
@@ -226,13 +228,19 @@ class Syncer:
         """Why a fragment is not served, and what to type; empty: it is served."""
         return self._services[fragment_id].runner.damage.text
 
-    def lost(self, fragment_id: int) -> FragmentStatus:
-        """Say what a damaged fragment has lost, and who holds it; nothing else of it is set."""
-        damage = self._services[fragment_id].runner.damage
-        if not damage.text:
-            return FragmentStatus()
+    def awaits(self, fragment_id: int) -> FragmentStatus:
+        """Say for whom a round or a lost version waits; nothing else of the fragment is set."""
+        runner = self._services[fragment_id].runner
+        damage, rounds = runner.damage, runner.rounds
+        if damage.text:
+            return FragmentStatus(
+                lost_version=damage.lost, holders=damage.holders, wants_header=damage.wants_header
+            )
+        islands, left_s = rounds.waits_for, rounds.left_s(loop_now())
         return FragmentStatus(
-            lost_version=damage.lost, holders=damage.holders, wants_header=damage.wants_header
+            waits_for=islands[:MOST_NAMES],
+            num_waits_for=len(islands),
+            left_s=left_s if math.isfinite(left_s) else 0.0,
         )
 
     def indexed(

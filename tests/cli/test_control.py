@@ -83,7 +83,10 @@ REPLY = StatusReply(
             digest="0123456789abcdef" * 4,
             contributors=["east", "west"],
             age_s=3725.04,
-            phase="open",
+            phase="grace",
+            waits_for=["north"],
+            num_waits_for=3,
+            left_s=3.1,
         ),
         FragmentStatus(fragment_id=1, phase="unfounded"),
     ],
@@ -138,7 +141,15 @@ def test_islands_stand_in_slot_order_with_what_they_last_reported() -> None:
 
 def test_fragments_show_version_attempt_when_published_and_contributors() -> None:
     assert rows(fragments_table(REPLY)) == [
-        ["0", "5", "1", "open", "3,725.0 s ago", "0123456789ab", "east, west"],
+        [
+            "0",
+            "5",
+            "1",
+            "grace 3.1 s for north, 2 more",
+            "3,725.0 s ago",
+            "0123456789ab",
+            "east, west",
+        ],
         ["1", "0", "0", "unfounded", "-", "-", "-"],
     ]
 

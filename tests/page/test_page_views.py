@@ -57,8 +57,13 @@ TWO = [island("east", loss_nats=2.5, left_s=60.0), island("west", slot=1, left_s
             "1 of 2 islands train; west does not.",
         ),
         (
-            reply(islands=TWO, fragments=[FragmentStatus(fragment_id=7, phase="grace")]),
-            "2 of 2 islands train; fragment 7 has a quorum and waits in grace for the others.",
+            reply(
+                islands=TWO,
+                fragments=[
+                    FragmentStatus(fragment_id=7, phase="grace", waits_for=["west"], left_s=3.1)
+                ],
+            ),
+            "2 of 2 islands train; fragment 7 waits for west, 3.1 s of grace left.",
         ),
         (
             reply(islands=TWO, state="paused", is_paused=True),

@@ -769,6 +769,19 @@ def test_grace_begins_at_the_quorum_and_ends_with_those_that_are_complete() -> N
     assert rounds.admit(lane(rounds, "c", 1)) is Admission.NOT_OPEN
 
 
+def test_a_round_says_for_whom_it_waits_and_how_long() -> None:
+    rounds = quorum()
+    assert (rounds.waits_for, rounds.left_s(0.5)) == (["a", "b", "c"], math.inf)
+    contribute(rounds, "b", 1.0)
+    assert (rounds.waits_for, rounds.left_s(2.0)) == (["a", "c"], DEADLINE_S - 1.0)
+    contribute(rounds, "a", 5.0)
+    rounds.lane_received(lane(rounds, "c", 0), 6.0)
+    assert (rounds.waits_for, rounds.left_s(7.0)) == (["c"], 8.0)
+
+    rounds.tick(15.0)
+    assert (rounds.waits_for, rounds.left_s(15.0)) == ([], math.inf)
+
+
 def test_the_last_member_ends_the_grace_window() -> None:
     rounds = quorum()
     for island in "ab":

@@ -79,7 +79,7 @@ class FakeRounds:
     def damage(self, fragment_id: int) -> str:
         return ("", "version 7 cannot be read")[fragment_id % 2]
 
-    def lost(self, fragment_id: int) -> FragmentStatus:
+    def awaits(self, fragment_id: int) -> FragmentStatus:
         if fragment_id % 2 == 0:
             return FragmentStatus()
         return FragmentStatus(lost_version=7, holders=["east"], wants_header=True)

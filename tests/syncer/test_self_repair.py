@@ -75,7 +75,7 @@ class Damaged:
 
         async def tell() -> None:
             while True:
-                if self.run.syncer.lost(0).wants_header:
+                if self.run.syncer.awaits(0).wants_header:
                     self.run.syncer.repair(0, "", self.header)
                 await asyncio.sleep(1.0)
 
@@ -145,7 +145,7 @@ def test_one_of_two_islands_that_restarts_meanwhile_leads_to_no_standstill(
         assert entered[1] >= 0, "the other fragment has come"
         assert entered[0] == (run.lost - 1 if is_on_arrival else -1)
         other = "ab".replace(dead, "")
-        assert run.run.syncer.lost(0).holders == [other]
+        assert run.run.syncer.awaits(0).holders == [other]
 
         run.coordinate()
         await run.until_repaired(5.0)
@@ -190,7 +190,7 @@ def test_a_version_that_no_island_holds_waits_and_says_so(setting: Setting) -> N
         told = run.run.syncer.damage(0)
         assert f"No island that has called holds version {run.lost} (called: a, b)" in told
         assert "diloco coordinator RUN.toml --resume" in told
-        assert run.run.syncer.lost(0).holders == []
+        assert run.run.syncer.awaits(0).holders == []
         await run.stop()
 
     run_virtual(scenario())
@@ -268,7 +268,7 @@ def test_an_operator_names_who_is_asked_first(setting: Setting) -> None:
         run = Damaged(setting)
         await run.begin()
         await asyncio.sleep(2.0)
-        assert run.run.syncer.lost(0).holders == ["a", "b"]
+        assert run.run.syncer.awaits(0).holders == ["a", "b"]
         run.run.syncer.repair(0, name, run.header)
         await run.until_repaired(5.0)
         assert run.repaired == [(run.lost, name)]

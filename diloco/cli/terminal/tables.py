@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Group
 from rich.text import Text
@@ -221,17 +221,25 @@ def _fragment_cells(fragment: FragmentStatus | None) -> tuple[str, ...]:
     return (
         str(fragment.version),
         str(fragment.attempt),
-        fragment.phase,
+        _phase(fragment),
         _UNKNOWN if fragment.phase == "unfounded" else f"{_seconds(fragment.age_s)} ago",
         fragment.digest[:_DIGEST_CHARACTERS] or _UNKNOWN,
-        _names(fragment) or _UNKNOWN,
+        _first(fragment.contributors, fragment.num_contributors) or _UNKNOWN,
     )
 
 
-def _names(fragment: FragmentStatus) -> str:
-    """Name the islands of the newest version; of many the first, and how many more."""
-    more = fragment.num_contributors - len(fragment.contributors)
-    return ", ".join([*fragment.contributors, *([f"{more} more"] if more > 0 else [])])
+def _phase(fragment: FragmentStatus) -> str:
+    """Write a phase, and for whom its round waits, at most how long."""
+    if not fragment.waits_for:
+        return fragment.phase
+    at_most = f" {_seconds(fragment.left_s)}" if fragment.left_s else ""
+    return f"{fragment.phase}{at_most} for {_first(fragment.waits_for, fragment.num_waits_for)}"
+
+
+def _first(names: Sequence[str], num: int) -> str:
+    """Name islands; of many the first, and how many more."""
+    more = num - len(names)
+    return ", ".join([*names, *([f"{more} more"] if more > 0 else [])])
 
 
 def _seconds(duration_s: float) -> str:

@@ -222,6 +222,18 @@ class FragmentRounds:
     # -- events ----------------------------------------------------------------------------------
 
     @property
+    def waits_for(self) -> list[str]:
+        """Live members of an open attempt whose contributions are not there yet."""
+        if not self.is_open:
+            return []
+        absent = set(self.current.absent())
+        return [m for m in self.current.awaited(self.participants.live) if m in absent]
+
+    def left_s(self, now: float) -> float:
+        """Seconds until an open attempt closes with those it has, or expires; inf: no limit."""
+        return max(0.0, self._ends_at - now) if self.is_open else math.inf
+
+    @property
     def grace_spent_s(self) -> float:
         """Seconds for which the attempt that was closed last waited beyond its quorum."""
         return self.closed_at - self._quorum_at if self._quorum_at >= self.opened_at else 0.0

@@ -305,6 +305,9 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "damage": _SAID,
         "lost_version": _COUNT,
         "holders": Many("num_islands", _SAID),
+        "waits_for": Many("num_islands", _SAID),
+        "num_waits_for": _COUNT,
+        "left_s": Real(),
     },
     "diloco.control.v1.RefusalCount": {
         "service": _SAID,
