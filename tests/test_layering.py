@@ -493,6 +493,6 @@ def test_every_package_is_installed() -> None:
         "diloco.configs.launch",
         "diloco.configs.links",
     }
-    assert setuptools["package-data"]["diloco.configs"] == ["**/*.toml"], "link profiles, say"
+    assert setuptools["package-data"]["diloco.configs"] == ["**/*.toml", "monitoring/*"]
     assert setuptools["package-data"]["diloco.configs.launch"] == ["*.j2"], "what init writes"
     assert folders <= modules(), "a folder that holds modules has no __init__.py"

@@ -275,6 +275,7 @@ _FRAGMENT_GAUGES: Sequence[tuple[str, str, Callable[[FragmentStatus], float]]] =
     ("attempt", "Attempt of the current round", lambda f: f.attempt),
     ("contributors", "Islands in the newest version", lambda f: f.num_contributors),
     ("version_age_seconds", "Time since the newest version", lambda f: f.age_s),
+    ("awaited_islands", "Islands for which the open round waits", lambda f: f.num_waits_for),
 )
 _REFUSALS = "Calls refused; no island: nobody has proved whose they were"
 
@@ -325,6 +326,8 @@ def _alarm_metrics(alarms: Sequence[AlarmStatus]) -> Iterator[Metric]:
 def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
     starts = [([i.island], float(i.incarnation)) for i in islands]
     yield _gauge("island_incarnation", "Starts of the island so far", ["island"], starts)
+    leases = [([i.island, i.lease], 1.0) for i in islands if i.lease]
+    yield _gauge("island_lease", "1 for how it stands in the run", ["island", "lease"], leases)
     told = [(i.island, i.last_report) for i in islands if i.HasField("last_report")]
     ages = [([i.island], i.report_age_s) for i in islands if i.HasField("last_report")]
     yield _gauge("island_report_age_seconds", "Time since the last report", ["island"], ages)
@@ -333,6 +336,10 @@ def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
     for name, what, read in _ISLAND_GAUGES:
         samples = [([island], read(report)) for island, report in told]
         yield _gauge(f"island_{name}", what, ["island"], samples)
+    newest = [max(r.held_out, key=lambda h: h.checkpoint, default=None) for _, r in told]
+    losses = [([i], h.nats_per_byte) for (i, _), h in zip(told, newest, strict=True) if h]
+    what = "Held-out loss at its newest checkpoint, nats a byte"
+    yield _gauge("island_held_out_nats_per_byte", what, ["island"], losses)
     for name, what, read in _ISLAND_COUNTERS:
         samples = [([island], read(report)) for island, report in told]
         yield _counter(f"island_{name}", f"{what}, since its start", ["island"], samples)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.timeout(300)
 RUN_S = 150.0
 SERVED = re.compile(r"metrics are served, address=(http://\S+)")
 ISLANDS = ("east", "west")
+MONITORING = Path(__file__).resolve().parents[2] / "configs/monitoring"
 
 
 @contextmanager
@@ -203,3 +206,63 @@ def test_coordinator_whose_metrics_port_is_taken_names_the_setting(tmp_path: Pat
 
     assert code == 2, log.read_text()
     assert f"telemetry.coordinator_metrics = {address}: cannot serve metrics" in log.read_text()
+
+
+@pytest.mark.slow
+def test_prometheus_scrapes_a_run_and_says_that_an_island_is_lost(tmp_path: Path) -> None:
+    if (prometheus := shutil.which("prometheus")) is None:
+        pytest.skip("no prometheus here: apt-get install prometheus")
+    run_file = write_run(
+        tmp_path, dict.fromkeys(ISLANDS, ""), preset="decoupled", inner_steps=100_000
+    )
+    ports = free_ports(3)
+    settings = [
+        "--set", f"telemetry.coordinator_metrics=127.0.0.1:{ports[0]}",
+        "--set", f"telemetry.syncer_metrics=127.0.0.1:{ports[1]}",
+    ]  # fmt: skip
+    shutil.copy(MONITORING / "alerts.yml", tmp_path)
+    text = (MONITORING / "prometheus.yml").read_text()
+    text = text.replace("9101", str(ports[0])).replace("9102", str(ports[1]))
+    (tmp_path / "prometheus.yml").write_text(text.replace("15s", "1s"))
+
+    def ask(path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports[2]}{path}", timeout=5) as reply:
+                return str(reply.read().decode())
+        except (urllib.error.URLError, ConnectionError):
+            return ""  # it starts
+
+    with processes() as started:
+        log = tmp_path / "coordinator.log"
+        started.append(start(log, "coordinator", str(run_file), *settings))
+        wait_for_log(log, "listens on")
+        for island in ISLANDS:
+            arguments = ("island", str(run_file), "--island", island, *settings)
+            started.append(start(tmp_path / f"{island}.log", *arguments))
+        command = [
+            prometheus,
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{ports[2]}",
+        ]
+        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        for query in ("diloco_island_tokens_total%3E0", "diloco_syncer_rounds_published_total%3E0"):
+            wait_until(
+                lambda q=query: '"metric"' in ask(f"/api/v1/query?query={q}"), what=log.read_text
+            )
+        assert "DilocoIslandLapsed" not in ask("/api/v1/alerts")
+
+        started[2].kill()  # island west's supervisor, with whom its rank ends
+        wait_until(
+            lambda: "DilocoIslandLapsed" in ask("/api/v1/alerts"),
+            what=lambda: ask("/api/v1/alerts") + log.read_text(),
+        )
+
+
+def free_ports(number: int) -> list[int]:
+    """Find ports that nothing listens on now."""
+    with contextlib.ExitStack() as held:
+        sockets = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [each.getsockname()[1] for each in sockets]

@@ -17,6 +17,7 @@ from prometheus_client.registry import REGISTRY, Collector
 from diloco.errors import ConfigError
 from diloco.protos.control_pb2 import (
     FragmentStatus,
+    HeldOut,
     IslandStatus,
     RefusalCount,
     ReportRequest,
@@ -55,18 +56,24 @@ def status() -> StatusReply:
     report = ReportRequest(
         inner_step=12, loss_nats=2.5, tokens_per_s=100.0, tokens=768, fragments_in_flight=1,
         bytes_up=70, bytes_down=80, blocked_s=1.5, utilisation=0.9, state="training",
+        held_out=[
+            HeldOut(checkpoint=100, nats_per_byte=2.0),
+            HeldOut(checkpoint=200, nats_per_byte=1.5),
+        ],
     )  # fmt: skip
     return StatusReply(
         run="demo",
         timeline=1,
         islands=[
-            IslandStatus(island="east", incarnation=2, last_report=report, report_age_s=0.5),
+            IslandStatus(
+                island="east", incarnation=2, last_report=report, report_age_s=0.5, lease="active"
+            ),
             IslandStatus(island="west"),
         ],
         fragments=[
             FragmentStatus(
                 fragment_id=0, version=3, attempt=1, contributors=["east"], num_contributors=2,
-                age_s=4.0, phase="open",
+                age_s=4.0, phase="open", num_waits_for=1,
             )
         ],
         syncers=[SyncerStatus(syncer_id=n, syncer_epoch=2 + n, age_s=0.25) for n in (0, 1)],
@@ -94,6 +101,8 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
         "diloco_coordinator_refusals_total{cause=plan,island=east}": 3,
         "diloco_island_incarnation{island=east}": 2,
         "diloco_island_incarnation{island=west}": 0,
+        "diloco_island_lease{island=east,lease=active}": 1,
+        "diloco_island_held_out_nats_per_byte{island=east}": 1.5,
         "diloco_island_report_age_seconds{island=east}": 0.5,
         "diloco_island_state{island=east,state=training}": 1,
         "diloco_island_inner_step{island=east}": 12,
@@ -109,6 +118,7 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
         "diloco_fragment_attempt{fragment=0}": 1,
         "diloco_fragment_contributors{fragment=0}": 2,
         "diloco_fragment_version_age_seconds{fragment=0}": 4,
+        "diloco_fragment_awaited_islands{fragment=0}": 1,
         "diloco_fragment_phase{fragment=0,phase=open}": 1,
     }
 
