@@ -9,19 +9,20 @@ from diloco.errors import ConfigError
 
 TINY = CoordinatorSetting(
     num_islands=5, seconds=0.5, report_s=0.05, step_s=0.2, num_tensors=50,
-    stalls_ms=dict.fromkeys(("idle", "reports", "cut", "plan"), math.inf),
+    stalls_ms=dict.fromkeys(("idle", "reports", "page", "cut", "plan"), math.inf),
+    page_share=math.inf,
 )  # fmt: skip
 
 
 def test_every_row_is_measured_and_judged_by_its_longest_stall() -> None:
     report = run(lambda *done: None, setting=TINY)
 
-    assert [row["row"] for row in report.rows] == ["idle", "reports", "cut", "plan"]
-    assert [row["calls"] > 0 for row in report.rows] == [False, True, True, True]
+    assert [row["row"] for row in report.rows] == ["idle", "reports", "page", "cut", "plan"]
+    assert [row["calls"] > 0 for row in report.rows] == [False, True, True, True, True]
     assert all(row["stall_ms"] >= 0 for row in report.rows)
-    assert [required.figure for required in report.requirements] == [
-        row["stall_ms"] for row in report.rows
-    ]
+    *stalls, of_page = report.requirements
+    assert [required.figure for required in stalls] == [row["stall_ms"] for row in report.rows]
+    assert of_page.what == "the page"
     assert not report.missed
 
 

@@ -61,10 +61,10 @@ def alerts() -> list[dict[str, object]]:
 
 def queries() -> dict[str, str]:
     """Queries of the dashboard, by panel."""
-    board = json.loads((MONITORING / "dashboard.json").read_text("utf-8"))
+    content = json.loads((MONITORING / "dashboard.json").read_text("utf-8"))
     return {
         f"{panel['id']} {target['refId']}": target["expr"]
-        for panel in board["panels"]
+        for panel in content["panels"]
         for target in panel["targets"]
     }
 

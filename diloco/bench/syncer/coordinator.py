@@ -7,7 +7,9 @@ with other work it is late for that alone: see the row "idle".
 
     idle       nobody calls
     reports    of all islands, whose journal is on the disk
-    cut        the same, and each island brings its part of a run checkpoint
+    page       the same, and the page of the run asks for its state once a second, as it does for
+               however many look (`diloco page`)
+    cut        reports, and each island brings its part of a run checkpoint
     plan       the same, and one island after the other joins with a large plan that is not the
                run's: reading it is a thread's work, of which single calls keep Python's lock
 """
@@ -69,6 +71,7 @@ class CoordinatorSetting:
         step_s: Between two positions that differ.
         num_tensors: Of the plan that another island joins with, in the row "plan".
         stalls_ms: Bars of the longest stall, by row.
+        page_share: Bar of what the page adds to the share of a core that the loop is busy.
     """
 
     num_islands: int = 1000
@@ -77,8 +80,15 @@ class CoordinatorSetting:
     step_s: float = 13.0
     num_tensors: int = 47_000
     stalls_ms: dict[str, float] = field(
-        default_factory=lambda: {"idle": 20.0, "reports": 50.0, "cut": 50.0, "plan": 500.0}
+        default_factory=lambda: {
+            "idle": 20.0,
+            "reports": 50.0,
+            "page": 50.0,
+            "cut": 50.0,
+            "plan": 500.0,
+        }
     )
+    page_share: float = 0.02
 
 
 def run(
@@ -100,6 +110,10 @@ def run(
         Requirement(f"{r['row']}: longest stall", r["stall_ms"], setting.stalls_ms[r["row"]], "ms")
         for r in results
     ]
+    busy = {r["row"]: r["busy"] for r in results}
+    if {"reports", "page"} <= busy.keys():
+        share = busy["page"] - busy["reports"]
+        requirements.append(Requirement("the page", share, setting.page_share, "of a core"))
     return Report("coordinator", asdict(setting), _COLUMNS, results, requirements)
 
 
@@ -159,7 +173,7 @@ class _Calls:
         self._took_s.clear()
         under_way: set[asyncio.Task[Any]] = set()  # what is over would be the collector's work
         joining: asyncio.Task[Any] | None = None
-        num_joins = 0
+        num_joins = num_looks = 0
         began, cpu_s, stall_s, num_calls = loop.time(), time.thread_time(), 0.0, 0
         while (now := loop.time()) < began + setting.seconds:
             due = row != "idle" and int((now - began) / setting.report_s * len(self._grants))
@@ -167,6 +181,10 @@ class _Calls:
                 under_way.add(call := asyncio.create_task(self._report(number, now - began)))
                 call.add_done_callback(under_way.discard)
             num_calls = max(num_calls, due)
+            if row == "page" and now - began >= num_looks:
+                under_way.add(look := asyncio.create_task(self._call("control.status", b"")))
+                look.add_done_callback(under_way.discard)
+                num_looks += 1
             if other and (joining is None or joining.done()):
                 joining = asyncio.create_task(self._join_in_vain(num_joins, other))
                 num_joins += 1
