@@ -36,7 +36,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with less, browsers hide the origin of forms from us, too
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }

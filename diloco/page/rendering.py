@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from diloco.page.acts import ACTS
 from diloco.page.charts import loss_chart, timeline_chart
 from diloco.page.run_view import HOUR_S, CurveView, RunView, differing, filtered
 
@@ -27,9 +28,24 @@ VIEWS = {
 }
 #: The view of several runs.
 COMPARE = "compare"
+#: The view of what may be done to a live run.
+_ACTS = "acts"
 _COMPARED = ("compared", "compared_loss", "differing")
 #: Rows of one page of events; of versions; minutes that the timeline may show.
 _EVENTS, _VERSIONS, _MINUTES = 200, 100, (1, 5, 15, 60)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is around every view.
+
+    Args:
+        can_sign_out: Whether who looks has signed in.
+        may_act: Whether acts are offered for live runs.
+    """
+
+    can_sign_out: bool = False
+    may_act: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +89,53 @@ def sections_of(view: str, runs: Sequence[RunView], number: int, query: Query) -
     return {name: str(getattr(macros, name)(values)) for name in VIEWS[view]}
 
 
-def page_of(
-    view: str, runs: Sequence[RunView], number: int, query: Query, *, can_sign_out: bool
-) -> str:
+def page_of(view: str, runs: Sequence[RunView], number: int, query: Query, frame: Frame) -> str:
     """Render a whole page."""
     title = "runs compared" if view == COMPARE else runs[number].name
+    return _framed(title, view, runs, number, sections_of(view, runs, number, query), frame)
+
+
+def acts_page(
+    shown: str, runs: Sequence[RunView], number: int, values: Mapping[str, Any], frame: Frame
+) -> str:
+    """Render the acts of a run, the preview of one, or what was answered.
+
+    Args:
+        shown: "acts", "preview" or "answered".
+        runs: All runs.
+        number: Of the run.
+        values: What that shows, of several types, hence `Any`.
+        frame: Of the page.
+    """
+    run = runs[number]
+    names = {"island": [row.island for row in run.islands]}
+    page = {"run": run, "number": number, "acts": ACTS, "names": names, **values}
+    state = _templates().get_template("sections.html").module.state(page)  # type: ignore[attr-defined]
+    own = getattr(_templates().get_template("acts.html").module, shown)(page)
+    return _framed(run.name, _ACTS, runs, number, {"state": str(state), shown: str(own)}, frame)
+
+
+def _framed(
+    title: str,
+    view: str,
+    runs: Sequence[RunView],
+    number: int,
+    sections: Mapping[str, str],
+    frame: Frame,
+) -> str:
+    can_act = frame.may_act and view != COMPARE and runs[number].is_live
     return (
         _templates()
         .get_template("frame.html")
         .render(
             title=title,
             view=view,
-            views=list(VIEWS),
+            views=[*VIEWS, *([_ACTS] if can_act else [])],
             runs=runs,
             number=number,
-            sections=sections_of(view, runs, number, query),
-            can_sign_out=can_sign_out,
+            sections=sections,
+            is_live=view != _ACTS,
+            can_sign_out=frame.can_sign_out,
         )
     )
 

@@ -1,7 +1,7 @@
 """Serves the page of runs over HTTP: starlette for routes, uvicorn for connections.
 
-Everything that is asked for passes `_Guard` first. Nothing here changes a run. Acts of an operator
-belong into a view of their own, as forms: the guard checks the origin of those already.
+Everything that is asked for passes `_Guard` first. Acts alone change a run, where the page was
+started with them: forms of signed-in callers, from this page, each confirmed (`acts`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.page.access import HEADERS, SESSION_S, Access, own_page
+from diloco.page.acts import Previews, preview_of
 from diloco.page.rendering import (
     COMPARE,
     VIEWS,
+    Frame,
     Query,
+    acts_page,
     asset,
     login_page,
     page_of,
@@ -70,12 +73,22 @@ class Page:
         access: Who may look.
         port: That it listens at; part of the cookie's name, as cookies know no ports.
         is_encrypted: Whether it is served over TLS.
+        may_act: Whether live runs may be acted on; `access` must ask for a token then.
     """
 
     def __init__(
-        self, sources: Sequence[Source], access: Access, *, port: int, is_encrypted: bool
+        self,
+        sources: Sequence[Source],
+        access: Access,
+        *,
+        port: int,
+        is_encrypted: bool,
+        may_act: bool = False,
     ) -> None:
         """Make the routes."""
+        assert access.asks_for_token or not may_act, "anyone could act"
+        self._frame = Frame(can_sign_out=access.asks_for_token, may_act=may_act)
+        self._previews = Previews()
         self._sources = tuple(sources)
         self._access = access
         self._is_encrypted = is_encrypted
@@ -87,6 +100,8 @@ class Page:
             Route("/", self._first),
             Route(f"/{COMPARE}", self._shown),
             Route(f"/{COMPARE}/live", self._live),
+            Route("/run/{number:int}/acts", self._acts, methods=["GET", "POST"]),
+            Route("/run/{number:int}/acts/done", self._act, methods=["POST"]),
             Route("/run/{number:int}/{view}", self._shown),
             Route("/run/{number:int}/{view}/live", self._live),
             Route("/asset/{name}", self._asset),
@@ -111,14 +126,60 @@ class Page:
     async def _shown(self, request: Request) -> Response:
         view, number = self._asked(request)
         runs = await self.look()
-        text = page_of(
-            view,
-            runs,
-            number,
-            Query.of(request.query_params),
-            can_sign_out=self._access.asks_for_token,
+        query = Query.of(request.query_params)
+        return HTMLResponse(page_of(view, runs, number, query, self._frame))
+
+    async def _acts(self, request: Request) -> Response:
+        """Show the acts of a run; of a form that was filled in, what would follow."""
+        number = self._acted_on(request)
+        runs = await self.look()
+        if not runs[number].is_live:
+            raise HTTPException(404, "Nothing can be done to a run that is read from files.")
+        if request.method == "GET":
+            return HTMLResponse(acts_page("acts", runs, number, {}, self._frame))
+        try:
+            run = runs[number]
+            preview = preview_of(await _form(request), number, run.name, run.origin)
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from error
+        drawn = secrets.token_urlsafe(32)
+        self._previews.keep(drawn, preview, self._session(request), time.monotonic())
+        values = {"preview": preview, "drawn": drawn, "problem": ""}
+        return HTMLResponse(acts_page("preview", runs, number, values, self._frame))
+
+    async def _act(self, request: Request) -> Response:
+        """Do what was shown and is confirmed, and show the coordinator's answer."""
+        number = self._acted_on(request)
+        form, tone = await _form(request), "good"
+        drawn, typed = form.get("drawn", ""), form.get("typed", "")
+        try:
+            preview = self._previews.take(
+                drawn, number, self._session(request), typed, time.monotonic()
+            )
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from error
+        try:
+            said = await self._sources[number].act(preview.act.command, preview.arguments)
+        except (ConfigError, CoordinatorUnavailable) as error:
+            said, tone = str(error), "bad"
+        values = {"preview": preview, "said": said, "tone": tone}
+        return HTMLResponse(
+            acts_page("answered", await self.look(), number, values, self._frame),
+            200 if tone == "good" else 409,
         )
-        return HTMLResponse(text)
+
+    def _acted_on(self, request: Request) -> int:
+        """Give the number of the run that a caller may act on."""
+        number = int(request.path_params["number"])
+        if not self._frame.may_act or number >= len(self._sources):
+            raise HTTPException(404, "There is no such page.")
+        is_from_here = "origin" in request.headers or "authorization" in request.headers
+        if request.method == "POST" and not is_from_here:
+            raise HTTPException(403, "Only pages of this server may do that.")
+        return number
+
+    def _session(self, request: Request) -> str:
+        return _cookie(request.headers.get("cookie", ""), self._cookie)
 
     async def _live(self, request: Request) -> Response:
         view, number = self._asked(request)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from diloco.coordinator.status import ask_status
+from diloco.coordinator.status import ask_status, operate
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.page.live_run import LiveRun
 from diloco.page.recorded_run import RecordedRun
@@ -34,6 +34,14 @@ class Source(Protocol):
 
     async def look(self) -> RunView:
         """Give the run as it is, or as it was less than `LOOK_S` ago."""
+
+    async def act(self, command: str, arguments: Mapping[str, str]) -> str:
+        """Give the run a command of an operator; returns in words what was done.
+
+        Raises:
+            ConfigError: If it is not done; says why.
+            CoordinatorUnavailable: If nobody answers.
+        """
 
     async def close(self) -> None:
         """Release what the source holds."""
@@ -69,6 +77,10 @@ class LiveSource:
                 self._asked_at = time.monotonic()
                 self._view = self._run.view(problem)
             return self._view
+
+    async def act(self, command: str, arguments: Mapping[str, str]) -> str:
+        """See `Source`."""
+        return await operate(self._transport, command, arguments)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -116,6 +128,10 @@ class RecordedSource:
                 self._view = await asyncio.to_thread(self._read_on)
                 self._read_at = time.monotonic()
             return self._view
+
+    async def act(self, command: str, arguments: Mapping[str, str]) -> str:
+        """Refuse: see `Source`."""
+        raise ConfigError("this run is read from files: its coordinator is asked by its address")
 
     async def close(self) -> None:
         """Do nothing: no file stays open."""

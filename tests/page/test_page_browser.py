@@ -18,6 +18,7 @@ from diloco.page.rendering import VIEWS
 from diloco.protos.control_pb2 import IslandStatus, ReportRequest, StatusReply
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.guarded_server import serving
+from tests.page.test_page_acts import TOKEN, acting
 from tests.run_files import run_to_end, write_run
 
 CHROMIUM = shutil.which("chromium")
@@ -138,3 +139,29 @@ def test_a_live_page_changes_in_place_and_says_when_the_coordinator_is_gone(brow
 
     assert has_focus, "what is patched keeps the focus"
     assert seen.said == []
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_an_operator_signs_in_and_kicks_an_island(browser: Any, tmp_path: Path, look: str) -> None:
+    with acting(tmp_path, "--acts") as (url, operated):
+        seen = Seen(browser, look)
+        seen.page.goto(f"{url}run/0/acts")
+        seen.page.get_by_label("Token").fill(TOKEN)
+        seen.page.get_by_role("button", name="Sign in").click()
+        form = seen.page.get_by_role("form", name="kick")
+        form.get_by_label("Island").select_option("eu-west")
+        form.get_by_label("Why").fill("disk broken")
+        seen.picture(f"acts-{look}")
+        form.get_by_role("button", name="Preview").click()
+        seen.page.get_by_text("--reason 'disk broken'").wait_for()
+        assert operated.commands == []
+        seen.page.get_by_label("Type eu-west to confirm it").fill("eu-west")
+        seen.picture(f"preview-{look}")
+        seen.page.get_by_role("button", name="Do it").click()
+        seen.page.get_by_text("kick: done").wait_for()
+        seen.page.get_by_role("button", name="Sign out").click()
+        seen.page.get_by_role("heading", name="Sign in").wait_for()
+        seen.context.close()
+
+    assert seen.said == []
+    assert operated.commands == [("kick", {"island": "eu-west", "reason": "disk broken"})]

@@ -201,7 +201,7 @@ def test_every_view_is_readable_without_scripts_and_harmless(pages: Pages, view:
         assert "default-src 'none'" in csp and "unsafe" not in csp
         assert "frame-ancestors 'none'" in csp
         assert page.headers["x-content-type-options"] == "nosniff"
-        assert page.headers["referrer-policy"] == "no-referrer"
+        assert page.headers["referrer-policy"] == "same-origin"
         assert page.headers["cache-control"] == "no-store"
         assert "server" not in page.headers
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli.run.control import operator_transport
-from diloco.cli.terminal.options import Certs, Insecure, Tokens, option
+from diloco.cli.terminal.options import Certs, Insecure, Tokens, flag, option
 from diloco.errors import ConfigError
 from diloco.extras import require
 
@@ -37,6 +37,9 @@ def page(
     token_file: Annotated[
         str, option("Token that a browser is asked for: 32 characters or more.", "FILE")
     ] = "",
+    acts: Annotated[
+        bool, flag("Let who has the token act on a live run, as an operator.", "--acts")
+    ] = False,
     certs: Certs = "",
     tokens: Tokens = "",
     insecure: Insecure = False,
@@ -48,7 +51,9 @@ def page(
 
     Of a live run it asks the coordinator, as an operator, what diloco status shows, with the same
     --certs and --tokens: once a second however many look, and not at all while nobody does. It may
-    run on any machine, and changes nothing. Of a state directory it reads the events, as they are
+    run on any machine, and changes nothing, unless it is started with --acts: then who has the
+    token may pause, unpause, set, drain, kick, repair, move, backup and stop, each after a preview,
+    as the commands of these names do. Of a state directory it reads the events, as they are
     written; several are shown next to each other, with the settings that differ.
 
     The page is for this machine alone. For others give --listen, --certificate, --key and
@@ -66,11 +71,15 @@ def page(
     with listening:
         is_exposed = not is_loopback(host)
         _check_exposure(listen, is_exposed, certificate, key, token_file)
+        if acts and not token_file:
+            raise ConfigError("--acts lets others act on a run: give --token-file, too")
         token = _token(token_file) if token_file else ""
         hosts = _names(certificate) if certificate else []
         sources = [_source(each, certs, tokens, insecure) for each in runs]
         port = int(listening.getsockname()[1])
-        shown = Page(sources, Access(token, hosts), port=port, is_encrypted=bool(certificate))
+        shown = Page(
+            sources, Access(token, hosts), port=port, is_encrypted=bool(certificate), may_act=acts
+        )
         called = host if not is_exposed else next(iter(hosts), host)
         url = f"{'https' if certificate else 'http'}://{called}:{port}/"
 
