@@ -11,7 +11,7 @@ import pytest
 from diloco.page.charts import WIDTH, loss_chart, timeline_chart
 from diloco.page.live_run import LiveRun, sentence
 from diloco.page.recorded_run import RecordedRun
-from diloco.page.rendering import VIEWS, Query, page_of
+from diloco.page.rendering import VIEWS, Frame, Query, page_of
 from diloco.page.run_view import Bar, Curve, CurveView, EventRow, command_in, differing, filtered
 from diloco.protos.control_pb2 import (
     Alarm,
@@ -225,7 +225,7 @@ def test_events_with_any_value_that_is_none_of_theirs_never_end_the_page() -> No
                 run.add(whole | {key: value})
                 run.add({name: v for name, v in whole.items() if name not in (key, "island")})
     view = run.view(2e9, is_under_way=True)
-    pages = [page_of(each, [view], 0, Query(), can_sign_out=False) for each in VIEWS]
+    pages = [page_of(each, [view], 0, Query(), Frame(can_sign_out=False)) for each in VIEWS]
 
     assert run.num_malformed and "were left out" in view.notices[0]
     assert not any("<b>" in page for page in pages)
@@ -237,7 +237,7 @@ def test_a_status_with_figures_that_are_none_never_ends_the_page() -> None:
         odd = dict.fromkeys(("loss_nats", "blocked_s", "utilisation", "left_s", "step_s"), figure)
         run.observe(reply(islands=[island("east", **odd)]), 100.0)
 
-    page = page_of("islands", [run.view()], 0, Query(), can_sign_out=False)
+    page = page_of("islands", [run.view()], 0, Query(), Frame(can_sign_out=False))
 
     assert "<td" in page
 
