@@ -370,7 +370,7 @@ def answer(
     """Fragment 1 is to be taken, or is withdrawn."""
     said = FragmentSource(fragment_id=1, syncer=source, number=number or withdrawn, is_held=is_held)
     reply = SyncerHelloReply(
-        fragment_ids=[*own, *([1] if number else ())],
+        fragment_ids=[*own, 1],
         takes=[said] if number else [],
         withdrawn=[said] if withdrawn else [],
     )
