@@ -296,6 +296,8 @@ def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
     assert eu.replica is not None
     replicate(None)
 
+    let_go_for_lost(eu.store, eu.state, 1, "test", [0])
+    assert eu.served() == [1], "of what it may have taken lately the newest is there"
     let_go_for_lost(eu.store, eu.state, 1, "test", [0, 1, 2])
 
     with pytest.raises(Fenced):
