@@ -185,6 +185,7 @@ class SyncerMoves:
         """Copy a fragment; whether the next start can serve it."""
         if coming.told.syncer == self._state.syncer_name:  # it is to stay after all
             check_take_back(self._state, p, self._timeline)
+            coming.copy.is_ready = True  # all of it is here: others need not wait for it
             return not coming.told.is_held
         copy = coming.copy
         if copy.is_ready:

@@ -515,6 +515,14 @@ def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
     assert "in timeline 0, and the run is at 1: move it to another" in asyncio.run(
         taken_back(Timeline(1, 20))
     )
+
+    async def held_back() -> None:
+        held.assigned = answer(source, own=[0], number=3, is_held=True)
+        due = asyncio.create_task(begin(eu, held).due())
+        await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_READY})
+        due.cancel()
+
+    asyncio.run(held_back())
     assert asyncio.run(taken_back(Timeline())) == ""
     assert eu.served() == [0, 1] and was_let_go(eu.state, 1)
     has_not_let_go(eu.state, [0, 1])  # the next start
