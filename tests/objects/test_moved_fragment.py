@@ -530,6 +530,22 @@ def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
     assert not was_let_go(eu.state, 1) and not us.takes(1, eu)
 
 
+def test_what_is_to_stay_after_all_is_not_let_go_of(
+    machines: list[Machine], begin: Callable[..., SyncerMoves]
+) -> None:
+    eu, _ = machines
+    replicate(eu.replica)
+    told = Told(SyncerHelloReply(fragment_ids=[0]))
+    moves = begin(eu, told)
+    asyncio.run(moves.due())
+    assert moves.let_go_of == {1}
+    told.assigned = SyncerHelloReply(fragment_ids=[0, 1])  # while the start ended
+
+    asyncio.run(moves.settle(asyncio.Event()))
+
+    assert eu.served() == [0, 1] and not was_let_go(eu.state, 1)
+
+
 def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
     machines: list[Machine],
 ) -> None:
