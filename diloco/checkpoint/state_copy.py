@@ -122,8 +122,11 @@ class StateCopier:
         """Launch the copies of (source, target), and of the optimizer's age.
 
         Sources are the tensors in use, targets are on the host; all are plain tensors. Targets are
-        read when the `StateCopy` has been waited for, and not written to before that.
+        read when the `StateCopy` has been waited for, and not written to before that. Sources live
+        as long: nobody else holds the zeros of moments that the optimizer has not made yet, and
+        what comes next to their memory would be copied in their place.
         """
+        held = [*pairs]
         if not self._is_begun:
             self._optimizer.register_step_pre_hook(lambda *_: self.precede())
             if self.device.type == "cuda":
@@ -131,11 +134,17 @@ class StateCopier:
             self._is_begun = True
 
         def launch() -> None:
-            for source, target in pairs:
+            for source, target in held:
                 target.copy_(source, non_blocking=True)
             self._age.copy_(optimizer_age(self._optimizer), non_blocking=True)
 
-        return StateCopy(self._stream.submit(launch), self._age)
+        finish_device = self._stream.submit(launch)
+
+        def finish() -> None:
+            finish_device()
+            held.clear()
+
+        return StateCopy(finish, self._age)
 
     def precede(self) -> None:
         """Let what is submitted from now on begin when the copies are done; no thread waits."""

@@ -41,7 +41,7 @@ class SyncerStores(Protocol):
         """
 
     def let_go_for_lost(self, syncer_id: int, fragment_ids: Collection[int]) -> None:
-        """Have a syncer serve none of its fragments, nor write anything, any more."""
+        """Have a syncer serve none of these fragments, nor write anything, any more."""
 
     def withdraw_for_lost(self, syncer_id: int, moves: Mapping[int, int]) -> None:
         """Have a syncer make no move of some fragments before these; the start it had is fenced."""
@@ -108,7 +108,8 @@ class FragmentMoves:
         assignment = self._membership.assignment
         if not assignment.is_given_up(source) or self._run_status.silent_s(source) < SILENT_S:
             return
-        if (await asyncio.to_thread(self._stores.read, source))[0] != []:
-            own = assignment.fragments[source]
+        served, _ = await asyncio.to_thread(self._stores.read, source)
+        own = assignment.fragments[source]
+        if served is None or not set(own).isdisjoint(served):
             await asyncio.to_thread(self._stores.let_go_for_lost, source, own)
             logger.warning("syncer %d is lost: its fragments go to others", source)

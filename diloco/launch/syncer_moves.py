@@ -185,6 +185,7 @@ class SyncerMoves:
         """Copy a fragment; whether the next start can serve it."""
         if coming.told.syncer == self._state.syncer_name:  # it is to stay after all
             check_take_back(self._state, p, self._timeline)
+            coming.copy.is_ready = True  # all of it is here: others need not wait for it
             return not coming.told.is_held
         copy = coming.copy
         if copy.is_ready:
@@ -234,9 +235,10 @@ class SyncerMoves:
 
     async def settle(self, given_up: asyncio.Event) -> None:
         """Have the next start serve the others; nothing of this one writes any more."""
-        told = self._reporter.assigned
-        if told is None or not (self.let_go_of or self.taken):
+        if (told := self._reporter.assigned) is None:
             return
+        # Its last word may have had the answer that one is to stay here: that was a while ago.
+        self.let_go_of.difference_update(told.fragment_ids)
         granted = dict(zip(told.islands, told.incarnations, strict=True))
 
         def settle() -> None:

@@ -131,9 +131,10 @@ def withdraw(state: StateDir, moves: Mapping[int, int]) -> None:
 def let_go_for_lost(
     store: ObjectStore, state: StateDir, lease: int, run: str, assigned: Collection[int]
 ) -> None:
-    """Have a syncer that is lost for good serve no fragment, nor write anything any more.
+    """Have a syncer that is lost for good serve what it was `assigned` no more, nor write anything.
 
-    One that never began has let go of those that it was `assigned`.
+    Others that it has taken, while nobody knows it yet, it has still: they are newest there. One
+    that never began has let go of all.
 
     Raises:
         Fenced: If another coordinator has taken the run over.
@@ -141,7 +142,7 @@ def let_go_for_lost(
     """
 
     def change(there: StateDir, served: list[int] | None) -> None:
-        let_go(there, assigned if served is None else served)
+        let_go(there, [p for p in assigned if served is None or p in served])
 
     _for_lost(store, state, lease, run, change)
 

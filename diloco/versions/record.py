@@ -274,7 +274,8 @@ class StoredRecord:
         found = self.header["version"], self.header["fragment_id"]
         if found != (version, fragment.fragment_id):
             raise RecordInvalid(f"{self.path} is version {found[0]} of fragment {found[1]}")
-        if len(self.header["lane_digests"]) != len(fragment.lanes):
+        digests = self.header["lane_digests"], self.header["lane_blake3"]
+        if any(len(each) != len(fragment.lanes) for each in digests):
             raise RecordInvalid(f"{self.path} holds another number of lanes than the plan")
         for name in state_sections(self.sections):
             for lane in fragment.lanes:

@@ -303,9 +303,11 @@ class FragmentReplay:
                 name = f"contribution/{contributor['island']}/{lane_id}"
                 if stored.sections[name].digest != accepted:
                     yield f"{name} is not what was accepted"
-        for lane_id, (lane, digest) in enumerate(zip(made, header["lane_digests"], strict=True)):
-            if lane.digest.hex() != digest:
-                yield f"lane {lane_id} comes to digest {lane.digest.hex()}, published was {digest}"
+        for lane_id, lane in enumerate(made):
+            found = f"digest {lane.digest.hex()} and blake3 {lane.blake3.hex()}"
+            digest, of_bytes = (header[each][lane_id] for each in ("lane_digests", "lane_blake3"))
+            if found != (said := f"digest {digest} and blake3 {of_bytes}"):
+                yield f"lane {lane_id} comes to {found}, published was {said}"
             elif bytes(lane.payload) != stored.read(f"payload/{lane_id}"):
                 yield f"lane {lane_id} comes to another payload"
         if "rules" in header:

@@ -5,9 +5,10 @@
     w_t(j) = S(2^41 t + j) | 1, r_t(b) = S(2^41 t + 2^40 + b) | 1
 
 S(k) is output k, counted from 0, of SplitMix64 seeded with 0. Sums of integers have no order:
-blocks and threads add in any. What hardware and software get wrong is found, with one chance in
-2^64 or less that it is not; it is no proof against who makes values for a digest, so that blake3 is
-compared of bytes that another party gives.
+blocks and threads add in any. What hardware and software get wrong is found: one wrong value
+always, several with about one chance in 2^64 that they are not, in 2^54 where they are sign bits of
+the same places of several blocks. It is no proof against who makes values for a digest, so that
+blake3 is compared of bytes that another party gives.
 
 Source: PROTOCOL.md, "Digests"; "Strongly universal string hashing is fast" (Lemire and Kaser, 2014)
 for sums of products; "Fast splittable pseudorandom number generators" (Steele et al., 2014).
@@ -66,11 +67,15 @@ def version_digest(lane_digests: Sequence[bytes]) -> bytes:
 
 @functools.lru_cache(maxsize=32)
 def _weights(stream: int, num: int, device: torch.device) -> Tensor:
-    """Compute S(2^40 stream + k) | 1 for k < `num`, once a device."""
-    state = (torch.arange(1, num + 1, device=device) + (stream << 40)) * _GOLDEN
+    """Compute S(2^40 stream + k) | 1 for k < `num`, once a device.
+
+    On the CPU: this copy is there when it returns, for the streams of all threads. What one stream
+    computes, others would read before it has.
+    """
+    state = (torch.arange(1, num + 1) + (stream << 40)) * _GOLDEN
     state = (state ^ _shifted(state, 30)) * _FIRST
     state = (state ^ _shifted(state, 27)) * _SECOND
-    return (state ^ _shifted(state, 31)) | 1
+    return ((state ^ _shifted(state, 31)) | 1).to(device)
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:

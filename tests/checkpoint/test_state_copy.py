@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,23 @@ def test_of_all_layouts_what_is_copied_while_training_goes_on_is_what_a_stop_wou
             first, second = (manifest(root / name / "behind", step) for step in (1, 2))
             assert first["files"] != second["files"]
             assert (first["optimizer_step"], second["optimizer_step"]) == (1, 2)
+
+
+class Launches:
+    """A device's side stream: work is launched at once, and done when it is waited for."""
+
+    def submit(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+
+def test_what_nobody_else_holds_lives_until_it_is_copied() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    source, target = torch.ones(3), torch.zeros(3)
+    held = weakref.ref(source)
+
+    copied = late_copier(optimizer, Launches()).copy([(source, target)])
+    del source
+
+    assert held() is not None, "its memory would be another's before the device has read it"
+    assert copied.wait("a copy") == 0 and held() is None

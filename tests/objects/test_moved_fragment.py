@@ -296,6 +296,8 @@ def test_a_lost_syncer_writes_nothing_more_once_its_fragments_were_let_go_of(
     assert eu.replica is not None
     replicate(None)
 
+    let_go_for_lost(eu.store, eu.state, 1, "test", [0])
+    assert eu.served() == [1], "of what it may have taken lately the newest is there"
     let_go_for_lost(eu.store, eu.state, 1, "test", [0, 1, 2])
 
     with pytest.raises(Fenced):
@@ -370,7 +372,7 @@ def answer(
     """Fragment 1 is to be taken, or is withdrawn."""
     said = FragmentSource(fragment_id=1, syncer=source, number=number or withdrawn, is_held=is_held)
     reply = SyncerHelloReply(
-        fragment_ids=[*own, *([1] if number else ())],
+        fragment_ids=[*own, 1],
         takes=[said] if number else [],
         withdrawn=[said] if withdrawn else [],
     )
@@ -513,11 +515,35 @@ def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
     assert "in timeline 0, and the run is at 1: move it to another" in asyncio.run(
         taken_back(Timeline(1, 20))
     )
+
+    async def held_back() -> None:
+        held.assigned = answer(source, own=[0], number=3, is_held=True)
+        due = asyncio.create_task(begin(eu, held).due())
+        await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_READY})
+        due.cancel()
+
+    asyncio.run(held_back())
     assert asyncio.run(taken_back(Timeline())) == ""
     assert eu.served() == [0, 1] and was_let_go(eu.state, 1)
     has_not_let_go(eu.state, [0, 1])  # the next start
     assert {name: eu.files()[name] for name in FILES} == FILES
     assert not was_let_go(eu.state, 1) and not us.takes(1, eu)
+
+
+def test_what_is_to_stay_after_all_is_not_let_go_of(
+    machines: list[Machine], begin: Callable[..., SyncerMoves]
+) -> None:
+    eu, _ = machines
+    replicate(eu.replica)
+    told = Told(SyncerHelloReply(fragment_ids=[0]))
+    moves = begin(eu, told)
+    asyncio.run(moves.due())
+    assert moves.let_go_of == {1}
+    told.assigned = SyncerHelloReply(fragment_ids=[0, 1])  # while the start ended
+
+    asyncio.run(moves.settle(asyncio.Event()))
+
+    assert eu.served() == [0, 1] and not was_let_go(eu.state, 1)
 
 
 def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(

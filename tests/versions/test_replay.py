@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.outer.combination import MergeRule
@@ -250,6 +251,19 @@ def test_what_is_whole_and_does_not_come_to_what_was_published_is_different(
     assert (told.version, told.verdict) == (5, ReplayVerdict.DIFFERENT)
     assert told.detail == "the audit log says otherwise of its digest"
     assert all(each.detail.startswith("coefficients are 0 from what") for each in found)
+
+
+def test_a_record_that_names_bytes_that_nobody_can_make_is_different(short: VirtualRun) -> None:
+    run_virtual(short.run())
+    kept = frames_in(short.setting.directory / "fragment-0000" / KEPT)[3]
+    whole, forged = kept.path.read_bytes(), kept.header["lane_blake3"][0][::-1]
+    start, end = 48, 48 + int.from_bytes(whole[8:16], "little")
+    header = whole[start:end].replace(kept.header["lane_blake3"][0].encode(), forged.encode())
+    kept.path.write_bytes(whole[:16] + blake3(header).digest() + header + whole[end:])
+
+    found = replayed(short, 0)
+
+    assert wrong(found) == [(3, ReplayVerdict.DIFFERENT)] and forged in found[2].detail
 
 
 def test_a_version_that_was_published_and_is_gone_is_told(short: VirtualRun) -> None:

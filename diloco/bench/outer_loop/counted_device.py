@@ -135,8 +135,6 @@ def _register() -> None:
     for name, make in (
         ("empty_strided", _empty_strided),
         ("empty.memory_format", _empty),
-        ("arange", _arange),
-        ("arange.start", _arange),
         ("arange.start_step", _arange),
     ):
         library.impl(name, make, "PrivateUse1")  # type: ignore[no-untyped-call]
@@ -153,5 +151,7 @@ def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: object
     return _on_device(torch.empty(size, dtype=dtype))
 
 
-def _arange(*bounds: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
-    return _on_device(torch.arange(*bounds, dtype=dtype))
+def _arange(
+    start: int, end: int, step: int = 1, *, dtype: torch.dtype | None = None, **_: object
+) -> Tensor:
+    return _on_device(torch.arange(start, end, step, dtype=dtype))

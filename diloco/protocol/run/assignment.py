@@ -168,11 +168,11 @@ class FragmentAssignment:
         """Fragments that a syncer is to serve, as soon as it has them.
 
         What moves from it is not one of them once it is `ready` at the other, which may take it.
+        What moved to it before is: it may serve that already, and let go of it while nobody knows.
         """
         moves = self.moves.items()
         leaving = {p for p, m in moves if p in ready and m.target != syncer_id and not m.former}
-        kept = {p for p in self.of(syncer_id, plan_json) if p not in leaving}
-        return sorted(kept | self.taken_by(syncer_id).keys())
+        return [p for p in self.may_serve(syncer_id, plan_json) if p not in leaving]
 
     def may_serve(self, syncer_id: int, plan_json: str) -> list[int]:
         """Fragments of which a syncer may speak: that it has still, or may have already."""

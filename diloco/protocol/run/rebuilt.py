@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.protocol.run.admission import Entries
-from diloco.protocol.run.assignment import ASSIGNED, MOVES
+from diloco.protocol.run.assignment import ASSIGNED
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.cuts import Cut, Part, cut_entry
 from diloco.protocol.run.members import Member, member_entry
@@ -126,7 +126,7 @@ def entries_of(remains: Remains) -> Entries:
     timeline = {"timeline": remains.timeline, "resume_step": remains.resume_step}
     return (
         ("plan", remains.plan_json),
-        *(_assigned(remains) if remains.assigned else ()),
+        *(((ASSIGNED, json.dumps(remains.assigned)),) if remains.assigned else ()),
         ("guests", json.dumps(guests)),
         *(member_entry(island, before) for island in sorted(known)),
         *_positions(remains.timeline, remains.inner_steps),
@@ -138,11 +138,6 @@ def entries_of(remains: Remains) -> Entries:
         *(_cuts(remains) if remains.is_elastic else ()),
         *(_claims(remains) if remains.is_elastic else ()),
     )
-
-
-def _assigned(remains: Remains) -> Entries:
-    moves = {"number": int(remains.unix_s), "of": {}}  # above that of any earlier move
-    return (ASSIGNED, json.dumps(remains.assigned)), (MOVES, json.dumps(moves))
 
 
 def _positions(timeline: int, inner_steps: Mapping[str, int]) -> Iterable[tuple[str, str]]:
