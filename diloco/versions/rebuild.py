@@ -106,10 +106,10 @@ def _next(frame: StoredRecord, state: LaneState, fragment: Fragment, lane_id: in
         made = made_again_(frame, state, rules, fragment, lane_id)
     except (AggregationError, CodecError) as error:
         raise RecordInvalid(f"{frame.path}, version {header['version']}: {error}") from error
-    if made.digest.hex() != header["lane_digests"][lane_id]:
+    if made.blake3.hex() != header["lane_blake3"][lane_id]:
         raise RecordInvalid(
-            f"{frame.path}: lane {lane_id} of version {header['version']} comes to digest "
-            f"{made.digest.hex()}, the frame says {header['lane_digests'][lane_id]}"
+            f"{frame.path}: lane {lane_id} of version {header['version']} comes to blake3 "
+            f"{made.blake3.hex()}, the frame says {header['lane_blake3'][lane_id]}"
         )
     return made.state
 
@@ -143,7 +143,7 @@ def made_again(
             made = made_again_(stored, before(lane_id), rules, fragment, lane_id)
         except (AggregationError, CodecError) as error:
             raise RecordInvalid(f"{stored.path}: {error}") from error
-        if made.digest.hex() != header["lane_digests"][lane_id]:
+        if made.blake3.hex() != header["lane_blake3"][lane_id]:
             raise RecordInvalid(f"version {version - 1} does not lead to the digests of {version}")
         return made
 

@@ -294,10 +294,10 @@ def test_a_damaged_snapshot_is_passed_by_where_frames_lead_past_it(store: Fragme
 
 def test_a_frame_that_does_not_come_to_its_digest_is_damaged(store: FragmentStore) -> None:
     records = commit(store, 1)
-    lie = replace(following(records[1]), lane_digests=records[1].lane_digests)
+    lie = replace(following(records[1]), lane_blake3=records[1].lane_blake3)
     put(store, lie)
 
-    with pytest.raises(RecordInvalid, match="comes to digest"):
+    with pytest.raises(RecordInvalid, match="comes to blake3"):
         store.load(2)
     assert_newest(store, 1)
 
