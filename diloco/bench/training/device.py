@@ -477,7 +477,7 @@ class _IoCopies:
     def __init__(self) -> None:
         self.counter = DeviceCounter()
         self._counts: DeviceCounts | None = None
-        self._entered_bytes = 0  # of values, by when the run was entered
+        self._entered = DeviceCounts()  # by when the run was entered: values, weights of digests
         self._sent: list[int] = []
         self._staged: list[int] = []
 
@@ -489,7 +489,7 @@ class _IoCopies:
             self._staged.append(event.fragment_id)  # lanes so small are decoded together
         elif isinstance(event, FragmentSent):
             if not self._sent:
-                self._entered_bytes = self.counter.counts.values_down
+                self._entered = replace(self.counter.counts)
             self._sent.append(event.fragment_id)
             if event.is_flush:
                 self._counts = replace(self.counter.counts)
@@ -500,10 +500,14 @@ class _IoCopies:
         counts = self._counts
         return Section(
             "exchange",
-            replace(counts, bytes_down=counts.bytes_down - self._entered_bytes),
+            replace(
+                counts,
+                bytes_down=counts.bytes_down - self._entered.values_down,
+                bytes_up=counts.bytes_up - self._entered.bytes_up,
+            ),
             sum(numels[p] for p in self._sent),
             sum(numels[p] for p in self._staged),
-            uncoded_bytes=counts.values_down - self._entered_bytes,
+            uncoded_bytes=counts.values_down - self._entered.values_down,
         )
 
 
