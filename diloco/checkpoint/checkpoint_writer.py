@@ -56,6 +56,8 @@ from diloco.transport.contracts import Buffer
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8"}
 _FLOAT32_BYTES = 4
+#: Bytes that are copied from a device at once; on the host nothing is copied.
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +294,11 @@ class CheckpointWriter:
                 for fragment in self._plan.fragments:
                     collected = lanes.collect(fragment.fragment_id)
                     for values in collected.values():
-                        yield _bytes(values)
+                        yield from _pieces(values)
                     lanes.reuse(collected)
                 lanes.release()
             for value in outer.values():
-                yield _bytes(value)
+                yield from _pieces(value)
 
         return RankPart(header, walk(), group)
 
@@ -396,8 +398,10 @@ def _write(path: Path, header: list[_Tensor], pieces: Iterator[Buffer]) -> dict[
     return {"bytes": 8 + len(text) + offset, "blake3": hasher.hexdigest()}
 
 
-def _bytes(values: Tensor) -> memoryview:
-    return to_bytes(values.detach().contiguous().view(-1).view(torch.uint8))
+def _pieces(values: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of values, piece by piece: what a device copies stays pinned for good."""
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    yield from map(to_bytes, torch.split(flat, _PIECE_BYTES))
 
 
 _T = TypeVar("_T")

@@ -112,14 +112,17 @@ def _is_of_operands(guards: Sequence[Any]) -> list[bool]:
 def can_compile(device: str = "cpu") -> bool:
     """Tell whether this host can build kernels, and say it once if not.
 
-    For CPUs that takes `g++` and Python's headers, for CUDA triton.
+    For CPUs that takes `g++` and Python's headers; for CUDA triton, which has a C compiler and the
+    same headers build what launches its kernels.
     """
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
     if device == "cuda":
-        needed, is_there = "triton", has_triton()
+        needed = f"triton, no C compiler or no {headers}"
+        is_there = any(map(shutil.which, ("gcc", "clang"))) and has_triton()
     else:
-        headers = Path(sysconfig.get_path("include")) / "Python.h"
         needed = f"g++ or no {headers}"
-        is_there = shutil.which("g++") is not None and headers.exists()
+        is_there = shutil.which("g++") is not None
+    is_there = is_there and headers.exists()
     if not is_there:
         logger.info("codecs code large vectors eagerly and slower on %s: no %s", device, needed)
     return is_there

@@ -70,7 +70,10 @@ class SyncerFiles:
     def __init__(self, store: ObjectStore, state: StateDir) -> None:
         """Assign only."""
         self._state = state
-        self._replica = Replica(store, state.syncer_name, state.store, is_of_store)
+        said = {state.fragments.name, state.withdrawn.name}
+        self._replica = Replica(
+            store, state.syncer_name, state.store, is_of_store, reads=said.__contains__
+        )
 
     def read(self) -> tuple[list[int] | None, dict[int, int]]:
         """Read which fragments the syncer serves, and which moves it does not make any more.
@@ -204,7 +207,14 @@ class FragmentCopy:
         """
         self._state, self._fragment, self._source = state, fragment, source
         self._staging = fragment_directory(state.moved, fragment.fragment_id)
-        self._replica = Replica(store, source, self._staging, is_of_store)
+        served = state.fragments.name
+        self._replica = Replica(
+            store,
+            source,
+            self._staging,
+            is_of_store,
+            reads=lambda name: name == served or self._is_wanted(name),
+        )
         self._whole: dict[str, StoredFile] | None = None  # what the last `copy` has made whole
         self._is_stopped = threading.Event()
         self.copied_bytes = self.total_bytes = 0

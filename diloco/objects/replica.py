@@ -73,6 +73,7 @@ class Replica:
         *,
         on_fenced: Callable[[Fenced], None] = lambda error: None,
         sections: Callable[[Path], Iterable[RecordSection]] = lambda path: (),
+        reads: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Assign only.
 
@@ -83,7 +84,9 @@ class Replica:
             is_tracked: Whether a path, relative to it, is of a file that is kept.
             on_fenced: Called, in whatever thread finds out, when another writer has taken over.
             sections: Where in a file there is what may be in the store already (`reuse`).
+            reads: Which files a `look` knows of: one that has a million objects takes seconds.
         """
+        self._reads = reads
         self._sections = sections
         self._reusable = ReusableObjects()
         self._store = store
@@ -95,6 +98,7 @@ class Replica:
         self._lock = threading.RLock()
         self._files: dict[str, StoredFile] = {}
         self._said: dict[str, StoredFile | None] = {}  # with the next entry
+        self._seen: tuple[Read, dict[str, StoredFile]] | None = None  # by the last look
         self._opened: Mapping[str, Any] = {}
         # Transactions of the journal that are in entries; names of the objects that have earlier
         # ones; bytes of both.
@@ -122,28 +126,40 @@ class Replica:
     ) -> None:
         """Become the chain's writer, and know what it holds; see `Chain.open`."""
         with self._lock:
-            self._know(self._chain.open(opening, check))
+            found = self._chain.open(opening, check)
+            self._know(found, _held_by(found))
+            self._reusable = ReusableObjects()
+            for file in self._files.values():
+                self._reusable.used(file.parts)
             self._opened = opening(self._chain.number)
             self._forget_unnamed()
 
     def look(self) -> None:
-        """Know what the chain holds, not to write it.
+        """Know what the chain holds, not to write it; looked again, only what is new is parsed.
 
         Raises:
             ObjectLost: If an entry is gone.
             StoreAway: If the store does not answer.
         """
-        self._know(self._chain.read())
+        found, new = self._chain.read(), None
+        if self._seen is not None:
+            before, files = self._seen
+            is_same = found.snapshot is before.snapshot or not (found.snapshot or before.snapshot)
+            if is_same and found.entries[: len(before.entries)] == before.entries:
+                new = found.entries[len(before.entries) :]
+        if new is None:
+            files = _held_by(found, self._reads)
+        for _, content in new or ():
+            _apply(files, _files_of(content, self._reads))
+        self._seen = found, files
+        self._know(found, dict(files))
 
-    def _know(self, found: Read) -> None:
+    def _know(self, found: Read, files: dict[str, StoredFile]) -> None:
         told = found.snapshot.get(_JOURNAL, [-1, -1, [], 0, 0])
         self.rows_start, self.rows_until, self._joined = told[:3]
         self._journal_bytes, self._copy_bytes = told[3:]
         self._entries_since = len(found.entries)
-        self._files, self._rows, self._said = _held_by(found), [], {}
-        self._reusable = ReusableObjects()
-        for file in self._files.values():
-            self._reusable.used(file.parts)
+        self._files, self._rows, self._said = files, [], {}
         for number, content in found.entries:
             if _ROWS in content:
                 self._rows.append((number, content[_ROWS]))
@@ -728,16 +744,18 @@ class Replica:
         return is_whole and self._is_tracked(relative)
 
 
-def _held_by(read: Read) -> dict[str, StoredFile]:
-    """Give the files that a chain keeps."""
-    files = {k: StoredFile.from_json(v) for k, v in read.snapshot.get(_FILES, {}).items()}
-    for _, content in read.entries:
-        _apply(files, _files_of(content))
+def _held_by(read: Read, reads: Callable[[str], bool] = lambda name: True) -> dict[str, StoredFile]:
+    """Give the files that a chain keeps, of those that are asked for."""
+    files: dict[str, StoredFile] = {}
+    for content in (read.snapshot, *(content for _, content in read.entries)):
+        _apply(files, _files_of(content, reads))
     return files
 
 
-def _files_of(content: Mapping[str, Any]) -> dict[str, StoredFile | None]:
-    said = content.get(_FILES, {})
+def _files_of(
+    content: Mapping[str, Any], reads: Callable[[str], bool]
+) -> dict[str, StoredFile | None]:
+    said = {name: each for name, each in content.get(_FILES, {}).items() if reads(name)}
     return {n: None if each is None else StoredFile.from_json(each) for n, each in said.items()}
 
 

@@ -151,6 +151,8 @@ class RecordedRun:
         self._versions: deque[VersionRow] = deque(maxlen=MOST_BARS)
         self._bars: deque[Bar] = deque(maxlen=MOST_BARS)
         self._marks: deque[Mark] = deque(maxlen=MOST_BARS)
+        # By themselves: a thousand islands' of one round would leave no room for others.
+        self._merges: deque[Mark] = deque(maxlen=MOST_BARS)
         self._alarms: dict[tuple[str, str, str, int], tuple[AlarmRow, float]] = {}
         self._num_rounds = self.num_malformed = 0
         self._first_at = math.inf
@@ -203,7 +205,7 @@ class RecordedRun:
             ),
             versions=tuple(self._versions),
             bars=(*self._bars, *self._open_bars(now)) if is_under_way else tuple(self._bars),
-            marks=tuple(self._marks),
+            marks=(*self._marks, *self._merges),
             curves=tuple(
                 CurveView(name, island.curve.points)
                 for name, island in sorted(self._islands.items())
@@ -251,7 +253,7 @@ class RecordedRun:
                 if kind == "fragment_merged":
                     version = _count(event["version"])
                     text = f"{name} merged version {version} of fragment {p}"
-                    self._marks.append(Mark(p, at, "merged", text))
+                    self._merges.append(Mark(p, at, "merged", text))
             case "bytes_moved":
                 island.moved = _count(event["bytes_up"]), _count(event["bytes_down"])
             case "checkpoint_written":
@@ -270,7 +272,7 @@ class RecordedRun:
     def _on_step(self, island: _Island, event: Event, at: float) -> None:
         step, tokens = _count(event["inner_step"]), _count(event["num_tokens"])
         duration_s = _number(event["duration_s"])
-        if not island.curve.points and not island.recent:
+        if island.curve.last is None and not island.recent:
             island.tokens = float((step - 1) * tokens)  # those before are taken to be like it
         island.tokens += tokens
         island.inner_step, island.last_at = step, at
@@ -315,11 +317,11 @@ class RecordedRun:
             self._bars.append(Bar(p, quorum, closed, "grace", f"{what}: in grace"))
         self._bars.append(Bar(p, closed, at, "merge", f"{what}: merged and written"))
         self._marks.append(Mark(p, at, "published", f"{what} published"))
-        why = {**dict(event["refused"]), **dict(event["rejected"])}
+        why, counted_in = {**dict(event["refused"]), **dict(event["rejected"])}, set(contributors)
         left_out = [
             f"{name} ({bounded_text(str(why[name]), _MOST_SHOWN)})" if name in why else name
             for name in members
-            if name not in contributors
+            if name not in counted_in
         ]
         self._num_rounds += 1
         for name in contributors:
@@ -511,10 +513,8 @@ class RecordedRun:
             yield Bar(p, opened.at, now, "open", f"fragment {p}, version {opened.version + 1}")
 
     def _facts(self) -> tuple[Figure, ...]:
-        steps = sorted({step for i in self._islands.values() for step in i.checkpoints})
-        complete = [
-            step for step in steps if all(step in i.checkpoints for i in self._islands.values())
-        ]
+        written = [set(island.checkpoints) for island in self._islands.values()]
+        complete = sorted(set.intersection(*written)) if written else []
         return (
             Figure("run", self._name),
             Figure("state directory", self._origin),

@@ -194,17 +194,26 @@ class Curve:
         """Begin with none."""
         self._points: list[tuple[int, float, float, int]] = []  # step, x, mean y, how many
         self._width = 1
+        self._shown: tuple[tuple[float, float], ...] | None = None
 
     def add(self, step: int, x: float, y: float) -> None:
-        """Take the value of a step; steps from there on are gone: a later start makes them.
+        """Take the value of a step; steps beyond it are gone: a later start makes them.
 
-        What no picture can show, as it is not finite or far beyond a loss, is left out.
+        What no picture can show, as it is not finite or far beyond a loss, is left out; so is a
+        step that was averaged with others before, and is told again.
         """
         if not (abs(x) < _BEYOND and abs(y) < _BEYOND):
             return
-        while self._points and self._points[-1][0] >= step:
+        while self._points and self._points[-1][0] > step:
             self._points.pop()
+            self._shown = None
         last = self._points[-1] if self._points else None
+        if last is not None and last[0] == step and (last[3] > 1 or last[1:3] == (x, y)):
+            return
+        self._shown = None
+        if last is not None and last[0] == step:
+            self._points[-1] = (step, x, y, 1)
+            return
         if last is not None and last[3] < self._width:
             _, _, mean, count = last
             self._points[-1] = (step, x, mean + (y - mean) / (count + 1), count + 1)
@@ -225,8 +234,10 @@ class Curve:
 
     @property
     def points(self) -> tuple[tuple[float, float], ...]:
-        """All points, x and y."""
-        return tuple((x, y) for _, x, y, _ in self._points)
+        """All points, x and y; the same tuple until there is another point."""
+        if self._shown is None:
+            self._shown = tuple((x, y) for _, x, y, _ in self._points)
+        return self._shown
 
     @property
     def last(self) -> float | None:

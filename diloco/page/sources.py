@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two reads.
 LOOK_S = 1.0
+#: Bytes of lines of one file that are read at once.
+_LINES_BYTES = 32 << 10
 
 
 class Source(Protocol):
@@ -145,22 +147,30 @@ class RecordedSource:
 
     def _new_events(self, path: Path) -> Iterator[tuple[float, Mapping[str, Any]]]:
         """Yield the events of whole lines that were not read yet, each with its time."""
+        while lines := self._new_lines(path):
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                    at = float(event["unix_s"])
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    self._run.num_malformed += line != b"\n"
+                    continue
+                yield at, event
+
+    def _new_lines(self, path: Path) -> list[bytes]:
+        """Read some whole lines; no file stays open, there may be more than a process may open."""
+        start = self._read.get(path, 0)
         try:
             with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._read[path] = self._read.get(path, 0) + len(line)
-                    try:
-                        event = json.loads(line)
-                        at = float(event["unix_s"])
-                    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                        self._run.num_malformed += line != b"\n"
-                        continue
-                    yield at, event
+                file.seek(start)
+                lines = file.readlines(_LINES_BYTES)
         except OSError as error:
             logger.warning("events cannot be read, path=%s: %s", path, error)
+            return []
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        self._read[path] = start + sum(map(len, lines))
+        return lines
 
     def _is_under_way(self) -> bool:
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from diloco.outer.fragments import make_plan
 from diloco.trainer.parallel.mesh import make_mesh
 from diloco.trainer.state import kept_tensors, optimizer_step, training_tensors
 from tests.checkpoint.late_copies import late_copier
-from tests.checkpoint.small_checkpoint import ISLAND
+from tests.checkpoint.small_checkpoint import ISLAND, Trained
 from tests.distributed import run_ranks
 from tests.trainer.layouts import case_of
 from tests.trainer.small_island import CPU
@@ -91,3 +92,14 @@ def test_what_nobody_else_holds_lives_until_it_is_copied() -> None:
 
     assert held() is not None, "its memory would be another's before the device has read it"
     assert copied.wait("a copy") == 0 and held() is None
+
+
+def test_a_file_is_the_same_in_whatever_pieces_it_was_copied_from_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained()
+    trained.write(tmp_path / "whole", 1)
+    monkeypatch.setattr("diloco.checkpoint.checkpoint_writer._PIECE_BYTES", 1001)
+    trained.write(tmp_path / "in pieces", 1)
+
+    assert manifest(tmp_path / "in pieces", 1) == manifest(tmp_path / "whole", 1)

@@ -421,20 +421,22 @@ def test_a_compiler_that_fails_leaves_codecs_eager_with_a_warning(
     assert torch.equal(CODEC.encode(values), expected)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_a_compiler_it_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
     monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling, "has_triton", lambda: True)
     fresh = can_compile.__wrapped__
 
     with caplog.at_level("INFO", logger="diloco.compression.compiled"):
-        assert not fresh()
+        assert not fresh(device)
 
     assert "eagerly" in caplog.text
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not can_compile("cuda"), reason="no CUDA device, or nothing compiles for it")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.timeout(120)
 @each_codec
@@ -472,7 +474,7 @@ def test_tiles_of_an_eager_formula_give_the_same_bytes(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not can_compile("cuda"), reason="no CUDA device, or nothing compiles for it")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.timeout(120)
 @each_codec

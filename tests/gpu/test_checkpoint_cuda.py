@@ -76,6 +76,18 @@ def test_training_goes_on_during_a_slow_copy_which_has_the_values_of_its_step(
         assert checkpoint.manifest["optimizer_step"] == 2 * number - 1
 
 
+def test_what_is_let_go_of_during_its_copy_is_nobody_elses_before_its_end() -> None:
+    copier, target = StateCopier(trained_there().optimizer), torch.zeros(1 << 20)
+    copier.pin(target, "copies for this test")
+    copier._stream.submit(lambda: torch.cuda._sleep(LONG // 10))
+    copied = copier.copy([(torch.ones(1 << 20, device="cuda"), target)])
+
+    torch.full((1 << 20,), 2.0, device="cuda")
+    copied.wait("a copy")
+
+    assert torch.equal(target, torch.ones(1 << 20))
+
+
 def test_what_was_pinned_is_copied_to_without_waiting_and_may_be_pinned_again() -> None:
     trained = trained_there()
     copier = StateCopier(trained.optimizer)

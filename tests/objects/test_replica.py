@@ -340,3 +340,32 @@ def test_an_entry_or_snapshot_that_is_gone_is_made_up_for(
     other = replica_at(store, tmp_path / "two", at_work=False)
     other.restore()
     assert held(tmp_path / "two") == held(root)
+
+
+def test_a_look_again_parses_what_is_new_of_the_files_that_are_asked_for(
+    store: Failing, tmp_path: Path
+) -> None:
+    writer = replica_at(store, tmp_path / "one")
+    for name in ("kept", "other", "replaced", "removed"):
+        durable.write_durably(tmp_path / "one" / name, [LARGE])
+    writer.put_snapshot()
+    reader = Replica(
+        store, "syncer", tmp_path / "two", lambda path: True, reads=lambda name: name != "other"
+    )
+    reader.look()
+    before = reader.files(only=lambda name: True)
+
+    durable.write_durably(tmp_path / "one" / "replaced", [b"new"])
+    durable.unlink(tmp_path / "one" / "removed")
+    durable.sync_directory(tmp_path / "one")
+    reader.look()
+    after = reader.files(only=lambda name: True)
+    reader.look()
+
+    assert before.keys() == {"kept", "replaced", "removed"}
+    assert after.keys() == {"kept", "replaced"} and reader.files(only=after.__contains__) == after
+    assert after["kept"] is before["kept"]
+    assert reader.contents(["replaced"]) == {"replaced": b"new"}
+    writer.put_snapshot()
+    reader.look()
+    assert reader.files(only=lambda name: True) == after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from diloco.page import sources
 from diloco.page.sources import RecordedSource
 from diloco.state_dir import StateDir, hold
+from diloco.telemetry.events import CheckpointWritten
 from tests.page.recorded_page_run import step, write
 
 
@@ -33,6 +35,26 @@ def test_what_is_written_later_is_read_once_and_a_torn_line_when_it_is_whole(
         return seen
 
     assert asyncio.run(looks()) == [(2, 0), (2, 0), (3, 0), (3, 1)]
+
+
+def test_more_files_than_a_process_may_open_are_read_in_the_order_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_LINES_BYTES", 64)
+    names = [f"island-{number:02d}" for number in range(80)]
+    for name in names:
+        path = tmp_path / "telemetry" / f"events-{name}-0.jsonl"
+        write(path, name, [step(1), CheckpointWritten(1, 100, 0.5, 0.1, 0.0), step(2)])
+    source, limits = RecordedSource(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    try:
+        view = source._read_on()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert [(curve.name, len(curve.points)) for curve in view.curves] == [(n, 2) for n in names]
+    assert [event.island for event in view.events] == names
+    assert {event.at for event in view.events} == {view.events[0].at}
 
 
 def test_a_run_is_under_way_while_its_coordinator_lives(tmp_path: Path) -> None:

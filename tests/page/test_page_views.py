@@ -12,7 +12,16 @@ from diloco.page.charts import WIDTH, loss_chart, timeline_chart
 from diloco.page.live_run import LiveRun, sentence
 from diloco.page.recorded_run import RecordedRun
 from diloco.page.rendering import VIEWS, Frame, Query, page_of
-from diloco.page.run_view import Bar, Curve, CurveView, EventRow, command_in, differing, filtered
+from diloco.page.run_view import (
+    MOST_BARS,
+    Bar,
+    Curve,
+    CurveView,
+    EventRow,
+    command_in,
+    differing,
+    filtered,
+)
 from diloco.protos.control_pb2 import (
     Alarm,
     AlarmStatus,
@@ -279,6 +288,30 @@ def test_curves_and_pictures_have_bounded_many_points() -> None:
     assert timeline.outlines[0].path.count("M") <= WIDTH / 0.6
     assert loss_chart([]) is None
     assert timeline_chart([], [], end_s=1.0, span_s=1.0) is None
+
+
+def test_a_live_curve_grows_however_often_a_step_is_seen() -> None:
+    run = LiveRun("host:1")
+    for step_number in range(1, 1301):
+        told = island("east", loss_nats=2.5)
+        told.last_report.inner_step = told.last_report.tokens = step_number
+        for _ in range(1 + 2 * (step_number > 1024)):
+            run.observe(reply(islands=[told]), float(step_number))
+
+    points = run.view().curves[0].points
+
+    assert [x for x, _ in points[-3:]] == [1296.0, 1298.0, 1300.0]
+
+
+def test_merges_of_many_islands_leave_room_for_what_was_published() -> None:
+    run = read([("", opened(0)), ("", closed(0))])
+    for number in range(MOST_BARS):
+        context = {"unix_s": 200.0, "island": f"island-{number}", "incarnation": 1}
+        run.add(context | dict(merged(1).as_dict()))
+
+    marks = run.view(300.0, is_under_way=True).marks
+
+    assert (marks[0].kind, len(marks)) == ("published", 1 + MOST_BARS)
 
 
 def test_events_are_found_by_kind_and_island_and_runs_by_what_differs() -> None:

@@ -67,7 +67,7 @@ class FragmentEntry:
             self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
 
     async def _give(self, fragment_id: int, version: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values)
+        payload = to_bytes(values.cpu())  # all lanes at once: not to memory that stays pinned
         ack = await self._calls.upload(fragment_id, lane_id, payload, published=version)
         if ack.is_fenced:
             raise self._calls.fenced(ack.message)
@@ -185,7 +185,7 @@ class FragmentEntry:
         return fragment.state.is_founded if self._on_arrival else fragment.is_steady
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values)
+        payload = to_bytes(values.cpu())  # all lanes at once: not to memory that stays pinned
         ack = await self._calls.upload(fragment_id, lane_id, payload)
         if ack.is_fenced:
             raise self._calls.fenced(ack.message)
