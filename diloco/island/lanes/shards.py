@@ -50,6 +50,7 @@ from diloco.island.lanes.parameters import dtype_problems, gathered
 from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
+from diloco.transport.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,13 @@ class LaneShards:
             "lanes are kept on %s, needed_bytes=%d room_bytes=%d device=%s",
             self.device, needed, room, device,
         )  # fmt: skip
+        if self.device == _CPU and device != _CPU and not self._island_rank:
+            logger.warning(
+                "training waits for its sends, which go through host memory: this rank's lanes "
+                "need %s of the device, half of what training leaves free is %s; more lanes "
+                "(outer.num_lanes, up to one a rank) share them evenly", format_bytes(needed),
+                format_bytes(room) if room >= 0 else "not known",
+            )  # fmt: skip
 
     def _free_bytes(self, device: torch.device) -> int:
         """Return what training will leave free of a device; -1 where that is not known."""
